@@ -661,11 +661,11 @@ class CheckpointManager:
                 slot, collected.parts, ref.step, overlap=overlap, check=check
             )
             job = self._jobs.job(ref, trial, prepared, snapshot, collected, notes)
-            job = self._saver.suspicions.watch(job, collected)
+            trained = self._saver.suspicions.trained(collected)
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
             pending = SaveRecord(ref.step, prepared.plan.size, snapshot, began=began, tiers=tiers)
-            hand_over = self._saver.hand_over(job, snapshot, pending, slot)
+            hand_over = self._saver.hand_over(job, snapshot, pending, slot, trained)
             self._begun = ref
             self._ledger.begin(pending, owner=self)
             if not snapshot.landed:

@@ -14,6 +14,7 @@ from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import Once, Workers
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.rank_files import SaveJob
+from ckpt.save.trained import Trained
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Snapshot
 
@@ -185,12 +186,14 @@ class ActiveSave:
         snapshot: The copying of the state into the image.
         slot: The memory of the image. The saver releases it when no tier needs the image any more.
         outcome: What becomes of the save.
+        trained: What the optimizers train; None if that is not looked at.
     """
 
     job: SaveJob
     snapshot: Snapshot
     slot: Slot
     outcome: SaveOutcome
+    trained: Trained | None
 
     def copy_late(self) -> None:
         """Copy what is left of the state, and report it."""

@@ -30,7 +30,6 @@ from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import ImageWrite, OnBytes, Source, adopt_image, write_image
 from ckpt.plan.save import SavePlan
-from ckpt.save.trained import Trained
 from ckpt.storage.api import Adopting
 from ckpt.storage.tiers import OpenTier
 
@@ -53,7 +52,6 @@ class SaveJob:
         created_at: When the save began.
         confirm: Raises if the image is not what it should be. It is called before each commit.
         known: The chunk table, once the image has been written.
-        trained: What the optimizers train; None if that is not looked at.
     """
 
     ref: StepRef
@@ -68,7 +66,6 @@ class SaveJob:
     created_at: float
     confirm: Callable[[], None]
     known: tuple[Chunk, ...] = ()
-    trained: Trained | None = None
 
     @property
     def is_stored(self) -> bool:

@@ -37,6 +37,7 @@ from ckpt.save.slot_steps import SlotSteps
 from ckpt.save.suspicion import Suspicions
 from ckpt.save.tier_queue import QueuedStep, TierQueue
 from ckpt.save.tier_writer import TierWriter
+from ckpt.save.trained import Trained
 from ckpt.staging.device import Devices
 from ckpt.staging.slot import Slot
 from ckpt.staging.slots import SlotPool
@@ -234,12 +235,17 @@ class Saver:
             writer.sweep(ref)
 
     def hand_over(
-        self, job: SaveJob, snapshot: Snapshot, pending: SaveRecord, slot: Slot
+        self,
+        job: SaveJob,
+        snapshot: Snapshot,
+        pending: SaveRecord,
+        slot: Slot,
+        trained: Trained | None,
     ) -> HandOver:
         """Return what takes a save into the background. Nothing happens until its ``begin``."""
-        save = ActiveSave(
-            job, snapshot, slot, SaveOutcome(pending, self._reports, self.slots.nbytes)
-        )
+        outcome = SaveOutcome(pending, self._reports, self.slots.nbytes)
+        job = self.suspicions.scanned(job, trained)
+        save = ActiveSave(job, snapshot, slot, outcome, trained)
         stream, stage = Once(partial(self._stream, save)), Once(save.copy_late)
         return HandOver(save, self._streamer, self._copier, stream, stage)
 
@@ -380,7 +386,7 @@ class Saver:
         save.outcome.committed(writer.url)
         self._on_commit(writer, job.ref)
         if not save.job.known:  # it is on its first tier
-            self.suspicions.examine(job)
+            self.suspicions.examine(job, save.trained)
         if writer.in_memory and farther:
             self._serve(farther, replace(save, job=job))
             return

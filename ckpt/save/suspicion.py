@@ -99,9 +99,9 @@ class Suspicions:
         ledger: Where an alarm is reported.
         config: Whether there is an alarm, and whether numbers are looked at.
 
-    Thread safety: ``watch`` and ``forget`` are for the training thread, ``examine`` for any, and
-    ``close`` for one thread after the last ``examine``. ``_lock`` guards ``_seen``, ``_posted`` and
-    ``_newest``.
+    Thread safety: ``trained``, ``scanned`` and ``forget`` are for the training thread, ``examine``
+    for any, and ``close`` for one thread after the last ``examine``. ``_lock`` guards ``_seen``,
+    ``_posted`` and ``_newest``.
     """
 
     def __init__(self, coordinator: Coordinator, ledger: SaveLedger, config: SaveConfig) -> None:
@@ -115,13 +115,17 @@ class Suspicions:
         self._posted: deque[str] = deque()
         self._newest: Future[None] | None = None
 
-    def watch(self, job: SaveJob, collected: Collected) -> SaveJob:
-        """Return ``job`` so that its trained tensors are looked at when it is committed."""
-        if not self._on:
+    def trained(self, collected: Collected) -> Trained | None:
+        """Return what is to be looked at when ``collected`` is committed; None for nothing."""
+        return Trained.of(collected, self._era) if self._on else None
+
+    def scanned(self, job: SaveJob, trained: Trained | None) -> SaveJob:
+        """Return ``job`` so that its numbers are looked at while its image is hashed, if they are
+        to be.
+        """
+        if trained is None or not self._scans:
             return job
-        trained = Trained.of(collected, self._era)
-        image = ScannedImage.of(job.image, job.plan, trained) if self._scans else job.image
-        return replace(job, trained=trained, image=image)
+        return replace(job, image=ScannedImage.of(job.image, job.plan, trained))
 
     def forget(self) -> None:
         """A restore has changed the trained tensors: later saves are not compared with earlier
@@ -129,15 +133,15 @@ class Suspicions:
         """
         self._era += 1
 
-    def examine(self, job: SaveJob) -> None:
+    def examine(self, job: SaveJob, trained: Trained | None) -> None:
         """Look at a save that is committed on its first tier. It never raises.
 
         It waits for no other rank: an alarm that needs their answers comes later.
         """
-        if job.trained is None:
+        if trained is None:
             return
         with self._lock:
-            own = self._own(job, job.trained)
+            own = self._own(job, trained)
             try:
                 if self._coordinator.world_size > 1:
                     self._exchange(job.ref, own)

@@ -58,9 +58,14 @@ class Trained:
                 continue
             for group in optimizer.param_groups:
                 parameters = group["params"]
-                trains = list(map(_needs_gradient, parameters)) if _moves(group) else []
-                moving += map(id, compress(parameters, trains))
-                still += map(id, compress(parameters, map(not_, trains)) if trains else parameters)
+                if not _moves(group):
+                    still += map(id, parameters)
+                elif all(map(_needs_gradient, parameters)):
+                    moving += map(id, parameters)
+                else:
+                    trains = list(map(_needs_gradient, parameters))
+                    moving += map(id, compress(parameters, trains))
+                    still += map(id, compress(parameters, map(not_, trains)))
         seen: list[Mapping[int, str]] = []
         alone: dict[int, str] = {}
         for part in collected.parts:
