@@ -149,7 +149,7 @@ def reach(place: Place) -> Connection:
             raise _other_version(found.welcome, "set CKPT_AGENT_FOLDER to a folder for this one")
         else:
             with suppress(AgentError):  # it may be ending already
-                found.ask(Stop())
+                found.ask(Stop(keep_memory=True))
             found.close()
         if time.monotonic() > deadline:
             raise AgentError(

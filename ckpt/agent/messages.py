@@ -1,8 +1,9 @@
 """What the agent and its callers say to each other, and how it travels over the socket.
 
 A frame is a length of four bytes and a msgpack struct. The agent speaks first: `Welcome` names its
-version. `Welcome` and `Stop` never change, because agents of all versions must understand them. All
-other messages are exchanged between equal versions only.
+version. Agents of all versions must understand `Welcome` and `Stop`, so these two only ever get
+further fields with a default, which older agents pass over. All other messages are exchanged
+between equal versions only.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Asks the agent to end: ``at_once``, or after the work for jobs that have ended."""
+    """Asks the agent to end: ``at_once``, or after the work for jobs that have ended.
+
+    With ``keep_memory``, steps stay in memory as long as they would have, and the agent with them.
+    """
 
     at_once: bool = False
+    keep_memory: bool = False
 
 
 class Process(msgspec.Struct, frozen=True):

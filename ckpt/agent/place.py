@@ -103,6 +103,10 @@ class Lock:
             return False
         return True
 
+    def release(self) -> None:
+        """Let another process take the lock, while this one may take it again."""
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
     def is_in_place(self) -> bool:
         """Return whether another process that takes the lock meets this one."""
         return identity(self._path) == identity(self.descriptor)

@@ -4,9 +4,10 @@ The agent itself copies nothing and imports no client of a store, so it stays sm
 process of its own for each job, with the environment of that job. To stop a worker is to kill it:
 what it does may be cut at any instruction.
 
-Two agents never work at once. ``listen.lock`` belongs to the agent that has the socket, and
+Two agents never copy at once. ``listen.lock`` belongs to the agent that has the socket, and
 ``work.lock`` to the one that may start workers. Workers hold ``work.lock`` too, so an agent that
-takes the place of a dead one waits until the last worker has ended.
+takes the place of a dead one waits until the last worker has ended. An agent that was replaced, and
+that only has memory left to free, lets go of ``work.lock``.
 """
 
 from __future__ import annotations
@@ -204,10 +205,14 @@ class Agent:
             for entry in self._entries
             if not entry.runs and entry.worker is None and time.monotonic() >= entry.next_at
         ]
-        if due and not self._works:
+        frees = self._ends and all(entry.settled for entry in self._entries)
+        if frees and self._works and not any(entry.worker for entry in self._entries):
+            self._works = False
+            self._may_work.release()
+        elif due and not self._works:
             self._works = self._may_work.take()
         due.sort(key=lambda entry: entry.failures)  # a store that hangs holds up no job for long
-        for entry in due if self._works else ():
+        for entry in due if self._works or frees else ():
             working = sum(other.worker is not None for other in self._entries)
             if working < _MOST_WORKERS and not self._is_held_up(entry):
                 self._stop_scrubbing()
@@ -347,8 +352,7 @@ class Agent:
             if self._ends or time.monotonic() - entry.ended_at > _GIVE_UP_SECONDS:
                 self._drop(entry, "given up")
         elif entry.has_memory and not entry.settled:
-            kept_seconds = 0.0 if self._ends else self._memory_seconds
-            entry.settled, entry.next_at = True, time.monotonic() + kept_seconds
+            entry.settled, entry.next_at = True, time.monotonic() + self._memory_seconds
         else:
             self._drop(entry, "done")
 
@@ -429,9 +433,9 @@ class Agent:
                     return self._forget(attempt)
                 case AskStatus():
                     return self._status()
-                case Stop(at_once):
+                case Stop(at_once, keep_memory):
                     self._asking = caller
-                    self._stop(at_once=at_once)
+                    self._stop(at_once=at_once, keep_memory=keep_memory)
                     return Done()
         except (AgentError, ConfigError) as error:
             return Refused(str(error))
@@ -451,13 +455,16 @@ class Agent:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _stop(self, *, at_once: bool) -> None:
+    def _stop(self, *, at_once: bool = False, keep_memory: bool = False) -> None:
         """Let another agent listen. Living trainers register there, since they are left. What has
-        ended is finished here, and its memory is freed, unless the agent is to end ``at_once``.
+        ended is finished here, unless the agent is to end ``at_once``. Memory is freed then, or
+        when it would have been (``keep_memory``).
         """
         self._stop_listening()
         self._stop_scrubbing()
         self._ends = True
+        if not keep_memory:
+            self._memory_seconds = 0.0
         for caller in [caller for caller in self._callers if caller is not self._asking]:
             self._leave(caller)
         for entry in list(self._entries):
@@ -465,17 +472,17 @@ class Agent:
                 self._drop(entry)
             elif at_once:
                 self._drop(entry, "given up")
-            else:
+            elif not (keep_memory and entry.settled):
                 entry.next_at = 0.0
 
     def _on_signal(self, ear: socket.socket) -> None:
-        """Finish what has ended, as `Stop` asks. A second signal ends the agent at once."""
+        """Finish what has ended, and free its memory. A second signal ends the agent at once."""
         ear.recv(_READ_BYTES)
         ready = {key.fd for key, _ in self._selector.select(0)}
         for entry in list(self._entries):
             for process in entry.processes & ready:  # it may have ended just before the signal
                 self._on_death(entry, process)
-        self._stop(at_once=self._ends)
+        self._stop(at_once=self._ends and not self._memory_seconds)
 
     def _look_for_socket(self) -> None:
         """Bind again if the socket was removed. If the locks are gone too, another agent may take
@@ -491,7 +498,7 @@ class Agent:
                 _log.warning("ckpt: the agent's socket was removed, and is not made: %s", error)
         else:
             _log.warning("ckpt: the agent's folder was removed or replaced: the agent ends")
-            self._stop(at_once=False)
+            self._stop()
 
     def _stop_listening(self) -> None:
         if self._listening is not None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
+from ckpt.agent import client
 from ckpt.agent.client import status
-from ckpt.agent.place import Place
+from ckpt.agent.place import Lock, Place
 from ckpt.catalog.index import committed
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AgentError, ConfigError, LeftToAgent
@@ -155,6 +157,14 @@ def test_retention_is_applied_as_by_the_trainer(place: Place, tmp_path: Path, ti
     assert whole(tmp_path / "far") == [3, 4]
 
 
+def version(place: Place) -> str:
+    found = client.connect(place)
+    if found is None:
+        return ""
+    with closing(found):
+        return found.welcome.version
+
+
 def test_memory_is_kept_for_a_trainer_that_starts_again_soon(
     place: Place, tmp_path: Path, tiers, monkeypatch
 ) -> None:
@@ -181,6 +191,46 @@ def test_memory_that_was_kept_is_freed_when_the_agent_stops(
         assert until(lambda: not holders(place, "work"))
     assert no_traces(tiers)
     assert holds(tmp_path / "disk", 2)
+
+
+AGENT = """
+import sys
+import ckpt.agent.server as server
+from ckpt.agent.__main__ import main
+server.VERSION = sys.argv[1]
+sys.exit(main(["run"]))
+"""
+
+
+@pytest.mark.parametrize("seconds", [2, 3600])
+def test_memory_that_was_kept_outlives_the_version_of_the_agent(
+    place: Place, tmp_path: Path, tiers, monkeypatch, seconds
+) -> None:
+    """It is freed in time although the newer agent may work, or at a signal."""
+    monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", str(seconds))
+    train(tiers, 1, 2, "kill nearest")
+    await_state(place, "kept", "done")
+    [older] = holders(place, "listen")
+    with ExitStack() as stack:
+
+        def start(*_: object) -> None:
+            newer = subprocess.Popen([sys.executable, "-c", AGENT, "999.0.0-1"])
+            stack.enter_context(ended(newer))
+            assert until(lambda: holders(place, "listen") == [newer.pid] and version(place))
+
+        monkeypatch.setattr(client, "VERSION", "999.0.0-1")
+        monkeypatch.setattr(client, "start", start)
+        client.reach(place).close()
+        lock = Lock(place, "work")
+        stack.callback(lock.close)
+        assert until(lock.take)  # as the newer agent takes it
+        if seconds == 3600:
+            assert older in holders(place, "work")
+            assert not no_traces(tiers)
+            os.kill(older, signal.SIGTERM)
+        assert until(lambda: older not in holders(place, "work"))
+        assert no_traces(tiers)
+        assert holds(tmp_path / "disk", 2)
 
 
 def test_a_signal_right_after_the_death_of_the_trainer_finishes_its_steps(
