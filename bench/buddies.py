@@ -1,18 +1,22 @@
-"""Measure copies on other nodes: what they cost training, and how fast a lost node comes back.
+"""Measure copies on other nodes, and what the agent verifies: what they cost training, and how fast
+a lost node comes back.
 
-    python -m bench.buddies [--mib 256] [--rate 200] [--blocks 7]
+    python -m bench.buddies [--mib 256] [--rate 200] [--blocks 7] [--kinds bounded scrub]
 
 Two ranks of this machine stand for two nodes, each with a tier in memory of its own, and train
-under FSDP2. Blocks of steps with one save each are made in turn without copies, with copies at
-``--rate`` MB/s, and with copies as fast as they go. Then the memory of rank 1 is removed, all ranks
-start again, and rank 1 restores its part from rank 0; a plain copy of as many bytes over a socket
-is made in turn.
+under FSDP2. Blocks of steps with one save each are made in turn without copies and as ``--kinds``
+says: with copies at ``--rate`` MB/s (bounded), with copies as fast as they go (unbounded), and
+without copies while a worker of the agent on each node verifies a step on the disk at its default
+rate (scrub). Then the memory of rank 1 is removed, all ranks start again, and rank 1 restores its
+part from rank 0; a plain copy of as many bytes over a socket is made in turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import select
 import shutil
 import socket
 import statistics
@@ -21,9 +25,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,12 +39,21 @@ from torch.distributed.fsdp import fully_shard
 
 from bench.process import BenchError
 from ckpt import CheckpointManager, Tier
+from ckpt.agent.messages import Job
+from ckpt.agent.place import Lock, Place
+from ckpt.agent.reports import Order, Verifying
+from ckpt.agent.worker import Worker
+from ckpt.config import SaveConfig
+from ckpt.coordination.owner import NO_PROCESS, Owner
 from ckpt.events import Event, NodeReplicated
 from ckpt.restore.report import RestoreReport
 
 _WIDTH: Final = 1024
 _BYTES_PER_PARAMETER: Final = 12  # float32: the weight and AdamW's two moments
 _PIECE_BYTES: Final = 8 << 20
+_DISK_BYTES: Final = 512 << 20
+_COPIED: Final = ("bounded", "unbounded")
+_KINDS: Final = (*_COPIED, "scrub")
 _SHM: Final = Path("/dev/shm")
 
 
@@ -48,6 +64,9 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200.0, help="MB/s of the bounded copies")
     parser.add_argument("--blocks", type=int, default=7, help="of each kind")
     parser.add_argument("--steps", type=int, default=10, help="of each block")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=_KINDS, default=_COPIED, help="of blocks, beside plain ones"
+    )
     args = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -55,13 +74,18 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(0)  # as a process that is killed: its memory stays
     with tempfile.TemporaryDirectory() as name:
+        with CheckpointManager(Path(name, "disk")) as manager:  # what is verified
+            manager.save({"w": torch.ones(_DISK_BYTES // 4)}, 1)
+        os.environ["BENCH_DISK"] = str(Path(name, "disk"))
         try:
-            for part in ("train", "restore"):
-                _start(part, Path(name).name)
-                shutil.rmtree(_memory(Path(name).name, 1), ignore_errors=True)
+            _start("train", Path(name).name)
+            for folder in _memory(Path(name).name, "*-1"):
+                shutil.rmtree(folder)
+            if {*args.kinds} != {"scrub"}:
+                _start("restore", Path(name).name)
         finally:
-            for rank in range(2):
-                shutil.rmtree(_memory(Path(name).name, rank), ignore_errors=True)
+            for folder in _memory(Path(name).name):
+                shutil.rmtree(folder)
 
 
 def _start(part: str, name: str) -> None:
@@ -80,12 +104,44 @@ def _start(part: str, name: str) -> None:
         raise BenchError(f"a rank failed to {part}")
 
 
-def _memory(name: str, rank: int) -> Path:
-    return _SHM / f"ckpt-memory-{os.geteuid()}-{name}-{rank}"
+def _memory(name: str, which: str = "*") -> list[Path]:
+    return list(_SHM.glob(f"ckpt-memory-{os.geteuid()}-{name}-{which}"))
 
 
-def _tier(suffix: str = "", replicas: int = 0) -> Tier:
-    return Tier(f"shm://{os.environ['BENCH_NAME']}{suffix}-{dist.get_rank()}", replicas=replicas)
+def _tier(kind: str, replicas: int = 0) -> Tier:
+    return Tier(f"shm://{os.environ['BENCH_NAME']}-{kind}-{dist.get_rank()}", replicas=replicas)
+
+
+@contextmanager
+def _verifying() -> Generator[None]:
+    """Let a worker of the agent verify a step on the disk meanwhile."""
+    job = Job(
+        owner=msgspec.structs.replace(Owner.here("bench"), pid=NO_PROCESS),
+        processes=(),
+        ranks=1,
+        tiers=({"url": os.environ["BENCH_DISK"]},),
+        backlog=0,
+        environment=dict(os.environ),
+        scrub_mb_per_s=SaveConfig().scrub_mb_per_s,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        place = Place(folder)
+        worker = Worker(Order(job, "scrub"), place, Lock(place, "work"))
+        try:
+            if not _verifies(worker):
+                raise BenchError("the worker has verified nothing")
+            yield
+            if not _verifies(worker):
+                raise BenchError("the worker ended before the block: take fewer --steps")
+        finally:
+            worker.kill()
+
+
+def _verifies(worker: Worker) -> bool:
+    """Wait for a report of the worker. Return whether it is at work."""
+    while (reports := worker.read()) == []:
+        select.select([worker.reports], [], [])
+    return any(isinstance(report, Verifying) for report in reports or ())
 
 
 def _model(mib: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -116,57 +172,59 @@ def _train(args: argparse.Namespace) -> None:
             copied.append(event)
             arrived.release()
 
-    kinds: dict[str, dict[str, Any]] = {
-        "without": {},
-        "bounded": {"replicate_mb_per_s": args.rate},
-        "unbounded": {},
-    }
+    kinds = ["without", *args.kinds]
     managers = {
         kind: CheckpointManager(
-            _tier("" if kind == "unbounded" else f"-{kind}", replicas=int(kind != "without")),
+            _tier(kind, replicas=int(kind in _COPIED)),
             observers=[observe],
             slots=1,
-            **settings,
+            replicate_mb_per_s=args.rate if kind == "bounded" else None,
         )
-        for kind, settings in kinds.items()
+        for kind in kinds
+        if kind != "scrub"
     }
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     copying: dict[str, list[float]] = {kind: [] for kind in kinds}
+    numbers = itertools.count()
     for block in range(args.blocks + 1):
-        for kind in list(kinds)[:: 1 if block % 2 else -1]:
-            dist.barrier()
-            began = time.perf_counter()
-            pending = managers[kind].save_async(
-                {"model": model, "optimizer": optimizer, "step": block}, block
-            )
-            for _ in range(args.steps):
-                _step(model, optimizer)
-            took = time.perf_counter() - began
+        for kind in kinds[:: 1 if block % 2 else -1]:
+            manager = managers.get(kind, managers["without"])
+            with _verifying() if kind == "scrub" else nullcontext():
+                dist.barrier()
+                began = time.perf_counter()
+                state = {"model": model, "optimizer": optimizer, "step": block}
+                pending = manager.save_async(state, next(numbers))
+                for _ in range(args.steps):
+                    _step(model, optimizer)
+                took = time.perf_counter() - began
             pending.result()
-            if kind != "without" and not arrived.acquire(timeout=600):
+            if kind in _COPIED and not arrived.acquire(timeout=600):
                 raise BenchError("no copy was made in ten minutes")
             if block:  # the first makes the slots
                 seconds[kind].append(took)
-                copying[kind].append(copied[-1].seconds if kind != "without" else 0.0)
+                copying[kind].append(copied[-1].seconds if kind in _COPIED else 0.0)
     dist.barrier()
     if dist.get_rank():
         return
-    plain = statistics.median(seconds["without"])
-    print(f"state of a rank: {copied[-1].nbytes / 2**20:.0f} MiB, blocks of {args.steps} steps")
-    for kind in kinds:
-        took = statistics.median(seconds[kind])
+    print(
+        f"state of a rank: {pending.result().nbytes / 2**20:.0f} MiB, blocks of {args.steps} steps"
+    )
+    for kind, blocks in seconds.items():
+        ratios = [one / plain for one, plain in zip(blocks, seconds["without"], strict=True)]
         print(
-            f"{kind:>10}: block {took:.2f} s, {took / plain:.3f} of that without copies; "
+            f"{kind:>10}: block {statistics.median(blocks):.2f} s, {statistics.median(ratios):.3f} "
+            f"times the plain one of its turn ({min(ratios):.3f} to {max(ratios):.3f}); "
             f"a copy {statistics.median(copying[kind]):.2f} s"
         )
 
 
 def _restore(args: argparse.Namespace) -> None:
     model, optimizer = _model(args.mib)
+    kind = next(kind for kind in args.kinds if kind in _COPIED)
     restored: list[float] = []
     copied: list[float] = []
     for _ in range(args.blocks):
-        manager = CheckpointManager(_tier())
+        manager = CheckpointManager(_tier(kind))
         dist.barrier()
         began = time.perf_counter()
         report = manager.restore({"model": model, "optimizer": optimizer, "step": -1})

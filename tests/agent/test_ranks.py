@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt import CheckpointManager
+from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
 from ckpt.agent.place import Place
 from ckpt.coordination.api import Coordinator
@@ -50,3 +50,27 @@ def test_all_ranks_learn_that_there_is_none(place: Place, tmp_path: Path) -> Non
     told = World(2, patience=120).run(build)
     assert told[0] == told[1]
     os.chmod(place.folder, 0o700)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_job_whose_nodes_have_tiers_of_their_own_says_that_it_has_none(
+    place: Place, tmp_path: Path, caplog, mode
+) -> None:
+    """An agent of one node sees only a part of each step there."""
+
+    def train(coordinator: Coordinator) -> int:
+        near = Tier(str(tmp_path / f"node{coordinator.rank}"), local=True)
+        with CheckpointManager([near, tmp_path / "far"], coordinator=coordinator, agent=mode) as it:
+            it.save({f"x{coordinator.rank}": torch.ones(1000)}, 1)
+            with pytest.raises(AgentError, match="this job has no agent"):
+                it.close(detach=True)
+        return 1
+
+    done = World(2, patience=120).run(train)
+    assert status(place) is None
+    if mode == "required":
+        assert all("is each node's own" in str(error) for error in done.values())
+    else:
+        assert done == {0: 1, 1: 1}
+        assert caplog.text.count("this job has no agent: ") == 1
+        assert whole(tmp_path / "far") == [1]
