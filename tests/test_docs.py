@@ -254,6 +254,59 @@ def test_the_ten_lines_are_the_same_in_both_places() -> None:
     )
 
 
+DOORS = [
+    *(ROOT / "docs" / page for page in ("data.md", "elastic.md", "quickstart.md")),
+    *sorted((ROOT / "docs" / "integrations").glob("*.md")),
+]
+
+
+def change_on(page: Path) -> list[str]:
+    """The lines of the diff that shows how a script changes."""
+    (shown,) = [each.text for each in blocks("diff") if each.page == page]
+    return shown.splitlines()
+
+
+@pytest.mark.parametrize("page", DOORS, ids=named)
+def test_a_script_changes_by_five_lines_at_most(page: Path) -> None:
+    assert 1 <= sum(line.startswith("+") for line in change_on(page)) <= 5
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "launch").glob("*.md")), ids=named)
+def test_the_page_of_a_launcher_leads_to_the_change(page: Path) -> None:
+    assert "[the change to the script](../elastic.md#a-planned-stop)" in " ".join(
+        page.read_text().split()
+    )
+
+
+def after_the_change(page: str) -> str:
+    lines = change_on(ROOT / "docs" / page)
+    return "\n".join(line[1:] for line in lines if not line.startswith("-"))
+
+
+def test_a_loop_that_is_changed_as_shown_saves_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained: list[int] = []
+    for steps in (3, 5):
+        names = parts() | {"steps": steps, "train_step": lambda: trained.append(1)}
+        exec(after_the_change("quickstart.md"), names)
+        names["manager"].close()
+        assert len(trained) == steps
+    with CheckpointManager("runs/gpt") as manager:
+        assert manager.steps() == [1, 2, 3, 4, 5]
+
+
+def test_a_loop_that_is_changed_as_shown_stops_as_planned(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        stopping = {"train_step": lambda: manager.request_stop() if names["step"] == 50 else None}
+        names = {"manager": manager, "state": {"step": 0}, "steps": 10**7, **stopping}
+        exec(after_the_change("elastic.md"), names)
+        last = names["step"]
+    with CheckpointManager(tmp_path) as manager:
+        assert 50 <= max(manager.steps()) == last < 10**7
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
