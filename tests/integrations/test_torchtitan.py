@@ -367,12 +367,13 @@ def test_the_lines_of_the_page_choose_the_manager(monkeypatch: pytest.MonkeyPatc
     found = ConfigManager().parse_args(["--module", "recipe", "--config", "run"])
     assert isinstance(found.checkpoint, CkptManager.Config)
     assert (found.checkpoint.folder, found.checkpoint.enable) == ("s3://bucket/run42", True)
+    assert found.training.steps > found.checkpoint.interval
 
 
 def test_another_number_of_ranks_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match="exclude_from_loading"):
-        door._refuse(0, 2, 4)
-    assert [door._same_or_first(rank, 3, 2) for rank in range(3)] == [0, 1, 0]
+        door._REFUSE_RESIZE(0, 2, 4)
+    assert [door.same_or_first(rank, 3, 2) for rank in range(3)] == [0, 1, 0]
 
 
 # -- the trainer -----------------------------------------------------------------------------------
