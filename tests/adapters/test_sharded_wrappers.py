@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ckpt.adapters.walk.collect import collect
 from ckpt.adapters.walk.memory import Memory
 from ckpt.adapters.walk.prepare import PlanCache
-from ckpt.errors import KindMismatch, ReplicasDiverged, UnsupportedValue
+from ckpt.errors import KindMismatch, ReplicasDiverged, TensorIncomplete, UnsupportedValue
 from tests.adapters.ranks import mesh_of, rank_of
 from tests.adapters.saving import bits
 from tests.adapters.worlds import restore, save_ranks
@@ -164,6 +164,16 @@ def test_what_is_whole_on_each_rank_must_be_equal() -> None:
         save_ranks(2, state)
 
 
+def test_parts_whose_rows_have_a_large_prime_are_cut_where_blocks_end() -> None:
+    """Half of 34 rows is no whole number of blocks, and neither is a single row. Two rows are."""
+    values = torch.randn(2 * 34, 6, generator=torch.Generator().manual_seed(5))
+    images, manifest = save_ranks(2, lambda rank: cut(values, rank, 2))
+    target = {"w": Blocks.zeros((68, 6))}
+    with rank_of(0, 1):
+        restore(target, images, manifest, 0, 1)
+    assert insides(target["w"]) == insides(Blocks.of(values))
+
+
 def test_blocks_that_do_not_divide_a_shard_are_refused_by_name() -> None:
     """Two rows have three blocks, so the class cannot cut one row off."""
     images, manifest = save_ranks(2, lambda rank: cut(WHOLE, rank, 2))
@@ -213,6 +223,23 @@ def test_two_tensors_are_both_cut() -> None:
 
     _, manifest = save_ranks(2, state)
     assert {each.name: each.shape for each in manifest.tensors} == {"w/a": (4, 3), "w/b": (4, 3)}
+
+
+@pytest.mark.parametrize("quantised", [0, 1])
+def test_a_tensor_that_only_some_ranks_have_quantised_is_refused_by_name(quantised: int) -> None:
+    """So is torchao's state if its blocks divide the parts of some ranks only."""
+
+    def state(rank: int) -> State:
+        found = cut(WHOLE, rank, 2)
+        if rank != quantised:
+            part = WHOLE.chunk(2)[rank].clone()
+            shape: Any = {"shape": WHOLE.shape, "stride": WHOLE.stride()}
+            mesh = mesh_of([2])
+            found["w"] = DTensor.from_local(part, mesh, [Shard(0)], run_check=False, **shape)
+        return found
+
+    with pytest.raises(TensorIncomplete, match="'w"):
+        save_ranks(2, state)
 
 
 def test_another_class_on_another_number_of_ranks_is_an_error() -> None:

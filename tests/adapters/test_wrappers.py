@@ -21,6 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt import CheckpointManager, PerRank
 from ckpt.adapters.match.load import match
+from ckpt.adapters.tensors.wrapped import apart
 from ckpt.adapters.walk.collect import collect
 from ckpt.adapters.walk.memory import Memory
 from ckpt.errors import (
@@ -470,6 +471,11 @@ def test_a_wrapper_on_the_meta_device_is_refused_by_name() -> None:
         saved({"t": empty})
     with pytest.raises(UnsupportedValue, match=r"'t' is a .*TwoTensor on the meta device"):
         restored(saved({"t": two(1)}), {"t": empty})
+
+
+def test_a_wrapper_that_was_taken_apart_can_be_printed() -> None:
+    """Programs that report errors print the variables of a function."""
+    assert "Blocks" in repr(apart("w", Blocks.zeros((4, 4))))
 
 
 def test_torch_s_masked_tensor_is_refused_by_name() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
@@ -29,8 +29,6 @@ from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.torch_private import plain_alias, storage_identity
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node, encode, join
-
-_PRIMES: Final = (2, 3, 5, 7, 11, 13)
 
 
 def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
@@ -76,7 +74,7 @@ class Layer:
     values: Node
     inner: Mapping[str, torch.Tensor | Layer]
     held: torch.Tensor
-    alias: torch.Tensor
+    alias: torch.Tensor = field(repr=False)  # torch crashes when it prints one
 
     def leaves(self, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the innermost tensors, by their paths in the wrapper."""
@@ -133,7 +131,7 @@ class Apart:
     name: str
     tensor: torch.Tensor
     layer: Layer
-    watched: tuple[torch.Tensor, ...]
+    watched: tuple[torch.Tensor, ...] = field(repr=False)
     key: Hashable
 
     def sources(self, around: tuple[int, ...] = ()) -> dict[str, Inside]:
@@ -304,7 +302,7 @@ def _values(value: Any, path: str, resize: _Resize) -> Node:
         case dict() if all(type(key) is str and not key.startswith("$") for key in value):
             return inside(value)
         case _ if is_dataclass(value) and not isinstance(value, type):
-            named = {field.name: getattr(value, field.name) for field in fields(value)}
+            named = {each.name: getattr(value, each.name) for each in fields(value)}
             return {"class": _qualified(type(value)), "fields": inside(named)}
         case _:
             return encode(value, path, _plain)
@@ -425,13 +423,25 @@ def _slices(held: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     pieces that the part has.
     """
     rows = held.shape[0] if held.ndim else 0
-    for parts in (*(prime for prime in _PRIMES if prime < rows), rows):
+    for parts in dict.fromkeys((*_prime_factors(rows), rows)):
         piece: torch.Tensor | None = None
-        if parts > 1 and rows % parts == 0:
+        if parts > 1:
             with suppress(Exception), torch.no_grad():  # code of the user's
                 piece = torch.ops.aten.slice.Tensor(held, 0, 0, rows // parts)
         if piece is not None:
             yield parts, piece
+
+
+def _prime_factors(number: int) -> Iterator[int]:
+    factor = 2
+    while factor * factor <= number:
+        if number % factor == 0:
+            yield factor
+        while number % factor == 0:
+            number //= factor
+        factor += 1
+    if number > 1:
+        yield number
 
 
 def _refused(name: str, kind: str, why: str) -> UnsupportedValue:
