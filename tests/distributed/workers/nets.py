@@ -15,6 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt import PerRank, RngState
@@ -120,10 +121,13 @@ def state_of(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> d
 
 def columns(factor: float) -> DTensor:
     """Columns cut over all ranks, seen flat: of each row a run is here."""
-    numbers = factor * torch.arange(96.0).view(8, 12)
-    return distribute_tensor(
-        numbers, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(1)]
-    ).view(-1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    cut = distribute_tensor(factor * torch.arange(96.0).view(8, 12), mesh, [Shard(1)])
+    try:
+        return cut.view(-1)
+    except RuntimeError:  # torch 2.9 makes no such view
+        runs = _StridedShard(0, split_factor=8)
+        return DTensor.from_local(cut.to_local().reshape(-1), mesh, [runs], run_check=False)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
