@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-tiers test test-fast integrations torture safety check check-protocol matrix lowest bench licences docs build clean
+.PHONY: help demo demo-tiers test test-fast integrations torture safety check check-text check-mypy check-pyright check-protocol matrix lowest bench licences docs build clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
@@ -45,12 +45,21 @@ integrations: $(INTEGRATIONS_STAMP) ## the tests of the frameworks, with the rea
 torture: $(STAMP) ## minutes of kills and faults, hundreds at random moments
 	$(BIN)/python -m pytest -m torture --tally bench/results/reliability.json -o faulthandler_timeout=1800 $(ARGS)
 
+# The type checkers take most of the time, and one processor each: they run side by side. All parts
+# run whichever fails, and each prints its output in one piece.
 check: $(STAMP) ## format, lint, spelling, types (mypy and pyright, strict), layers
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target check-mypy check-pyright check-text
+
+check-mypy: $(STAMP)
+	$(BIN)/mypy
+
+check-pyright: $(STAMP)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+check-text: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell
-	$(BIN)/mypy
-	$(BIN)/pyright --pythonpath $(BIN)/python
 	PYTHONPATH=.:backends $(BIN)/lint-imports --no-logo
 
 safety: $(STAMP) ## measure what changes of a state give, into docs/safety.md
@@ -92,11 +101,13 @@ clean: ## remove what the other targets made, except .venv and bench/results
 	find . -name .git -prune -o -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The constraints are variables, since an isolated build reads no -c: the second name is for pip 25.3 and later.
+# pip compiles with one processor, compileall with all of them. Its status says only that some package has files of another Python.
 # The second way of making it is for systems whose Python has no ensurepip: the pip outside puts one inside.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "making $(VENV): once, a few minutes, PyTorch is large"
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
-	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[dev]'
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[dev]'
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
 
 # The frameworks that the integrations lead to.
