@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
+import torch._dynamo  # a manager needs it: imported once, and not by each fork
 
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import OutOfSpace

@@ -134,12 +134,17 @@ def test_thousands_of_tensors_reach_the_writing_process(name: str, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_ranks_save_one_checkpoint_together(tmp_path: Path) -> None:
-    names = [name for name in contenders.available() if ALL[name].distributed]
-    told = world(2, Path(__file__).with_name("two_ranks.py"), tmp_path, *names)
+@pytest.mark.parametrize("rare", [False, pytest.param(True, marks=pytest.mark.torture)])
+def test_two_ranks_save_one_checkpoint_together(tmp_path: Path, rare: bool) -> None:
+    names = [
+        name
+        for name in contenders.available()
+        if ALL[name].distributed and (name in PROCESSES | VARIANTS) == rare
+    ]
+    said = world(2, Path(__file__).with_name("two_ranks.py"), tmp_path, *names)
     for name in names:
         for rank in range(2):
-            assert f"{name} on rank {rank}: as saved" in told
+            assert f"{name} on rank {rank}: as saved" in said
 
 
 def test_the_table_names_what_exists() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,21 +26,31 @@ def test_a_copy_that_cannot_be_made_costs_no_save(tmp_path: Path, scene: str) ->
     assert world(4, WORKER, tmp_path, scene).count("ALL WELL") == 4
 
 
-@pytest.fixture
-def shared_memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose name the tiers in memory bear. What they leave is removed."""
-    root = tmp_path / f"replicas-{tmp_path.parent.name}-{tmp_path.name}"
-    root.mkdir()
-    yield root
-    for left in Path("/dev/shm").glob(f"ckpt-memory-*-{root.name}-*"):
-        shutil.rmtree(left)
+def memories(root: Path) -> list[Path]:
+    """The folders of the nodes' tiers in memory, which bear the name of ``root``."""
+    return sorted(Path("/dev/shm").glob(f"ckpt-memory-*-{root.name}-*"))
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with copies of what four nodes have in memory after the death of their job."""
+    root = tmp_path_factory.mktemp(f"replicas-{os.getpid()}-")
+    try:
+        world(4, WORKER, root, "die_in_memory")
+        for memory in memories(root):
+            shutil.copytree(memory, root / memory.name)
+        yield root
+    finally:
+        for memory in memories(root):
+            shutil.rmtree(memory)
 
 
 @pytest.mark.parametrize("lost", range(4))
-def test_the_memory_of_a_lost_node_comes_back_from_its_buddy(
-    shared_memory: Path, lost: int
-) -> None:
-    world(4, WORKER, shared_memory, "die_in_memory")
-    (memory,) = Path("/dev/shm").glob(f"ckpt-memory-*-{shared_memory.name}-{lost}")
-    shutil.rmtree(memory)
-    assert world(4, WORKER, shared_memory, "come_back").count("ALL WELL") == 4
+def test_the_memory_of_a_lost_node_comes_back_from_its_buddy(killed: Path, lost: int) -> None:
+    for memory in memories(killed):
+        shutil.rmtree(memory)
+    for node, copy in enumerate(sorted(killed.iterdir())):
+        if node != lost:
+            shutil.copytree(copy, Path("/dev/shm", copy.name))
+    assert len(memories(killed)) == 3
+    assert world(4, WORKER, killed, "come_back").count("ALL WELL") == 4

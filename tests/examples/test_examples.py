@@ -1,5 +1,5 @@
 """The examples are run as a user runs them: in processes of their own, killed with SIGKILL, and
-resumed.
+resumed. The trainings of the demos are forks, see ``forked_demo.py``.
 """
 
 import json
@@ -10,17 +10,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests import processes
+from tests.kit.waiting import until
+from tests.kit.worlds import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 # the two source roots first, as in pytest's own pythonpath: this checkout is what is tested,
 # installed or not
 SOURCES = [str(ROOT), str(ROOT / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
+DEMO = Path(__file__).with_name("forked_demo.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(SOURCES)}
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -92,7 +96,7 @@ def test_lightning_killed_between_epochs_ends_with_the_same_weights(tmp_path: Pa
 def test_gpt_killed_while_a_save_streams_loses_nothing(tmp_path: Path, mode: str) -> None:
     command = ["--json", "--folder", str(tmp_path / "demo"), "--modes", mode]
     command += ["--steps", "12", "--save-every", "3", "--width", "128"]
-    output = run("demo.py", *command)
+    output = run_script(DEMO, ROOT / "examples" / "demo.py", *command)
     (outcome,) = json.loads(output[output.index("\n[") :])
     assert outcome["saves"] == 4
     assert 6 <= outcome["resumed_step"] < 12
@@ -143,13 +147,13 @@ def test_one_training_is_resumed_from_memory_from_disk_and_from_s3(tmp_path: Pat
         "64",
     ]
     other = Path(f"/dev/shm/ckpt-memory-{os.getuid()}-test-{os.getpid()}")
+    begun = tmp_path / "demo" / "life-0.jsonl"
     try:
-        with start("demo_tiers.py", *options) as process:
-            while not (tmp_path / "demo" / "life-0.jsonl").exists() and process.poll() is None:
-                time.sleep(0.01)
+        with ThreadPoolExecutor(1) as pool:
+            demo = pool.submit(run_script, DEMO, ROOT / "examples" / "demo_tiers.py", *options)
+            assert until(lambda: begun.exists() or demo.done(), 140)
             other.mkdir(mode=0o700)
-            output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
+            output = demo.result()
         assert other.exists()
     finally:
         shutil.rmtree(other, ignore_errors=True)

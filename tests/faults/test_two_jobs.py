@@ -4,8 +4,6 @@ each takes the root from the other again and again.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,19 +13,17 @@ from ckpt import CheckpointManager
 from ckpt.errors import RootInUse
 from tests.faults.conftest import Count
 from tests.kit.stores import whole
-from tests.processes import ended
+from tests.kit.worlds import run_code, run_forks
 
 JOB = """
-import sys, time, torch
+import os, sys, torch
 from ckpt import CheckpointManager, Tier
 from ckpt.coordination.owner import Owner
 from ckpt.errors import CkptError
 torch.set_num_threads(1)
 Owner.alive = property(lambda self: False)  # of another machine, as far as anybody can tell
-root, job, saves = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+root, saves, job = sys.argv[1], int(sys.argv[2]), int(os.environ["JOB"])
 lost = 0
-print("ready", flush=True)
-sys.stdin.readline()
 while saves > 0:
     with CheckpointManager(Tier(root, keep_last=2)) as manager:
         state = {"x": torch.zeros(2000), "step": 0, "job": 0}
@@ -54,32 +50,22 @@ print("end", lost, flush=True)
 """  # noqa: E501
 
 
-def start(root: Path, number: int, saves: int) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-W", "ignore", "-c", JOB, str(root), str(number), str(saves)]
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+@pytest.fixture(scope="module", autouse=True)
+def server_of_forks() -> None:
+    """Start the server that the jobs are forked from. It stays, and each test looks for leaks."""
+    run_code("")
 
 
 def fight(root: Path, saves: int) -> int:
     """Both jobs save so often. Returns how many saves were committed."""
-    with ended(start(root, 0, saves)) as one, ended(start(root, 1, saves)) as two:
-        jobs = (one, two)
-        for job in jobs:
-            assert job.stdout
-            assert job.stdout.readline() == "ready\n"
-        told = []
-        for job in jobs:
-            assert job.stdin
-            job.stdin.write("go\n")
-            job.stdin.flush()
-        for job in jobs:
-            out, err = job.communicate(timeout=1000)
-            assert job.returncode == 0, err[-3000:]
-            told.append(out)
+    script = root.with_suffix(".py")
+    script.write_text(JOB)
+    jobs = run_forks([script, root, saves], [{"JOB": "0"}, {"JOB": "1"}], timeout=1000)
+    assert jobs.statuses == (0, 0), jobs.said
     steps = [
         int(line.split()[1])
-        for out in told
-        for line in out.splitlines()
+        for said in jobs.said
+        for line in said.splitlines()
         if line.startswith("saved")
     ]
     listed = whole(root)
