@@ -25,7 +25,7 @@ def known_only(prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> N
 
 
 def json_only(name: str, value: object) -> None:
-    """TOML knows dates and nan; a manifest does not."""
+    """Refuse values that a manifest cannot hold. TOML has dates and nan."""
     if isinstance(value, dict):
         for key, item in value.items():
             json_only(f"{name}.{key}", item)

@@ -97,7 +97,7 @@ _USERINFO: Final = re.compile(r"//[^/@\s]+@")
 
 
 def clean(text: str, secrets: Sequence[str] = ()) -> str:
-    """``text`` without user names and passwords of URLs, signatures, and the given secrets."""
+    """Return ``text`` without users and passwords of URLs, signatures, and the given secrets."""
     for secret in secrets:
         text = text.replace(secret, "***")
     return redact(_USERINFO.sub("//", text))

@@ -101,7 +101,7 @@ def missing_extra(url: str, error: ImportError) -> MissingExtra:
 
 
 def secrets_of(options: Mapping[str, object]) -> tuple[str, ...]:
-    """Option values that must not appear in a message."""
+    """Return the option values that must not appear in a message."""
     found: list[str] = []
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -363,7 +363,7 @@ def _throw_away(file: Any) -> None:
 
 
 def _modified(info: Mapping[str, Any]) -> float | None:
-    """File systems agree neither on the name nor on the type of it."""
+    """Return when a file was last changed. File systems use different names and types for this."""
     found = next((info[name] for name in _MODIFIED if info.get(name) is not None), None)
     with suppress(ValueError):
         found = datetime.fromisoformat(found) if isinstance(found, str) else found

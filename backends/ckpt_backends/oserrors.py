@@ -48,7 +48,7 @@ BY_ERRNO: Final[Mapping[int, type[StorageError]]] = {
 def storage_error(
     key: str, error: OSError, *, missing: type[StorageError] = ObjectNotFound
 ) -> StorageError:
-    """Our error for ``error``.
+    """Return our error for ``error``.
 
     ``missing`` stands in for ``ObjectNotFound`` where the call was not about an object.
     """

@@ -444,8 +444,8 @@ def _is_hidden(name: str) -> bool:
 
 
 def _remove_abandoned(folder: str) -> None:
-    """Temporary files that a crash left, once a folder holds nothing else: a shard may be tens
-    of GiB.
+    """Remove the temporary files that a crash left in a folder that holds no other files. A shard
+    may be tens of GiB.
     """
     with suppress(OSError), os.scandir(folder) as entries:
         left = list(entries)

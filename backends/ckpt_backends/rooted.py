@@ -21,7 +21,7 @@ class RootedFolder:
     _first: str | None = None
 
     def identity(self) -> str:
-        """Device and inode of the root, which is made if there is none."""
+        """Return the device and the inode of the root, which is made if it does not exist."""
         with mapped("", missing=StorageError):
             self._make_folders(self._root)
             found = os.stat(self._root)

@@ -124,8 +124,8 @@ def _hours(given: object, shown: str) -> float:
 
 
 def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
-    """s3fs for small requests, and what moves the bytes of large objects; both with the same
-    settings.
+    """Return s3fs for small requests, and the client that moves the bytes of large objects. Both
+    have the same settings.
     """
     import s3fs
 

@@ -57,7 +57,7 @@ class Orphans:
             self._call("abort_multipart_upload", Key=self._prefix + found.key, UploadId=found.name)
 
     def uploads(self, prefix: str) -> Iterator[Unfinished]:
-        """Unfinished uploads to keys that start with ``prefix``."""
+        """Return the unfinished uploads to keys that start with ``prefix``."""
         now, marker = datetime.now(UTC), dict[str, str]()
         while True:
             page = self._call("list_multipart_uploads", Prefix=self._prefix + prefix, **marker)

@@ -154,8 +154,8 @@ class ShmBackend(PosixBackend):
             return f"/proc/self/fd/{self._held[-1]}"
 
     def is_replaced(self) -> bool:
-        """Never: a job that closes removes the folder if it is empty, and the next one makes it
-        again.
+        """Return False. A job that closes removes the folder if it is empty, and the next job makes
+        it again.
         """
         return False
 
@@ -193,7 +193,7 @@ class ShmBackend(PosixBackend):
         return path
 
     def _sync_root(self, parents: Sequence[str]) -> None:
-        """Memory has no medium to force a name to."""
+        """Do nothing, since memory has no medium to force a name to."""
 
     def adopt(self, key: str, path: str, size: int) -> ObjectInfo:
         """Make the file at ``path``, cut to ``size`` bytes, the object ``key``, without a copy.

@@ -124,7 +124,9 @@ class TorchStoreCoordinator:
         return {}
 
     def set_once(self, subject: str, verdict: bytes) -> bytes:
-        """First come, first served, decided by the store."""
+        """Set the value if there is none, and return the value that the store has. The store
+        decides which rank comes first.
+        """
         return _asked(lambda: self._store.compare_set(f"{subject}/verdict", "", verdict.decode()))
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
@@ -140,8 +142,8 @@ class TorchStoreCoordinator:
             self._store.delete_key(f"{subject}/{self.rank}")
 
     def clone(self) -> TorchStoreCoordinator:
-        """Over a connection of its own: torch's client lets one call at a time through, and a
-        wait is a call.
+        """Return a coordinator with a connection of its own. The client of torch lets one call
+        through at a time, and a wait is a call.
         """
         other = copy.copy(self)
         other._store = PrefixStore(self._prefix, _own_connection(self._base))

@@ -176,7 +176,7 @@ def _of_leader(name: str) -> bool:
 
 
 def _read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
-    """Those of all ranks.
+    """Return the fragments of all ranks.
 
     Raises:
         CommitError: Some are missing.

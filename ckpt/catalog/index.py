@@ -53,7 +53,7 @@ def own_objects(backend: StorageBackend, ref: StepRef) -> list[ObjectInfo]:
 
 
 def unfinished_of(backend: StorageBackend, ref: StepRef) -> tuple[Unfinished, ...]:
-    """Unfinished writes to files of an attempt that are named as ours."""
+    """Return the unfinished writes to files of an attempt that have names of ours."""
     if not isinstance(backend, KeepsUnfinished):
         return ()
     folder = f"{ref.folder}/"
@@ -135,7 +135,7 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
 
 
 def born(backend: StorageBackend, ref: StepRef) -> float:
-    """When a manifest was made.
+    """Return when a manifest was made.
 
     One that is damaged, or was pruned meanwhile, only loses its place: reading it later tells why.
     """

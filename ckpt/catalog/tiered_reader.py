@@ -318,7 +318,7 @@ class TieredReader:
         return missed
 
     def _reads_there(self, position: int, reads: Sequence[ChunkRead]) -> Sequence[ChunkRead]:
-        """Reads of the manifest that was found, as reads of the files of a source."""
+        """Return reads of the manifest that was found, as reads of the files of a source."""
         assert self._here is not None
         if self.layout(position) is self._here:
             return reads
@@ -360,7 +360,7 @@ class TieredReader:
     # -- what has failed ---------------------------------------------------------------------------
 
     def gone(self, position: int, key: str) -> Exception | None:
-        """Why a source need not be asked for a file."""
+        """Return why a source need not be asked for a file; None if it must be asked."""
         with self._lock:
             return self._gone.get((position, "")) or self._gone.get((position, key))
 
@@ -396,7 +396,7 @@ class TieredReader:
 
     @contextmanager
     def unnoted(self) -> Generator[None]:
-        """Failures inside of this block are not recorded as repairs."""
+        """Record no failures inside of this block as repairs."""
         self._noting = False
         try:
             yield
@@ -416,7 +416,9 @@ class TieredReader:
     def _nearest(
         self, key: str, nbytes: int, work: Callable[[int], T], *, first: int = 0
     ) -> tuple[int, T]:
-        """``first``: where to begin; those before it come last."""
+        """Return the result of ``work`` for the nearest source that has the bytes, and the position
+        of the source. ``first`` is where to begin; those before it come last.
+        """
         failures: list[tuple[str, Exception]] = []
         for position in (*range(first, len(self.sources)), *range(first)):
             source = self.sources[position]

@@ -170,7 +170,7 @@ def fetch_nearest(
 
 
 def _manifest(source: StorageBackend, ref: StepRef) -> bytes:
-    """Empty if there is none that can be read."""
+    """Return the manifest; empty bytes if there is none that can be read."""
     try:
         return read_packed(source, ref)[1]
     except (IntegrityError, StorageError):

@@ -121,7 +121,7 @@ def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]
 
 
 def _plain(one: StepReader, two: StepReader) -> dict[str, tuple[str | None, str | None]]:
-    """Plain values that differ, as text; None where one has none."""
+    """Return the plain values that differ, as text; None where a checkpoint has none."""
     a, b = exact_values(one.manifest), exact_values(two.manifest)
     return {
         name: (a.get(name), b.get(name))

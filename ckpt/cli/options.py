@@ -95,7 +95,7 @@ LATEST: Final = "latest"
 def places_and_step(
     arguments: Sequence[str] | None, roots: Sequence[str] | None, step: int | None
 ) -> tuple[list[str], int | None]:
-    """Separate arguments that are places from the one that is a step, and join both with the
+    """Separate the arguments that are places from the one that is a step, and join both with the
     options.
 
     Returns:

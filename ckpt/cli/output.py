@@ -214,7 +214,7 @@ def count(number: int, noun: str) -> str:
 
 
 def moment(epoch_seconds: float) -> str:
-    """Local time, for people."""
+    """Return a local time, for people."""
     try:
         return datetime.fromtimestamp(epoch_seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):
@@ -222,7 +222,7 @@ def moment(epoch_seconds: float) -> str:
 
 
 def moment_utc(epoch_seconds: float) -> str | None:
-    """ISO 8601, for programs; None for a time that no calendar has."""
+    """Return a time in ISO 8601, for programs; None for a time that no calendar has."""
     try:
         return datetime.fromtimestamp(epoch_seconds, UTC).isoformat(timespec="milliseconds")
     except (ValueError, OverflowError, OSError):

@@ -170,7 +170,7 @@ def _farther(
 
 
 def _late(tiers: Sequence[Tier], found: Sequence[StoredStep], timeout: float) -> frozenset[StepRef]:
-    """Steps that farther tiers lack, and so may be reading."""
+    """Return the steps that farther tiers lack, and so may be reading."""
     late: set[StepRef] = set()
     for farther in tiers:
         taken = {

@@ -144,7 +144,7 @@ class _Found:
 
 
 def _sources(roots: list[str], config: str | None, timeout: float) -> list[Watched]:
-    """Nearest first."""
+    """Return the sources, nearest first."""
     return [watch(tier.backend, timeout) for tier in open_tiers(resolve_tiers(roots, config))]
 
 

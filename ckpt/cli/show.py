@@ -227,8 +227,8 @@ class _Tagged:
 
 
 def _plain(raw: msgspec.Raw) -> Any:
-    """Values of this module's own tags as Python values; nothing is imported or called because
-    of them.
+    """Return the values of this module's own tags as Python values. Nothing is imported or called
+    because of them.
     """
 
     def other(tag: str, node: Mapping[str, Any]) -> object:
@@ -255,7 +255,9 @@ def _metadata(manifest: Manifest) -> dict[str, str]:
 
 
 def exact_values(manifest: Manifest) -> dict[str, str]:
-    """Plain values for comparing, those of each rank too: equal texts are equal values."""
+    """Return the plain values for a comparison, with those of each rank. Equal texts are equal
+    values.
+    """
     with following("tree"):
         values = dict(_flat("", _plain(manifest.tree), exact))
         for rank, raw in manifest.per_rank.items():
@@ -270,7 +272,9 @@ def exact_values(manifest: Manifest) -> dict[str, str]:
 def _flat(
     path: str, value: Any, text: Callable[[Any], str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Paths below ``path`` and their values, by ``text`` (shortened if it is left out)."""
+    """Yield the paths below ``path`` and their values, written by ``text`` (shortened if it is left
+    out).
+    """
     match value:
         case _Tagged(tag="tensor" | "array"):  # they have a table of their own
             return

@@ -97,7 +97,7 @@ def _tables(run: RunView) -> Iterator[Table]:
 
 
 def _scrubs(run: RunView, jobs: Sequence[JobStatus]) -> Iterator[Text]:
-    """What the agent of this node has verified of a run."""
+    """Return what the agent of this node has verified of a run."""
     from rich.text import Text
 
     from ckpt.cli.agent import scrubbed

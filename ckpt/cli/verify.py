@@ -243,7 +243,7 @@ def _rescue(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> str:
 
 
 def _intact_on(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> list[str]:
-    """Tiers that have the same step, with nothing wrong where ``fault`` is."""
+    """Return the tiers that have the same step, and no damage at the place of ``fault``."""
     return [
         other.url
         for other in tiers

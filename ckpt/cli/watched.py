@@ -42,7 +42,7 @@ def open_watched(url: str, options: Mapping[str, object] | None, timeout: float)
 
 
 def watch(backend: StorageBackend, timeout: float) -> Watched:
-    """``backend`` as a watched store.
+    """Return ``backend`` as a watched store.
 
     It has the optional methods of ``ckpt.storage.api`` that ``backend`` has.
     """

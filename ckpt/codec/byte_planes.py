@@ -91,8 +91,8 @@ class BytePlanes:
         )
 
     def _room(self, words: Words) -> Bytes:
-        """Memory for planes, the same for every chunk of this thread: the first touch of fresh
-        memory takes longer than the splitting.
+        """Return memory for planes, the same for every chunk of this thread. The first touch of
+        fresh memory takes longer than the split.
         """
         nbytes = words.itemsize * _padded(words.size)
         room: Bytes | None = getattr(self._local, "room", None)
@@ -196,8 +196,8 @@ def _sampled(words: Words) -> Words:
 
 
 def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
-    """Byte planes, lowest first, made in ``room``; by how many bits the turned elements were
-    shifted, and the exponent that was taken off before.
+    """Return the byte planes, lowest first, made in ``room``, by how many bits the turned elements
+    were shifted, and the exponent that was subtracted before.
     """
     width = words.itemsize
     if width == 1:
@@ -252,7 +252,7 @@ def _masks(shift: int) -> np.uint64:
 
 
 def _padded(size: int) -> int:
-    """Room for a plane, and for the zeros that ``_pack`` needs behind it."""
+    """Return room for a plane, and for the zeros that ``_pack`` needs behind it."""
     return -(-size // 64) * 64
 
 

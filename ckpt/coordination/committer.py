@@ -114,11 +114,13 @@ class Place(Protocol):
         ...
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
-        """Before this rank says that its fragment is durable: let others read it."""
+        """Let others read the fragment. It is called before this rank votes that its fragment is
+        durable.
+        """
         ...
 
     def attend(self, ref: StepRef, until: float) -> None:
-        """While others commit, and no longer than until then: do what falls to this rank."""
+        """Do what falls to this rank while others commit, and no longer."""
         ...
 
     def forget(self, ref: StepRef) -> None:
@@ -154,8 +156,8 @@ class OneTier:
         self._retry(self._confirm)
 
     def put(self, ref: StepRef, manifest: bytes) -> None:
-        """Each try asks again whose the root is: between two tries another job may take the root
-        over and evict the step, if the first try has arrived.
+        """Put the manifest. Each try checks the owner of the root again: between two tries another
+        job may take the root over and evict the step, if the first try has arrived.
 
         Raises:
             TransientStorageError: A try had no answer. It may have arrived, whatever later tries
@@ -184,13 +186,13 @@ class OneTier:
         return not is_there(self._backend, ref.manifest)
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
-        """They read it from the tier."""
+        """Do nothing, since the others read it from the tier."""
 
     def attend(self, ref: StepRef, until: float) -> None:
         """Do nothing: one rank puts the manifest for all."""
 
     def forget(self, ref: StepRef) -> None:
-        """Nothing was sent."""
+        """Do nothing, since nothing was sent."""
 
 
 class Committer:

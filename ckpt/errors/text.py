@@ -24,8 +24,8 @@ _HEADER: Final = re.compile(  # what a client shows of a request, and what a tok
 
 
 def clean(text: str) -> str:
-    """``text`` without credentials, and with an escape in place of every character that is not
-    printable.
+    """Return ``text`` without credentials, and with an escape in place of every character that is
+    not printable.
 
     What is left is one line that no terminal obeys.
     """
@@ -36,7 +36,9 @@ def clean(text: str) -> str:
 
 
 def redact(text: str) -> str:
-    """``text`` without the user and password of a URL, without signatures, tokens and keys."""
+    """Return ``text`` without the user and password of a URL, and without signatures, tokens and
+    keys.
+    """
     if "://" in text:
         text = _USERINFO.sub("***@", text)
     text = _HEADER.sub(r"\1***", text)
@@ -59,6 +61,6 @@ class CleanLog(logging.Filter):
     """Cleans every line that is logged."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Puts the clean message in the place of the format and its arguments."""
+        """Put the clean message in the place of the format and its arguments."""
         record.msg, record.args = clean(record.getMessage()), ()
         return True

@@ -146,7 +146,7 @@ def _safetensors(
 
 
 def _leave_out_values(reader: StepReader, notes: Notes, globs: Sequence[str]) -> None:
-    """Plain values have no place in safetensors."""
+    """Note the plain values as left out, since safetensors has no place for them."""
     tree = StateTree(reader.manifest, lambda _: None, globs, by_name=True).build()
     with following("tree"):
         notes.left_out += [(path, "a plain value") for path in _paths(tree)]
@@ -213,7 +213,9 @@ def _appears(out: str) -> Generator[str]:
 
 
 def _move(place: str, out: str) -> None:
-    """Replaces nothing: what has appeared at ``out`` in the meantime stays."""
+    """Move the result to ``out``. It replaces nothing: what has appeared there in the meantime
+    stays.
+    """
     if os.path.isdir(place):
         if os.path.lexists(out):
             raise _is_there(out)

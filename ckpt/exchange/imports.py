@@ -232,8 +232,9 @@ class _Shaper:
         return found
 
     def _tie(self, name: str, entries: dict[str, Any]) -> None:
-        """Formats without ties hold a tied weight twice, and a model with tied ones takes no
-        others. What is equal to the bit is tied again, unless an optimizer has both.
+        """Tie equal tensors again. Formats without ties hold a tied weight twice, and a model with
+        tied weights takes no others. Tensors that are equal to the bit are tied, unless an
+        optimizer has both.
         """
         first: dict[tuple[torch.dtype, torch.Size, str], str] = {}
         for key in sorted(
@@ -330,7 +331,7 @@ class _Shaper:
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    """Others are refused, by the save."""
+    """Return True for a tensor with bytes in memory. The save refuses others."""
     plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     return plain and tensor.device.type == "cpu"
 

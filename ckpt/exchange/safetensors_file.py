@@ -74,8 +74,8 @@ def write_folder(
     reader: StepReader,
     most_bytes: int,
 ) -> None:
-    """``model.safetensors``, or shards of at most ``most_bytes`` (a larger tensor has a shard of
-    its own) with their index.
+    """Write ``model.safetensors``, or shards of at most ``most_bytes`` with their index. A larger
+    tensor has a shard of its own.
     """
     files = _shards(sorted(tensors, key=lambda tensor: names[tensor.name]), most_bytes)
     for file in files:
@@ -133,7 +133,7 @@ def check_names(names: dict[str, str]) -> None:
 
 
 def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:
-    """Types that the format holds under another name."""
+    """Note the types that the format holds under another name."""
     for tensor in tensors:
         dtype = DTYPES[tensor.dtype]
         if dtype.writers > 1:

@@ -326,7 +326,7 @@ def _made(
 
 
 def _kind(name: str, item: Inert) -> tuple[str, tuple[int, ...]] | None:
-    """dtype and shape of a tensor; None for another value."""
+    """Return the dtype and the shape of a tensor; None for another value."""
     if not item.name.endswith(".TensorStorageMetadata"):
         return None
     properties = item.state["properties"]
@@ -385,7 +385,7 @@ def _check_sizes(source: str, table: Inert, kinds: Sequence[tuple[str, tuple[int
 
 
 def _pieces(source: str, table: Inert) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Any]]]:
-    """Name, offsets in the tensor, and how to load it."""
+    """Yield the name, the offsets in the tensor, and the function that loads it."""
     for index, info in table.state["storage_data"].items():
         name, offset = str(index.state["fqn"]), index.state.get("offset")
         place = info.state

@@ -75,7 +75,7 @@ def read_into_scratch(
 
 
 def write_file(path: str, state: dict[str, Any]) -> None:
-    """``torch.save``, durable."""
+    """Write the state as ``torch.save`` does, and make the file durable."""
     with open(path, "wb") as file:
         torch.save(state, file)
         file.flush()

@@ -172,7 +172,7 @@ class AcceleratorCheckpoints:
         self.manager.__exit__(*error)
 
     def _state(self) -> dict[str, Any]:
-        """Everything that is prepared or registered now, under its name in a checkpoint."""
+        """Return everything that is prepared or registered now, under its name in a checkpoint."""
         found = self._accelerator
         state: dict[str, Any] = {}
         for name, objects in _prepared(found).items():

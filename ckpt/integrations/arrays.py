@@ -155,7 +155,7 @@ def _named(names: Iterable[object], items: Iterable[Any]) -> dict[str, Any]:
 
 
 def _unique(variables: Iterable[Any]) -> dict[str, Any]:
-    """Variables by path or name; from the second of a name on with its number."""
+    """Return the variables by path or name. From the second of a name on, the name has a number."""
     found: dict[str, Any] = {}
     for variable in variables:
         name = str(getattr(variable, "path", None) or getattr(variable, "name", "") or "variable")

@@ -159,7 +159,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """``stage`` has ended when it returns."""
+        """Do nothing, since ``stage`` has ended when it returns."""
 
     # -- saving, in the order of DCP's calls -------------------------------------------------------
 

@@ -173,7 +173,7 @@ class CkptEngine:
         return
 
     def set_commit_info(self, info: Any) -> None:
-        """DeepSpeed has no call of it."""
+        """Do nothing, since DeepSpeed does not call it."""
 
     def commit(self, info: Any) -> bool:
         """End ``save_16bit_model``, whose file is written."""

@@ -360,7 +360,7 @@ class CkptCheckpoint(ModelCheckpoint):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Training goes on: the generators are not set again."""
+        """Forget the states of the generators, since training goes on."""
         del trainer, pl_module, batch, batch_idx
         self._rng = None
 

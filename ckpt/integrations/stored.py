@@ -33,7 +33,7 @@ class Failed:
         raise self._error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Never called. It makes this an object with a state."""
+        """Do nothing. It is never called, and makes this an object with a state."""
 
 
 @contextmanager

@@ -165,7 +165,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     # -- inside ------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Everything that is saved, by the names that ``exclude_from_loading`` uses."""
+        """Return everything that is saved, by the names that ``exclude_from_loading`` uses."""
         shared = {LR_SCHEDULER: self.states[LR_SCHEDULER]}
         own = {
             name: PerRank(value, on_resize=_REFUSE_RESIZE if name == DATALOADER else same_or_first)

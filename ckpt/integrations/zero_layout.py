@@ -109,8 +109,8 @@ def _cut_groups(
     masters: Sequence[torch.Tensor],
     process_groups: Sequence[Any],
 ) -> Iterator[Partition]:
-    """ZeRO 1 and 2: ``whole[i]`` holds all parameters of ``groups[i]``, ``masters[i]`` this
-    rank's part of them.
+    """Return the parts under ZeRO 1 and 2: ``whole[i]`` holds all parameters of ``groups[i]``, and
+    ``masters[i]`` this rank's part of them.
     """
     for index, (group, flat, master) in enumerate(zip(groups, whole, masters, strict=True)):
         first = dist.get_rank(process_groups[index]) * master.numel()
@@ -128,7 +128,7 @@ def _cut_groups(
 
 
 def _cut_parameters(optimizer: Any) -> Iterator[Partition]:
-    """ZeRO 3: one partition per sub-group."""
+    """Return the parts under ZeRO 3, with one partition per sub-group."""
     for index, (group, master) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):

@@ -20,7 +20,7 @@ CHECKSUM_PATTERN: Final = re.compile(f"[0-9a-f]{{{2 * CHECKSUM_BYTES}}}")
 
 
 def checksum(data: memoryview | bytes | bytearray) -> str:
-    """Checksum of ``data``."""
+    """Return the checksum of ``data``."""
     return xxhash.xxh3_128_hexdigest(data)
 
 

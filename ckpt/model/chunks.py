@@ -50,8 +50,8 @@ def lengths_like(shape: tuple[int, ...], first: int, *, at_most: int) -> list[in
 
 
 def _whole_rows(shape: tuple[int, ...], wanted: int, most: int) -> int:
-    """About ``wanted`` elements, so that no chunk is much smaller than the others: a row of up
-    to twice as many as it is, or several, as many in each chunk.
+    """Return about ``wanted`` elements that are whole rows, so that no chunk is much smaller than
+    the others: one row of up to twice as many, or several, as many in each chunk.
     """
     rows = _rows(shape)
     larger = [row for row in rows if wanted <= row <= min(most, 2 * wanted)]
@@ -63,5 +63,5 @@ def _whole_rows(shape: tuple[int, ...], wanted: int, most: int) -> int:
 
 
 def _rows(shape: tuple[int, ...]) -> list[int]:
-    """Elements of a row, for each dimension that rows could be counted along."""
+    """Return the elements of a row, for each dimension that rows could be counted along."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

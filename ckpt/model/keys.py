@@ -45,12 +45,12 @@ class StepRef:
         return f"{self.folder}/{CLAIM_MARKER}"
 
     def late_metrics(self, content: str) -> str:
-        """Key of metrics that were added later; ``content`` is their checksum."""
+        """Return the key of metrics that were added later. ``content`` is their checksum."""
         return f"{self.folder}/metrics-{content}.json"
 
     def key(self, name: str) -> str:
-        """Key of a file named in the manifest; a name that is not one of ours never becomes a
-        key.
+        """Return the key of a file that the manifest names. A name that is not one of ours never
+        becomes a key.
         """
         if not _FILE.fullmatch(name):
             raise ManifestCorrupt(

@@ -281,17 +281,17 @@ class StoredFile:
 
     @cached_property
     def lengths(self) -> Sequence[int]:
-        """Bytes of each chunk on the tier."""
+        """Return the bytes of each chunk on the tier."""
         return self.encoding.lengths if self.encoding else [chunk.nbytes for chunk in self.chunks]
 
     @cached_property
     def offsets(self) -> Sequence[int]:
-        """Where each chunk begins on the tier, and the end of the last."""
+        """Return where each chunk begins on the tier, and the end of the last."""
         return list(accumulate(self.lengths, initial=0))
 
     @cached_property
     def staged_index(self) -> Mapping[int, int]:
-        """The index of the chunk that begins at an offset of the image."""
+        """Return the index of the chunk that begins at an offset of the image."""
         return {offset: index for index, offset in enumerate(chunk_offsets(self.file))}
 
     def encoded_nbytes(self, index: int) -> int | None:
@@ -301,5 +301,5 @@ class StoredFile:
 
 
 def chunk_offsets(file: File) -> Sequence[int]:
-    """Where each chunk of a file begins in the image, and the end of the last."""
+    """Return where each chunk of a file begins in the image, and the end of the last."""
     return list(accumulate((chunk.nbytes for chunk in file.chunks), initial=0))

@@ -214,7 +214,7 @@ def fragment_of(packed: Packed, *, key: str) -> Fragment:
 
 
 def replicas_of(frame: bytes, *, key: str) -> dict[str, str]:
-    """Digests by name, of what a packed fragment has in ``replicas``."""
+    """Return the digests by name that a packed fragment has in ``replicas``."""
     try:
         return msgspec.json.decode(_unpacked(frame, key), type=dict[str, str]) if frame else {}
     except msgspec.MsgspecError as error:

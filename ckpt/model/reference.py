@@ -20,7 +20,7 @@ from ckpt.model.runs import boxes_of, ranks_meeting
 
 
 def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) -> set[int]:
-    """Ranks whose files hold some of ``wanted``: names (tied ones too) and boxes.
+    """Return the ranks whose files hold some of ``wanted``: names (tied ones too) and boxes.
 
     A name that is not in the manifest needs no rank.
     """
@@ -52,7 +52,7 @@ def carried_fragments(manifest: Manifest, *, key: str) -> dict[int, Fragment]:
 
 
 def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> Manifest:
-    """``manifest`` with the chunks, shards and ``PerRank`` values of some ranks.
+    """Return ``manifest`` with the chunks, shards and ``PerRank`` values of some ranks.
 
     With the fragments of all ranks it is checked that the boxes of each tensor tile it.
 

@@ -55,7 +55,7 @@ Runs = tuple[Run, ...]
 
 
 def compress(ranks: Ints, offsets: Ints, shapes: Ints) -> Runs:
-    """Boxes in the order of their ranks, one a row -> runs.
+    """Return the runs of boxes, which are in the order of their ranks, one a row.
 
     The same rows give the same runs on every machine.
     """
@@ -140,8 +140,8 @@ def _on(
 
 
 def ranks_meeting(runs: Runs, box: Box) -> set[int]:
-    """Ranks that hold some element of ``box``, by arithmetic: work is for what is found, not for
-    what is there.
+    """Return the ranks that hold some element of ``box``. The work is arithmetic, and grows with
+    the ranks that are found only.
     """
     found: set[int] = set()
     if not box.numel:

@@ -49,8 +49,8 @@ LARGE: Final = 32
 
 
 def join(path: str, part: object) -> str:
-    """Path of a child: '/' between parts, '~' and '/' in a part escaped as in JSON pointers, a
-    key that is no string marked with '~2'.
+    """Return the path of a child, with '/' between parts. '~' and '/' in a part are escaped as in
+    JSON pointers, and a key that is no string is marked with '~2'.
     """
     if type(part) is str:
         text = part.replace("~", "~0").replace("/", "~1")
@@ -291,7 +291,7 @@ def _hashable(items: list[Any]) -> list[Any]:
 
 
 def to_json(name: str, value: object) -> bytes:
-    """Canonical JSON of a value made of plain values only.
+    """Return the canonical JSON of a value made of plain values only.
 
     Raises ``UnsupportedValue`` naming the part that is not.
     """

@@ -361,7 +361,7 @@ class NodeStore:
         self._abort_all(key)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, since nothing is held."""
 
     def _abort_all(self, key: str) -> NoReturn:
         raise StorageError(key, "other nodes' tiers are only read")
@@ -466,7 +466,7 @@ class Union:
             self._others.read_into(key, offset, out)
 
     def close(self) -> None:
-        """Its parts are others' to close."""
+        """Do nothing, since other code closes the parts."""
 
 
 def interfaces() -> tuple[str, ...]:

@@ -133,12 +133,12 @@ class NodeSurvey:
         ]
 
     def unless_apart(self, finish: Finish) -> Finish:
-        """``finish`` for stores that one rank sees all of."""
+        """Return ``finish`` for stores that one rank sees all of. For others it does nothing."""
         return lambda store, ref: not isinstance(store, Union) and finish(store, ref)
 
     def fault(self, found: Candidate, stores: Sequence[StorageBackend]) -> str:
-        """Why a step cannot be restored from the nodes that are left; empty if it can, or if
-        that is not the question.
+        """Return why a step cannot be restored from the nodes that are left. The text is empty if
+        it can be, or if this does not matter.
         """
         if not _is_part(self._tiers[found.nearest]) or self._elsewhere(found, stores):
             return ""
@@ -196,7 +196,7 @@ class NodeSurvey:
         return False
 
     def _there(self, manifest: Manifest, ref: StepRef) -> Collection[int]:
-        """Ranks whose file some node has."""
+        """Return the ranks whose file some node has."""
         names = {
             name.partition(".")[0]
             for peer in self._peers()
@@ -209,8 +209,8 @@ class NodeSurvey:
     # -- every rank's part -------------------------------------------------------------------------
 
     def sources(self, tiers: Sequence[OpenTier], ref: StepRef, peers: Sequence[Peer]) -> Sources:
-        """``tiers`` and the other nodes' for a step that was chosen; opens this node's files of
-        it to them.
+        """Return ``tiers`` and those of the other nodes for a step that was chosen, and open this
+        node's files of it to the others.
         """
         if self._server is not None:
             self._server.allow(ref)

@@ -130,7 +130,7 @@ class _Pages:
 
 
 async def _changes(live: Live) -> AsyncGenerator[bytes]:
-    """The version of the views, whenever it has changed."""
+    """Yield the version of the views, whenever it has changed."""
     sent, waited = -1, 0.0
     while not live.closed:
         live.touch()

@@ -72,7 +72,7 @@ class BytesSink:
         self._memory, self._start = memory, start
 
     def direct(self, read: ChunkRead) -> memoryview:
-        """Its place."""
+        """Return the place of the chunk."""
         begin = read.box.offsets[0] - self._start
         return self._memory[begin : begin + read.box.shape[0]]
 

@@ -47,8 +47,8 @@ class RetryPolicy:
     hurry: threading.Event = field(default_factory=threading.Event)
 
     def call(self, work: Callable[[], T]) -> T:
-        """``work()``, tried again while it raises ``TransientStorageError``; the last error is
-        raised as it is.
+        """Return ``work()``, tried again while it raises ``TransientStorageError``. The last error
+        is raised as it is.
         """
         attempts = Retrying(
             retry=retry_if_exception_type(TransientStorageError),

@@ -56,7 +56,7 @@ class StoredImage:
         return cls(chunks_of(file), read)
 
     def view(self, start: int, end: int) -> memoryview:
-        """Those bytes. Raises ``ChecksumMismatch`` if they are not what was staged."""
+        """Return those bytes. Raises ``ChecksumMismatch`` if they are not what was staged."""
         starts = self._starts
         first, last = bisect_right(starts, start) - 1, bisect_right(starts, end) - 1
         if end <= starts[first + 1]:

@@ -78,7 +78,7 @@ class Workers:
         weakref.finalize(self, self._queue.put, None)
 
     def beside(self, name: str, count: int) -> Workers:
-        """Another group of the same priority, for work that waits for this one's."""
+        """Return another group of the same priority, for work that waits for this one's."""
         return Workers(name, count, nice=self._nice, cpus=self._cpus)
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -196,7 +196,9 @@ def _run(queue: _Queue, idle: threading.Semaphore, settle: Callable[[], None]) -
 
 
 def _settle(group: str, nice: int, cpus: frozenset[int] | None) -> None:
-    """Runs in each new thread. Failing to be nice is no reason to fail."""
+    """Set the name, the niceness and the cores of a new thread. It continues where it must not set
+    them.
+    """
     name = threading.current_thread().name
     _set_os_name(f"{group}-{name.rsplit('_', 1)[-1]}")
     thread = threading.get_native_id()

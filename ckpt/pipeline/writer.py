@@ -208,7 +208,7 @@ class _Job:
         self._retry, self._on_bytes = retry, on_bytes
 
     def hashed_late(self) -> list[partial[None]]:
-        """Half of the parts, then the rest and the chunks in turns."""
+        """Return the work in order: half of the parts, then the rest and the chunks in turns."""
         work = list(self.in_turn())
         parts = [one for one in work if one.func == self.write]
         chunks = [one for one in work if one.func == self.hash]
@@ -230,7 +230,7 @@ class _Job:
             index, start = last, end
 
     def one_by_one(self, workers: Workers, *, ahead: bool) -> None:
-        """Parts in file order, while a worker hashes the chunks.
+        """Write the parts in file order, while a worker hashes the chunks.
 
         ``ahead``: there are none to hash, and a worker gets the next part while one is written.
         """
@@ -250,7 +250,7 @@ class _Job:
         beside[0].result()
 
     def write(self, offset: int, part: memoryview | None = None) -> None:
-        """``part``: the bytes, if they were got before."""
+        """Write a part. ``part`` is its bytes, if the caller has them."""
         end = min(self._source.size, offset + self._upload.part_bytes)
         with losing(self._source.lost):
             data = self._source.view(offset, end) if part is None else part

@@ -303,7 +303,7 @@ class _World:
         return Run(self._ranks[row[0]].part.rank, tuple(offsets), held, ())
 
     def _parted(self, table: Ints, dims: int) -> tuple[Ints, Ints, Ints]:
-        """Positions, offsets and shapes of rows of the table."""
+        """Return positions, offsets and shapes of rows of the table."""
         return table[:, 0], table[:, 1 : 1 + dims], table[:, 1 + self._dims : 1 + self._dims + dims]
 
     def _parts(self, name: str) -> list[tuple[int, Tensor]]:
@@ -330,7 +330,7 @@ class _World:
         return found
 
     def _copies(self, name: str, others: Ints) -> Copies | None:
-        """Compared, and what to compare next time.
+        """Compare copies, and return what to compare next time.
 
         ``others``: pairs of rows, the first of which is kept.
         """
@@ -362,7 +362,7 @@ class _World:
 def _headings(
     gathered: Gathered, ranks: Sequence[Light]
 ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], set[str]]:
-    """Dtype and shape by name; and the names about which ranks disagree."""
+    """Return dtype and shape by name, and the names about which ranks disagree."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     disputed: set[str] = set()
     done: set[tuple[Heading, ...]] = set()
@@ -412,8 +412,8 @@ def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
 
 
 def _unique(offsets: Ints, shapes: Ints) -> tuple[Ints, Ints]:
-    """Rows whose box no row before them has, and for every other row the pair of the first that
-    has its box, and itself.
+    """Return the rows whose box no row before them has. For every other row, return the pair of the
+    first row that has its box, and itself.
     """
     if not offsets.shape[1]:  # of 0-d tensors all boxes are the same
         rows = np.arange(len(offsets))

@@ -84,7 +84,7 @@ def left(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Sequence[int]) 
 
 
 def without_copy(manifest: Manifest, there: Collection[int]) -> list[int]:
-    """Ranks of whose file some chunk is in no file of ``there``.
+    """Return the ranks of whose file some chunk is in no file of ``there``.
 
     A file's header, its first chunk, is not needed.
     """

@@ -70,7 +70,8 @@ def values_beside_tensors(node: Node, path: str = "") -> Iterator[str]:
 def mixed(
     trees: Sequence[tuple[int, Node]], tensors: Mapping[str, int]
 ) -> tuple[str, int, int] | None:
-    """(name, rank, rank) of what is a tensor on the first rank and a plain value on the second.
+    """Return (name, rank, rank) of what is a tensor on the first rank and a plain value on the
+    second; None if nothing is.
 
     ``tensors``: name -> a rank that has it.
     """

@@ -174,7 +174,8 @@ def _merge_tied(fragments: Sequence[Packed], stored: set[str]) -> dict[str, str]
 
 
 def _merge_raw(path: str, unique: Sequence[tuple[int, bytes]]) -> msgspec.Raw:
-    """Ranks nearly always agree to the byte. Only where they do not, the trees are decoded.
+    """Return the merged tree. Ranks nearly always agree to the byte, and trees are decoded only
+    where they do not.
 
     ``unique``: the different trees, each with the lowest rank that has it.
     """

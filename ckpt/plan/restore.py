@@ -213,7 +213,7 @@ class _ChunkTable:
         return self._known[key]
 
     def wanted(self) -> tuple[ChunkRead, ...]:
-        """Reads of the chunks that have targets, in file order."""
+        """Return the reads of the chunks that have targets, in file order."""
         return tuple(
             ChunkRead.of(
                 chunk.file, chunk.index, dtype=chunk.dtype, box=chunk.box, targets=chunk.targets

@@ -56,7 +56,7 @@ class Shares:
 
 
 def keyed(reads: Sequence[ChunkRead]) -> dict[int, ChunkRead]:
-    """Reads by key, ascending."""
+    """Return the reads by key, ascending."""
     return dict(sorted(((read.rank << _PLACES) + read.index, read) for read in reads))
 
 

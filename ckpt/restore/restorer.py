@@ -268,8 +268,8 @@ class Restorer:
     # -- the leader's choice -----------------------------------------------------------------------
 
     def _proposals(self, step: int | None, neighbours: NodeSurvey) -> Iterator[_Proposal]:
-        """Listed once more when none would do: another job may have pruned what there was, and
-        saved newer ones.
+        """Yield the steps to try. They are listed once more if none can be restored, since another
+        job may have pruned these and saved newer ones.
         """
         stores = neighbours.stores()
         seen: set[StepRef] = set()
@@ -456,8 +456,8 @@ def _is_shared(replicas: object, coordinator: Coordinator) -> bool:
 
 @contextmanager
 def _uncollected() -> Generator[None]:
-    """No garbage collection meanwhile: a plan is thousands of objects that live, and to look
-    through a process with torch in it costs as long as reading half a GiB.
+    """Turn garbage collection off inside of the block. A plan is thousands of objects that live,
+    and a collection in a process with torch costs as long as reading half a GiB.
     """
     wanted = gc.isenabled()
     gc.disable()

@@ -93,8 +93,8 @@ class Evictor:
             over -= self._remove(going, "its capacity is reached", tried)
 
     def settle(self, ref: StepRef, *, restored: int | None) -> None:
-        """After ``ref`` was encoded and committed, and its size is known: what is over the capacity
-        goes. Never raises.
+        """Remove what is over the capacity, after ``ref`` was encoded and committed and its size is
+        known. It never raises.
         """
         capacity = self._tier.tier.capacity_bytes or 0
         try:

@@ -44,7 +44,7 @@ class MemoryNotices:
         self._lock = threading.Lock()
 
     def missed(self, step: int, url: str, error: CkptError) -> None:
-        """``step`` did not get to ``url``, where it was not required."""
+        """Note that ``step`` did not get to ``url``, where it was not required."""
         with self._lock:
             known, more = url in self._absent, ""
             if url in self._urls:
@@ -54,7 +54,7 @@ class MemoryNotices:
         _log.log(level, "ckpt: step %d is not kept in %s: %s%s", step, url, error, more)
 
     def kept(self, step: int, url: str) -> None:
-        """``step`` is at ``url``."""
+        """Note that ``step`` is at ``url``."""
         with self._lock:
             back = url in self._absent
             self._absent.discard(url)
@@ -99,7 +99,7 @@ class SaveOutcome:
         self._free = False
 
     def on_staged(self) -> None:
-        """The state is in host memory."""
+        """Report that the state is in host memory."""
         pending = self.pending
         event = SaveStaged(
             step=pending.step,
@@ -111,11 +111,11 @@ class SaveOutcome:
         self._reports.observers.notify(event)
 
     def written(self, nbytes: int) -> None:
-        """``nbytes`` more are on some tier."""
+        """Report that ``nbytes`` more are on some tier."""
         self.pending.add_written(nbytes)
 
     def committed(self, url: str) -> None:
-        """The step is a checkpoint on the tier ``url``."""
+        """Report that the step is a checkpoint on the tier ``url``."""
         pending = self.pending
         self._reports.notices.kept(pending.step, url)
         self.staged.wait()
@@ -126,7 +126,7 @@ class SaveOutcome:
         self._end(url, None, required=True)
 
     def failed(self, url: str, error: BaseException, *, required: bool) -> None:
-        """The step did not become a checkpoint on the tier ``url``, and never will."""
+        """Report that the step did not become a checkpoint on the tier ``url``, and never will."""
         if not isinstance(error, CkptError):
             wrapped = CkptError(f"step {self.pending.step} failed: {error!r}")
             wrapped.__cause__ = error
@@ -153,7 +153,7 @@ class SaveOutcome:
         self._end(url, error, required=required)
 
     def slot_is_free(self) -> None:
-        """The slot of the save was released."""
+        """Report that the slot of the save was released."""
         self.staged.wait()
         self._tell_missed()
         with self._lock:

@@ -43,7 +43,7 @@ class EarlierSteps:
         self._listed = threading.Event()
 
     def set_restored(self, ref: StepRef) -> None:
-        """The job continues from ``ref``."""
+        """Note that the job continues from ``ref``."""
         with self._lock:
             self._restored = ref
 
@@ -124,36 +124,38 @@ class JobSteps:
             return self._last_step
 
     def set_last_step(self, step: int) -> None:
-        """The job stops after ``step`` (see `ckpt.elastic.planned_stop`)."""
+        """Note that the job stops after ``step`` (see `ckpt.elastic.planned_stop`)."""
         with self._changed:
             self._last_step = step
 
     def set_restored(self, ref: StepRef) -> None:
-        """The job continues from ``ref``. Later steps are no part of its history any more."""
+        """Note that the job continues from ``ref``. Later steps are no part of its history any
+        more.
+        """
         with self._changed:
             self._restored, self._durable_step = ref.step, min(self._durable_step, ref.step)
         if self._earlier is not None:
             self._earlier.set_restored(ref)
 
     def set_committed(self, tier: OpenTier, ref: StepRef) -> None:
-        """``ref`` is a checkpoint on ``tier`` now."""
+        """Note that ``ref`` is a checkpoint on ``tier`` now."""
         with self._changed:
             known = self._newest.get(tier.url)
             self._newest[tier.url] = ref if known is None else max(known, ref)
 
     def set_durable(self, ref: StepRef) -> None:
-        """``ref`` was committed on a durable tier."""
+        """Note that ``ref`` was committed on a durable tier."""
         with self._changed:
             self._durable_step = max(self._durable_step, ref.step)
 
     # -- steps under way ---------------------------------------------------------------------------
 
     def begin_image(self, ref: StepRef) -> None:
-        """``ref`` is served from its image from now on."""
+        """Note that ``ref`` is served from its image from now on."""
         self.begin_waiting(ref, _IMAGE)
 
     def end_image(self, ref: StepRef) -> bool:
-        """``ref`` does not need its image any more. Returns True for the first call only."""
+        """Note that ``ref`` does not need its image any more. Returns True at the first call."""
         return self.end_waiting(ref, _IMAGE)
 
     def wait_images(self) -> None:
@@ -162,12 +164,14 @@ class JobSteps:
             self._changed.wait_for(lambda: not self._waiting.get(_IMAGE))
 
     def begin_waiting(self, ref: StepRef, url: str) -> None:
-        """``ref`` waits for the tier ``url``."""
+        """Note that ``ref`` waits for the tier ``url``."""
         with self._changed:
             self._waiting.setdefault(url, set()).add(ref)
 
     def end_waiting(self, ref: StepRef, url: str) -> bool:
-        """``ref`` does not wait for the tier ``url`` any more. Returns whether it did until now."""
+        """Note that ``ref`` does not wait for the tier ``url`` any more. Returns whether it did
+        until now.
+        """
         with self._changed:
             waiting = self._waiting.get(url, set())
             found = ref in waiting
@@ -241,7 +245,7 @@ class TierSteps:
         return self.steps.restored
 
     def set_committed(self, ref: StepRef) -> None:
-        """``ref`` is a checkpoint on this tier now."""
+        """Note that ``ref`` is a checkpoint on this tier now."""
         self.steps.set_committed(self.tier, ref)
 
     def waiting(self) -> frozenset[StepRef]:

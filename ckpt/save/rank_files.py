@@ -201,7 +201,9 @@ class RankFiles:
         )
 
     def _frames_of(self, plan: SavePlan) -> Frames:
-        """Those of the save before if the plan is the same: making them takes Python a while."""
+        """Return the frames of the last save if the plan is the same, since Python needs some time
+        to make them.
+        """
         if self._frames is None or self._frames[0] is not plan:
             self._frames = plan, frames_of(plan.tensors, plan.chunks)
         return self._frames[1]

@@ -35,12 +35,12 @@ class SlotSteps:
         self._steps: dict[str, dict[str, _SlotStep]] = {}  # path of the slot -> URL -> step
 
     def keep(self, path: str, tier: OpenTier, ref: StepRef) -> None:
-        """The slot ``path`` holds ``ref``, which ``tier`` keeps there."""
+        """Note that the slot ``path`` holds ``ref``, which ``tier`` keeps there."""
         with self._lock:
             self._steps.setdefault(path, {})[tier.url] = _SlotStep(tier.backend, ref)
 
     def forget(self, path: str, tier: OpenTier) -> None:
-        """``tier`` keeps nothing in the slot ``path`` any more."""
+        """Note that ``tier`` keeps nothing in the slot ``path`` any more."""
         with self._lock:
             self._steps.get(path, {}).pop(tier.url, None)
 

@@ -138,7 +138,8 @@ def _in_waves(nbytes: int, room: Room) -> Budget:
 
 
 def measure(shm: str, *, ranks: int, limit: int | None = None, held: int = 0) -> Room:
-    """The room there is now for each of ``ranks`` on this node, at most ``limit`` for this one.
+    """Return the room that there is now for each of ``ranks`` on this node, at most ``limit`` for
+    this one.
 
     Args:
         held: Bytes in ``shm`` that other ranks have taken of their parts already: the last to ask

@@ -53,7 +53,7 @@ class Copy(NamedTuple):
 
 
 def groups(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    """Neighbours of together about ``PIECE_BYTES``."""
+    """Yield neighbours that have about ``PIECE_BYTES`` together."""
     group: list[Copy] = []
     size = 0
     for copy in copies:
@@ -88,7 +88,7 @@ def copy_now(copies: Sequence[Copy], devices: Iterable[torch.device] = ()) -> No
 
 
 def devices_of(copies: Iterable[Copy]) -> frozenset[torch.device]:
-    """The devices of the sources that are not in host memory."""
+    """Return the devices of the sources that are not in host memory."""
     return frozenset({copy.source.device for copy in copies if not copy.source.is_cpu})
 
 
@@ -114,8 +114,8 @@ class Late:
 
     @classmethod
     def of(cls, devices: Iterable[torch.device]) -> Self | None:
-        """None if none of the ``devices`` has a stream: then every copy is over when its call
-        returns.
+        """Return the late copies from ``devices``; None if none of them has a stream, so that every
+        copy is complete when its call returns.
         """
         late = cls(devices)
         return late if late.has_streams else None
@@ -126,7 +126,7 @@ class Late:
         return bool(self._streams)
 
     def thread(self) -> AbstractContextManager[None]:
-        """For the whole of a background thread's work here."""
+        """Return the context of all work of a background thread here."""
         return background(next(iter(self._streams)))
 
     def begin(self) -> None:
@@ -139,15 +139,15 @@ class Late:
         _copy(copies, self._streams)
 
     def beside(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
-        """The side stream of a tensor's device, for work that must see what the copies see."""
+        """Return the side stream of a tensor's device, for work that sees what copies see."""
         return on(self._streams.get(tensor.device))
 
     def events(self) -> Events:
-        """Events behind all that was launched so far."""
+        """Return events behind all copies that were launched so far."""
         return {device: stream.record_event() for device, stream in self._streams.items()}
 
     def mark_launched(self) -> None:
-        """All that there is has been launched."""
+        """Note that all copies have been launched."""
         self._done = self.events()
 
     def hold_current_streams(self) -> None:
@@ -166,8 +166,8 @@ def _wait(streams: Iterable[torch.Stream]) -> None:
 
 
 def _copy(copies: Sequence[Copy], streams: Mapping[torch.device, torch.Stream]) -> None:
-    """One call for each device: the loop over thousands of tensors is torch's own, without the
-    interpreter.
+    """Copy with one call for each device. The loop over thousands of tensors is in torch, without
+    the interpreter.
     """
     with torch.no_grad():
         if (
@@ -190,7 +190,7 @@ def _copy(copies: Sequence[Copy], streams: Mapping[torch.device, torch.Stream]) 
 
 
 def _resolved(source: torch.Tensor) -> torch.Tensor:
-    """Without a lazy conjugation or negation: torch would resolve it in the target, before an
-    asynchronous copy has filled that.
+    """Return the tensor without a lazy conjugation or negation. Torch would resolve it in the
+    target, before an asynchronous copy has filled the target.
     """
     return source.resolve_conj().resolve_neg()

@@ -47,7 +47,7 @@ def beside_captures() -> Generator[None]:
 
 @cache
 def _capture_mode_exchange() -> Any:
-    """The driver's ``cuThreadExchangeStreamCaptureMode``; None where there is no such driver."""
+    """Return the driver's ``cuThreadExchangeStreamCaptureMode``, if there is a driver."""
     try:
         return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):

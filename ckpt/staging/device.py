@@ -22,7 +22,7 @@ Devices = Sequence[torch.device]
 
 @cache
 def side_stream(device: torch.device) -> torch.Stream | None:
-    """The stream of all late copies from ``device``; None if the device is not ordered.
+    """Return the stream of all late copies from ``device``; None if the device is not ordered.
 
     There is one for each device, so that the temporary memory of copies comes from one pool.
     """
@@ -83,8 +83,8 @@ def on(stream: torch.Stream | None) -> Generator[None]:
 
 @contextmanager
 def background(device: torch.device) -> Generator[None]:
-    """For a thread that works for ``device``: its calls make no context on another device, and
-    disturb no capture.
+    """Return the context of a thread that works for ``device``. Its calls make no context on
+    another device, and disturb no capture.
     """
     captures = cuda.beside_captures() if device.type == "cuda" else nullcontext()
     with captures, torch.accelerator.device_index(device.index):

@@ -52,12 +52,12 @@ def _own(flat: torch.Tensor) -> torch.Tensor:
 
 
 def exact_digest(tensor: torch.Tensor) -> str:
-    """A checksum of every byte of the elements, which are read through host memory."""
+    """Return a checksum of every byte of the elements, which are read through host memory."""
     return _checksum(tensor.detach().cpu().contiguous())
 
 
 def host_bytes(address: int, nbytes: int) -> Any:
-    """Host memory as an object that holds bytes.
+    """Return host memory as an object that holds bytes.
 
     ``Tensor.numpy()`` would forbid the owner of the memory to resize it.
     """

@@ -178,7 +178,7 @@ def _is_interrupted(optimizer: torch.optim.Optimizer) -> bool:
 
 @cache
 def _step_codes(kind: type) -> frozenset[CodeType]:
-    """The code of each ``step()`` that an optimizer of the class may run."""
+    """Return the code of each ``step()`` that an optimizer of the class may run."""
     found = (inspect.unwrap(vars(each)["step"]) for each in kind.__mro__ if "step" in vars(each))
     return frozenset(step.__code__ for step in found if inspect.isfunction(step))
 
@@ -194,7 +194,7 @@ def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _untraced(hook: Callable[..., None]) -> Any:
-    """A compiled step calls it as it is: locks and waits cannot be traced."""
+    """Let a compiled step call ``hook`` as it is, since locks and waits cannot be traced."""
     return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
 

@@ -29,13 +29,13 @@ _AS_INTEGERS: Final[dict[str, torch.dtype]] = {
 
 
 def copyable(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The tensor under a dtype that torch can copy bit for bit; shares memory."""
+    """Return the tensor under a dtype that torch can copy bit for bit. It shares the memory."""
     stand_in = _AS_INTEGERS.get(dtype)
     return tensor.view(stand_in) if stand_in is not None else tensor
 
 
 def over(memory: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Bytes (1-D uint8, contiguous) seen as a tensor of ``dtype`` that torch can copy to and
+    """Return bytes (1-D uint8, contiguous) as a tensor of ``dtype`` that torch can copy to and
     from.
     """
     stand_in = _AS_INTEGERS.get(dtype) or getattr(torch, dtype)
@@ -65,7 +65,7 @@ class Image:
         self._ring = plan.size > slot.capacity
 
     def window(self) -> Window:
-        """A new image in the slot, with nothing but its header in it."""
+        """Return a new image in the slot, which holds its header only."""
         header = self.plan.header
         self.slot.view[: len(header)] = header
         memory = self.slot.view if self._ring else self.slot.view[: self.plan.size]

@@ -77,7 +77,8 @@ class Slot:
         return self.path is not None
 
     def regrow(self) -> None:
-        """Back to its full length: it was cut when a store in memory took the image in it.
+        """Bring the file back to its full length. It was cut when a store in memory took the image
+        in it.
 
         Raises:
             SlotLost: Its file is gone.
@@ -122,8 +123,8 @@ class Slot:
             self.tensor[:: mmap.PAGESIZE] = 0  # a kernel that does not know the word
 
     def pin(self, devices: Devices) -> None:
-        """Page-lock the memory, so that copies from ``devices`` are asynchronous; once, and for
-        those of CUDA alone. From any thread.
+        """Page-lock the memory once, so that copies from those of ``devices`` that are CUDA's are
+        asynchronous. May be called from any thread.
         """
         device = next((device for device in devices if device.type == "cuda"), None)
         with self._pinning:
@@ -178,7 +179,7 @@ class _File:
         return self._is(found) and found.st_size >= nbytes
 
     def open(self) -> int:
-        """A descriptor of it. Raises ``SlotLost`` if it is gone."""
+        """Return a descriptor of it. Raises ``SlotLost`` if it is gone."""
         try:
             descriptor = os.open(
                 self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -33,7 +33,7 @@ def remove_orphans() -> None:
 
 
 def _slot_files() -> Iterator[tuple[str, int, int]]:
-    """Slots of this user: name, process, and its start.
+    """Yield the slots of this user: name, process, and its start.
 
     What another user calls so is none of ours.
     """
@@ -58,7 +58,9 @@ def _slot_files() -> Iterator[tuple[str, int, int]]:
 
 
 def namespace() -> str:
-    """The process namespace: containers may share /dev/shm, but not the meaning of a pid."""
+    """Return the process namespace. Containers may share /dev/shm, but a process id has another
+    meaning in each.
+    """
     try:
         return f"{os.stat('/proc/self/ns/pid').st_ino:x}"
     except OSError:
@@ -66,8 +68,8 @@ def namespace() -> str:
 
 
 def held_by_siblings() -> int:
-    """Bytes in slots of the other ranks of this node: of living processes that the same launcher
-    has started.
+    """Return the bytes in slots of the other ranks of this node. These are living processes that
+    the same launcher has started.
     """
     held = 0
     for name, pid, started in _slot_files():

@@ -125,8 +125,10 @@ class SlotPool:
                 return
 
     def acquire(self, nbytes: int, *, wait: bool) -> Slot | None:
-        """A free slot for an image of ``nbytes`` (smaller than that if the budget says waves); with
-        ``wait`` until one is free, else None if none is.
+        """Return a free slot for an image of ``nbytes``. With ``wait``, wait until one is free;
+        else return None if none is.
+
+        If the budget chose waves, the slot is smaller than the image.
 
         The first slot is waited for in any case. A slot whose file has vanished, or cannot grow
         back to its length, is replaced by another.
@@ -145,8 +147,10 @@ class SlotPool:
         return self._make(nbytes, free=False) if slot is None else self._renew(slot, nbytes)
 
     def release(self, slot: Slot) -> bool:
-        """The image in it is no longer needed. Returns whether there is room in /dev/shm again for
-        slots that had to be elsewhere: ``reserve`` makes them.
+        """Take back a slot whose image is no longer needed.
+
+        Returns whether /dev/shm has room again for slots that had to be elsewhere. ``reserve``
+        makes them.
         """
         with self._changed:
             self._free.append(slot)
@@ -169,8 +173,8 @@ class SlotPool:
             self._free.clear()
 
     def reconsider(self) -> bool:
-        """There may be room in /dev/shm now that was not there before: decide again, if slots are
-        elsewhere. Returns whether there is.
+        """Decide again if slots are elsewhere and /dev/shm may have room now. Returns whether it
+        has.
         """
         with self._changed:
             return self._return()
@@ -200,8 +204,8 @@ class SlotPool:
         return measure(slot_files.SHM, ranks=self._ranks, limit=self._limit, held=held)
 
     def _renew(self, slot: Slot, nbytes: int) -> Slot:
-        """``slot``, ready to be filled; or another in its place, if its file or what was cut off it
-        is gone.
+        """Return ``slot``, ready to be filled. If its file, or the part that was cut off, is gone,
+        return another slot.
         """
         try:
             if slot.path:

@@ -274,12 +274,12 @@ class Snapshot:
             raise self._error
 
     def replicas(self) -> dict[str, str]:
-        """The digests, once all has landed. Raises what ``wait_landed`` raises."""
+        """Return the digests, once all has landed. Raises what ``wait_landed`` raises."""
         self.wait_landed()
         return self.digests
 
     def _copy_in_order(self) -> list[tuple[list[Copy], Events, int]]:
-        """Late copies, each group told to the window when it is there.
+        """Make the late copies, and let the window know of each group that has landed.
 
         Returns what is only launched: a group, its events, and what has landed with them.
         """
@@ -337,8 +337,8 @@ class Snapshot:
             raise TensorChanged(moved, self.step)
 
     def _set_aside(self) -> None:
-        """Eager sources of an image that passes through a ring: copied where they keep, if they
-        are few, to take their turn later.
+        """Copy the eager sources of an image that passes through a ring to memory of their own, if
+        they are few. They are copied into the image later, in their turn.
         """
         self.foreground = (
             sum(copy.target.nbytes for copy in self._eager) > self.window.capacity // SPARE

@@ -59,7 +59,7 @@ class Window:
             self._changed.notify_all()
 
     def fail(self, error: CkptError) -> None:
-        """No more bytes will land."""
+        """Declare that no more bytes will land."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -86,15 +86,15 @@ class Window:
         return memoryview(bytes(self._memory[first:]) + bytes(self._memory[:last]))
 
     def written(self, start: int, end: int) -> None:
-        """Bytes ``start`` to ``end`` are on the tier."""
+        """Declare that bytes ``start`` to ``end`` are on the tier."""
         self._used(0, start, end)
 
     def hashed(self, start: int, end: int) -> None:
-        """Bytes ``start`` to ``end`` are in the chunk table."""
+        """Declare that bytes ``start`` to ``end`` are in the chunk table."""
         self._used(1, start, end)
 
     def lost(self, error: CkptError) -> None:
-        """A part of the image is never written: a ring makes no progress any more.
+        """Declare that a part of the image is never written. A ring makes no progress any more.
 
         An image that fits into the buffer is complete for the next tier.
         """

@@ -44,7 +44,10 @@ class Witness(Protocol):
     """What the late sources were at the call, which is when it was built."""
 
     def changed(self, copies: Sequence[Copy] | None, beside: Beside) -> str | None:
-        """The name of a tensor whose image is not what it was at the call.
+        """Return the name of a tensor whose image is not what it was at the call; None if there is
+        none.
+
+        It may be called when the copies have landed.
 
         To be asked when the copies have landed.
 
@@ -121,14 +124,16 @@ class Subset:
         return sum(len(found) for _, found in self._places)
 
     def read(self) -> tuple[bytes, list[torch.Tensor]]:
-        """The bytes of all places of the sources now: those in host memory, and of each device
-        and kind those on it, in the order of its current stream.
+        """Return the bytes of all places of the sources now: those in host memory, and those on
+        devices in the order of their current streams.
         """
         with torch.no_grad():
             return b"".join(self._host), [torch.cat(views).flatten() for views in self._on_devices]
 
     def differs(self, taken: bytes, copies: Sequence[Copy] | None) -> str | None:
-        """The name of one of ``copies`` whose image is not as ``taken``; of all copies if None."""
+        """Return the name of one of ``copies`` whose image is not as ``taken``; of any copy if that
+        is None.
+        """
         if not self._targets:
             self._build_targets()
         if copies is None and b"".join(self._targets) == taken:
@@ -203,7 +208,7 @@ def _places(copy: Copy) -> list[Place]:
 
 
 def _elements(copy: Copy) -> list[Place]:
-    """Single elements of a source that is not contiguous."""
+    """Return single elements of a source that is not contiguous."""
     source, itemsize, count = copy.source, copy.target.itemsize, copy.target.numel()
     first = 0 if copy.part is None else copy.part.start
     seed = crc32(copy.name.encode(), copy.end)
@@ -220,8 +225,8 @@ def _elements(copy: Copy) -> list[Place]:
 
 
 def _kind(copy: Copy) -> tuple[str, bool]:
-    """What is read together: host memory, which is the first kind, or lines or other places of a
-    device.
+    """Return what is read together: host memory, which is the first kind, or lines or other places
+    of a device.
     """
     if copy.source.is_cpu:
         return _HOST
@@ -229,7 +234,7 @@ def _kind(copy: Copy) -> tuple[str, bool]:
 
 
 def _views(copy: Copy, places: list[Place]) -> list[torch.Tensor]:
-    """The places of a source on a device: as one view if they are equally spaced."""
+    """Return the places of a source on a device, as one view if they are equally spaced."""
     source = copy.source
     if not source.is_contiguous():
         at = [source.storage_offset() + begin // source.itemsize for begin, _, _ in places]

@@ -165,7 +165,7 @@ class StorageBackend(Protocol):
         ...
 
     def head(self, key: str) -> ObjectInfo:
-        """Size of an object. Raises ``ObjectNotFound``."""
+        """Return the size of an object. Raises ``ObjectNotFound``."""
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -246,8 +246,8 @@ class KeepsUnfinished(Protocol):
     """
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
-        """Unfinished writes to keys that start with ``prefix`` (empty, or ending in '/'), of any
-        process, in no order.
+        """Yield the unfinished writes to keys that start with ``prefix`` (empty, or ending in '/'),
+        of any process, in no order.
         """
         ...
 
@@ -344,8 +344,8 @@ class PutUpload:
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """Fresh private memory as direct reads and writes like it: from the start of a huge page, and
-    in huge pages where the system has them.
+    """Return fresh private memory for direct reads and writes. It starts at a huge page, and is in
+    huge pages if the system has them.
 
     A disk serves few long pieces of memory up to twice as fast as many short ones, and the first
     touch of a huge page costs a fifth. Freed with its last view.
@@ -358,8 +358,8 @@ def aligned_memory(nbytes: int) -> memoryview:
 
 
 def fresh_memory(nbytes: int) -> memoryview:
-    """Zeroed private memory from the start of a page, as direct reads ask for at least; freed
-    with its last view. For what is soon let go of again.
+    """Return zeroed private memory that starts at a page, which direct reads need. It is for short
+    use, and is freed with its last view.
     """
     return memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
 

@@ -147,7 +147,7 @@ class _Match:
     def _item(
         self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]
     ) -> None:
-        """``put`` replaces the value in its container.
+        """Match ``node`` with ``target``. ``put`` replaces the value in its container.
 
         ``node`` is ``ABSENT`` only for what is looked into.
         """

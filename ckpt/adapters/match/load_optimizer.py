@@ -210,7 +210,7 @@ class _Loader:
         return {name[len(each.source) + 1 :].partition("/")[0] for name in names}
 
     def _state(self, each: _Found, saved: SavedParameter) -> None:
-        """State of one parameter, or of one part of it."""
+        """Return the state of one parameter, or of one part of it."""
         match, start = self._match, len(each.source) + 1
         fresh = self._fresh[id(each.parameter)]
         makers: dict[Any, Callable[[], Any]] = {}
@@ -249,7 +249,7 @@ class _Loader:
         match.actions.append(apply)
 
     def _held(self, each: _Found, key: object, held: Any, saved: Tensor) -> Source:
-        """Memory for one value: that which is there, if it can hold it."""
+        """Return memory for one value: the present memory, if it can hold the value."""
         if self._match.selection.cast:
             saved = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
         if fits(held, saved, each.part.piece) and not is_meta(held):

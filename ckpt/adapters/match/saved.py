@@ -90,7 +90,7 @@ class Saved:
         self._nodes = {known: each for known, each in self._nodes.items() if each is not ABSENT}
 
     def per_rank(self, source: int) -> Mapping[str, Node]:
-        """Path -> node of the values that one of the ranks saved for itself."""
+        """Return path -> node of the values that one of the ranks saved for itself."""
         values: Mapping[str, Node] = parse(self.manifest.per_rank[str(source)], "per_rank")
         return values
 
@@ -131,7 +131,7 @@ class Saved:
         return False
 
     def entries(self, path: str) -> list[str]:
-        """Full names of the entries of the module at ``path``.
+        """Return the full names of the entries of the module at ``path``.
 
         Tensors inside an extra state are none.
         """

@@ -57,7 +57,7 @@ class TensorSink:
         }
 
     def direct(self, read: ChunkRead) -> memoryview | None:
-        """Memory of exactly this chunk in a target, if it is one piece of CPU memory."""
+        """Return the memory of this chunk in a target, if it is one piece of host memory."""
         if len(read.targets) != 1 or read.targets[0].part != read.box:
             return None
         if self._converted[read.targets[0].leaf]:

@@ -267,8 +267,8 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 
 
 def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Global ranks that hold the same boxes: those that differ from this one only along replicated
-    mesh dimensions.
+    """Return the global ranks that hold the same boxes. They differ from this one only along
+    replicated mesh dimensions.
 
     Args:
         around: The ranks of the widest mesh in the same unit. If the tensor's mesh is cut from that
@@ -289,7 +289,7 @@ def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...
 
 
 def holders_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Global ranks that have a tensor of this name, whatever they hold of it.
+    """Return the global ranks that have a tensor of this name, with any part of it.
 
     ``around`` is that of ``replicas_of``.
     """
@@ -302,8 +302,8 @@ def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
 
 
 def _alike(tensor: DTensor, kept: Mapping[int, int], around: tuple[int, ...]) -> tuple[int, ...]:
-    """Ranks at the place ``kept`` (dimension of the tensor's mesh -> coordinate): of that mesh,
-    or ``around`` where it is cut from a wider one.
+    """Return the ranks at the place ``kept`` (dimension of the tensor's mesh -> coordinate). They
+    are ranks of that mesh, or of ``around`` if the mesh is cut from a wider one.
     """
     mesh = tensor.device_mesh
     own = (

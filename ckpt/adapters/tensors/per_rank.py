@@ -58,7 +58,7 @@ class RngState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Their states now."""
+        """Return the states of the generators now."""
         state: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(),

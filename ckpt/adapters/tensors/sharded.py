@@ -97,7 +97,7 @@ def flat_parameters(module: nn.Module) -> dict[int, Flat]:
 
 
 def over_tensor_parallel(module: nn.Module) -> Iterator[str]:
-    """Keys of the parameters that FSDP1 has flattened and that were DTensors before, as
+    """Return the keys of the parameters that FSDP1 has flattened and that were DTensors before, as
     ``parallelize_module`` makes them.
     """
     for lead, _, handle in _handles(module):
@@ -123,7 +123,7 @@ def groups_of(wrapper: Any) -> tuple[tuple[int, ...], bool]:
 
 
 def hookless_state(module: nn.Module, prefix: str = "") -> dict[str, Any]:
-    """``state_dict(keep_vars=True)`` without anybody's hooks."""
+    """Return ``state_dict(keep_vars=True)`` without running any hook."""
     state: dict[str, Any] = {}
     module._save_to_state_dict(state, prefix, keep_vars=True)
     for name, child in module._modules.items():
@@ -143,7 +143,9 @@ def as_source(tensor: torch.Tensor) -> Source:
 
 
 def _handles(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """FSDP1's wrappers with parameters: the prefix of their names, the wrapper and its handle."""
+    """Return FSDP1's wrappers with parameters: the prefix of their names, the wrapper and its
+    handle.
+    """
     for name, wrapper in fsdp1_wrappers(module):
         if (handle := fsdp1_handle(wrapper)) is not None:
             yield f"{name}.{_WRAPPED}." if name else f"{_WRAPPED}.", wrapper, handle
@@ -169,7 +171,7 @@ def _flats(
 
 
 def _groups(wrapper: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks it shards over, and those that replicate this rank's shard."""
+    """Return the ranks that FSDP1 shards over, and those that replicate the shard of this rank."""
     copies = fsdp1_copies(wrapper)
     return _ranks(wrapper.process_group), _ranks(copies) if copies is not None else ()
 

@@ -161,7 +161,9 @@ class _Optimizers:
         )
 
     def owned(self) -> set[int]:
-        """Identity of the parameters that nothing changes but the ``step`` of these optimizers."""
+        """Return the identities of the parameters that only the ``step`` of these optimizers
+        changes.
+        """
         late: set[int] = set()
         eager: set[int] = set()
         for optimizer in self.all:
@@ -215,7 +217,7 @@ class _Walk:
         self._alone = False  # inside a PerRank value: never shared
 
     def other(self, value: object, path: str) -> Node:
-        """The hook of ``encode`` for what is not plain."""
+        """Return the node of a value that is not plain. It is the hook of ``encode``."""
         match value:
             case torch.Tensor():
                 return self._tensor_node(path, value)
@@ -253,7 +255,9 @@ class _Walk:
         raise UnsupportedValue(path, f"{type(value).__module__}.{type(value).__qualname__}")
 
     def made(self, value: object, path: str) -> Node:
-        """The hook of ``encode`` for values that a restore makes: it cannot make a wrapper."""
+        """Return the node of a value that a restore makes. It is the hook of ``encode`` there,
+        since a restore cannot make a wrapper.
+        """
         if is_wrapper(value):
             kind = f"{kind_of(value)} that a restore would have to make"
             raise UnsupportedValue(path, kind, _MADE_ANEW)
@@ -299,7 +303,7 @@ class _Walk:
         return self._optimizers.holds(owner)
 
     def _stored(self, name: str, tensor: Source, seen: dict[int, str], at: At) -> str:
-        """``name``, or that of an earlier tensor which is this one.
+        """Return ``name``, or the name of an earlier tensor which is this one.
 
         All that were seen are kept: no identity comes twice.
         """
@@ -407,7 +411,7 @@ class _Walk:
         return True
 
     def _segments_before(self) -> list[Segment] | None:
-        """All that was registered so far, if that is segments only."""
+        """Return all parts that were registered so far; None if some of them are no segments."""
         found = [part for part in self.out.parts if isinstance(part, Segment)]
         return found if len(found) == len(self.out.parts) else None
 

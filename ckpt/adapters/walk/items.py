@@ -65,8 +65,8 @@ class Part(NamedTuple):
         )
 
     def of(self, name: str, value: Source) -> Source:
-        """A value of the optimizer's state, as far as it belongs to this part: a step counter
-        belongs to all.
+        """Return a value of the optimizer's state, as far as it belongs to this part. A step
+        counter belongs to all parts.
         """
         if self.piece is None or not isinstance(value, torch.Tensor) or not self.piece.fits(value):
             return value

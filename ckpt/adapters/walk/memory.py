@@ -68,7 +68,7 @@ class Memory:
         return self._choices.setdefault(patterns, Choice(patterns))
 
     def items(self, path: str, module: nn.Module) -> ModuleItems:
-        """``items_of``, remembered while the module has the same values under the same keys.
+        """Return ``items_of``, remembered while the module has the same values under the same keys.
 
         Other values than tensors are never the same.
         """

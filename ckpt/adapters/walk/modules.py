@@ -48,7 +48,7 @@ _WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mo
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer whose ``step`` does the work: Accelerate and others hold it as
+    """Return the optimizer whose ``step`` does the work. Accelerate and others hold it as
     ``.optimizer``.
     """
     found: Optimizer = optimizer
@@ -66,7 +66,7 @@ def _inner(optimizer: Optimizer) -> Optimizer | None:
 
 
 def methods_beyond_step(optimizer: Optimizer) -> tuple[str, ...]:
-    """Public methods by which an optimizer may change its tensors, beside those of
+    """Return the public methods by which an optimizer may change its tensors, beside those of
     ``torch.optim.Optimizer``.
 
     Without any, only ``step`` changes them, which a hook can hold: they may be copied while
@@ -155,15 +155,15 @@ def asked(path: str, value: object) -> Generator[None]:
 
 
 def raw_state(path: str, module: nn.Module) -> dict[str, Any]:
-    """The module's own state dict, its tensors as they are: with its hooks run, but for those of
-    FSDP1, which gather.
+    """Return the module's own state dict with its tensors as they are. Its hooks run, except for
+    those of FSDP1, which gather.
     """
     with asked(path, module):
         return hookless_state(module) if is_fsdp1(module) else module.state_dict(keep_vars=True)
 
 
 def entries(path: str, module: nn.Module) -> Iterator[Entry]:
-    """The module's state dict with canonical names, tensors not detached.
+    """Return the module's state dict with canonical names. Its tensors are not detached.
 
     Order is the module's own.
     """
@@ -177,13 +177,13 @@ def entries(path: str, module: nn.Module) -> Iterator[Entry]:
 
 
 def canonical(module: nn.Module) -> Callable[[str], str]:
-    """From the module's own names to canonical ones."""
+    """Return the function from the module's own names to canonical ones."""
     prefixes = _wrapper_prefixes(module)
     return lambda key: _clean(key, prefixes)
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[str]:
-    """Prefixes that end in a wrapper's own segment, longest first."""
+    """Return the prefixes that end in a wrapper's own segment, longest first."""
     found: list[str] = []
     for name, child in module.named_modules():
         lead = f"{name}." if name else ""
@@ -307,7 +307,8 @@ class Parameters:
         return self._items.get(id(module))
 
     def parts_of(self, parameter: Source, group: int, position: int) -> tuple[Part, ...]:
-        """Its path, or its place in the optimizer if the state does not hold it.
+        """Return the parts of a parameter: its path, or its place in the optimizer if the state
+        does not hold it.
 
         More than one if it is a flat one.
         """
@@ -317,7 +318,9 @@ class Parameters:
         return (Part(self.alone.get(id(parameter)) or placeless(group, position)),)
 
     def holders_of(self, parameter: Source) -> tuple[int, ...]:
-        """Ranks known to have a parameter of its name; none if no module of the state holds it."""
+        """Return the ranks that are known to have a parameter of its name; none if no module of the
+        state holds it.
+        """
         for items in self._items.values():
             if id(parameter) in items.holders:
                 return items.holders[id(parameter)]
@@ -330,7 +333,7 @@ def placeless(group: int, position: int) -> str:
 
 
 def part_groups(optimizer: Optimizer, parameters: Parameters) -> list[list[tuple[Part, ...]]]:
-    """For each parameter group the parts of its parameters."""
+    """Return the parts of the parameters of each parameter group."""
     return [
         [parameters.parts_of(parameter, g, p) for p, parameter in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)
@@ -338,7 +341,7 @@ def part_groups(optimizer: Optimizer, parameters: Parameters) -> list[list[tuple
 
 
 def state_name(optimizer_path: str, parameter_path: str, key: object) -> str:
-    """Name of one value of an optimizer's state."""
+    """Return the name of one value of an optimizer's state."""
     return join(f"{optimizer_path}/{parameter_path}", key)
 
 
@@ -363,8 +366,8 @@ def new_state(
     saved: Tensor,
     piece: AnyPiece | None,
 ) -> torch.Tensor:
-    """A tensor for optimizer state that is not there yet, laid out as the optimizer itself
-    would: like its parameter, or plain.
+    """Return a tensor for optimizer state that does not exist yet. Its layout is the one that the
+    optimizer would choose: that of its parameter, or plain.
     """
     dtype = getattr(torch, saved.dtype)
     if piece is not None and piece.shape == saved.shape and key != "step":

@@ -43,7 +43,7 @@ def look_again(objects: Sequence[tuple[str, Any]]) -> None:
 
 
 def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Modules and optimizers in the containers of a state, with their paths."""
+    """Yield the modules and optimizers in the containers of a state, with their paths."""
     if isinstance(value, nn.Module | Optimizer):
         if not declares_state(value):
             yield path, value
@@ -57,7 +57,7 @@ def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
 
 
 def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that stand in the containers of a state, with their paths."""
+    """Yield the tensors in the containers of a state, with their paths."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping) and depth < 100:

@@ -163,13 +163,13 @@ class PlanCache:
 
     @classmethod
     def of(cls, rank: int, config: SaveConfig, tiers: Sequence[OpenTier]) -> Self:
-        """For saves to ``tiers``."""
+        """Return the cache for saves to ``tiers``."""
         node_of = next((tier.nodes.of for tier in tiers if tier.nodes), ())
         return cls(rank, config.chunk_bytes, node_of=node_of, copies=config.copies)
 
     def prepare(self, collected: Collected) -> Prepared:
-        """The plan for what was collected: the last one if the structure is the same, else a new
-        one.
+        """Return the plan for what was collected: the last plan if the structure is the same, else
+        a new one.
 
         Raises:
             UnsupportedValue: A tensor that cannot be saved, with its name.
@@ -242,7 +242,7 @@ def _flat(parts: Sequence[Segment | Hashable]) -> list[Hashable]:
 
 
 def _forms(part: Part) -> Iterable[tuple[Held, Form]]:
-    """The tensors of ``part``, each with the form that it is saved in."""
+    """Return the tensors of ``part``, each with the form that it is saved in."""
     if isinstance(part, Segment):
         return zip(part.held, part.forms, strict=True)
     return [(part, form_of(part.tensor))]
@@ -253,7 +253,7 @@ def _signature(held: Held, form: Form) -> Hashable:
 
 
 def growth_of(collected: Collected, leaves: Sequence[Leaf]) -> int:
-    """Bytes that this rank's image will grow by once its optimizers have stepped.
+    """Return how many bytes this rank's image will grow by once its optimizers have stepped.
 
     It is a guess by what optimizers of the kind keep for a parameter. ``leaves`` are those of
     ``collected.held``, in the same order.
@@ -287,8 +287,8 @@ def _nbytes(parameter: Source) -> int:
 
 
 def _may_be_late(memory: torch.Tensor) -> bool:
-    """A tensor made in inference mode has no version to watch, and the memory of a lazy view has
-    other values than the view.
+    """Return False for a tensor that must be copied at once. A tensor made in inference mode has no
+    version to watch, and the memory of a lazy view has other values than the view.
     """
     return is_ordered(memory.device) and not (
         memory.is_inference() or memory.is_conj() or memory.is_neg()

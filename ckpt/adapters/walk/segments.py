@@ -203,8 +203,8 @@ class Facts:
 def _memories(
     tensors: Sequence[Source], kinds: Sequence[type]
 ) -> tuple[Sequence[torch.Tensor], list[Any]]:
-    """The memory behind ``tensors``, as far as it is known how to ask them for it, and how those
-    that are no plain tensors are cut.
+    """Return the memory behind ``tensors``, as far as this module knows how to find it, and the
+    layouts of those that are no plain tensors.
     """
     if PLAIN.issuperset(kinds):
         return tensors, []  # type: ignore[return-value]

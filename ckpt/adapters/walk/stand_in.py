@@ -83,7 +83,7 @@ class OptimizerStandIn(Optimizer, StandIn):
     def new_state(
         self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> Source:
-        """Memory for a value of a parameter's state that is not there yet."""
+        """Return memory for a value of a parameter's state that does not exist yet."""
 
     @abstractmethod
     def extra(self) -> dict[str, Any]:

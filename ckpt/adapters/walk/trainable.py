@@ -45,10 +45,10 @@ class _Trainable(ModuleStandIn):
         self._known: tuple[ModuleItems, Sequence[bool], ModuleItems] | None = None
 
     def look(self) -> None:
-        """Nothing is kept that could be out of date."""
+        """Do nothing, since nothing is kept that could be out of date."""
 
     def settle(self) -> None:
-        """A restore fills the model's own tensors."""
+        """Do nothing, since a restore fills the model's own tensors."""
 
     def items(self, path: str) -> ModuleItems:
         """Return the items of the model that are trained now."""

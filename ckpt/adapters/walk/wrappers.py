@@ -88,7 +88,7 @@ class Wrappers:
 
 
 def in_module(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
-    """The wrappers in a module, as far as ``choice`` takes them."""
+    """Return the wrappers in a module that ``choice`` takes."""
 
     def name_of(index: int) -> Named | None:
         entry = items.held[index]
@@ -99,7 +99,7 @@ def in_module(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
 
 
 def in_optimizer(path: str, items: OptimizerItems) -> Wrappers:
-    """The wrappers in the state of an optimizer."""
+    """Return the wrappers in the state of an optimizer."""
 
     def name_of(index: int) -> Named:
         part, key, _ = items.owners[index]

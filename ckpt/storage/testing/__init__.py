@@ -53,7 +53,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """The suite needs pytest; faults do not, so it is imported only when asked for."""
+    """Import the suite when it is asked for, since it needs pytest, and faults do not."""
     if name == "BackendConformance":
         from ckpt.storage.testing.conformance import BackendConformance
 

@@ -246,7 +246,7 @@ class _FaultyUpload:
         return self._backend.perform(Call(verb="finish", key=self._key), work)
 
     def abort(self) -> None:
-        """Only a crash gets through: an abort never raises."""
+        """Abort the write. Only a crash is raised, since an abort never raises."""
         try:
             self._backend.perform(Call(verb="abort", key=self._key), self._inner.abort)
         except CkptError:

@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 def payload(nbytes: int, seed: int = 0) -> bytes:
-    """Bytes that differ at every place, the same for the same arguments."""
+    """Return bytes that differ at every place, the same for the same arguments."""
     return np.random.default_rng([nbytes, seed]).bytes(nbytes)
 
 
 def page_aligned(data: bytes, shift: int = 0) -> memoryview:
-    """A copy of ``data`` that begins ``shift`` bytes after a page boundary."""
+    """Return a copy of ``data`` that begins ``shift`` bytes after a page boundary."""
     room = np.zeros(len(data) + 4096 + shift, dtype=np.uint8)
     start = -room.ctypes.data % 4096 + shift
     view = room.data[start : start + len(data)]
@@ -30,13 +30,13 @@ def page_aligned(data: bytes, shift: int = 0) -> memoryview:
 
 
 def send(upload: Upload, data: memoryview, order: Callable[[list[int]], list[int]] = list) -> None:
-    """All parts of ``data``, one after another, in the order given."""
+    """Write all parts of ``data``, one after another, in the given order."""
     for offset in order(list(range(0, data.nbytes, upload.part_bytes))):
         upload.write(offset, data[offset : offset + upload.part_bytes])
 
 
 def store(backend: StorageBackend, key: str, data: bytes) -> None:
-    """A large object, written in parts."""
+    """Write a large object in parts."""
     upload = backend.upload(key, len(data))
     view = page_aligned(data)
     send(upload, view)
@@ -44,12 +44,12 @@ def store(backend: StorageBackend, key: str, data: bytes) -> None:
 
 
 def fetch(backend: StorageBackend, key: str) -> bytes:
-    """A whole object."""
+    """Return a whole object."""
     return read_object(backend, key, limit=1 << 30)
 
 
 def at_once(work: Callable[[int], T], count: int) -> list[T]:
-    """``work(0) ... work(count - 1)``, each in its own thread."""
+    """Run ``work(0) ... work(count - 1)``, each in its own thread."""
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(work, range(count)))
 
@@ -66,7 +66,7 @@ class Suite:
 
     @pytest.fixture
     def roots(self, open_root: OpenRoot) -> Iterator[OpenRoot]:
-        """``open_root`` that closes."""
+        """Return an ``open_root`` that closes what it has opened."""
         opened: list[StorageBackend] = []
 
         def open_one(name: str) -> StorageBackend:
@@ -82,7 +82,7 @@ class Suite:
         return roots("root")
 
     def large(self, backend: StorageBackend) -> bytes:
-        """Three parts and an odd rest."""
+        """Return three parts and an odd rest."""
         part = backend.capabilities.part_bytes
         assert part <= self.part_bytes_most, (
             "set part_bytes_most to run the suite with parts this large"
