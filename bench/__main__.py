@@ -26,53 +26,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns 1 if a contender failed anywhere, after all the others have been measured.
     """
-    told = _parser().parse_args(arguments)
+    asked = _parser().parse_args(arguments)
     console = Console()
-    if told.scenario == "render":
-        for result in report.read(told.out).values():
-            report.write(result, told.out)
+    if asked.scenario == "render":
+        for result in report.read(asked.out).values():
+            report.write(result, asked.out)
         return 0
     failed = False
     for name, reason in contenders.missing().items():
         console.print(f"[dim]without {contenders.ALL[name].label}: {reason}[/]", highlight=False)
     together = [name for name in scenarios.ALL if name not in scenarios.ALONE]
-    chosen = together if told.scenario == "all" else [told.scenario]
-    budgets = {name: _options(name, told).budget_seconds for name in chosen}
+    chosen = together if asked.scenario == "all" else [asked.scenario]
+    budgets = {name: _options(name, asked).budget_seconds for name in chosen}
     until = time.monotonic() + (
-        told.minutes * 60 if told.scenario == "all" else sum(budgets.values())
+        asked.minutes * 60 if asked.scenario == "all" else sum(budgets.values())
     )
     for scenario in chosen:
         console.rule(f"{scenario}: {scenarios.ALL[scenario]}", align="left")
         # less if those before took longer
         share = (until - time.monotonic()) / sum(budgets.values())
         budget = max(_LEAST_SECONDS, budgets.pop(scenario) * share)
-        result = _run(scenario, told, budget, console)
+        result = _run(scenario, asked, budget, console)
         report.show(result, console)
-        for path in report.write(result, told.out):
+        for path in report.write(result, asked.out):
             console.print(f"wrote {path}", highlight=False, soft_wrap=True)
         failed = failed or bool(result.failures)
     return 1 if failed else 0
 
 
-def _run(name: str, told: argparse.Namespace, budget_seconds: float, console: Console) -> Result:
-    memory = told.memory_mib << 20
+def _run(name: str, asked: argparse.Namespace, budget_seconds: float, console: Console) -> Result:
+    memory = asked.memory_mib << 20
     with Bench(
         name,
-        told.dir,
-        told.contenders,
+        asked.dir,
+        asked.contenders,
         budget_seconds,
         console,
         memory_bytes=memory,
-        quick=told.quick,
+        quick=asked.quick,
     ) as bench:
-        return scenarios.load(name).run(bench, _options(name, told))
+        return scenarios.load(name).run(bench, _options(name, asked))
 
 
-def _options(name: str, told: argparse.Namespace) -> Any:
+def _options(name: str, asked: argparse.Namespace) -> Any:
     scenario = scenarios.load(name)
-    options = scenario.QUICK if told.quick else scenario.Options()
+    options = scenario.QUICK if asked.quick else scenario.Options()
     given = {
-        key: value for key in _fields(options) if (value := getattr(told, key, None)) is not None
+        key: value for key in _fields(options) if (value := getattr(asked, key, None)) is not None
     }
     return dataclasses.replace(
         options,

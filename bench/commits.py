@@ -1,7 +1,7 @@
 """What a process does in a world of simulated ranks, for the clock: put fragments, commit them,
 restore, hear words.
 
-Each function is the work of one process, whose processor time and memory it tells.
+Each function is the work of one process, and returns its processor time and memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def _read(folder: str, step: int, ref: FragmentRef) -> Packed:
 
 
 def commit(folder: str, refs: list[list[FragmentRef]]) -> dict[str, float]:
-    """The leader's work of two saves. In a process of its own, whose memory is told."""
+    """The leader's work of two saves.
+
+    In a process of its own, since it measures its memory.
+    """
     found: dict[str, float] = {"base": _peak()}
     known = Known()
     gc.disable()  # as collection is on the save path: fragments have no cycles
@@ -112,7 +115,7 @@ def restore(folder: str, world: World, rank: int) -> dict[str, float]:
 
 
 def _peak() -> float:
-    """Of this process. What ``getrusage`` tells begins with its parent's."""
+    """Return the peak of this process. The peak of ``getrusage`` begins with that of its parent."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024.0
 

@@ -173,19 +173,19 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().reshape(-1).view(torch.uint8)
 
 
-def measure(told: dict[str, Any]) -> dict[str, Any]:
-    until = time.monotonic() + told["seconds"]
-    training = DeviceTraining.make(told["size"], told["layers"], told["batch"], seed=1)
+def measure(plan: dict[str, Any]) -> dict[str, Any]:
+    until = time.monotonic() + plan["seconds"]
+    training = DeviceTraining.make(plan["size"], plan["layers"], plan["batch"], seed=1)
     rates = plain_copies(training.nbytes, 3)
-    contender = contenders.make(told["name"])
-    contender.prepare(training, told["folder"])
+    contender = contenders.make(plan["name"])
+    contender.prepare(training, plan["folder"])
     saves: list[dict[str, Any]] = []
     idle: list[dict[str, Any]] = []
     try:
-        for number in range(told["repeats"] + 1):
+        for number in range(plan["repeats"] + 1):
             if number > 1 and time.monotonic() > until:
                 break
-            saves.append(one_save(training, contender, number + 1, told["clean"]))
+            saves.append(one_save(training, contender, number + 1, plan["clean"]))
             _remove(saves[-1]["path"])
         for number in range(_IDLE_SAVES):
             training.whole_step()

@@ -119,8 +119,8 @@ class Spread:
         return cls.of(value / floor for value, floor in zip(values, floors, strict=True))
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Spread:
-        return cls(told["median"], told["low"], told["high"], tuple(told["all"]))
+    def from_json(cls, fields: Mapping[str, Any]) -> Spread:
+        return cls(fields["median"], fields["low"], fields["high"], tuple(fields["all"]))
 
 
 @dataclass(frozen=True)

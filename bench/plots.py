@@ -139,7 +139,7 @@ def _panel(axis: Any, lines: Sequence[Line], panel: Panel, floor: Line | None) -
                 markeredgecolor=INK,
                 markeredgewidth=1,
             )
-        told = axis.annotate(
+        note = axis.annotate(
             write(spread.median, panel.kind),
             (max(spread.high, spread.median, 0.0, *_first(line, panel)), y),
             xytext=(7, 0),
@@ -159,7 +159,7 @@ def _panel(axis: Any, lines: Sequence[Line], panel: Panel, floor: Line | None) -
         for first in _first(line, panel):
             words = f"first {write(first, panel.kind)}"
             where: Any = {
-                "xycoords": told,
+                "xycoords": note,
                 "xytext": (4, 0),
                 "textcoords": "offset points",
                 "va": "center",
@@ -277,7 +277,7 @@ def lines(axis: Any, series: Sequence[Series], *, markers: bool = True, gap: flo
     known = [each for each in series if each.x]
     for one, placed in zip(known, spread_out([height(each) for each in known], gap), strict=True):
         mine = ours(one.name)
-        told = FLOOR if one.name.startswith("floor.") else colour(one.name)
+        shade = FLOOR if one.name.startswith("floor.") else colour(one.name)
         axis.annotate(
             one.label,
             (one.x[-1], one.y[-1]),
@@ -286,10 +286,10 @@ def lines(axis: Any, series: Sequence[Series], *, markers: bool = True, gap: flo
             va="center",
             fontsize=9,
             fontweight="bold" if mine else "normal",
-            color=told,
+            color=shade,
             arrowprops={
                 "arrowstyle": "-",
-                "color": told,
+                "color": shade,
                 "linewidth": 0.6,
                 "alpha": 0.6,
                 "relpos": (0, 0.5),

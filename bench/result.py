@@ -1,4 +1,4 @@
-"""What a scenario found, as values: lines of numbers, who failed and why, and the conditions."""
+"""What a scenario found, as values: lines of numbers, failures with their reasons, conditions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Result:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Result:
+    def from_json(cls, fields: dict[str, Any]) -> Result:
         lines = [
             Line(
                 one["case"],
@@ -98,15 +98,15 @@ class Result:
                     for key, value in one["numbers"].items()
                 },
             )
-            for one in told["lines"]
+            for one in fields["lines"]
         ]
         return cls(
-            told["scenario"],
-            told["title"],
-            [Column(**one) for one in told["columns"]],
-            told["notes"],
+            fields["scenario"],
+            fields["title"],
+            [Column(**one) for one in fields["columns"]],
+            fields["notes"],
             lines,
-            [Failure(**one) for one in told["failures"]],
-            [Failure(**one) for one in told["skipped"]],
-            told["conditions"],
+            [Failure(**one) for one in fields["failures"]],
+            [Failure(**one) for one in fields["skipped"]],
+            fields["conditions"],
         )

@@ -1,5 +1,5 @@
-"""The machinery all scenarios share: who is alive at once, who works when, and that nothing counts
-before it has been compared.
+"""The machinery that all scenarios share: which contenders are alive at once, which one works when,
+and the comparison of each checkpoint before its numbers count.
 
 **Heats.** One process per contender, so that peaks of memory do not mix. As many of them as fit
 into memory are alive at once and work one at a time, in rounds: within a round each is measured
@@ -35,7 +35,7 @@ _SPARE_MEMORY: Final = 0.85
 _WORKER_BYTES: Final = 350 << 20  # a process with torch and a contender's own
 
 
-# Who is measured first and so side by side, and is still measured when time is short.
+# These are measured first, and so side by side. They are measured also when time is short.
 _FIRST: Final = (
     "ckpt.save_async",
     "torch_checkpointing",
@@ -82,7 +82,7 @@ class Shape:
 
 
 class Bench:
-    """One run of one scenario: its folder on the disk in question, its clock, and who failed."""
+    """One run of one scenario: its folder on the disk in question, its clock, and its failures."""
 
     def __init__(
         self,
@@ -190,7 +190,8 @@ class Bench:
     ) -> Iterator[list[str]]:
         """Lots of contenders that fit into memory together.
 
-        Left out is who does not fit even alone, or comes when time is up: never the first lot.
+        A contender is left out if it does not fit even alone, or if the time is up. The first
+        lot is never left out.
         """
         room = self.room(beside_bytes)
         need = need or shape.need_bytes
@@ -201,8 +202,10 @@ class Bench:
             elif shape.need_bytes(name, least=True) <= room:
                 fitting[name] = room  # alone, with what there is
             else:
-                told = f"needs {want >> 20} MiB of memory, {max(0, room) >> 20} MiB are free for it"
-                self.skip(case, name, told)
+                reason = (
+                    f"needs {want >> 20} MiB of memory, {max(0, room) >> 20} MiB are free for it"
+                )
+                self.skip(case, name, reason)
         for number, lot in enumerate(lots(fitting, room)):
             if number and self.over():
                 for name in lot:
@@ -228,7 +231,7 @@ class Bench:
         **more: Any,
     ) -> Result:
         """The lines of those that did not fail, with the conditions at the end of the run."""
-        told = {
+        described = {
             **self.conditions,
             "quick": self.quick,
             "load_end": load(),
@@ -243,7 +246,9 @@ class Bench:
                 order.index(line.name) if line.name in order else len(order),
             )
         )
-        return Result(self.scenario, title, columns, notes, kept, self.failures, self.skipped, told)
+        return Result(
+            self.scenario, title, columns, notes, kept, self.failures, self.skipped, described
+        )
 
 
 def lots(needs: Mapping[str, int], room: int) -> list[list[str]]:

@@ -35,7 +35,7 @@ class Subject(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Nested dicts of live tensors and plain values with canonical names.
 
-        Made anew on each call: whoever saves pays for it.
+        Each call makes a new one, so the cost is part of the save.
         """
         ...
 
@@ -44,7 +44,7 @@ class Subject(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state, sorted by name, as it lies in memory."""
+        """Every tensor of the state, sorted by name, without a copy."""
         ...
 
     def values(self) -> Any:

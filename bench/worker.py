@@ -150,8 +150,8 @@ class Worker(ObjectWork):
         self._step()
         clean = [self._step() for _ in range(count)]
         assert handle is not None
-        told = {"saving": saving, "stalls": stalls, "clean": clean, "drain": drain}
-        return {**told, "path": handle.path, "saved": saved}
+        answer = {"saving": saving, "stalls": stalls, "clean": clean, "drain": drain}
+        return {**answer, "path": handle.path, "saved": saved}
 
     def load(self, name: str, path: str, *, cold: bool = False) -> Any:
         """Load a checkpoint into a spoiled state, with what it then holds.

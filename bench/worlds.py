@@ -280,8 +280,8 @@ class Job:
         boxes = {id(leaf.boxes): f"{leaf.boxes[0].offsets}{leaf.boxes[0].shape}=" for leaf in held}
         digests = (random[at : at + 64] for at in range(0, len(random), 64))
         return {
-            leaf.name: boxes[id(leaf.boxes)] + (told if leaf.shape else f"{step:064}")
-            for leaf, told in zip(held, digests, strict=True)
+            leaf.name: boxes[id(leaf.boxes)] + (digest if leaf.shape else f"{step:064}")
+            for leaf, digest in zip(held, digests, strict=True)
         }
 
     def packed(self, rank: int, step: int, leaves: list[Leaf]) -> Packed:
@@ -316,10 +316,10 @@ class Job:
         """The next save of a rank: other bytes in the same places."""
         mark = step, self.world.alike(rank)
         if mark not in self._marks:
-            told = self._digests_of(rank, leaves, step)
+            digests = self._digests_of(rank, leaves, step)
             self._marks[mark] = (
-                zstandard.compress(msgspec.json.encode(told, order="deterministic"), 3)
-                if told
+                zstandard.compress(msgspec.json.encode(digests, order="deterministic"), 3)
+                if digests
                 else b""
             )
         return msgspec.structs.replace(

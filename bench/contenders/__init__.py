@@ -1,4 +1,4 @@
-"""Who is measured, behind one small protocol. A contender is one row of ``ALL``."""
+"""The contenders that are measured, behind one small protocol. Each is one row of ``ALL``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Handle:
 class Contender(Protocol):
     """One way of saving, used as its documentation says.
 
-    ``save``, ``wait_safe`` from the training thread; ``wait_durable`` from any. What lies in
-    ``folder`` and belongs to a checkpoint is named ``step-*``.
+    The training thread calls ``save`` and ``wait_safe``; any thread calls ``wait_durable``. Files
+    and folders of a checkpoint in ``folder`` are named ``step-*``.
     """
 
     def prepare(self, subject: Subject, folder: str) -> None:
@@ -45,7 +45,7 @@ class Contender(Protocol):
         """Return when the checkpoint is complete and would survive a power cut."""
 
     def load_back(self, path: str, into: Subject) -> None:
-        """Load what lies at ``path`` into live objects, as a resumed job would."""
+        """Load the checkpoint at ``path`` into live objects, as a resumed job would."""
 
     def close(self) -> None:
         """Finish and let go of everything, processes included."""
@@ -55,8 +55,8 @@ class Contender(Protocol):
 class Row:
     """How a contender is named in reports and where its code is.
 
-    ``fsync`` tells who makes its files durable; ``needs`` is the package to import, "" if torch or
-    the bench brings it; ``distributed`` tells whether ranks can save one checkpoint together;
+    ``fsync`` names the code that makes its files durable; ``needs`` is the package to import, "" if
+    torch or the bench brings it; ``distributed`` is true if ranks can save one checkpoint together;
     ``everywhere`` is false for one that a scenario brings in by itself.
     """
 

@@ -73,6 +73,6 @@ class DcpAsyncSave(DcpSave):
 
     def close(self) -> None:
         if self._last is not None:
-            self._last.exception()  # whoever waited for it has been told
+            self._last.exception()  # the wait for the save has raised it
         if self._group is not None:
             dist.destroy_process_group(self._group)

@@ -79,14 +79,14 @@ class DcpBest(DcpSave):
 
     def close(self) -> None:
         if self._last is not None:
-            self._last.upload_completion.exception()  # whoever waited for it has been told
+            self._last.upload_completion.exception()  # the wait for the save has raised it
         self._stager.close()
         _end_process()
         self._setting.close()
 
 
 def _end_process() -> None:
-    """It has no public name, and ends when nobody refers to it."""
+    """It has no public name, and ends with the last reference to it."""
     process, executor._CHECKPOINT_PROCESS = executor._CHECKPOINT_PROCESS, None
     if process is not None:
         child = process._save_process

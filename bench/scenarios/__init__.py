@@ -52,6 +52,6 @@ def load(name: str) -> Scenario:
     return cast(Scenario, importlib.import_module(f"bench.scenarios.{name}"))
 
 
-def told(default: Any, words: str) -> Any:
+def option(default: Any, words: str) -> Any:
     """A field of ``Options`` with its line of help."""
     return field(default=default, metadata={"help": words})

@@ -25,7 +25,7 @@ from bench import plots
 from bench.measure import Spread
 from bench.result import Column, Line, Result
 from bench.runner import Bench
-from bench.scenarios import told
+from bench.scenarios import option
 from ckpt.codec.byte_planes import BytePlanes, decode
 
 _CHUNK: Final = 16 << 20
@@ -34,16 +34,16 @@ _WIDTHS: Final = {"bf16": 2, "fp32": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    steps: int = told(
+    steps: int = option(
         300,
         "of AdamW the small GPT of the examples is trained before, so that its weights are not "
         "their initialization",
     )
-    layers: int = told(4, "of that GPT, 256 wide")
-    size_mib: int = told(64, "of each kind of bytes: the tensors again and again")
-    threads: tuple[int, ...] = told((1, 2), "that work at once")
-    repeats: int = told(5, "of each, in turns")
-    budget_seconds: float = told(420.0, "after which no other kind of bytes is begun")  # fmt: skip
+    layers: int = option(4, "of that GPT, 256 wide")
+    size_mib: int = option(64, "of each kind of bytes: the tensors again and again")
+    threads: tuple[int, ...] = option((1, 2), "that work at once")
+    repeats: int = option(5, "of each, in turns")
+    budget_seconds: float = option(420.0, "after which no other kind of bytes is begun")
 
 
 QUICK = Options(steps=2, layers=1, size_mib=2, threads=(1,), repeats=2, budget_seconds=20)

@@ -22,7 +22,7 @@ from bench.measure import Spread
 from bench.process import BenchError
 from bench.result import Column, Line, Result
 from bench.runner import Bench, label, size_label
-from bench.scenarios import told
+from bench.scenarios import option
 
 NAMES: Final = (
     "ckpt.device",
@@ -65,12 +65,12 @@ _NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    size_mib: tuple[int, ...] = told((1024, 8192), "of the AdamW state in bf16, one or several")
-    repeats: int = told(5, "saves after the first, as far as the time allows")
-    layers: int = told(12, "of the model")
-    batch: int = told(256, "sequences per step")
-    clean_steps: int = told(5, "before each save")
-    budget_seconds: float = told(330.0, "for all together")
+    size_mib: tuple[int, ...] = option((1024, 8192), "of the AdamW state in bf16, one or several")
+    repeats: int = option(5, "saves after the first, as far as the time allows")
+    layers: int = option(12, "of the model")
+    batch: int = option(256, "sequences per step")
+    clean_steps: int = option(5, "before each save")
+    budget_seconds: float = option(330.0, "for all together")
 
 
 QUICK = Options(size_mib=(8,), repeats=2, layers=2, batch=2, clean_steps=2, budget_seconds=120)
@@ -150,10 +150,10 @@ def _measured(
         raise BenchError(f"no answer within {seconds + _GRACE_SECONDS:.0f} s") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    told = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not told:
+    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not answers:
         raise BenchError(done.stderr[-4000:] or f"it ended with code {done.returncode}")
-    answer: dict[str, Any] = json.loads(told[-1])
+    answer: dict[str, Any] = json.loads(answers[-1])
     if not answer["equal"]:
         raise BenchError("what was loaded back is not what was saved")
     return answer

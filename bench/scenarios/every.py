@@ -20,7 +20,7 @@ from bench.heat import Checker, Heat, Session, clear
 from bench.measure import Block, Spread
 from bench.result import Column, Line, Result
 from bench.runner import Bench, Shape, label, size_label
-from bench.scenarios import told
+from bench.scenarios import option
 
 _COLUMNS = (
     Column("slowdown", "slower by", "percent"),
@@ -46,15 +46,15 @@ _NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    size_mib: int = told(256, "of the AdamW state")
-    layers: int = told(6, "of the model")
-    step_seconds: float = told(0.5, "of computing, at least")
-    block: int = told(10, "steps with, then as many without")
-    blocks: int = told(10, "of each contender")
-    root: str = told(
+    size_mib: int = option(256, "of the AdamW state")
+    layers: int = option(6, "of the model")
+    step_seconds: float = option(0.5, "of computing, at least")
+    block: int = option(10, "steps with, then as many without")
+    blocks: int = option(10, "of each contender")
+    root: str = option(
         "", "folder or URL that ckpt saves below (shm://NAME: host memory); others save below --dir"
     )
-    budget_seconds: float = told(240.0, "after which no other contender is begun")
+    budget_seconds: float = option(240.0, "after which no other contender is begun")
 
 
 QUICK = Options(size_mib=4, layers=2, step_seconds=0.02, block=2, blocks=2, budget_seconds=40)
@@ -105,7 +105,7 @@ def run(bench: Bench, options: Options) -> Result:
 
 
 def _own(root: str) -> str:
-    """A place of this run at ``root``: what else lies there is left alone."""
+    """Name a place of this run at ``root``, which keeps apart from what is there."""
     own = f"bench-{secrets.token_hex(4)}"
     return f"{root}-{own}" if root.startswith("shm://") else f"{root.rstrip('/')}/{own}"
 

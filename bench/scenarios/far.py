@@ -15,7 +15,7 @@ from bench.process import BenchError
 from bench.proxy import Proxy
 from bench.result import Column, Line, Result
 from bench.runner import Bench
-from bench.scenarios import told
+from bench.scenarios import option
 from bench.scenarios.objects import served
 
 _COLUMNS: Final = (
@@ -47,10 +47,10 @@ _NOTES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    size_mib: int = told(32, "of each save")
-    saves: int = told(5, "for each state of the wire")
-    outage_seconds: float = told(60.0, "that the far tier is down, or slow")
-    budget_seconds: float = told(300.0, "unused: it takes three times the outage, and a little")
+    size_mib: int = option(32, "of each save")
+    saves: int = option(5, "for each state of the wire")
+    outage_seconds: float = option(60.0, "that the far tier is down, or slow")
+    budget_seconds: float = option(300.0, "unused: it takes three times the outage, and a little")
 
 
 QUICK = Options(size_mib=1, saves=2, outage_seconds=2, budget_seconds=30)

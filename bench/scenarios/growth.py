@@ -10,7 +10,7 @@ from typing import Final
 from bench import plots, style
 from bench.result import Line, Result
 from bench.runner import Bench, Shape, size_label
-from bench.scenarios import idle, told
+from bench.scenarios import idle, option
 
 _TENSORS_PER_GIB: Final = 16
 _WHO: Final[tuple[str, ...]] = (
@@ -24,10 +24,10 @@ _WHO: Final[tuple[str, ...]] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    from_mib: int = told(64, "the smallest state")
-    to_mib: int = told(8192, "the largest; each is twice the one before")
-    repeats: int = told(5, "saves after the first")
-    budget_seconds: float = told(120.0, "after which nothing larger is begun")
+    from_mib: int = option(64, "the smallest state")
+    to_mib: int = option(8192, "the largest; each is twice the one before")
+    repeats: int = option(5, "saves after the first")
+    budget_seconds: float = option(120.0, "after which nothing larger is begun")
 
 
 QUICK = Options(from_mib=4, to_mib=8, repeats=2, budget_seconds=40)
@@ -71,8 +71,8 @@ def _in_time(
             2 * (last.median("durable_seconds") or 0.0) * (options.repeats + 2) if last else 0.0
         )
         if expected > left:
-            told = f"it would take about {expected:.0f} s, {max(0.0, left):.0f} s are left"
-            bench.skip(f"{case} and more", name, told)
+            reason = f"it would take about {expected:.0f} s, {max(0.0, left):.0f} s are left"
+            bench.skip(f"{case} and more", name, reason)
         else:
             kept.append(name)
             left -= expected

@@ -23,7 +23,7 @@ from bench.measure import Spread
 from bench.process import BenchError
 from bench.result import Column, Line, Result
 from bench.runner import Bench, size_label
-from bench.scenarios import told
+from bench.scenarios import option
 
 _COLUMNS: Final = (
     Column("up_bytes_per_second", "up", "per_second"),
@@ -38,7 +38,7 @@ _LEAST_ROUNDS: Final = 5
 _SIGNED: Final = ("ckpt", "ckpt.obstore", "obstore", "s3fs")
 _NOTES: Final = (
     "**up**, **down**: one object, from memory and into memory, {threads} parts of {part} MiB "
-    "(ranges of 16 MiB) at a time where the client is told how many; medians of the *rounds*, the "
+    "(ranges of 16 MiB) at a time where the client can limit them; medians of the *rounds*, the "
     "clients in turn within each, after one that does not count. What came down was compared; it "
     "came down once before, for rclone hashes an object when it is first asked for it.",
     "**CPU s/GiB**: of the client's process alone (`getrusage`), kernel included. **worst "
@@ -51,12 +51,12 @@ _NOTES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    size_mib: int = told(256, "of the object")
-    repeats: int = told(5, "rounds")
-    threads: int = told(4, "parts at a time")
-    part_mib: int = told(8, "of a part")
-    servers: tuple[str, ...] = told(("rclone", "moto"), "rclone, moto")
-    budget_seconds: float = told(240.0, "after which no other round is begun")
+    size_mib: int = option(256, "of the object")
+    repeats: int = option(5, "rounds")
+    threads: int = option(4, "parts at a time")
+    part_mib: int = option(8, "of a part")
+    servers: tuple[str, ...] = option(("rclone", "moto"), "rclone, moto")
+    budget_seconds: float = option(240.0, "after which no other round is begun")
 
 
 QUICK = Options(size_mib=20, repeats=2, servers=("rclone",), budget_seconds=60)

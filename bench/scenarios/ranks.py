@@ -27,7 +27,7 @@ from bench.measure import Spread, Step, TrainedSave
 from bench.process import BenchError
 from bench.result import Column, Line, Result
 from bench.runner import Bench, label, lots
-from bench.scenarios import told
+from bench.scenarios import option
 
 _QUIET_SECONDS: Final = 60.0  # without a word from any rank
 _COLUMNS = (
@@ -51,13 +51,13 @@ _NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    ranks: tuple[int, ...] = told((2, 4), "in one job, one or several numbers")
-    size_mib: int = told(64, "of the AdamW state of all ranks together")
-    layers: int = told(4, "of the model")
-    batch: int = told(2, "sequences per rank and step")
-    repeats: int = told(5, "saves after the first")
-    clean_steps: int = told(2, "before and after each save")
-    budget_seconds: float = told(120.0, "after which no other job is begun")
+    ranks: tuple[int, ...] = option((2, 4), "in one job, one or several numbers")
+    size_mib: int = option(64, "of the AdamW state of all ranks together")
+    layers: int = option(4, "of the model")
+    batch: int = option(2, "sequences per rank and step")
+    repeats: int = option(5, "saves after the first")
+    clean_steps: int = option(2, "before and after each save")
+    budget_seconds: float = option(120.0, "after which no other job is begun")
 
 
 QUICK = Options(ranks=(2,), size_mib=4, layers=2, repeats=2, clean_steps=1, budget_seconds=20)
@@ -91,7 +91,7 @@ def run(bench: Bench, options: Options) -> Result:
     )
 
 
-def _told(line: Line) -> str:
+def _summary(line: Line) -> str:
     return (
         f"stall {(line.median('stall_seconds') or 0) * 1e3:.1f} ms, durable "
         f"{line.median('durable_seconds') or 0:.2f} s"
@@ -106,7 +106,7 @@ def _job(
     options: Options,
     seen: dict[str, list[dict[str, Any]]],
 ) -> list[str]:
-    """Run one job until it ends or fails; returns who has not had a turn."""
+    """Run one job until it ends or fails. Returns the contenders that have not had a turn."""
     folder = bench.place()
     os.makedirs(folder)
     plan: dict[str, Any] = {
@@ -128,7 +128,9 @@ def _job(
                 elif name := answer.get("name"):
                     seen.setdefault(name, []).append(answer)
                 elif ended := answer.get("end"):
-                    bench.say(f"{case}, {label(ended)}: {_told(_line(case, ended, seen[ended]))}")
+                    bench.say(
+                        f"{case}, {label(ended)}: {_summary(_line(case, ended, seen[ended]))}"
+                    )
     except BenchError as error:
         bench.fail(case, current, error)
         left = [name for name in left if name != current]  # it may have failed before it began
@@ -138,8 +140,8 @@ def _job(
 def torchrun(ranks: int, module: str, plan: dict[str, Any]) -> Generator[dict[str, Any]]:
     """What the ranks of a job say.
 
-    ``module`` is given the path of ``plan`` as JSON, and writes to its "answers"; all lies in its
-    "folder".
+    ``module`` is given the path of ``plan`` as JSON, and writes to its "answers". All
+    files are in its "folder".
 
     The job ends when the generator is closed. Raises ``BenchError`` if it fails, or its ranks fall
     silent.

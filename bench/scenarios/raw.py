@@ -11,16 +11,16 @@ from typing import Final
 from bench import plots
 from bench.result import Line, Result
 from bench.runner import Bench, Shape, size_label
-from bench.scenarios import idle, told
+from bench.scenarios import idle, option
 
 _TENSORS_PER_GIB: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    size_mib: tuple[int, ...] = told((1024, 4096), "of each state")
-    repeats: int = told(5, "saves after the first")
-    budget_seconds: float = told(200.0, "after which no other contender is begun")
+    size_mib: tuple[int, ...] = option((1024, 4096), "of each state")
+    repeats: int = option(5, "saves after the first")
+    budget_seconds: float = option(200.0, "after which no other contender is begun")
 
 
 QUICK = Options(size_mib=(16,), repeats=2, budget_seconds=20)

@@ -21,7 +21,7 @@ from bench.process import BenchError
 from bench.proxy import Proxy
 from bench.result import Column, Line, Result
 from bench.runner import Bench, size_label
-from bench.scenarios import told
+from bench.scenarios import option
 from bench.scenarios.objects import served
 from bench.scenarios.ranks import torchrun
 
@@ -46,12 +46,12 @@ _NOTES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    ranks: tuple[int, ...] = told((2, 4), "in one job, one or several numbers")
-    stores: tuple[str, ...] = told(("disk", "s3"), "disk, s3")
-    size_mib: int = told(384, "of the state that every rank holds")
-    wire_mb: int = told(100, "MB/s of the wire to the S3 server, for all ranks together")
-    repeats: int = told(5, "restores of each kind")
-    budget_seconds: float = told(180.0, "after which no other job is begun")
+    ranks: tuple[int, ...] = option((2, 4), "in one job, one or several numbers")
+    stores: tuple[str, ...] = option(("disk", "s3"), "disk, s3")
+    size_mib: int = option(384, "of the state that every rank holds")
+    wire_mb: int = option(100, "MB/s of the wire to the S3 server, for all ranks together")
+    repeats: int = option(5, "restores of each kind")
+    budget_seconds: float = option(180.0, "after which no other job is begun")
 
 
 QUICK = Options(ranks=(2,), stores=("disk",), size_mib=12, repeats=2, budget_seconds=30)

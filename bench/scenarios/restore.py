@@ -22,7 +22,7 @@ from bench.measure import Spread
 from bench.process import BenchError
 from bench.result import Column, Line, Result
 from bench.runner import Bench, Shape, label, size_label
-from bench.scenarios import told
+from bench.scenarios import option
 
 # Who reads what another has written in the same way, and what reading is called.
 SAME: Final = {
@@ -54,7 +54,7 @@ _COLUMNS = (
 _NOTES = (
     "Seconds, and bytes of the state per second, from the call until everything is in the live "
     "model and optimizer. **cold**: the files were evicted from the page cache right before. "
-    "**warm**: right after a cold load; whoever reads through the page cache finds the files "
+    "**warm**: right after a cold load; a reader that uses the page cache finds the files "
     "there; ckpt neither fills that cache nor reads through it. **memory tier**: what a memory "
     "tier had kept in `/dev/shm` for the process that comes after; nothing there is ever cold. "
     "**first**: the first load of its process, in no median.",
@@ -68,10 +68,10 @@ _NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    size_mib: tuple[int, ...] = told((1024,), "of the AdamW state, one or several")
-    repeats: int = told(5, "loads of each kind after the first")
-    layers: int = told(6, "of the model; sets the number of tensors")
-    budget_seconds: float = told(110.0, "after which no other contender is begun")
+    size_mib: tuple[int, ...] = option((1024,), "of the AdamW state, one or several")
+    repeats: int = option(5, "loads of each kind after the first")
+    layers: int = option(6, "of the model; sets the number of tensors")
+    budget_seconds: float = option(110.0, "after which no other contender is begun")
 
 
 QUICK = Options(size_mib=(8,), repeats=2, layers=2, budget_seconds=40)
@@ -126,9 +126,9 @@ def _measure(bench: Bench, shape: Shape, repeats: int, names: Sequence[str]) -> 
 def _saved(
     bench: Bench, case: str, shape: Shape, names: Sequence[str], stack: contextlib.ExitStack
 ) -> dict[str, _Seen]:
-    """A checkpoint of each; who made it has ended.
+    """Save a checkpoint with each contender, in processes that have ended.
 
-    ``stack`` frees the memory of those that lie there.
+    ``stack`` frees what the tiers in memory hold.
     """
     seen: dict[str, _Seen] = {}
     for name in names:
@@ -143,7 +143,7 @@ def _saved(
 
 
 def _rounds(bench: Bench, case: str, seen: dict[str, _Seen], repeats: int) -> list[float]:
-    """Let each load, in turn; who fails leaves ``seen``. Returns the floors."""
+    """Let each contender load, in turn. One that fails leaves ``seen``. Returns the floors."""
     floors: list[float] = []
     direct = Floors(next(iter(seen.values())).session.setup["nbytes"]) if seen else None
     for number in range(repeats + 1):

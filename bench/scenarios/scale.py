@@ -21,7 +21,7 @@ from typing import Any, Final
 from bench import commits, plots, style
 from bench.result import Column, Line, Number, Result
 from bench.runner import Bench
-from bench.scenarios import told
+from bench.scenarios import option
 from bench.worlds import World, model_of
 
 _WRITERS: Final = 2  # processes that play the ranks
@@ -29,12 +29,12 @@ _WRITERS: Final = 2  # processes that play the ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    ranks: tuple[int, ...] = told((64, 256, 1024, 4096, 16384), "sizes of the worlds")
-    layouts: tuple[str, ...] = told(
+    ranks: tuple[int, ...] = option((64, 256, 1024, 4096, 16384), "sizes of the worlds")
+    layouts: tuple[str, ...] = option(
         ("fsdp2", "hsdp", "hsdp2", "3d"), "fsdp2, hsdp, hsdp2 (sharded over half of the ranks), 3d"
     )
-    tensors: int = told(1000, "of the model and its optimizer")
-    budget_seconds: float = told(1800.0, "after which no further world is begun")
+    tensors: int = option(1000, "of the model and its optimizer")
+    budget_seconds: float = option(1800.0, "after which no further world is begun")
 
 
 QUICK = Options(ranks=(8, 16), layouts=("fsdp2",), tensors=100)
@@ -144,12 +144,12 @@ def _measured(world: World, parent: str) -> dict[str, Number]:
 
 
 def _apart(
-    count: int, work: Callable[..., dict[str, Any]], told: Sequence[tuple[Any, ...]]
+    count: int, work: Callable[..., dict[str, Any]], given: Sequence[tuple[Any, ...]]
 ) -> list[dict[str, Any]]:
-    """Each in a fresh process: nobody's memory is another's."""
+    """Run each call in a fresh process, so that no call uses the memory of another."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(count, mp_context=context) as pool:
-        return [future.result() for future in [pool.submit(work, *each) for each in told]]
+        return [future.result() for future in [pool.submit(work, *each) for each in given]]
 
 
 def plot(result: Result, path: str) -> None:

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from bench import plots
 from bench.result import Line, Result
 from bench.runner import Bench, Shape
-from bench.scenarios import idle, told
+from bench.scenarios import idle, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    tensors: tuple[int, ...] = told((3000, 30000), "in a dict")
-    parameters: int = told(
+    tensors: tuple[int, ...] = option((3000, 30000), "in a dict")
+    parameters: int = option(
         1000,
         "of a model with AdamW: three times as many tensors, and a step count each; 0 for none",
     )
-    size_mib: int = told(64, "of each state")
-    repeats: int = told(5, "saves after the first")
-    budget_seconds: float = told(110.0, "after which no other contender is begun")
+    size_mib: int = option(64, "of each state")
+    repeats: int = option(5, "saves after the first")
+    budget_seconds: float = option(110.0, "after which no other contender is begun")
 
 
 QUICK = Options(tensors=(300,), parameters=100, size_mib=8, repeats=2, budget_seconds=20)

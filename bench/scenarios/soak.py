@@ -14,7 +14,7 @@ from bench.heat import Checker, Heat, Session
 from bench.measure import Footprint, Spread, footprint, slope
 from bench.result import Column, Kind, Line, Result
 from bench.runner import Bench, Shape, label, size_label
-from bench.scenarios import told
+from bench.scenarios import option
 
 _SETTLED: Final = 0.75  # the part of the saves that must be flat: the last
 _FLAT_PART: Final = 0.02
@@ -42,10 +42,10 @@ _NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    saves: int = told(200, "of each contender")
-    size_mib: int = told(64, "of the AdamW state")
-    layers: int = told(6, "of the model")
-    budget_seconds: float = told(80.0, "after which no other contender is begun")
+    saves: int = option(200, "of each contender")
+    size_mib: int = option(64, "of the AdamW state")
+    layers: int = option(6, "of the model")
+    budget_seconds: float = option(80.0, "after which no other contender is begun")
 
 
 QUICK = Options(saves=12, size_mib=4, layers=2, budget_seconds=40)

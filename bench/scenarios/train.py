@@ -13,9 +13,10 @@ Three numbers, since each alone can be made to look good at the cost of the othe
   thread beside the training loop, so that it never counts as their stall.
 
 After each of these comes a save with nothing else running (*idle*). It follows right after one in
-training: pages of the file cache that the other has freed are warm then, which favours those who
-write through it. After seconds of training they may not be (a virtual machine may have to get them
-from its host anew): in training a buffered writer can take several times as long as idle.
+training: pages of the file cache that the save before has freed are warm then, which favours
+contenders that write through it. After seconds of training they may not be (a virtual machine may
+have to get them from its host again): in training a buffered writer can take several times as long
+as idle.
 
 **Memory** is the highest anonymous plus shared memory of the contender's process and its children
 while it saves, over the highest while it trained before any contender was prepared. Pages of the
@@ -33,7 +34,7 @@ from bench.heat import Checker, Heat, Session
 from bench.measure import Spread, Step, TrainedSave
 from bench.result import Column, Line, Result
 from bench.runner import Bench, Shape, label, size_label
-from bench.scenarios import told
+from bench.scenarios import option
 
 _COLUMNS = (
     Column("stall_seconds", "stall", "seconds"),
@@ -79,12 +80,12 @@ _NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    size_mib: tuple[int, ...] = told((1024,), "of the AdamW state, one or several")
-    repeats: int = told(5, "saves of each kind after the first")
-    layers: int = told(6, "of the model; sets the number of tensors")
-    batch: int = told(2, "sequences per step; sets its length")
-    clean_steps: int = told(2, "before and after each save")
-    budget_seconds: float = told(450.0, "after which no other contender is begun")
+    size_mib: tuple[int, ...] = option((1024,), "of the AdamW state, one or several")
+    repeats: int = option(5, "saves of each kind after the first")
+    layers: int = option(6, "of the model; sets the number of tensors")
+    batch: int = option(2, "sequences per step; sets its length")
+    clean_steps: int = option(2, "before and after each save")
+    budget_seconds: float = option(450.0, "after which no other contender is begun")
 
 
 QUICK = Options(size_mib=(8,), repeats=2, layers=2, clean_steps=1, budget_seconds=40)
