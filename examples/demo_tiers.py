@@ -114,8 +114,8 @@ def committed(log: Path) -> dict[str, list[tuple[int, float]]]:
     """Return the (step, seconds) that were committed, by tier."""
     found: dict[str, list[tuple[int, float]]] = {MEMORY: [], DISK: [], S3: []}
     for record in records(log) if log.exists() else ():
-        if told := record.get("committed"):
-            found[tier_of(told["tier"])].append((told["step"], told["seconds"]))
+        if commit := record.get("committed"):
+            found[tier_of(commit["tier"])].append((commit["step"], commit["seconds"]))
     return found
 
 

@@ -175,9 +175,9 @@ def train(
     # ckpt
     state |= {"data": excerpts, "rng": PerRank(RngState(), on_resize="same_rank"), "step": 0}
     saves: deque[PendingSave] = deque()
-    told = [partial(report_tier, log)]
+    observers = [partial(report_tier, log)]
     with CheckpointManager(
-        args.root, observers=told
+        args.root, observers=observers
     ) as manager:  # ckpt: on leaving, all is durable, or it raises
         stop = manager.on_signals()  # ckpt: SIGTERM and SIGUSR1, as torchrun and Slurm send them
         report = manager.restore(state)  # ckpt: None if there is nothing to go on from

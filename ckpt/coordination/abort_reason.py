@@ -49,7 +49,7 @@ class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
     ranks: tuple[int, ...] = ()
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         """The reason as a sentence."""
         return str(rebuild(self, -1)) if self.kind != "CommitError" else self.reason
 

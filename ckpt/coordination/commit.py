@@ -392,7 +392,7 @@ class CommitMachine:
             until, self._pause = min(now + self._pause, self._last), self._pause * 2
             return Await(until)
         if self._go is not None:
-            why = f": {self._spoiled.told}" if self._spoiled is not None else ""
+            why = f": {self._spoiled.sentence}" if self._spoiled is not None else ""
             return Conclude(
                 Unknown(f"rank {self._go.by} had to put the manifest, and did not answer{why}")
             )

@@ -187,7 +187,7 @@ class JobSteps:
     def wait_idle(self, url: str, stop: threading.Event) -> None:
         """Return when no step of this job waits for the tier ``url``, or ``stop`` is set.
 
-        Whoever sets ``stop`` calls ``wake`` afterwards.
+        The caller that sets ``stop`` calls ``wake`` afterwards.
         """
         with self._changed:
             self._changed.wait_for(lambda: stop.is_set() or not self._waiting.get(url))

@@ -67,12 +67,12 @@ class TierWriter:
         steps: The state of the job's steps on this tier: committed, waiting or restored.
         slots: The steps that stay in slots. Only a tier in memory uses them.
 
-    Thread safety: ``close`` may be called by the owner, once, after all other calls have
-    returned; all other methods from any thread. ``_turn`` guards ``_retry``, ``_known``,
-    ``_taken``, ``_unclean`` and ``_files``: a tier may be served from the image and from its queue,
-    for different steps. ``stored`` is called by the thread that has just committed, before it
-    commits again. ``_detached`` is the owner's, who closes. All other fields are set once, or
-    guard themselves.
+    Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
+    methods may be called from any thread. ``_turn`` guards ``_retry``, ``_known``, ``_taken``,
+    ``_unclean`` and ``_files``: a tier may be served from the image and from its queue, for
+    different steps. The thread that has just committed calls ``stored``, before it commits again.
+    ``_detached`` belongs to the owner, which closes. All other fields are set once, or guard
+    themselves.
     """
 
     def __init__(

@@ -76,8 +76,8 @@ class Fence:
                     optimizer.register_step_pre_hook(before),
                     optimizer.register_step_post_hook(after),
                 ]
-            # the end of a step that raised is never told; but a thread that asks here, or is gone,
-            # is not in it
+            # a step that raised never reports its end; but a thread that asks here, or has ended,
+            # is not in a step
             inside = self._stepping.get(optimizer, threading.get_ident())
             if inside != threading.get_ident() and inside in {
                 thread.ident for thread in threading.enumerate()
@@ -104,7 +104,7 @@ class Fence:
 
     def wait(self) -> None:
         """Return when the tensors of all snapshots in flight may change."""
-        if os.getpid() != self._pid:  # in a fork: its tensors are its own, and nobody copies here
+        if os.getpid() != self._pid:  # a fork has tensors of its own, and no thread copies
             return
         with self._lock:
             waiting = list(self._in_flight)

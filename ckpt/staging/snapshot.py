@@ -1,15 +1,15 @@
-"""Copying the state into an image: what may change at any moment before the call returns, the rest
-while training goes on.
+"""The copy of the state into an image: what may change at any moment is copied before the call
+returns, and the rest while training goes on.
 
 *Eager* sources are copied by ``copy_eager`` on the caller's thread. *Late* ones belong to an
 optimizer whose step is fenced: ``copy_late`` copies them on a background thread, and ``fence``
 holds that optimizer's step until it is done. Version counters of late sources are compared after
-the copy: one that moved was changed behind our back, and the snapshot fails with its name instead
-of being torn. A witness (see ``witness``) compares what the sources held at the call with the
-image: that shows changes that move no counter.
+the copy. If one has moved, the tensor was changed meanwhile, and the snapshot fails with its name
+instead of being torn. A witness (see ``witness``) compares what the sources held at the call with
+the image. This shows changes that move no counter.
 
-Copies are made in the order of the file, and the window is told how far they have come, so that
-writing need not wait for all of them.
+Copies are made in the order of the file, and the window knows how far they have come, so that the
+writer need not wait for all of them.
 
 Late copies from an accelerator run on a side stream that waits for an event of the caller's stream;
 the fence makes the current *stream* wait, not the CPU. Eager ones run on the caller's stream, and
@@ -374,10 +374,10 @@ class Snapshot:
         def finish() -> None:
             for check, parts in begun:
                 with torch.no_grad(), self._beside(check):
-                    told = "".join(
+                    joined = "".join(
                         part if isinstance(part, str) else digest_of(part) for part in parts
                     )
-                self.digests[check.name] = f"{check.boxes}={told}"
+                self.digests[check.name] = f"{check.boxes}={joined}"
 
         return finish
 

@@ -98,7 +98,7 @@ def _without_docstring(item: Any) -> Iterator[str]:
         yield target.path
     if not target.is_class:
         return
-    told = {
+    described = {
         name.strip()
         for section in (target.docstring.parsed if target.docstring else ())
         if section.kind.value in ("attributes", "parameters")
@@ -106,7 +106,7 @@ def _without_docstring(item: Any) -> Iterator[str]:
         for name in each.name.split(",")
     }
     for name, member in target.members.items():
-        if not name.startswith("_") and name not in told and not member.docstring:
+        if not name.startswith("_") and name not in described and not member.docstring:
             yield member.path
 
 

@@ -469,7 +469,7 @@ class _Walk:
         late = list(map(self._owned.__contains__, map(id, items.tensors)))
 
         def named() -> Iterator[Held]:
-            made: dict[tuple[int, object], Source] = {}  # what is tied shall be one object
+            made: dict[tuple[int, object], Source] = {}  # tied ones become one object
             rows = zip(items.held, items.tensors, late, strict=True)
             for index, (entry, tensor, is_late) in enumerate(rows):
                 name = f"{path}/{entry.fqn}"
@@ -491,7 +491,7 @@ class _Walk:
                 path, "optimizer in a PerRank", "give it a name of its own on each rank"
             )
         check_optimizer(path, optimizer, self._optimizers.all)
-        self._tell(optimizer)
+        self._log_methods(optimizer)
         keeper = keeper_of(path, optimizer)
         now = Structure(optimizer.param_groups, keeper.state)
         items, wrappers = self._state_of(path, optimizer, keeper, now)
@@ -538,10 +538,10 @@ class _Walk:
             replicas = () if alone else self._parameters.holders_of(parameter)
             yield Held(name, part.of(name, tensor), late, replicas)
 
-    def _tell(self, optimizer: Optimizer) -> None:
+    def _log_methods(self, optimizer: Optimizer) -> None:
         methods, kind = methods_beyond_step(optimizer), type(optimizer)
-        if methods and kind not in self._memory.told:
-            self._memory.told.add(kind)
+        if methods and kind not in self._memory.logged:
+            self._memory.logged.add(kind)
             _log.info(
                 "ckpt: %s has methods beyond step() (%s): its tensors are copied before "
                 "save_async returns",

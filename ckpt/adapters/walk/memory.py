@@ -57,7 +57,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.segments: dict[str, Segment] = {}
-        self.told: set[type] = set()
+        self.logged: set[type] = set()
         self.tables: dict[str, Table] = {}
         self.modules: dict[str, _KnownModule] = {}
         self.optimizers: dict[str, OptimizerItems] = {}

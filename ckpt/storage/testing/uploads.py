@@ -83,14 +83,12 @@ class UploadConformance(Suite):
             assert backend.head(f"less/{size}").size == size
             assert fetch(backend, f"less/{size}") == data
 
-    @pytest.mark.parametrize("told", [4096, 4098, 20000])
-    def test_an_upload_must_end_where_its_parts_do(
-        self, backend: StorageBackend, told: int
-    ) -> None:
+    @pytest.mark.parametrize("end", [4096, 4098, 20000])
+    def test_an_upload_must_end_where_its_parts_do(self, backend: StorageBackend, end: int) -> None:
         upload = backend.upload("odd", 10000)
         upload.write(0, page_aligned(payload(4097)))
         with pytest.raises(StorageError):
-            upload.finish(told)
+            upload.finish(end)
         upload.abort()
         assert list(backend.list("")) == []
 
