@@ -4,18 +4,21 @@
    all), what a process was putting may arrive after its death, or arrive though the answer was lost, or be put twice.
 
    Another job may come (OTHERS of them). It takes the root over and removes a checkpoint, or it
-   only restores and removes one. An agent (AGENT) finishes a save of a job that has ended, or copies
-   a step of it to the tier from another tier, or removes a checkpoint of it. A reader (PINNER) pins
+   only restores and removes one. An agent (AGENT) finishes a save, or copies a step to the tier from
+   another tier, file by file, or removes a checkpoint. It begins when the ranks that it sees (HERE:
+   all of them) have ended, or when the job was left to it (DETACH), and the ranks live on. A reader (PINNER) pins
    a step, renews the pin, and reads. Each of them may die before every step.
 
    A removal deletes a manifest when no manifest of that step is on its way, and no rank is between
-   its last look at the owner and its put. A marker that another process has deleted is not put
+   its last look at the owner and its put. An agent removes a checkpoint when all ranks have ended,
+   and no rank clears away a save when the agent begins. A marker that another process has deleted is not put
    again before the process that had put it is over. These are assumptions of docs/protocol.md.
 
    Not modelled: a disk that is too full for a marker, and markers that are a day old.
 
-   -DATTEMPTS=2 -DTIERS=2 -DCRASHES=n -DFINISHERS=n -DOTHERS=n -DPRUNER -DAGENT -DPINNER. -DSAVED
-   begins when all ranks have ended, with any result. Each -DBUG_... breaks one rule on purpose.  */
+   -DATTEMPTS=2 -DTIERS=2 -DCRASHES=n -DFINISHERS=n -DOTHERS=n -DPRUNER -DAGENT -DHERE=mask -DDETACH
+   -DPINNER. -DSAVED begins when all ranks have ended, with any result; -DABORTED when a save was
+   refused, before a rank clears it away. Each -DBUG_... breaks one rule on purpose.  */
 
 #ifndef ATTEMPTS
 #define ATTEMPTS 1
@@ -34,6 +37,9 @@
 #endif
 #define RANKS 3
 #define ALL 7
+#ifndef HERE
+#define HERE ALL /* the ranks on the node of the agent */
+#endif
 #define SAVES 4 /* of one attempt on one tier each */
 #define S (a * 2 + t)
 
@@ -70,7 +76,11 @@ byte owner[2];
 byte late_fragment[SAVES];
 bool late_manifest[SAVES];
 /* for the claims below */
-byte crashes, ended[2];
+byte crashes, ended[2]; /* the ranks that have */
+#ifdef DETACH
+bool left[2]; /* all ranks leave the job to the agent */
+byte clearing[2]; /* ranks that clear away just now */
+#endif
 bool finisher_put[SAVES], evicted[SAVES];
 byte putting[SAVES]; /* ranks that have looked whose the root is, and put now */
 #if OTHERS > 0 || defined(AGENT)
@@ -91,9 +101,14 @@ byte pins[SAVES], held[SAVES]; /* a pin, and a later one in its place; those tha
 
 #define CLAIM owner[t] = (r == 0 -> a : owner[t])
 #if defined(PRUNER) || defined(REMOVALS)
-#define ENDED(a) ended[a]++
+#define ENDED(a) ended[a] = ended[a] | MINE
 #else
 #define ENDED(a) skip
+#endif
+#ifdef DETACH
+#define CLEARED clearing[a] = clearing[a] & (ALL - MINE)
+#else
+#define CLEARED skip
 #endif
 #define MAY_CRASH :: crashes < CRASHES -> crashes++; goto dead
 #define IF_GONE :: gone[a] -> goto lost
@@ -103,6 +118,9 @@ proctype Rank(byte a; byte r)
   byte t = 0;
   bool failed, seen, exclusive, spoiled, unanswered; /* seen: that the intent is to commit */
 
+#ifdef ABORTED
+  goto done;
+#endif
 save:
   if /* the leader takes the root over, as it thinks the other attempt dead; its file and its fragment */
   MAY_CRASH
@@ -247,6 +265,16 @@ lost: /* the job's store is gone: a rank that has failed clears its own away, th
   fi;
 
 clear_away:
+#ifdef DETACH
+  if
+#ifdef BUG_CLEAR_AFTER_DETACH
+  :: true
+#else
+  :: left[a] -> goto next
+  :: atomic { !left[a] -> clearing[a] = clearing[a] | MINE }
+#endif
+  fi;
+#endif
   if
   MAY_CRASH
 #ifdef BUG_CLEAR_WITHOUT_MARK
@@ -282,6 +310,7 @@ clear_away:
 
 next:
   atomic {
+    CLEARED;
     failed = false;
     if
     :: t + 1 < TIERS && !gone[a] -> t++; goto save
@@ -291,7 +320,7 @@ next:
 
 dead:
 over:
-  atomic { seen = false; exclusive = false; spoiled = false; failed = false; unanswered = false; t = 0; ENDED(a) }
+  atomic { CLEARED; seen = false; exclusive = false; spoiled = false; failed = false; unanswered = false; t = 0; ENDED(a) }
 }
 
 #ifdef REMOVALS
@@ -370,7 +399,7 @@ inline remove(may)
   :: goto cut
   :: atomic {
       NOTHING_COMES -> assert(held[S] == 0);
-      assert(owner[t] != a || ended[a] == RANKS); /* of a job that lives, and has the root */
+      assert(owner[t] != a || ended[a] == ALL); /* of a job that lives, and has the root */
       manifest[S] = false; evicted[S] = true
     }
   fi;
@@ -408,8 +437,8 @@ proctype Other(byte me)
 #ifdef BUG_UNKNOWN_IS_DEAD
   :: !takes
 #else
-  :: atomic { !takes && ended[a] == RANKS }
-  :: atomic { !takes && ended[a] < RANKS -> goto over }
+  :: atomic { !takes && ended[a] == ALL }
+  :: atomic { !takes && ended[a] != ALL -> goto over }
 #endif
   fi;
   if :: !there -> goto begun :: there fi;
@@ -430,29 +459,53 @@ over:
 #endif
 
 #ifdef AGENT
-/* The agent, when the processes of its job have ended. It owns no root. */
+#ifdef DETACH
+#define LEFT left[a]
+/* The manager of each rank is closed with detach. */
+proctype Detach()
+{
+  byte a = 0;
+  if :: true :: ATTEMPTS == 2 -> a = 1 fi;
+end:
+  atomic { clearing[a] == 0 -> left[a] = true }
+}
+#else
+#define LEFT false
+#endif
+
+/* The agent, when the ranks of its node have ended, or have left the job to it. It owns no root. */
 proctype Agent(byte me)
 {
-  byte a = 0, t = 0;
+  byte a = 0, t = 0, r = 0;
   bool again;
   if :: true :: TIERS == 2 -> t = 1 fi;
   if :: true :: ATTEMPTS == 2 -> a = 1 fi;
 #ifndef BUG_AGENT_DOES_NOT_WAIT
 end:
-  ended[a] == RANKS;
+  (ended[a] & HERE) == HERE || LEFT;
 #endif
   if :: owner[t] == a :: goto over fi;
   if
   :: true /* it finishes a save that lacks its manifest */
-  :: atomic { !manifest[S] -> data[S] = ALL }; /* or copies a step that another tier has */
-    if :: goto over :: fragment[S] = ALL fi
+  :: !manifest[S] -> goto copy /* or copies a step that another tier has */
   :: manifest[S] -> goto removal
   fi;
+finishing:
+  if :: goto over :: atomic { WHOLE(S) && owner[t] == a } fi; /* and once more behind the marker */
   finish(owner[t] == a);
 removal: /* retention, or what is in memory is freed */
+  if :: goto over :: ended[a] == ALL fi;
   remove(owner[t] == a);
+  goto over;
+copy: /* the data of each rank, then the fragments */
+  do
+  :: goto over
+  :: atomic { r < RANKS -> data[S] = data[S] | MINE; r++ }
+  :: atomic { r == RANKS -> fragment[S] = ALL; r = 0; break }
+  od;
+  goto finishing;
 over:
-  atomic { LEAVE }
+  atomic { r = 0; LEAVE }
 }
 #endif
 
@@ -508,7 +561,7 @@ proctype Pruner(byte me)
 {
   byte a = 0, t = 0;
 end:
-  ended[a] == RANKS && late_fragment[S] == 0 && !late_manifest[S];
+  ended[a] == ALL && late_fragment[S] == 0 && !late_manifest[S];
   if :: atomic { !manifest[S] } :: goto over fi;
   if :: atomic { MAY_MARK(BY_JOB) -> MARK(BY_JOB) } :: goto over fi;
   if :: atomic { manifest[S] -> UNMARK; goto over } :: !manifest[S] fi;
@@ -527,8 +580,13 @@ proctype Fire() { gone[0] = true }
 init {
   atomic {
     owner[0] = 0; owner[1] = 0;
+#ifdef ABORTED
+    intent[0] = REFUSE; outcome[0] = REFUSED;
+    if :: data[0] = ALL :: data[0] = 3 fi;
+    if :: fragment[0] = ALL :: fragment[0] = 3 :: fragment[0] = 3; late_fragment[0] = 4 fi;
+#endif
 #ifdef SAVED
-    ended[0] = RANKS;
+    ended[0] = ALL;
     if :: true :: owner[0] = ANOTHER fi;
     if :: data[0] = ALL :: data[0] = 3 fi;
     if :: fragment[0] = ALL :: fragment[0] = 3 :: fragment[0] = 3; late_fragment[0] = 4 fi;
@@ -560,6 +618,9 @@ init {
 #endif
 #ifdef AGENT
     run Agent(4);
+#ifdef DETACH
+    run Detach();
+#endif
 #endif
 #ifdef PINNER
     run Pinner();
