@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-tiers test test-fast integrations torture safety check check-text check-mypy check-pyright check-protocol matrix lowest bench licences docs build clean
+.PHONY: help demo demo-tiers test test-fast coverage integrations torture safety check check-text check-mypy check-pyright check-protocol matrix lowest bench licences docs build clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
@@ -38,6 +38,12 @@ test: $(STAMP) ## all tests
 
 test-fast: $(STAMP) ## the tests that take seconds
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
+
+coverage: $(STAMP) ## all tests, and which lines of the product they run; fails below the floor in pyproject.toml
+	rm -rf .build/coverage
+	mkdir -p .build/coverage
+	$(BIN)/python -m coverage run -m pytest $(PARALLEL) $(ARGS); status=$$?; \
+	$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report && exit $$status
 
 integrations: $(INTEGRATIONS_STAMP) ## the tests of the frameworks, with the real packages (installs them: 2 GB)
 	$(BIN)/python -m pytest $(PARALLEL) -rs tests/integrations tests/launch/test_kubernetes.py $(ARGS)
