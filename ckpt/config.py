@@ -265,9 +265,9 @@ class SaveConfig:
         exit_seconds: How long the end of a script waits for what ``close(detach=True)`` left under
             way, and how long ``close`` continues the saves under way while an exception ends the
             process.
-        agent: Whether an agent of this node finishes what the job leaves when it ends or dies.
-            "auto" starts one, and goes on without it if that fails; "required" raises `AgentError`
-            then.
+        agent: Whether an agent of this node copies files to farther tiers, and finishes what the
+            job leaves when it ends or dies. "auto" starts one, and goes on without it if that
+            fails; "required" raises `AgentError` then.
         scrub_mb_per_s: The rate in MB/s at which the agent verifies the steps of the job, when it
             has nothing else to do; 0 for not at all.
     """

@@ -110,9 +110,9 @@ class CheckpointManager:
             notices = MemoryNotices(tier.url for tier in self._tiers if tier.in_memory)
             reports = Reports(self._ledger, self._observers, notices)
             notify = self._observers.notify
-            self._agent = register(self._config, self._tiers, self._coordinator, notify)
+            self._agent = agent = register(self._config, self._tiers, self._coordinator, notify)
             try:
-                self._saver = Saver(self._tiers, self._coordinator, self._config, reports)
+                self._saver = Saver(self._tiers, self._coordinator, self._config, reports, agent)
             except BaseException:
                 if self._agent is not None:
                     self._agent.forget()

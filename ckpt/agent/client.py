@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from ckpt.agent.messages import (
     AgentStatus,
     Answer,
     AskStatus,
+    CopyFile,
     JobStatus,
     Refused,
     Request,
@@ -59,14 +61,30 @@ class Connection:
         except msgspec.MsgspecError:
             raise AgentError("the agent's socket is served by another program") from None
 
-    def ask(self, request: Request) -> Answer:
+    def ask(self, request: Request, timeout: float = _ANSWER_SECONDS) -> Answer:
         """Return the agent's answer.
 
         Raises:
             AgentError: The agent refuses, or does not answer.
         """
+        self.send(request)
+        return self.next_answer(timeout)
+
+    def send(self, request: Request | CopyFile) -> None:
+        """Send a request without waiting for an answer. Raises ``AgentError``."""
         try:
             send(self._socket, request)
+        except OSError as error:
+            raise AgentError(f"the agent cannot be asked: {error!r}") from None
+
+    def next_answer(self, timeout: float) -> Answer:
+        """Return the next answer of the agent, or of the worker that it has lent.
+
+        Raises:
+            AgentError: It refuses, has ended, or is silent for ``timeout`` seconds.
+        """
+        self._socket.settimeout(timeout)
+        try:
             answer = _ANSWERS.decode(receive(self._socket))
         except (OSError, EOFError) as error:
             raise AgentError(f"the agent does not answer: {error!r}") from None
@@ -94,6 +112,24 @@ class Connection:
         with suppress(OSError, EOFError, AgentError, msgspec.MsgspecError):
             return msgspec.msgpack.decode(receive(self._socket), type=Stopped)
         return Stopped()
+
+    def has_ended(self, seconds: float) -> bool:
+        """Return whether the other end closes the connection within so many seconds. What it still
+        sends is dropped.
+        """
+        deadline, comes = time.monotonic() + seconds, select.poll()
+        comes.register(self._socket, select.POLLIN)
+        with suppress(OSError):
+            while comes.poll(1e3 * max(0.0, deadline - time.monotonic())):
+                if not self._socket.recv(1 << 16):
+                    return True
+            return False
+        return True
+
+    def end_requests(self) -> None:
+        """Let the other end see that no request follows. What it sends can still be read."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def interrupt(self) -> None:
         """Let ``next_news`` return in another thread."""

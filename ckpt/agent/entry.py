@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Sequence
@@ -170,6 +171,12 @@ def end_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def allow_descriptors() -> None:
+    """Let this process have as many descriptors as it may: each process of a job takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _descriptors(processes: tuple[Process, ...]) -> set[int]:

@@ -6,11 +6,13 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from ckpt.agent.client import Connection, connect, reach
+from ckpt.agent.copier import AgentCopier
 from ckpt.agent.messages import Detach, Forget, Job, Process, fields_of
 from ckpt.agent.place import Place
 from ckpt.agent.reports import Verified
@@ -54,9 +56,18 @@ class Link:
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._connection: Connection | None = None
+        self._copier: Callable[[OpenTier], AgentCopier] | None = None
         if job is not None:
             self._connection = _register(job)
             self._watcher.submit(self._watch)
+
+    def copier(self, target: OpenTier) -> AgentCopier | None:
+        """Return what lets the agent of this node copy the files of this process to a tier."""
+        return None if self._copier is None else self._copier(target)
+
+    def let_copy(self, copier: Callable[[OpenTier], AgentCopier]) -> None:
+        """Let ``copier`` make copiers, before the first is asked for."""
+        self._copier = copier
 
     def detach(self, reason: str) -> None:
         """Leave the job to the agent, although this process may live on.
@@ -166,7 +177,8 @@ def register(
         posted = gather(coordinator, _SUBJECT, Wait(_START_SECONDS, "the manager"))
         ranks = [msgspec.json.decode(data, type=Owner) for data in posted.values()]
         try:
-            link = Link(_job(me, ranks, tiers, config), notify)
+            job = _job(me, ranks, tiers, config)
+            link = Link(msgspec.structs.replace(job, before=_owners_of(tiers)), notify)
         except CkptError as error:
             return msgspec.json.encode(str(error))
         return msgspec.json.encode("")  # a verdict is never empty
@@ -175,7 +187,10 @@ def register(
     refusal = msgspec.json.decode(leader_decides(coordinator, _SUBJECT, decide, wait), type=str)
     coordinator.forget(_SUBJECT)
     if not refusal:
-        return link or Link(None)
+        link = link or Link(None)
+        own = _job(me, [me], tiers, config)
+        link.let_copy(partial(AgentCopier, own, coordinator.rank, config))
+        return link
     if config.agent == "required":
         raise AgentError(f'{refusal} (agent="required")')
     if coordinator.rank == LEADER:
@@ -222,7 +237,6 @@ def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: S
         backlog=config.backlog,
         environment=environment_for_agent(),
         scrub_mb_per_s=config.scrub_mb_per_s,
-        before=_owners_of(tiers),
     )
 
 

@@ -17,11 +17,12 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from ckpt.config import Tier
+from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.owner import Owner
 from ckpt.errors import AgentError
 from ckpt.version import __version__
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Counts the changes of the messages between two releases."""
 VERSION: Final = f"{__version__}-{PROTOCOL}"
 MOST_BYTES: Final = 4 << 20
@@ -99,6 +100,64 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
 
 class AskStatus(msgspec.Struct, frozen=True, tag="status"):
     """Asks for an `AgentStatus`."""
+
+
+class AskWorker(msgspec.Struct, frozen=True, tag="worker"):
+    """Asks for a worker that copies files for the caller, the only process of ``job``. If the agent
+    does not refuse, the worker answers with `Lent`, and has the connection from then on.
+    """
+
+    job: Job
+
+
+class Lent(msgspec.Struct, frozen=True, tag="lent"):
+    """The worker ``process`` copies files until the connection ends."""
+
+    process: Process
+
+
+class CopyFile(msgspec.Struct, frozen=True, tag="copy", kw_only=True):
+    """Asks a worker to copy the data file of a rank to another tier of the job. It answers with
+    `FileCopied` or `FileFailed`, and with `Progress` until then.
+
+    Attributes:
+        folder: The folder of the step.
+        rank: The rank.
+        source: The index of the tier that has the file and its fragment.
+        target: The index of the tier that lacks both.
+        threads: How many threads copy.
+        nice: Added to the niceness of these threads.
+        cpus: The cores that they may use; None for all.
+    """
+
+    folder: str
+    rank: Annotated[int, msgspec.Meta(ge=0)]
+    source: Annotated[int, msgspec.Meta(ge=0)]
+    target: Annotated[int, msgspec.Meta(ge=0)]
+    threads: Annotated[int, msgspec.Meta(ge=1, le=256)]
+    nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0
+    cpus: frozenset[int] | None = None
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """A file is being copied, and so many bytes of it are there."""
+
+    done_bytes: int
+
+
+class FileCopied(msgspec.Struct, frozen=True, tag="file_copied"):
+    """A file is durable on the other tier.
+
+    ``lengths`` are those of its chunks there, if they are encoded.
+    """
+
+    lengths: tuple[int, ...] = ()
+
+
+class FileFailed(msgspec.Struct, frozen=True, tag="file_failed"):
+    """A file was not copied. Nothing of it is visible."""
+
+    reason: Aborted
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -202,8 +261,8 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     given_up: tuple[JobStatus, ...] = ()
 
 
-Request = Job | Detach | Forget | AskStatus | Stop
-Answer = Done | Refused | AgentStatus
+Request = Job | Detach | Forget | AskStatus | AskWorker | Stop
+Answer = Done | Refused | AgentStatus | Lent | Progress | FileCopied | FileFailed
 
 
 def is_newer(version: str, than: str) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 
 from ckpt.agent.messages import Job
 
-Task = Literal["finish", "free", "scrub"]
+Task = Literal["finish", "free", "scrub", "copy"]
 OnReport = Callable[[msgspec.Struct], None]
 REPORT_SECONDS: Final = 0.2
 """How often a worker reports its progress, at the most."""
@@ -24,13 +24,15 @@ class Order(msgspec.Struct, frozen=True):
     Attributes:
         job: For which job.
         task: "finish": make its steps durable. "free": free the memory of steps that durable tiers
-            have. "scrub": verify its steps.
+            have. "scrub": verify its steps. "copy": copy files for its trainer, which lives.
         verified: The steps that need not be verified, as "URL FOLDER".
+        connection: The descriptor of the connection to the trainer, for "copy".
     """
 
     job: Job
     task: Task
     verified: tuple[str, ...] = ()
+    connection: int = -1
 
 
 class Copying(msgspec.Struct, frozen=True, tag="copying"):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import selectors
 import signal
 import socket
@@ -22,16 +21,18 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from ckpt.agent.entry import Entry, share_a_root
+from ckpt.agent.entry import Entry, allow_descriptors, share_a_root
+from ckpt.agent.lending import Lending
 from ckpt.agent.messages import (
     VERSION,
     AgentStatus,
     Answer,
     AskStatus,
+    AskWorker,
     Detach,
     Done,
     Forget,
@@ -110,6 +111,7 @@ class Agent:
         self._socket = (0, 0)
         self._callers: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
+        self._lending = Lending(place, self._may_work, self._selector)
 
     def listen(self) -> bool:
         """Open the socket. Returns False if another agent has it."""
@@ -148,7 +150,7 @@ class Agent:
 
     def run(self) -> None:
         """Work until the agent is idle for long, or is asked to end, or gets a signal."""
-        _allow_descriptors()
+        allow_descriptors()
         ear, mouth = socket.socketpair()
         ear.setblocking(False)
         mouth.setblocking(False)
@@ -176,7 +178,7 @@ class Agent:
     # -- when to do what ---------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
-        if self._entries:
+        if self._entries or self._lending:
             self._busy = time.monotonic()
             return False
         return self._ends or time.monotonic() - self._busy > self._idle_seconds
@@ -209,8 +211,8 @@ class Agent:
         if frees and self._works and not any(entry.worker for entry in self._entries):
             self._works = False
             self._may_work.release()
-        elif due and not self._works:
-            self._works = self._may_work.take()
+        elif due:
+            self._takes_work()
         due.sort(key=lambda entry: entry.failures)  # a store that hangs holds up no job for long
         for entry in due if self._works or frees else ():
             working = sum(other.worker is not None for other in self._entries)
@@ -224,15 +226,11 @@ class Agent:
                 self._selector.register(
                     reports, selectors.EVENT_READ, partial(self._on_report, entry, reports)
                 )
-
         self._begin_round()
 
     def _begin_round(self) -> None:
         """Verify steps, if there is nothing else to do."""
-        if self._scrubs_in() != 0.0:
-            return
-        self._works = self._works or self._may_work.take()
-        if self._works:
+        if self._scrubs_in() == 0.0 and self._takes_work():
             try:
                 reports = self._rounds.begin(self._place, self._may_work)
             except OSError as error:
@@ -240,6 +238,11 @@ class Agent:
                 return
             on_report = partial(self._on_scrub_report, reports)
             self._selector.register(reports, selectors.EVENT_READ, on_report)
+
+    def _takes_work(self) -> bool:
+        """Return whether no agent that this one has replaced works any more."""
+        self._works = self._works or self._may_work.take()
+        return self._works
 
     def _scrubs_in(self) -> float | None:
         """Return in how many seconds a round is due; None while there is other work, or none."""
@@ -274,15 +277,19 @@ class Agent:
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    def _register(self, job: Job, caller: _Caller) -> Answer:
+    def _check(self, job: Job, caller: _Caller) -> None:
+        """Raise ``AgentError`` or ``ConfigError`` if nothing can be done for a job."""
         if self._ends:
-            return Refused("it is about to end: try again")
+            raise AgentError("it is about to end: try again")
         if caller.pid not in [process.pid for process in job.processes]:
-            return Refused(
+            raise AgentError(
                 f"it sees this process as number {caller.pid}: the two are in different process "
                 "namespaces, as containers have: run an agent in this one (CKPT_AGENT_FOLDER)"
             )
         job.open_as()  # it raises what a worker would
+
+    def _register(self, job: Job, caller: _Caller) -> Answer:
+        self._check(job, caller)
         entry = Entry(job)
         for other in [other for other in self._entries if other.attempt == entry.attempt]:
             self._drop(other)
@@ -307,6 +314,14 @@ class Agent:
             self._end_of_trainer(entry)
         return Done()
 
+    def _lend(self, job: Job, caller: _Caller) -> None:
+        """Let a worker copy files for a trainer. The connection is the worker's then."""
+        self._check(job, caller)
+        if not self._takes_work():
+            raise AgentError("an agent that it has replaced still works")
+        self._lending.lend(job, caller.connection)
+        self._leave(caller)
+
     def _detach(self, attempt: str) -> Answer:
         for entry in self._entries:
             if entry.attempt == attempt and entry.runs:
@@ -324,9 +339,11 @@ class Agent:
         self._selector.unregister(process)
         entry.processes.discard(process)
         os.close(process)
-        if not entry.processes and entry.runs:
-            _log.info("ckpt: the trainer of job %s has ended", entry.attempt)
-            self._end_of_trainer(entry)
+        if not entry.processes:
+            self._lending.end(entry.attempt)
+            if entry.runs:
+                _log.info("ckpt: the trainer of job %s has ended", entry.attempt)
+                self._end_of_trainer(entry)
 
     def _end_of_trainer(self, entry: Entry) -> None:
         entry.end()
@@ -406,10 +423,10 @@ class Agent:
 
     def _hear(self, caller: _Caller) -> None:
         try:
-            data = caller.connection.recv(_READ_BYTES)
-            caller.unread += data
+            caller.unread += (data := caller.connection.recv(_READ_BYTES))
             for frame in frames(caller.unread):
-                answer = self._answer(_REQUESTS.decode(frame), caller)
+                if (answer := self._answer(_REQUESTS.decode(frame), caller)) is None:
+                    return
                 caller.connection.sendall(encode(answer))
         except (OSError, AgentError, msgspec.MsgspecError) as error:
             _log.warning("ckpt: a caller of the agent is left: %s", error)
@@ -422,7 +439,8 @@ class Agent:
         self._selector.unregister(caller.connection)
         caller.connection.close()
 
-    def _answer(self, request: Request, caller: _Caller) -> Answer:
+    def _answer(self, request: Request, caller: _Caller) -> Answer | None:
+        """Return the answer; None if a worker gives it."""
         try:
             match request:
                 case Job():
@@ -433,6 +451,9 @@ class Agent:
                     return self._forget(attempt)
                 case AskStatus():
                     return self._status()
+                case AskWorker(job):
+                    self._lend(job, caller)
+                    return None
                 case Stop(at_once, keep_memory):
                     self._asking = caller
                     self._stop(at_once=at_once, keep_memory=keep_memory)
@@ -462,6 +483,7 @@ class Agent:
         """
         self._stop_listening()
         self._stop_scrubbing()
+        self._lending.end()
         self._ends = True
         if not keep_memory:
             self._memory_seconds = 0.0
@@ -511,6 +533,7 @@ class Agent:
 
     def _close(self) -> None:
         self._stop_scrubbing()
+        self._lending.end()
         for entry in list(self._entries):
             self._drop(entry)
         if self._asking is not None:
@@ -518,14 +541,7 @@ class Agent:
                 self._asking.connection.sendall(encode(Stopped(tuple(self._given_up))))
         self._stop_listening()
         for key in list(self._selector.get_map().values()):
-            found: Any = key.fileobj
-            if isinstance(found, socket.socket):
+            if isinstance(found := key.fileobj, socket.socket):
                 found.close()
         self._selector.close()
         self._may_work.close()
-
-
-def _allow_descriptors() -> None:
-    """Let this process have as many descriptors as it may: each process of a job takes one."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from ckpt.agent.copying import copy_files
 from ckpt.agent.entry import end_with_parent
 from ckpt.agent.finish import Finish
 from ckpt.agent.messages import encode
@@ -19,6 +20,8 @@ from ckpt.pipeline.workers import Workers
 
 _THREADS: Final = 2
 _NICE: Final = 19
+_COPY_NICE: Final = 10
+"""Training wins the core: no thread of it waits for a worker (decision 6)."""
 
 
 def work(parent: int) -> int:
@@ -38,8 +41,19 @@ def work(parent: int) -> int:
         with lock, os.fdopen(os.dup(reports), "wb") as pipe:
             pipe.write(encode(message))
 
-    report(_scrub(order, report) if order.task == "scrub" else _finish(order, report))
+    report(_carry_out(order, report))
     return 0
+
+
+def _carry_out(order: Order, report: Callable[[msgspec.Struct], None]) -> Ended:
+    match order.task:
+        case "copy":
+            os.nice(_COPY_NICE)
+            return copy_files(order)
+        case "scrub":
+            return _scrub(order, report)
+        case _:
+            return _finish(order, report)
 
 
 def _finish(order: Order, report: Callable[[msgspec.Struct], None]) -> Ended:

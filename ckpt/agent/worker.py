@@ -41,7 +41,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 cwd="/",
                 env={**order.job.environment, **_python(surroundings(place))},
-                pass_fds=[lock.descriptor],
+                pass_fds=[lock.descriptor, *([order.connection] if order.connection >= 0 else [])],
                 bufsize=0,
             )
         finally:

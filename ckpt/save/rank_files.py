@@ -4,13 +4,19 @@ describes it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from typing import Protocol
 
 import msgspec
 
+from ckpt.catalog.index import unfinished_of
 from ckpt.codec.registry import encoder_of
 from ckpt.config import SaveConfig
+from ckpt.errors import AgentError, CkptError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef, data_name, fragment_name
@@ -30,8 +36,36 @@ from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import ImageWrite, OnBytes, Source, adopt_image, write_image
 from ckpt.plan.save import SavePlan
-from ckpt.storage.api import Adopting
+from ckpt.retention.prune import discard
+from ckpt.storage.api import Adopting, Rooted
 from ckpt.storage.tiers import OpenTier
+
+_log = logging.getLogger("ckpt")
+
+
+class FileCopier(Protocol):
+    """Lets another process copy the data files of this rank to one tier. One thread at a time."""
+
+    def copy(self, ref: StepRef, source: OpenTier, on_bytes: OnBytes) -> tuple[int, ...]:
+        """Copy the file of a step from ``source``, and wait until it is durable. ``on_bytes`` may
+        end the copy by an exception.
+
+        Returns:
+            The lengths of the chunks on the tier, if they are encoded there.
+
+        Raises:
+            AgentError: It could not be copied in this way. No other process writes to it any more.
+            StorageError: The store has failed.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Copiers(Protocol):
+    """Makes a `FileCopier` for a tier, or returns None if there is none for it."""
+
+    def copier(self, target: OpenTier) -> FileCopier | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +86,7 @@ class SaveJob:
         created_at: When the save began.
         confirm: Raises if the image is not what it should be. It is called before each commit.
         known: The chunk table, once the image has been written.
+        source: The tier whose files the image is read from; None if it is in memory.
     """
 
     ref: StepRef
@@ -66,34 +101,63 @@ class SaveJob:
     created_at: float
     confirm: Callable[[], None]
     known: tuple[Chunk, ...] = ()
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether the image comes from a nearer tier's files."""
-        return isinstance(self.image, StoredImage)
+    source: OpenTier | None = None
 
     @property
     def passes_by(self) -> bool:
         """Whether the image goes through memory in parts, so that it cannot be read twice."""
         return self.image.capacity < self.image.size
 
-    def from_files(self, image: StoredImage) -> SaveJob:
+    def from_files(self, image: StoredImage, source: OpenTier) -> SaveJob:
         """Return this job for a farther tier, which reads ``image`` instead of the slot."""
-        return replace(self, image=image, replicas=dict(self.replicas()).copy, confirm=_intact)
+        return replace(
+            self,
+            image=image,
+            replicas=dict(self.replicas()).copy,
+            confirm=_intact,
+            source=source,
+        )
 
 
 def _intact() -> None:
     """The files of a nearer tier were confirmed when they were committed there."""
 
 
+class _Written:
+    """Counts the bytes of a file that may be begun again.
+
+    Thread safety: ``add`` from any thread.
+    """
+
+    def __init__(self, on_bytes: OnBytes) -> None:
+        self._on_bytes, self._counts = on_bytes, list[int]()
+
+    def add(self, nbytes: int) -> None:
+        self._counts.append(nbytes)
+        self._on_bytes(nbytes)
+
+    def restart(self) -> None:
+        self._on_bytes(-sum(self._counts))
+        self._counts.clear()
+
+
 class RankFiles:
     """Writes the files of one rank on one tier.
+
+    Args:
+        copier: Copies files of nearer tiers. This process does what it cannot do.
 
     Thread safety: one save at a time. The tier writer that owns it holds a lock meanwhile.
     """
 
     def __init__(
-        self, tier: OpenTier, rank: int, world_size: int, config: SaveConfig, workers: Workers
+        self,
+        tier: OpenTier,
+        rank: int,
+        world_size: int,
+        config: SaveConfig,
+        workers: Workers,
+        copier: FileCopier | None = None,
     ) -> None:
         self._backend, self._rank, self._world_size = tier.backend, rank, world_size
         self._chunk_bytes, self._workers = config.chunk_bytes, workers
@@ -102,6 +166,7 @@ class RankFiles:
         self._frames: tuple[SavePlan, Frames] | None = None
         self._encoder = encoder_of(tier.tier.codec)
         self._streamed: Encoding | None = None
+        self._copier, self._is_alone = copier, False
 
     @property
     def names(self) -> tuple[str, str]:
@@ -125,7 +190,7 @@ class RankFiles:
         """Make the image durable.
 
         An image that is read from another tier is written again from its start if the store fails
-        for longer than a request is retried.
+        for longer than a request is retried. Another process may copy it at the first try.
 
         Returns:
             The chunk table, and how the chunks are encoded.
@@ -134,31 +199,17 @@ class RankFiles:
             ChecksumMismatch: What was read back from the nearer tier is not what was written there.
             StorageError: Nothing is visible then.
         """
-        sent: list[int] = []
-
-        def count(nbytes: int) -> None:
-            sent.append(nbytes)
-            on_bytes(nbytes)
-
-        write = ImageWrite(
-            source=job.image,
-            chunks=job.plan.chunks,
-            key=job.ref.key(self._data_name),
-            workers=self._workers,
-            retry=RetryPolicy(),
-            on_bytes=count,
-            known=job.known,
-        )
+        written = _Written(on_bytes)
+        if job.source is None:
+            chunks, self._streamed = self._write(job, written)
+            return chunks, self._streamed
+        asks = chain([True], repeat(False))
 
         def attempt() -> tuple[tuple[Chunk, ...], Encoding | None]:
-            on_bytes(-sum(sent))  # it starts again
-            sent.clear()
-            return self._write(write, job)
+            written.restart()
+            return (next(asks) and self._ask(job, written)) or self._write(job, written)
 
-        chunks, encoding = retry.call(attempt) if job.is_stored else attempt()
-        if not job.is_stored:
-            self._streamed = encoding
-        return chunks, encoding
+        return retry.call(attempt)
 
     def put_fragment(
         self, job: SaveJob, chunks: tuple[Chunk, ...], encoding: Encoding | None, retry: RetryPolicy
@@ -169,7 +220,59 @@ class RankFiles:
         retry.call(lambda: self._backend.put(job.ref.key(name), [data]))
         return FragmentRef(name, self._rank, len(data), checksum(data))
 
-    def _write(self, write: ImageWrite, job: SaveJob) -> tuple[tuple[Chunk, ...], Encoding | None]:
+    def discard_unfinished(self, ref: StepRef) -> None:
+        """Discard the unfinished writes of this rank for ``ref``. No listing shows them, and a
+        store may charge for them.
+        """
+        own = {ref.key(name) for name in self.names}
+        cut = unfinished_of(self._backend, ref)
+        discard(self._backend, [one for one in cut if one.key in own])
+
+    def close(self) -> None:
+        """End the copier. No write is under way."""
+        if self._copier is not None:
+            self._copier.close()
+
+    def _ask(
+        self, job: SaveJob, written: _Written
+    ) -> tuple[tuple[Chunk, ...], Encoding | None] | None:
+        """Do as ``write`` by another process. Returns None if this one must do it."""
+        copier, source, encoder = self._copier, job.source, self._encoder
+        if copier is None or source is None or not job.plan.size:
+            return None
+        if isinstance(self._backend, Rooted) and self._backend.is_replaced():
+            return None  # this process knows the root from before, and refuses
+        try:
+            lengths = copier.copy(job.ref, source, written.add)
+            if len(lengths) != (len(job.known) if encoder else 0):
+                raise AgentError("the agent has copied another file")
+        except AgentError as error:
+            level = logging.DEBUG if self._is_alone else logging.WARNING
+            _log.log(
+                level,
+                "ckpt: step %d: the trainer copies its file to %s by itself, and not the agent: %s",
+                job.ref.step,
+                self._backend.url,
+                error,
+            )
+            self._is_alone = True
+            written.restart()  # it raises if the step is the agent's now, and with it what is cut
+            with suppress(CkptError):
+                self.discard_unfinished(job.ref)
+            return None
+        self._is_alone = False
+        return job.known, Encoding(self._rank, encoder.codec, lengths) if encoder else None
+
+    def _write(self, job: SaveJob, written: _Written) -> tuple[tuple[Chunk, ...], Encoding | None]:
+        write = ImageWrite(
+            source=job.image,
+            chunks=job.plan.chunks,
+            key=job.ref.key(self._data_name),
+            workers=self._workers,
+            retry=RetryPolicy(),
+            on_bytes=written.add,
+            known=job.known,
+        )
         if isinstance(self._backend, Adopting):
             return adopt_image(write, self._backend), None
         if (encoder := self._encoder) is None:

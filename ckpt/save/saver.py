@@ -32,7 +32,7 @@ from ckpt.pipeline.workers import Once, Workers
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
 from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
-from ckpt.save.rank_files import SaveJob
+from ckpt.save.rank_files import Copiers, SaveJob
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.save.suspicion import Suspicions
 from ckpt.save.tier_queue import QueuedStep, TierQueue
@@ -99,6 +99,7 @@ class Saver:
         coordinator: The connection to the other ranks.
         config: How to save.
         reports: Where the outcomes of saves go.
+        copiers: Lets the agent copy files to farther tiers; None if there is no agent.
 
     Raises:
         ConfigError: A tier with replicas is not local.
@@ -116,6 +117,7 @@ class Saver:
         coordinator: Coordinator,
         config: SaveConfig,
         reports: Reports,
+        copiers: Copiers | None = None,
     ) -> None:
         self._replicas = NodeReplicas.of(tiers, coordinator, config, reports.observers)
         self._config, self._reports, self._is_leader = config, reports, coordinator.rank == LEADER
@@ -138,6 +140,7 @@ class Saver:
                 config,
                 TierSteps(self.steps, tier),
                 self._slot_steps,
+                copiers.copier(tier) if copiers is not None else None,
             )
             for tier in tiers
         ]
@@ -163,8 +166,7 @@ class Saver:
         self._copier = Workers("copy", 1)
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
         self._streamer = Workers("save", 1, nice=config.nice, cpus=config.cpus)
-        # started now: a save that could not start one after it has begun would hold the optimizer's
-        # step
+        # started now: a save that has begun and cannot start them would hold the optimizer's step
         self._copier.start()
         self._streamer.start()
 
@@ -392,7 +394,7 @@ class Saver:
             return
         try:
             if farther:
-                stored = job.from_files(writer.stored(job))
+                stored = job.from_files(writer.stored(job), writer.tier)
                 for each in farther:
                     self._push(each, QueuedStep(job.ref, _FromFiles(each, stored, save.outcome)))
         finally:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from ckpt.catalog.index import attempts, is_committed, unfinished_of
+from ckpt.catalog.index import attempts, is_committed
 from ckpt.config import SaveConfig
 from ckpt.coordination.abort_reason import Aborted, rebuild
 from ckpt.coordination.api import Coordinator
@@ -40,11 +40,11 @@ from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes
 from ckpt.plan.merge import Known
 from ckpt.retention.claim import Claim, FoundSteps, job_of
-from ckpt.retention.prune import discard, sweep
+from ckpt.retention.prune import sweep
 from ckpt.retention.pruner import Pruner
 from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
-from ckpt.save.rank_files import RankFiles, SaveJob
+from ckpt.save.rank_files import FileCopier, RankFiles, SaveJob
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.storage.tiers import OpenTier
 
@@ -66,6 +66,7 @@ class TierWriter:
         config: How to save.
         steps: The state of the job's steps on this tier: committed, waiting or restored.
         slots: The steps that stay in slots. Only a tier in memory uses them.
+        copier: Copies files of nearer tiers.
 
     Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
     methods may be called from any thread. ``_turn`` guards ``_retry``, ``_known``, ``_taken``,
@@ -82,6 +83,7 @@ class TierWriter:
         config: SaveConfig,
         steps: TierSteps,
         slots: SlotSteps,
+        copier: FileCopier | None = None,
     ) -> None:
         self.tier = tier
         self._turn = threading.Lock()
@@ -112,7 +114,7 @@ class TierWriter:
         self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
         self._files = RankFiles(
-            tier, coordinator.rank, coordinator.world_size, config, self._workers
+            tier, coordinator.rank, coordinator.world_size, config, self._workers, copier
         )
         self._known = Known()
         self._taken: set[int] | None = None
@@ -146,7 +148,7 @@ class TierWriter:
 
     def _commit(self, job: SaveJob, on_bytes: OnBytes) -> tuple[Chunk, ...]:
         # what waits on a nearer tier can wait out a store that is down for a while
-        self._retry = self._patient if job.is_stored else RetryPolicy()
+        self._retry = self._patient if job.source is not None else RetryPolicy()
         committer = self._committer(job.trial)
         if abort := self._reason_to_abort(job):
             committer.commit(
@@ -307,6 +309,7 @@ class TierWriter:
         Args:
             durable_step: Steps up to this one need not stay in memory.
         """
+        self._files.close()
         self._workers.close()
         self._readers.close()
         if self._pruner is not None:
@@ -324,18 +327,10 @@ class TierWriter:
                 )
         with contextlib.suppress(CkptError):
             for ref in self._unclean:
-                self._discard(ref)
+                self._files.discard_unfinished(ref)
         if not self._detached:
             with contextlib.suppress(CkptError):
                 self.root.release()
-
-    def _discard(self, ref: StepRef) -> None:
-        """Discard the unfinished writes of this rank for ``ref``. No listing shows them, and a
-        store may charge for them.
-        """
-        own = {ref.key(name) for name in self._files.names}
-        cut = unfinished_of(self._backend, ref)
-        discard(self._backend, [one for one in cut if one.key in own])
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -413,7 +408,7 @@ class TierWriter:
         if self._left.is_set():
             return
         try:
-            self._discard(job.ref)
+            self._files.discard_unfinished(job.ref)
             gone = clear_away(self._backend, job.ref, *map(job.ref.key, self._files.names))
         except StorageError as error:
             self._unclean.add(job.ref)

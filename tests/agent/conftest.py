@@ -14,8 +14,9 @@ import pytest
 
 from ckpt import Tier
 from ckpt.agent.client import status
-from ckpt.agent.messages import AgentStatus, JobStatus
+from ckpt.agent.messages import AgentStatus, Job, JobStatus, Process
 from ckpt.agent.place import Place
+from ckpt.coordination.owner import Owner, process_started
 from ckpt.storage.tiers import urls_of
 from tests.kit.waiting import until
 
@@ -43,6 +44,21 @@ def holders(place: Place, name: str) -> list[int]:
             if any(os.readlink(each) == wanted for each in folder.iterdir()):
                 found.append(int(folder.parent.name))
     return [pid for pid in found if pid != os.getpid()]
+
+
+def job(attempt: str = "abc", pid: int | None = None) -> Job:
+    """A job of this process, or of another one."""
+    found = os.getpid() if pid is None else pid
+    process = Process(found, process_started(found) or 0)
+    tier = {"url": f"/nowhere/{attempt}"}
+    return Job(
+        owner=Owner.here(attempt),
+        processes=(process,),
+        ranks=1,
+        tiers=(tier,),
+        backlog=4,
+        environment={},
+    )
 
 
 def job_of(place: Place) -> JobStatus | None:

@@ -14,6 +14,7 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
+from ckpt.agent.link import Link
 from ckpt.agent.place import Place
 from ckpt.catalog.index import attempts
 from ckpt.catalog.verify import verify_step
@@ -67,6 +68,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging
         return far if url == str(tmp_path / "far") else open_backend(url, options)
 
     monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+    monkeypatch.setattr(Link, "copier", lambda link, target: None)  # a worker would not hang
     yield far
     far.open.set()
 

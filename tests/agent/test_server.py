@@ -23,7 +23,6 @@ from ckpt.agent.messages import (
     VERSION,
     AskStatus,
     Detach,
-    Job,
     Process,
     Stop,
     Welcome,
@@ -31,9 +30,8 @@ from ckpt.agent.messages import (
     is_newer,
 )
 from ckpt.agent.place import Place
-from ckpt.coordination.owner import Owner, process_started
 from ckpt.errors import AgentError
-from tests.agent.conftest import holders, job_of
+from tests.agent.conftest import holders, job, job_of
 from tests.cli.conftest import Cli, cli
 from tests.kit.waiting import until
 from tests.kit.worlds import run_code
@@ -42,20 +40,6 @@ from tests.users import ATTACKER, act_as, only_root
 
 __all__ = ["cli"]
 MOST_RSS_BYTES = 100 << 20
-
-
-def job(attempt: str = "abc", pid: int | None = None) -> Job:
-    found = os.getpid() if pid is None else pid
-    process = Process(found, process_started(found) or 0)
-    tier = {"url": f"/nowhere/{attempt}"}
-    return Job(
-        owner=Owner.here(attempt),
-        processes=(process,),
-        ranks=1,
-        tiers=(tier,),
-        backlog=4,
-        environment={},
-    )
 
 
 def test_it_is_started_once_in_a_session_of_its_own_and_is_small(place: Place) -> None:
@@ -134,7 +118,7 @@ def test_more_jobs_than_the_soft_limit_of_descriptors_are_registered(place: Plac
 import resource
 from ckpt.agent.client import reach
 from ckpt.agent.place import Place
-from tests.agent.test_server import job
+from tests.agent.conftest import job
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
 connection = reach(Place.of_this_user())

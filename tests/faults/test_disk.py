@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from ckpt.errors import AccessDenied, CkptError, OutOfSpace
 from ckpt.storage.registry import open_backend
 from tests.crash.nursery import Killer
 from tests.faults.conftest import Count
+from tests.kit.disks import mount
 from tests.kit.stores import whole
 
+__all__ = ["mount"]
 ALL = [pytest.mark.torture, pytest.mark.timeout(1800)]
 PAGE = 4096
 NUMBERS = 8 * PAGE // 8
@@ -32,30 +34,6 @@ NUMBERS = 8 * PAGE // 8
 
 def state(step: int) -> dict[str, object]:
     return {"x": torch.arange(NUMBERS, dtype=torch.int64) + step, "step": step}
-
-
-@pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """``mount(options)``: a tmpfs with these options."""
-    places: list[Path] = []
-
-    def mounted(options: str) -> Path:
-        place = tmp_path / f"mount{len(places)}"
-        place.mkdir()
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "none", str(place)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
-        places.append(place)
-        return place
-
-    yield mounted
-    for place in places:
-        subprocess.run(["umount", "-l", place], check=True)
 
 
 def fill(path: Path, *, leave: int) -> None:

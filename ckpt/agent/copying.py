@@ -1,0 +1,157 @@
+"""What a worker does for a trainer that lives: it copies files to farther tiers.
+
+The trainer asks for one file at a time. The commit stays with the trainer: the worker writes no
+fragment, no marker and no manifest, and its files belong to the trainer's own attempt. It ends when
+the trainer ends, when the trainer closes the connection, or after some time without a request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import threading
+from concurrent.futures import wait
+from typing import Final
+
+import msgspec
+
+from ckpt.agent.messages import (
+    CopyFile,
+    FileCopied,
+    FileFailed,
+    Lent,
+    Process,
+    Progress,
+    receive,
+    send,
+)
+from ckpt.agent.place import check_peer
+from ckpt.agent.reports import REPORT_SECONDS, Ended, Order
+from ckpt.catalog.transfer import Recoding
+from ckpt.catalog.verify import StepFolder
+from ckpt.codec.registry import encoder_of
+from ckpt.config import Tier
+from ckpt.coordination.abort_reason import abort_reason
+from ckpt.coordination.owner import process_started
+from ckpt.errors import AgentError, CkptError
+from ckpt.model.keys import fragment_name, parse_folder
+from ckpt.model.manifest import StoredFile
+from ckpt.model.packed import read_fragment
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.stored import StoredImage
+from ckpt.pipeline.workers import Workers
+from ckpt.pipeline.writer import ImageWrite, OnBytes
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.registry import open_backend
+
+_log = logging.getLogger("ckpt")
+_IDLE_SECONDS: Final = 300.0
+"""How long a worker waits for the next request. A client of a store takes a second to start."""
+_SEND_SECONDS: Final = 30.0
+_ABORT_SECONDS: Final = 3.0
+"""How long a copy that is not wanted any more may take to remove what it has written."""
+
+
+def copy_files(order: Order) -> Ended:
+    """Serve the trainer on the connection of ``order``. The process must end afterwards, since a
+    copy that hangs is left behind.
+    """
+    try:
+        _Service(order).run()
+    except (OSError, EOFError):
+        pass  # the trainer has left
+    except (AgentError, msgspec.MsgspecError) as error:
+        return Ended("failed", f"a request of a trainer cannot be read: {error}")
+    return Ended("done")
+
+
+class _Service:
+    """Carries out the requests of one trainer. Thread safety: one thread."""
+
+    def __init__(self, order: Order) -> None:
+        self._tiers = order.job.open_as()
+        self._open: dict[int, StorageBackend] = {}
+        self._copier = Workers("copying", 1)
+        self._connection = socket.socket(fileno=order.connection)
+        self._connection.settimeout(_SEND_SECONDS)
+        # a child of the trainer may hold the connection for longer than the trainer lives
+        self._trainer = os.pidfd_open(check_peer(self._connection, "the trainer"))
+        self._copied = os.eventfd(0)
+        self._selector = selectors.DefaultSelector()
+        for each in (self._connection, self._trainer, self._copied):
+            self._selector.register(each, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until the trainer asks for nothing more. Raises ``EOFError`` or ``OSError`` if it
+        has left.
+        """
+        me = os.getpid()
+        send(self._connection, Lent(Process(me, process_started(me) or 0)))
+        while self._has_come(_IDLE_SECONDS):
+            request = msgspec.msgpack.decode(receive(self._connection), type=CopyFile)
+            send(self._connection, self._copy(request))
+
+    def _has_come(self, seconds: float) -> bool:
+        """Return whether the trainer sends something, or closes the connection, in that time."""
+        ready = [key.fileobj for key, _ in self._selector.select(seconds)]
+        if self._trainer in ready:
+            raise EOFError
+        if self._copied in ready:
+            os.eventfd_read(self._copied)
+        return self._connection in ready
+
+    def _copy(self, request: CopyFile) -> FileCopied | FileFailed:
+        sent, unwanted = list[int](), threading.Event()
+
+        def count(nbytes: int) -> None:
+            if unwanted.is_set():
+                raise AgentError("the trainer does not want this copy any more")
+            sent.append(nbytes)
+
+        copying = self._copier.submit(self._copy_file, request, count)
+        copying.add_done_callback(lambda _: os.eventfd_write(self._copied, 1))
+        while not copying.done():
+            if self._has_come(REPORT_SECONDS):  # it sends nothing meanwhile, so it has left
+                unwanted.set()
+                wait([copying], _ABORT_SECONDS)
+                raise EOFError
+            send(self._connection, Progress(sum(sent)))
+        try:
+            return FileCopied(copying.result())
+        except Exception as error:  # noqa: BLE001 - the trainer copies the file itself
+            known = error if isinstance(error, CkptError) else CkptError(repr(error))
+            return FileFailed(abort_reason(known))
+
+    def _copy_file(self, request: CopyFile, on_bytes: OnBytes) -> tuple[int, ...]:
+        (_, source), (given, target) = map(self._tier, (request.source, request.target))
+        if (ref := parse_folder(request.folder)) is None:
+            raise AgentError(f"{request.folder!r} is not the folder of a step")
+        with Workers("copy", request.threads, nice=request.nice, cpus=request.cpus) as workers:
+            key = ref.key(fragment_name(request.rank))
+            part = read_fragment(StepFolder(source, ref, workers).read(key), key=key)
+            if part.file is None:
+                raise AgentError(f"{key!r} names no data file")
+            file = StoredFile.of(ref, part.file, next(iter(part.encoded), None))
+            image = StoredImage.of(source, file, RetryPolicy())
+            recoding = Recoding(encoder_of(given.codec), {request.rank: part})
+            write = ImageWrite(
+                source=image,
+                chunks=image.lengths,
+                key=ref.key(recoding.name(request.rank)),
+                workers=workers,
+                retry=RetryPolicy(),
+                on_bytes=on_bytes,
+                known=file.file.chunks,
+            )
+            stored = recoding.write(write, file, target)
+        return stored.encoding.lengths if stored.encoding else ()
+
+    def _tier(self, index: int) -> tuple[Tier, StorageBackend]:
+        if index >= len(self._tiers):
+            raise AgentError(f"the job has {len(self._tiers)} tiers, and no tier {index}")
+        tier = self._tiers[index]
+        if index not in self._open:
+            self._open[index] = open_backend(tier.url, tier.options)
+        return tier, self._open[index]
