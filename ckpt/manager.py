@@ -45,7 +45,7 @@ from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.patterns import WHOLE, Names, Patterns, patterns_for, unfitting
 from ckpt.pending import PendingSave, SaveRecord, check_timeout, missing_at_the_end, wait_and_log
-from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit
+from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit, workers_at_exit
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import Replicas, RestoreContext, RestoreOptions, Restorer
 from ckpt.retention.added_metrics import add_metrics
@@ -130,6 +130,7 @@ class CheckpointManager:
         self._fence.listen()  # a step that is captured before the first save is replayed after it
         # handled around all of this manager's life: it does not end it
         self._earlier = sys.exception()
+        self._closer = workers_at_exit("close", 3)
         close_at_exit(self)
         self._pid = os.getpid()
 
@@ -558,17 +559,16 @@ class CheckpointManager:
             reason = reason_of(error)
             timeout = self._config.exit_seconds if reason and timeout is None else timeout
             detach = detach or bool(reason and self._agent)
-            closer = Workers("close", 3)
-            listed = closer.submit(self._listers.close)
-            done = closer.submit(self._detach if detach else self._finish, reason)
+            listed = self._closer.submit(self._listers.close)
+            done = self._closer.submit(self._detach if detach else self._finish, reason)
             if in_time := wait_and_log(done, self._ledger.pending, timeout):
                 # else a tier that a restore left out is silent
                 if wait([listed], _LIST_SECONDS).done:
-                    closer.close()
+                    self._closer.close()
             elif reason:
                 self._ledger.give_up(reason, timeout)
                 if self._coordinator.world_size > 1:
-                    wait([closer.submit(self._coordinator.leave, reason)], _LEAVE_SECONDS)
+                    wait([self._closer.submit(self._coordinator.leave, reason)], _LEAVE_SECONDS)
                     # waits for others end
                     wait([done], self._coordinator.look_seconds + _LEAVE_SECONDS)
                 self._fence.remove()

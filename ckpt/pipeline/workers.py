@@ -84,6 +84,9 @@ class Workers:
     def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue ``work``; its result or error is in the future.
 
+        Python 3.12.1 starts no thread once the script has ended. A group without threads then runs
+        the work here.
+
         Raises:
             ThreadLimit: There is no thread for it, and none can be started. It is not queued.
         """
@@ -91,28 +94,32 @@ class Workers:
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the threads of {self.name!r} are closed")
-            if not self._idle.acquire(blocking=False):
-                self._start_one()
-            self._queue.put(task)
+            has_thread = self._idle.acquire(blocking=False) or self._start_one()
+            if has_thread:
+                self._queue.put(task)
+        if not has_thread:
+            task.run()
         return task.future
 
-    def start(self) -> None:
-        """Make the first thread now, which takes a millisecond, rather than with the first work.
+    def start(self, count: int = 1) -> None:
+        """Make the first threads now, which takes a millisecond each, rather than with the first
+        work.
 
         Raises ``ThreadLimit``.
         """
         with self._lock:
-            if not self._threads and not self._closed:
+            for _ in range(0 if self._closed else count - len(self._threads)):
                 self._start_one()
                 self._idle.release()
 
-    def _start_one(self) -> None:
+    def _start_one(self) -> bool:
         """Start one more thread, if there may be one. The caller holds the lock.
 
-        If the system has no more threads, the present ones must do.
+        If the system has no more threads, the present ones must do. Return False if there are none
+        because the interpreter ends.
         """
         if len(self._threads) >= self.count:
-            return
+            return True
         name = f"ckpt-{self.name}_{len(self._threads)}"
         thread = threading.Thread(
             target=_run, args=(self._queue, self._idle, self._settle), name=name, daemon=True
@@ -120,10 +127,13 @@ class Workers:
         try:
             thread.start()
         except RuntimeError as error:
+            if not self._threads and "interpreter shutdown" in str(error):
+                return False
             if not self._threads:
                 raise ThreadLimit(self.name, str(error)) from None
         else:
             self._threads.append(thread)
+        return True
 
     def run_all(self, work: Iterable[Callable[[], T]]) -> list[T]:
         """Run all of it here and return the results in order.
@@ -240,6 +250,18 @@ class Closes(Protocol):
     def close_after(self, error: BaseException | None) -> None:
         """Close when the script ends, because of ``error`` if that is not None."""
         ...
+
+
+def workers_at_exit(name: str, count: int) -> Workers:
+    """Return a group whose work may begin after the script has ended.
+
+    Python 3.12.1 starts no thread from then on, and Python 3.11 and 3.13 do. So on 3.12 the group
+    has all its threads at once.
+    """
+    group = Workers(name, count)
+    if sys.version_info[:2] == (3, 12):
+        group.start(count)
+    return group
 
 
 def close_at_exit(owner: Closes) -> None:
