@@ -8,9 +8,9 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Three workers, since many tests wait for others' processes; one file after the other in the order
+# Four workers, since many tests wait for other processes; one file after the other in the order
 # of tests/conftest.py.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 INTEGRATIONS_STAMP := $(VENV)/.integrations-installed
