@@ -107,7 +107,8 @@ clean: ## remove what the other targets made, except .venv and bench/results
 	find . -name .git -prune -o -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The constraints are variables, since an isolated build reads no -c: the second name is for pip 25.3 and later.
-# pip compiles with one processor, compileall with all of them. Its status says only that some package has files of another Python.
+# pip compiles with one processor, compileall with all of them. The status of compileall says only
+# that some package has files of another Python.
 # The second way of making it is for systems whose Python has no ensurepip: the pip outside puts one inside.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "making $(VENV): once, a few minutes, PyTorch is large"

@@ -48,8 +48,8 @@ class Entry:
         self.processes = _descriptors(job.processes)
         self.detached = False
         self.since = time.time()
-        """When the state began, by the clock of the machine. What is planned, and what follows
-        from the time that has passed, goes by the monotonic clock.
+        """When the state began, by the wall clock, for people. All planning uses the monotonic
+        clock.
         """
         self.next_at = 0.0
         self.ended_at = 0.0

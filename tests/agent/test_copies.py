@@ -92,7 +92,7 @@ def bucket(wire: Proxy, path: Path, **how: Any) -> Tier:
 
 
 def listed(tier: Tier) -> list[int]:
-    """The steps of a tier, all of which restore."""
+    """Return the steps of a tier. Each of them must restore."""
     with CheckpointManager(tier) as manager:
         steps = manager.steps()
         for step in steps:
