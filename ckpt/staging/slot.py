@@ -20,7 +20,7 @@ from ckpt.staging import cuda
 from ckpt.staging.device import Devices, background
 
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
-_STEP_BYTES: Final = 64 << 20
+_STEP_BYTES: Final = 16 << 20
 _ROUND: Final = 2 << 20  # a huge page
 _log = logging.getLogger("ckpt")
 
