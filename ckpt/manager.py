@@ -555,6 +555,7 @@ class CheckpointManager:
             if self._closed or os.getpid() != self._pid:
                 return
             self._closed = True
+            self._saver.slots.stop()  # before the threads of this close let one more begin
             error = None if isinstance(error, END_OF_DATA) else error
             reason = reason_of(error)
             timeout = self._config.exit_seconds if reason and timeout is None else timeout
@@ -592,7 +593,7 @@ class CheckpointManager:
         """
         assert self._agent is not None
         try:
-            self._saver.detach()
+            self._saver.detach(leaves=bool(reason))
             self._agent.detach(reason)
         finally:
             if reason:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from typing import Final
 from ckpt.config import SaveConfig, ranks_on_this_node
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
+from ckpt.coordination.gather import Wait, gather
 from ckpt.errors import CkptError, LeftToAgent, SaveSkipped, TensorChanged, ThreadLimit
 from ckpt.model.keys import StepRef
 from ckpt.nodes.replicas import NodeReplicas
@@ -46,7 +48,10 @@ from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
 _DETACH_SECONDS: Final = 2.0
-"""How long a detach waits for the stores to take its record."""
+"""How long a detach waits for stores: to take its record, and to remove what is being removed."""
+_DETACHES: Final = "save/detach"
+_DETACHES_SECONDS: Final = 5.0
+"""How long the leader waits for the other ranks to detach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,8 @@ class Saver:
         copiers: Copiers | None = None,
     ) -> None:
         self._replicas = NodeReplicas.of(tiers, coordinator, config, reports.observers)
-        self._config, self._reports, self._is_leader = config, reports, coordinator.rank == LEADER
+        self._coordinator, self._config, self._reports = coordinator, config, reports
+        self._is_leader = coordinator.rank == LEADER
         durable = [tier for tier in tiers if not tier.in_memory]
         # of several nodes' own tiers the leader sees only a part
         fills = self._is_leader and len(durable) > 1 and not durable[0].nodes
@@ -128,10 +134,8 @@ class Saver:
         earlier = EarlierSteps(durable[0].backend, coordinator.attempt, patience) if fills else None
         self.steps = JobSteps(tiers, earlier)
         self._slot_steps = SlotSteps(coordinator.rank)
-        limit = config.staging_bytes
-        self.slots = SlotPool(
-            config.slots, ranks=ranks_on_this_node(), limit=limit, contents=self._slot_steps
-        )
+        limit, ranks = config.staging_bytes, ranks_on_this_node()
+        self.slots = SlotPool(config.slots, ranks=ranks, limit=limit, contents=self._slot_steps)
         # farther tiers wait at their own pace, each with a connection of its own to the other ranks
         self._writers = [
             TierWriter(
@@ -291,12 +295,16 @@ class Saver:
         if self._replicas is not None:
             self._replicas.close(wait=not leaves)
 
-    def detach(self) -> None:
+    def detach(self, *, leaves: bool) -> None:
         """Finish what only this process can, and leave the rest to the agent. ``finish`` follows.
 
         On return the nearest durable tier has every step that it is to have, and no step needs its
         image any more. Steps that wait for a farther tier, and lie on a nearer one, are given up
-        here. One that is being written there ends soon, by itself.
+        here. One that is being written there ends soon, by itself. The leader has waited for the
+        other ranks to come as far, at most for some seconds.
+
+        Args:
+            leaves: Whether this rank leaves the others, which go on.
         """
         self._finish_images()
         self._left.set()
@@ -306,6 +314,11 @@ class Saver:
             for step in queue.give_up_stored():  # still protected, since the agent reads it
                 self._fail(step.task, LeftToAgent(step.ref.step))
         self.steps.wait_images()
+        until = time.monotonic() + _DETACH_SECONDS
+        for writer in self._writers:
+            writer.await_cleaned(max(0.0, until - time.monotonic()))
+        if not leaves:
+            await_detaches(self._coordinator)  # else one could remove files that the agent copies
         if self._is_leader:
             self._leave_roots()
 
@@ -544,3 +557,15 @@ class Saver:
                 outcome.failed(writer.url, error, required=required)
             case _Abort():
                 pass  # the other ranks wait until their time-out
+
+
+def await_detaches(coordinator: Coordinator) -> None:
+    """Post that this rank has detached. On the leader, wait until all ranks have posted so, at most
+    for some seconds. All ranks call this.
+    """
+    coordinator.post(_DETACHES, b"1")
+    if coordinator.rank == LEADER:
+        try:
+            gather(coordinator, _DETACHES, Wait(_DETACHES_SECONDS, "the detach"))
+        except CkptError as error:
+            _log.info("ckpt: the job is left to the agent without some ranks: %s", error)

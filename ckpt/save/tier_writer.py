@@ -110,6 +110,7 @@ class TierWriter:
             timeout = config.commit_timeout_seconds
             self._quota = Quota(tier, self._node, self.root, steps, timeout=timeout)
         self._hurry, self._left = threading.Event(), threading.Event()
+        self._cleaning = threading.Lock()
         patience = config.commit_timeout_seconds  # no longer than ranks wait for each other
         self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
@@ -274,9 +275,18 @@ class TierWriter:
         self._hurry.set()
 
     def leave(self) -> None:
-        """From now on the agent may work at the steps: clear none of them away."""
+        """Clear no step away from now on, since the agent may work at it."""
         self._left.set()
         self.hurry()
+
+    def await_cleaned(self, seconds: float) -> None:
+        """Return when no step is being cleared away, at most after ``seconds``. ``leave`` was
+        called before.
+        """
+        if self._cleaning.acquire(timeout=seconds):
+            self._cleaning.release()
+        else:
+            _log.info("ckpt: %s does not answer while a step is cleared away there", self.url)
 
     def prune_later(self) -> None:
         """Remove what need not be kept, on a thread of its own. Only the leader of the node does
@@ -405,8 +415,11 @@ class TierWriter:
         """Remove this rank's files and unfinished writes of a save that was aborted for good, or
         that it has no part in. A step that is left to the agent stays as it is.
         """
-        if self._left.is_set():
-            return
+        with self._cleaning:
+            if not self._left.is_set():
+                self._remove(job)
+
+    def _remove(self, job: SaveJob) -> None:
         try:
             self._files.discard_unfinished(job.ref)
             gone = clear_away(self._backend, job.ref, *map(job.ref.key, self._files.names))

@@ -19,12 +19,15 @@ from ckpt.agent.place import Place
 from ckpt.catalog.index import attempts
 from ckpt.catalog.verify import verify_step
 from ckpt.coordination.owner import read_owner
-from ckpt.errors import LeftToAgent, TransientStorageError
+from ckpt.errors import AccessDenied, LeftToAgent, TransientStorageError
 from ckpt.events import Event, SaveCommitted
-from ckpt.model.keys import OWNER
+from ckpt.model.keys import OWNER, is_fragment
 from ckpt.pipeline.workers import Workers
+from ckpt.save import saver
+from ckpt.save.saver import await_detaches
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, memory_folder
+from tests.coordination.world import World
 from tests.kit.states import state
 from tests.kit.stores import Gated, whole
 from tests.kit.waiting import until
@@ -118,6 +121,78 @@ def test_what_the_far_tier_still_needs_stays_on_the_near_one(
     await_state(place, "done")
     assert whole(tmp_path / "far") == [1, 2, 3]
     assert whole(tmp_path / "near") == [3]
+
+
+class Refusing(Gated):
+    """A far store that refuses fragments, and whose deletions hang until its gate opens."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.upload = self.inner.upload  # type: ignore[method-assign]
+
+    def put(self, key, *args, **how):
+        if is_fragment(key.rpartition("/")[2]) and not self.open.is_set():
+            raise AccessDenied(key, "refused")
+        return self.inner.put(key, *args, **how)
+
+    def delete(self, key):
+        self.began.append(key)
+        assert self.open.wait(200)
+        return self.inner.delete(key)
+
+
+def test_it_waits_for_the_removal_of_a_save_that_was_aborted(
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Else the agent could copy the step while the files of the aborted save are removed."""
+    far, detached = Refusing(str(tmp_path / "far")), threading.Event()
+
+    def opened(url, options):
+        return far if url == str(tmp_path / "far") else open_backend(url, options)
+
+    def detach(registered: Link, reason: str) -> None:
+        detached.set()
+        real_detach(registered, reason)
+
+    request.addfinalizer(far.open.set)
+    real_detach = Link.detach
+    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+    monkeypatch.setattr(Link, "copier", lambda link, target: None)  # a worker would not refuse
+    monkeypatch.setattr(Link, "detach", detach)
+    monkeypatch.setattr(saver, "_DETACH_SECONDS", 100.0)
+    manager = CheckpointManager([tmp_path / "near", tmp_path / "far"], agent="required")
+    save = manager.save_async(state(1), 1)
+    save.result(60, tier=str(tmp_path / "near"))
+    assert until(lambda: far.began)
+    with Workers("test", 1) as workers:
+        closing = workers.submit(manager.close, detach=True)
+        assert until(lambda: ended_threads("ckpt-save"))  # it has come to the detach
+        assert not detached.wait(0.2)
+        far.open.set()
+        closing.result(60)
+    assert detached.is_set()
+
+
+def test_the_leader_waits_for_the_other_ranks() -> None:
+    ranks, ended = World(2), threading.Event()
+    with Workers("test", 1) as workers:
+        waiting = workers.submit(await_detaches, ranks.coordinator(0))
+        waiting.add_done_callback(lambda _: ended.set())
+        assert not ended.wait(0.2)
+        await_detaches(ranks.coordinator(1))  # it does not wait itself
+        assert ended.wait(60)
+
+
+def test_the_leader_leaves_the_job_without_a_rank_that_does_not_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saver, "_DETACHES_SECONDS", 0.1)
+    with caplog.at_level("INFO", "ckpt"):
+        await_detaches(World(2).coordinator(0))
+    assert "without some ranks" in caplog.text
 
 
 class Down(Gated):
