@@ -58,9 +58,9 @@ from ckpt.storage.tiers import Tiers, as_tiers, closed_on_error, open_tiers
 
 _log = logging.getLogger("ckpt")
 _warned: Final[set[str]] = set()
-_LIST_SECONDS: Final = 1.0  # for requests that a restore has given up, when it closes
-_LEAVE_SECONDS: Final = 2.0  # for the job's store to tell the others that this rank ends
-_READERS: Final = 4  # a restore has the machine to itself: more threads than a save takes
+_LIST_SECONDS: Final = 1.0  # How long a close waits for listings that a restore has given up
+_LEAVE_SECONDS: Final = 2.0  # How long a rank that leaves waits for the job's store
+_READERS: Final = 4  # A restore has the machine to itself, so it may use more threads than a save
 
 
 class CheckpointManager:
@@ -121,14 +121,14 @@ class CheckpointManager:
         self._memory = Memory()
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._last_step: int | None = None
-        self._begun: StepRef | None = None  # the saver lets the other ranks know how it ends
+        self._begun: StepRef | None = None  # The saver lets the other ranks know how this save ends
         self._restores, self._closed = 0, False
         self._stop: StopSignals | None = None
-        # outlive a restore: a tier that does not answer must not hold it up
+        # These threads outlive a restore, which must not wait for a tier that does not answer.
         self._listers = Workers("list", 4 * len(self._tiers))
         self._inside: dict[int, str] = {}
-        self._fence.listen()  # a step that is captured before the first save is replayed after it
-        # handled around all of this manager's life: it does not end it
+        self._fence.listen()  # A step captured before the first save may be replayed after it
+        # An exception that is already being handled now does not end this manager.
         self._earlier = sys.exception()
         self._closer = workers_at_exit("close", 3)
         close_at_exit(self)
@@ -246,7 +246,7 @@ class CheckpointManager:
                 fails with it, since another rank may have the name.
         """
         pending = self._begin(state, step, metrics, only, exclude)
-        if pending.step != self._saver.steps.last_step:  # the caller leaves after that one
+        if pending.step != self._saver.steps.last_step:  # After the last step, close() raises them
             self._ledger.raise_unreported(but=pending)
         return pending
 
@@ -275,16 +275,16 @@ class CheckpointManager:
             )
         if self._stop is not None and self._stop.requested(step):
             self._saver.steps.set_last_step(step)
-            if self._ledger.has(step):  # just now, since it was its turn
+            if self._ledger.has(step):  # The loop has just saved it, since its turn had come
                 return self._ledger.pending[-1]
         trial = self._ledger.next_trial(step)
-        # another try at a step has a folder of its own: nothing that may be committed is ever
-        # written again
+        # Each further try at a step has a folder of its own, since what may be committed is never
+        # written again.
         ref = StepRef(step, self._coordinator.attempt + (f"t{trial}" if trial else ""))
         reason = EARLIER_FAILED
         try:
-            if step != self._saver.steps.last_step:  # nothing may come before that one
-                # a farther tier's error must not cost this step
+            if step != self._saver.steps.last_step:  # No earlier error may prevent the last save
+                # The error of a farther tier must not cost this step.
                 self._ledger.raise_unreported(kept=False)
             reason = ""
             if self._ledger.has(step):
@@ -293,7 +293,7 @@ class CheckpointManager:
             notes = {METRICS: found} if found and self._coordinator.rank == LEADER else {}
             return self._save(state, ref, trial, began, notes, patterns)
         except BaseException as error:
-            # so that the others do not wait
+            # The other ranks must not wait for this one.
             if self._coordinator.world_size > 1 and self._begun != ref:
                 self._saver.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
             if not self._ledger.warns_of(error):
@@ -361,7 +361,7 @@ class CheckpointManager:
                 try:
                     pending.wait_staged()
                 except CkptError as error:
-                    if not self._ledger.warns_of(error):  # else it is reported where the save ends
+                    if not self._ledger.warns_of(error):  # Otherwise the end of the save reports it
                         raise
         self._ledger.raise_unreported()
 
@@ -416,7 +416,7 @@ class CheckpointManager:
         """
         self._check_open()
         selection = Selection.of(only, strict=strict, rename=rename, cast=cast)
-        self._fence.wait()  # a copy under way must not see what is restored
+        self._fence.wait()  # A copy under way must not read what is restored
         with Workers("read", max(_READERS, self._config.threads)) as workers:
             context = RestoreContext(
                 tiers=self._tiers,
@@ -434,7 +434,7 @@ class CheckpointManager:
         if report is not None:
             self._last_step = report.step
             self._saver.set_restored(StepRef(report.step, report.attempt))
-            self._memory.forget()  # objects that were loaded may hold other tensors now
+            self._memory.forget()  # Loaded objects may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)
         return report
@@ -551,11 +551,11 @@ class CheckpointManager:
         None: nothing went wrong. With ``detach``, an agent finishes what farther tiers lack.
         """
         with alone_in(self, "close"):
-            # a fork's memory, threads and root are its parent's
+            # The memory, the threads and the root that a fork inherits belong to its parent.
             if self._closed or os.getpid() != self._pid:
                 return
             self._closed = True
-            self._saver.slots.stop()  # before the threads of this close let one more begin
+            self._saver.slots.stop()  # Stop first, so that no thread begins another slot
             error = None if isinstance(error, END_OF_DATA) else error
             reason = reason_of(error)
             timeout = self._config.exit_seconds if reason and timeout is None else timeout
@@ -563,14 +563,14 @@ class CheckpointManager:
             listed = self._closer.submit(self._listers.close)
             done = self._closer.submit(self._detach if detach else self._finish, reason)
             if in_time := wait_and_log(done, self._ledger.pending, timeout):
-                # else a tier that a restore left out is silent
+                # Otherwise a tier that does not answer still keeps a listing thread busy.
                 if wait([listed], _LIST_SECONDS).done:
                     self._closer.close()
             elif reason:
                 self._ledger.give_up(reason, timeout)
                 if self._coordinator.world_size > 1:
                     wait([self._closer.submit(self._coordinator.leave, reason)], _LEAVE_SECONDS)
-                    # waits for others end
+                    # Threads that wait for other ranks end now.
                     wait([done], self._coordinator.look_seconds + _LEAVE_SECONDS)
                 self._fence.remove()
             if self._stop is not None:
@@ -580,7 +580,7 @@ class CheckpointManager:
                 if self._agent is not None and not detach:
                     self._agent.forget()
             self._ledger.raise_unreported(kept=False)
-            left = in_time and detach  # what is not finished is the agent's
+            left = in_time and detach  # The agent finishes what is left
             lacking = None if left else missing_at_the_end(self._ledger.pending, timeout)
             if (error := self._ledger.end_all(lacking)) is not None:
                 raise error
@@ -597,7 +597,7 @@ class CheckpointManager:
             self._agent.detach(reason)
         finally:
             if reason:
-                self._coordinator.leave(reason)  # the others need not wait for what follows
+                self._coordinator.leave(reason)  # The other ranks need not wait for what follows
             await_at_exit(Workers("end", 1).submit(self._finish, reason), self._config.exit_seconds)
 
     def _finish(self, reason: str) -> None:
@@ -613,7 +613,7 @@ class CheckpointManager:
         self._saver.slots.close()
         if reason:
             self._coordinator.leave(reason)
-        if not reason or self._coordinator.rank != LEADER:  # the leader would wait for the others
+        if not reason or self._coordinator.rank != LEADER:  # A leader would wait for the others
             self._coordinator.close()
         for tier in self._tiers:
             tier.backend.close()
@@ -627,11 +627,11 @@ class CheckpointManager:
         except CkptError as late:
             if error is None:
                 raise
-            _log.error("ckpt: %s", late)  # the body's own error goes first
+            _log.error("ckpt: %s", late)  # The error of the body is the one to be raised
 
     # -- inside ------------------------------------------------------------------------------------
 
-    # views of a slot made in that mode could not be copied to outside of it
+    # Inference mode would make views of a slot that nothing outside of that mode may write to.
     @torch.inference_mode(False)
     def _save(
         self,
@@ -643,12 +643,12 @@ class CheckpointManager:
         patterns: Patterns,
     ) -> PendingSave:
         tiers = self._saver.names_of(ref.step)
-        if not tiers:  # as every rank finds
+        if not tiers:  # All ranks decide this alike
             pending = SaveRecord(ref.step, 0, None, began=began)
             pending.finish(SaveSkipped(ref.step, "no tier takes this step (every)"), reported=True)
             return pending
         collected = self._collect(state, patterns=patterns)
-        if collected.unused and self._coordinator.world_size == 1:  # else another rank may have it
+        if collected.unused and self._coordinator.world_size == 1:  # Another rank may have the name
             raise unfitting(collected.unused)
         prepared = self._plans.prepare(collected)
         wait = self._config.on_busy == "wait" or self._saver.steps.last_step == ref.step
@@ -679,7 +679,7 @@ class CheckpointManager:
                 self._saver.slots.release(slot)
             raise
         pending.call_seconds = pending.age
-        if self._config.slots > 1:  # the next slot is made before it is asked for
+        if self._config.slots > 1:  # Make the next slot before a save asks for it
             self._saver.reserve_quietly(prepared.plan.size, prepared.devices)
         return pending
 

@@ -92,7 +92,7 @@ class NodeReplicas:
         self._pace = Pace(config.replicate_mb_per_s)
         self._copying = Workers("replicas", 1, nice=config.nice, cpus=config.cpus)
         self._writing = Workers("copies", 1, nice=config.nice, cpus=config.cpus)
-        self._copying.start()  # a commit must not fail because no thread can be started
+        self._copying.start()  # Start now: a commit must not fail because no thread can be started
         self._lock = threading.Lock()
         self._newest: dict[int, StepRef] = {}
         self._tiers = {tier.index: _ring_of(tier, nodes, coordinator.rank) for tier in tiers}
@@ -250,14 +250,14 @@ class _Ring:
         except BaseException:
             self._remove(ref)
             raise
-        if not is_committed(backend, ref):  # its slot was needed meanwhile
+        if not is_committed(backend, ref):  # The step was removed meanwhile
             self._remove(ref)
             return None
         self._missed, self._lacking = 0, None
         for other in [other for other in self._kept if other != ref]:
             if self.tier.in_memory:
                 self._remove(other)
-            self._kept.pop(other, None)  # the retention of a folder removes its copies
+            self._kept.pop(other, None)  # The retention of a folder removes its copies
         return nbytes
 
     def _copy_node(
@@ -281,7 +281,8 @@ class _Ring:
         self._check_room(manifest, sum(file.size for file in stored))
         kept += [file.key for file in stored]
         copy_files(_fetch(store, stored, pace), stored, folder, on_bytes=pace.spend)
-        for name, _, data in parts:  # last: a fragment says that its file is there
+        # Write fragments last: a fragment states that its file is there.
+        for name, _, data in parts:
             kept.append(ref.key(name))
             folder.backend.put(ref.key(name), [data])
         return sum(file.size for file in stored)
@@ -327,7 +328,8 @@ class _Ring:
             )
 
     def _remove(self, ref: StepRef) -> None:
-        for key in reversed(self._kept.pop(ref, [])):  # a fragment says that its file is there
+        # Remove fragments first: a fragment states that its file is there.
+        for key in reversed(self._kept.pop(ref, [])):
             with suppress(CkptError):
                 self.tier.backend.delete(key)
 

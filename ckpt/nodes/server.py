@@ -41,10 +41,9 @@ from ckpt.storage.api import (
 
 _MAGIC: Final = b"ckp1"
 _TOKEN_BYTES: Final = 32
-_REQUEST: Final = struct.Struct(
-    f">4s{_TOKEN_BYTES}sHQQH"
-)  # magic, token, tier, offset, length, bytes of the key
-_ANSWER: Final = struct.Struct(">4sBQ")  # magic, outcome, size of the object
+# Magic, token, tier, offset, length, bytes of the key.
+_REQUEST: Final = struct.Struct(f">4s{_TOKEN_BYTES}sHQQH")
+_ANSWER: Final = struct.Struct(">4sBQ")  # Magic, outcome, size of the object
 _OK, _NOT_THERE, _FAILED = 0, 1, 2
 _PIECE_BYTES: Final = 8 << 20
 _SERVING: Final = 8
@@ -128,7 +127,8 @@ class NodeServer:
         self.served_bytes = 0
         self._changed = threading.Condition()
         self._open: set[socket.socket] = set()
-        self._waiting: dict[socket.socket, _Caller] = {}  # the listening thread's; the oldest first
+        # Only the listening thread uses these. The oldest come first.
+        self._waiting: dict[socket.socket, _Caller] = {}
         self._closing = False
         self._listening = _listen(interfaces())
         self.addresses = tuple(str(each.getsockname()[0]) for each in self._listening)
@@ -156,7 +156,7 @@ class NodeServer:
             for connection in self._open:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-        with suppress(OSError):  # it was closed before
+        with suppress(OSError):  # It may be closed already
             self._wake.send(b"x")
         self._workers.close()
         for each in (*self._listening, self._wake, self._woken):
@@ -186,7 +186,8 @@ class NodeServer:
         if which in self._listening:
             try:
                 connection, place = self._accept(which)
-            except OSError:  # it has gone again, or too many files are open
+            except OSError:
+                # The connection has gone again, or too many files are open.
                 with self._changed:
                     self._changed.wait_for(lambda: self._closing, _PAUSE_SECONDS)
                 return
@@ -260,7 +261,8 @@ class NodeServer:
                 if not self._closing:
                     connection.settimeout(_ANSWER_SECONDS)
                     self._answer(connection, caller.sent)
-        except OSError as error:  # it has gone, or is too slow; it may ask again
+        except OSError as error:
+            # The caller has gone or is too slow. It may ask again.
             _log.debug("ckpt: a request from another node was not answered: %s", error)
         finally:
             with self._changed:
@@ -285,7 +287,7 @@ class NodeServer:
             try:
                 store.read_into(key, at, piece)
             except CkptError:
-                return  # the other side sees the end too soon
+                return  # The other side notices that the answer ends too soon
             connection.sendall(piece)
             self.served_bytes += len(piece)
 
@@ -480,7 +482,7 @@ def interfaces() -> tuple[str, ...]:
         if (leader := job_address()) is not None:
             kind, _, _, _, place = socket.getaddrinfo(*leader, type=socket.SOCK_DGRAM)[0]
             with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-                probe.connect(place)  # sends nothing
+                probe.connect(place)  # A UDP connect sends nothing
                 found = str(probe.getsockname()[0])
             if not _is_near(found):
                 return (found,)

@@ -73,7 +73,7 @@ class NodeSurvey:
             step,
         )
         rank = coordinator.rank
-        # a node's lowest rank tells for all of it
+        # The lowest rank of a node answers for the whole node.
         self._mine = [tier for tier in tiers if _is_part(tier) and rank in _firsts(tier)]
         self._heard: list[Peer] | None = None
         self._server: NodeServer | None = None
@@ -147,11 +147,12 @@ class NodeSurvey:
             if carried := carried_fragments(manifest, key=found.ref.manifest):
                 manifest = fill(manifest, carried, key=found.ref.manifest)
         except (IntegrityError, StorageError):
-            return ""  # every rank will find that
+            return ""  # Every rank meets this error itself
         there = self._there(manifest, found.ref)
         if carried:
             gone = without_copy(manifest, there)
-        else:  # the fragment of a file is where the file is
+        else:
+            # The fragment of a file is where the file is.
             gone = [file.rank for file in manifest.files if file.rank not in there]
         text = ", ".join(map(str, gone[:16])) + (" ..." if len(gone) > 16 else "")
         return (

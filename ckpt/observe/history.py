@@ -73,7 +73,7 @@ class History:
 def history_of(records: Sequence[Record]) -> History:
     """Return the history that ``records``, oldest first, tell."""
     found, troubles = History(), list[Record]()
-    under_way: set[int] = set()  # what this job has staged
+    under_way: set[int] = set()  # Steps that the current job has staged
     for record in records:
         match record.event:
             case "SaveStaged":
@@ -104,8 +104,8 @@ def history_of(records: Sequence[Record]) -> History:
             case _ if record.event == VERIFIED:
                 found.verified[record.step, record.tier] = record
             case _:
-                pass  # of a later version
-    if troubles and found.restores:  # another rank was later
+                pass  # An event of a later version
+    if troubles and found.restores:  # Another rank reported these after the restore
         last = found.restores.pop()
         found.restores.append(Restore(last.record, (*last.troubles, *troubles)))
     return found

@@ -242,7 +242,8 @@ class JournalReader:
                 state = (status.st_mtime_ns, status.st_size, size)
                 if name not in self._known or self._known[name][0] != state:
                     self._known[name] = (state, list(_records(path, size)))
-            except OSError:  # put aside just now
+            except OSError:
+                # The file was put aside just now.
                 continue
             left -= size
             found += self._known[name][1]

@@ -194,7 +194,8 @@ class Metrics:
     def _write(self) -> None:
         try:
             self._write_file()
-        except OSError as error:  # the next event tries again
+        except OSError as error:
+            # The next event tries again.
             _log.warning("ckpt: %s was not written: %s", self._file, error)
 
     def _write_file(self) -> None:

@@ -248,7 +248,7 @@ def _rows(
     for url, steps in listed.items():
         for each in steps:
             found.setdefault((each.ref.step, each.ref.attempt), {})[url] = each
-    # the journal does not name attempts: its save is that of the youngest
+    # The journal does not name attempts, so its save counts as that of the youngest.
     youngest: dict[int, tuple[float, str]] = {}
     for (step, attempt), places in found.items():
         born = max(each.created_at or math.inf for each in places.values())

@@ -92,7 +92,8 @@ class Guard:
 def _host(request: Any) -> str:
     try:
         return str(request.url.hostname)
-    except ValueError:  # no address at all
+    except ValueError:
+        # The header holds no address.
         return ""
 
 

@@ -89,11 +89,11 @@ def run(
     leave = server.handle_exit
 
     def on_signal(*signal_and_frame: Any) -> None:
-        live.close()  # else readers that wait for changes hold up the end
+        live.close()  # Otherwise readers that wait for changes hold up the end
         leave(*signal_and_frame)
 
     server.handle_exit = on_signal
-    # uvicorn sends itself the signal once more at its end, when both have done their work
+    # uvicorn raises the signal once more when it has ended. It must not end this process then.
     earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with contextlib.suppress(KeyboardInterrupt):

@@ -138,8 +138,10 @@ class _File:
 
     @contextmanager
     def turn(self, index: int) -> Generator[None]:
-        """Wait until all chunks before ``index`` are appended; afterwards the next one may. Raises
-        what another chunk was lost for.
+        """Wait until all chunks before ``index`` are appended. The next chunk has its turn when
+        this one ends.
+
+        Raises the error that another chunk was lost for.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._next == index)

@@ -83,7 +83,8 @@ class StoredImage:
 
     def _part(self, index: int, start: int, end: int) -> memoryview:
         begin = self._starts[index]
-        with self._one_of_them[index % _LOCKS]:  # two parts of a chunk are asked for at once
+        # Two threads may ask for parts of one chunk at once.
+        with self._one_of_them[index % _LOCKS]:
             found, left = self._kept.pop(index, (None, self.lengths[index]))
             if found is None:
                 found = fresh_memory(self.lengths[index])

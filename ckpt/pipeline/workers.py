@@ -40,7 +40,7 @@ class _Work:
             self.future.set_result(self._call())
         except BaseException as error:  # noqa: BLE001 - it is raised by `result`
             self.future.set_exception(error)
-            del self  # else the error's traceback would hold the future that holds the error
+            del self  # Otherwise the error's traceback would keep the future that keeps the error
 
 
 _Queue = SimpleQueue[_Work | None]
@@ -74,7 +74,7 @@ class Workers:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
-        # ends the threads of a group that was not closed
+        # This ends the threads of a group that is never closed.
         weakref.finalize(self, self._queue.put, None)
 
     def beside(self, name: str, count: int) -> Workers:
@@ -148,7 +148,7 @@ class Workers:
             for future in futures:
                 future.cancel()
             wait(futures)
-        for future in futures:  # the first true error, not a cancellation that it caused
+        for future in futures:  # Raise the first true error, not a cancellation that it caused
             if not future.cancelled() and (error := future.exception()) is not None:
                 raise error
         return [future.result() for future in futures]
@@ -182,7 +182,7 @@ class Workers:
             with contextlib.suppress(Empty):
                 while True:
                     if (task := self._queue.get_nowait()) is not None and task.future.cancel():
-                        # wakes the threads that wait for it
+                        # This wakes the threads that wait for the task.
                         task.future.set_running_or_notify_cancel()
         self._queue.put(None)
         for thread in self._threads:
@@ -202,7 +202,7 @@ def _run(queue: _Queue, idle: threading.Semaphore, settle: Callable[[], None]) -
         task.run()
         del task
         idle.release()
-    queue.put(None)  # for the next thread
+    queue.put(None)  # The next thread ends, too
 
 
 def _settle(group: str, nice: int, cpus: frozenset[int] | None) -> None:
@@ -235,7 +235,7 @@ class Once:
         self._call, self._taken = call, threading.Lock()
 
     def __call__(self) -> None:
-        """Does nothing if it was revoked, or has begun."""
+        """Begin the call, unless it was revoked or has begun."""
         if self._taken.acquire(blocking=False):
             self._call()
 
@@ -278,7 +278,7 @@ def close_at_exit(owner: Closes) -> None:
             except Exception as error:  # noqa: BLE001 - see above
                 _log.error("ckpt: %s", error)
 
-    # As concurrent.futures does, for the same end.
+    # concurrent.futures registers the end of its threads in the same way.
     threading._register_atexit(close)  # type: ignore[attr-defined]
 
 
@@ -295,5 +295,5 @@ def _unhandled() -> BaseException | None:
     """Return the exception that ends the script, if the interpreter knows it."""
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
-    # last_exc: Python 3.12
+    # ``last_exc`` exists since Python 3.12.
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

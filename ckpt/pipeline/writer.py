@@ -135,7 +135,8 @@ def adopt_image(write: ImageWrite, backend: Adopting) -> tuple[Chunk, ...]:
     table: list[Chunk] = list(known)
     if not known:
         offsets = list(itertools.accumulate(chunks, initial=0))
-        source.view(0, source.size)  # not beside the copying: see above
+        # Hash when the copying has ended, as the docstring of this module explains.
+        source.view(0, source.size)
         table = workers.run_all(
             partial(_hashed, source, a, b) for a, b in itertools.pairwise(offsets)
         )
@@ -245,7 +246,8 @@ class _Job:
                 self.write(offset, part)
                 part = beside.pop().result() if len(beside) > 1 else None
         except BaseException:
-            wait([each for each in beside if not each.cancel()])  # the image is only lent
+            # The caller takes the image back, so nothing may read it any more.
+            wait([each for each in beside if not each.cancel()])
             raise
         beside[0].result()
 

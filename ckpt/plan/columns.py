@@ -153,7 +153,7 @@ def first_of(ranks: Sequence[Light], what: str) -> list[tuple[int, bytes]]:
     seen: set[int] = set()
     for rank in ranks:
         text: bytes = getattr(rank, what)
-        if id(text) not in seen:  # one object for all that are equal
+        if id(text) not in seen:  # Equal values are one object
             seen.add(id(text))
             found.setdefault(text, rank.part.rank)
     return [(rank, text) for text, rank in found.items()]
@@ -379,10 +379,9 @@ def _headings(
 
 
 def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
-    """Return True if boxes inside of ``shape`` are seen to cover it exactly once. Otherwise
-    ``tiling_fault`` decides.
+    """Return True if boxes inside of ``shape`` are seen to cover it exactly once.
 
-    If not, they may still do: ask ``tiling_fault``.
+    If not, they may still do so: ``tiling_fault`` decides then.
     """
     solid = shapes.all(axis=1)
     if not solid.all():
@@ -391,12 +390,12 @@ def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
         return False
     cut = [dim for dim in range(len(shape)) if (shapes[:, dim] != shape[dim]).any()]
     if len(cut) == 0:
-        return True  # of that volume: one box, or none
+        return True  # The boxes have that volume, so there is one of them or none
     edges = [np.unique(np.concatenate([offsets[:, d], offsets[:, d] + shapes[:, d]])) for d in cut]
     if len(cut) > 4 or math.prod(len(edge) for edge in edges) > _MOST_CELLS:
         return False
-    # +1 and -1 at the corners of each box; summed up along each dimension, each cell has the number
-    # of its boxes
+    # Put +1 and -1 at the corners of each box. Summed up along each dimension, each cell then has
+    # the number of boxes that cover it.
     grid = np.zeros([len(edge) for edge in edges], dtype=np.int32)
     low = [np.searchsorted(edge, offsets[:, d]) for edge, d in zip(edges, cut, strict=True)]
     high = [
@@ -415,7 +414,7 @@ def _unique(offsets: Ints, shapes: Ints) -> tuple[Ints, Ints]:
     """Return the rows whose box no row before them has. For every other row, return the pair of the
     first row that has its box, and itself.
     """
-    if not offsets.shape[1]:  # of 0-d tensors all boxes are the same
+    if not offsets.shape[1]:  # All boxes of 0-d tensors are the same
         rows = np.arange(len(offsets))
         return rows[:1], np.stack([np.zeros_like(rows), rows], axis=1)[1:]
     boxes = np.concatenate([offsets, shapes], axis=1)

@@ -34,13 +34,13 @@ def reach_of(error: Exception) -> Reach | None:
     with an older step would hide that this ckpt must be upgraded.
     """
     match error:
-        case CodecMissing():  # another store may have it without the codec
+        case CodecMissing():  # Another store may have it without the codec
             return Reach.FILE
         case FormatUnsupported():
             return None
         case ObjectNotFound() | AccessDenied():
             return Reach.FILE
-        case TransientStorageError():  # as often as is worth it
+        case TransientStorageError():  # It was retried for as long as is worthwhile
             return Reach.STORE
         case IntegrityError() | StorageError():
             return Reach.CHUNK

@@ -140,7 +140,7 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
         for shard in tensor.shards:
             held = shard.box
             for piece, box in enumerate(leaf.boxes):
-                whole = box == held  # the common case, thousands of times: nothing to intersect
+                whole = box == held  # The common case, thousands of times, needs no intersection
                 if not (held.numel if whole else box.intersect(held)):
                     continue
                 for chunk in table.chunks(shard, held, tensor.dtype):

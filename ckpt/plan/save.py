@@ -118,7 +118,7 @@ def _lightest(
 
     The result is within 4/3 of the optimum (Graham 1969), and the same on every replica.
     """
-    loads = sorted((0, replica) for replica in replicas)  # a heap
+    loads = sorted((0, replica) for replica in replicas)  # A sorted list is a heap
     mine: list[int] = []
     for index in sorted(indices, key=lambda i: (-leaves[i].nbytes, leaves[i].name)):
         load, owner = loads[0]

@@ -56,7 +56,8 @@ class Finisher:
             )
         except (IntegrityError, StorageError) as error:
             _log.warning("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
-        except CkptError as error:  # refused, incomplete, or of a job that is at work
+        except CkptError as error:
+            # The step is refused or incomplete, or its job is at work.
             _log.debug("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
         else:
             _log.warning(

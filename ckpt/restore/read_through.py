@@ -183,7 +183,7 @@ class ReadThrough:
         taster = _Taster(plan, sink)
         missing = self._missing
         for position in self._caches:
-            # otherwise its files of the step differ from these
+            # Leave out a cache that does not answer, or that has other files of the step.
             if not self.origin.gone(position, "") and self.origin.lies_alike(position):
                 if position > self._caches[0]:
                     missing = [file for file in missing if self.origin.fault(position, file)]
@@ -279,7 +279,7 @@ class ReadThrough:
         for file in files:
             gone = False
             with suppress(StorageError):
-                # then the fragment was there before, and the data was not
+                # A cache that lists the step had the fragment before, and lacked only the data.
                 if position in self.origin.listing:
                     backend.delete(file.key)
                     gone = True
@@ -374,7 +374,7 @@ class ReadThrough:
     def _mend(self, position: int, file: StoredFile, subject: str) -> None:
         cache, outcome = self._tiers[position], _LOST
         try:
-            # its intact chunks are read from the cache again
+            # This reads the intact chunks from the cache again, where damage is known already.
             with self.origin.unnoted():
                 copy_files(self.origin.fetch, [file], self._folder(position))
             self.origin.mended(position, file.key)
@@ -479,7 +479,7 @@ class ReadThrough:
 
 
 def _is_folder(tier: OpenTier) -> bool:
-    return is_folder(tier.tier.url) and not tier.in_memory  # "memory" looks like a path
+    return is_folder(tier.tier.url) and not tier.in_memory  # The URL "memory" looks like a path
 
 
 class _Taster:

@@ -385,10 +385,10 @@ class Restorer:
         )
         found = origin.filled(found, matched.wanted)
         plan = plan_restore(found.manifest, matched.wanted)
-        # as all plan
+        # Ranks that share their reads must all make the same plan.
         near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance
         if near and any(near.get(read.rank) != 0 for read in plan.reads):
-            # a nearer copy may be in the file of any rank, and the fragments say in which
+            # A nearer copy may be in the file of any rank. Only the fragments name it.
             found = origin.filled(found, None)
             plan = nearest_copies(
                 plan_restore(found.manifest, matched.wanted), found.manifest, near

@@ -73,9 +73,10 @@ class Claim:
         Raises:
             RootInUse: The root belongs to a job that is alive on this machine.
         """
-        self.claimed, self._seen = True, self.own  # it may lie there though the call fails
+        # The root may name this job even if the call fails.
+        self.claimed, self._seen = True, self.own
         self._me = succeed(self._backend, self._me)
-        self._ended = frozenset(self._me.ended)  # known also if there is no room for the note
+        self._ended = frozenset(self._me.ended)  # The next line may fail for lack of room
         claim(self._backend, self._me)
         there = committed(self._backend)
         if self._there is None:
@@ -83,7 +84,7 @@ class Claim:
         return there
 
     def use(self) -> None:
-        """See that nothing speaks against removing what ``may_remove`` allows.
+        """Check that no living job owns the root, so that what ``may_remove`` allows may go.
 
         Raises:
             RootInUse: The root belongs to another job, which is not known to have ended.
@@ -111,7 +112,7 @@ class Claim:
         self._ended = frozenset(owner.ended if owner is not None else ())
 
     def confirm(self) -> bool:
-        """Return whether the root names this job. Asked before each put of a manifest.
+        """Return whether the root names this job. Call this before each put of a manifest.
 
         Raises:
             RootInUse: Another job has taken the root over.
@@ -140,16 +141,17 @@ class Claim:
             release(self._backend, self._me)
 
     def bring(self, ref: StepRef) -> None:
-        """This job puts ``ref``, a step of another job, into the root."""
+        """Note that this job copies ``ref``, a step of another job, into the root."""
         self._brought.add(ref)
 
     def brings(self, ref: StepRef) -> bool:
-        """Declare that this job copies ``ref``, a step of another job, into the root."""
+        """Return True if this job copies ``ref``, a step of another job, into the root."""
         return ref in self._brought
 
     def may_remove(self, ref: StepRef) -> bool:
         """Return True if this job may remove a checkpoint."""
-        if self._there is None and self._found is None:  # it has the use of a root that is no job's
+        # The job only uses the root, which no living job owns.
+        if self._there is None and self._found is None:
             return True
         if ref in self._brought or job_of(ref) == self.own or job_of(ref) in self._ended:
             return True

@@ -69,7 +69,8 @@ class Evictor:
         capacity = self._tier.tier.capacity_bytes or 0
         try:
             found = self._inventory.look()
-        except StorageError as error:  # whether the store takes the save is the save's to find out
+        except StorageError as error:
+            # The save itself finds out whether the store takes it.
             _log.warning("ckpt: the contents of %s cannot be listed: %s", self._tier.url, error)
             return
         needed, how = staged, ""
@@ -152,7 +153,7 @@ class Evictor:
         ]
         parts = [held for held in found if held.is_part and self._claim.is_dead(held.ref)]
         order += [held for held in parts if held.ref.step != restored]
-        # copies that this job is making, of a step that its predecessor has saved
+        # Unfinished copies that this job makes of an earlier job's steps come next.
         order += [h for h in found if h.state == "incomplete" and self._claim.brings(h.ref)]
         order += [whole[last]] if last is not None else []
         for held in order:

@@ -97,9 +97,8 @@ def first_to_go(
     why = reasons(committed, rule, metrics or {}, own=own)
 
     def rank(ref: StepRef) -> tuple[int, bool, StepRef]:
-        mine = bool(own) and ref.attempt.startswith(
-            own
-        )  # after a rollback those of others are the older ones
+        # After a rollback, the steps of other attempts are the older ones.
+        mine = bool(own) and ref.attempt.startswith(own)
         return (2 if set(why[ref]) - {NEWEST, NEWEST_OWN} else len(why[ref]), mine, ref)
 
     return sorted(committed, key=rank)

@@ -103,9 +103,8 @@ def judge(
             return ("written in another format",)
         if held.state == "damaged" and not metrics:
             return ("nothing here is whole",)
-        if (
-            held.state == "incomplete" and held.is_cut
-        ):  # a removal that was cut off, or is under way
+        if held.state == "incomplete" and held.is_cut:
+            # A removal was cut off, or is under way.
             return ()
         if (
             held.state == "incomplete"
@@ -230,13 +229,15 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
             if not (marked := _put_marker(backend, held)) or is_pinned(backend, held.ref):
                 return False
         except OutOfSpace:
-            # then whole checkpoints go first, and data that no fragment describes
+            # Without room for the marker, only whole checkpoints go, and data that no fragment
+            # describes.
             if held.state == "incomplete":
                 if any(is_fragment(info.key.rpartition("/")[2]) for info in held.objects):
                     return False
             elif is_pinned(backend, held.ref):
                 return False
-            else:  # the manifest makes room for the marker
+            else:
+                # Without the manifest there is room for the marker.
                 backend.delete(held.ref.manifest)
                 with suppress(OutOfSpace):
                     marked = claim_committed_for_removal(backend, held.ref)
@@ -265,7 +266,8 @@ def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:
         if held.state == "incomplete" and not held.is_cut
         else claim_committed_for_removal
     )
-    if _is_abandoned(held):  # a day's grace: a finisher that read the old marker has ended by then
+    # A finisher may have read the old marker, so the removal waits for a later call.
+    if _is_abandoned(held):
         release_marker(backend, held.ref)
         put(backend, held.ref)
         return False
@@ -287,7 +289,8 @@ def discard_left(backend: StorageBackend, claim: Claim) -> None:
     """
     if isinstance(backend, KeepsUnfinished):
         shown = attempts(backend)
-        # in a store with folders each write is in that of its step; other folders are not ours
+        # In a store with folders, each write is in the folder of its step. Other folders are not
+        # ours.
         prefixes = [f"{ref.folder}/" for ref in shown] if isinstance(backend, Rooted) else [""]
         for one in [one for prefix in prefixes for one in backend.unfinished(prefix)]:
             folder, _, name = one.key.partition("/")
@@ -317,7 +320,9 @@ def sweep(
         RootInUse: The root belongs to another job, which is not known to have ended.
     """
     found = Inventory(backend, part=part).look()
-    claim.use()  # after the listing: what is in it is not of a job that takes the root from now on
+    # Call this after the listing, so that no step in it is of a job that takes the root from now
+    # on.
+    claim.use()
     stays: set[StepRef | None] = set()
     if restored is not None:
         whole, parts = (
@@ -339,7 +344,8 @@ def _is_abandoned(held: StoredStep) -> bool:
 
     No process takes a day from putting its marker to putting its manifest.
     """
-    ours = 0 if held.state == "incomplete" else None  # an aborted save is cleared away by several
+    # Ranks that clear an aborted save away use empty markers.
+    ours = 0 if held.state == "incomplete" else None
     dates = [
         info.modified
         for info in held.objects

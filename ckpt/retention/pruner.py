@@ -79,7 +79,8 @@ class Pruner:
         if self._leads:
             clearing = self._workers.submit(self._clear, restored)
             if self._claim.has_heritage:
-                clearing.result()  # kills in quick succession must not fill the store
+                # Jobs that are killed in quick succession must not fill the store.
+                clearing.result()
 
     def make_room(self, restored: int | None) -> bool:
         """Remove now, from a store that is full, what need not be kept.

@@ -232,8 +232,8 @@ class Saver:
         return names
 
     def set_restored(self, ref: StepRef) -> None:
-        """The job continues from ``ref``. Older steps of an earlier job in memory are not needed
-        any more.
+        """Note that the job continues from ``ref``. Older steps of an earlier job in memory are not
+        needed any more.
         """
         self.steps.set_restored(ref)
         self.suspicions.forget()
@@ -323,7 +323,10 @@ class Saver:
             self._leave_roots()
 
     def _leave_roots(self) -> None:
-        """A store that does not answer soon keeps its record, which the agent removes later."""
+        """Leave the roots to the agent.
+
+        A store that does not answer soon keeps its record, which the agent removes later.
+        """
         leaving = Workers("detach", len(self._writers))
         left = [leaving.submit(writer.detach) for writer in self._writers]
         hanging = wait(left, _DETACH_SECONDS).not_done
@@ -414,7 +417,7 @@ class Saver:
             self._end_image(save)
 
     def _miss(self, writers: Sequence[TierWriter], save: ActiveSave, error: BaseException) -> None:
-        """The first of ``writers`` does not get the step."""
+        """Serve the other ``writers``, or end the save: the first one does not get the step."""
         if self._goes_on(writers, save, error):
             self._serve(writers[1:], save)
         else:
@@ -521,7 +524,7 @@ class Saver:
                         self.steps.end_waiting(turn.next.ref, url)
 
     def _lose(self, url: str, lost: Sequence[tuple[QueuedStep[_Task], CkptError]]) -> None:
-        """Steps never get to the tier ``url``, each for its error."""
+        """Fail the steps in ``lost``, which never get to the tier ``url``, each with its error."""
         for step, error in lost:
             self.steps.end_waiting(step.ref, url)
             self._fail(step.task, error)
@@ -541,8 +544,8 @@ class Saver:
             self._fail(task, error)
 
     def _written(self, ref: StepRef, outcome: SaveOutcome, nbytes: int) -> None:
-        """Bytes of a step that a nearer tier has are on a farther one. Ends the copy if it is left
-        to the agent.
+        """Report that bytes of a step, which a nearer tier has, are on a farther one. End the copy
+        if it is left to the agent.
         """
         outcome.written(nbytes)
         if self._left.is_set():
