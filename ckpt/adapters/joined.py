@@ -122,7 +122,8 @@ def _broadcast(
             host = host or _own_name()
             store = _store(host, _ANY_PORT, serves=True, timeout=timeout)
             address = f"{host}:{store.port}"
-    finally:  # if rank 0 has failed, the others wait for its broadcast all the same
+    finally:
+        # Even if rank 0 fails, the other ranks wait for its broadcast.
         address = broadcast(address)
     if not address:
         raise ConfigError("join: rank 0 has failed to serve a store: see its own error")
@@ -167,7 +168,7 @@ def _store(host: str, port: int, *, serves: bool, timeout: float) -> Any:
             is_master=serves,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
-            multi_tenant=True,  # a second manager joins at the same address
+            multi_tenant=True,  # Allows a second manager to join at the same address
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         way = (
@@ -190,7 +191,8 @@ def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordina
     size = str(world_size).encode()
     coordinator.post("joined", size)
     sizes = {coordinator.set_once("world_size", size)}
-    if sizes == {size}:  # otherwise this rank would wait for ranks that do not exist
+    # With different sizes, this rank would wait for ranks that do not exist.
+    if sizes == {size}:
         wait = Wait(max(0.0, deadline - time.monotonic()), "the join")
         sizes |= set(gather(coordinator, "joined", wait).values())
     if others := sizes - {size}:

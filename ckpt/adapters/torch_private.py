@@ -133,13 +133,13 @@ def storage_identity(tensor: torch.Tensor) -> int:
 
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return True if a hook of the backward pass is registered on ``tensor``."""
-    hooked: Any = tensor  # torch's stubs do not know its hooks
+    hooked: Any = tensor  # Torch's stubs do not declare the hooks
     return bool(hooked._backward_hooks or hooked._post_accumulate_grad_hooks)
 
 
 def use_count(tensor: torch.Tensor) -> int:
     """Return how many references C++ and Python together hold to ``tensor``; Python's are one."""
-    held: Any = tensor  # torch's stubs do not know that either
+    held: Any = tensor  # Torch's stubs do not declare this method
     return int(held._use_count())
 
 
@@ -199,7 +199,8 @@ def may_be_gathering(group: Any) -> bool:
 
 def has_frozen_graphs() -> bool:
     """Return True if inductor may have frozen parameters into a graph of this process."""
-    return "torch._inductor.freezing" in sys.modules  # imported to freeze the first graph
+    # Inductor imports this module when it freezes the first graph.
+    return "torch._inductor.freezing" in sys.modules
 
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -336,13 +337,13 @@ def fsdp1_reshard(handle: Any) -> None:
     state = type(handle._training_state)
     if not handle.uses_sharded_strategy or handle._training_state == state.SUMMON_FULL_PARAMS:
         return
-    # SHARD_GRAD_OP after a forward that a backward could follow
+    # SHARD_GRAD_OP skips the sharded views after a forward that a backward may follow.
     if handle._skipped_use_sharded_views:
         handle._use_sharded_views()
     handle._prefetched = False
     for name in ("_full_param_padded", "_full_prec_full_param_padded"):
         memory: torch.Tensor | None = getattr(handle.flat_param, name, None)
         if memory is not None and memory.untyped_storage().size():
-            if memory.device.type != "cpu":  # what is queued may still read it
+            if memory.device.type != "cpu":  # Queued work may still read it
                 memory.record_stream(handle._device_handle.current_stream())
             memory.untyped_storage().resize_(0)

@@ -86,11 +86,12 @@ class TorchStoreCoordinator:
         store: Store | None = None,
     ) -> None:
         self.rank, self.world_size = group or (dist.get_rank(), dist.get_world_size())
-        # the agent's store may outlive a restart of the workers
-        # Torchrun's word to its workers.
+        # The store of torchrun's agent may outlive a restart of the workers, so the keys contain
+        # the number of the restart, which torchrun gives in this variable.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # noqa: TID251
         self._prefix = f"ckpt/{restart}/{name or next(_serial)}"
-        self._base = store  # in the rank that serves it, it lives as long as this object
+        # On the rank that serves the store, this reference keeps the server alive.
+        self._base = store
         self._store: Store = PrefixStore(self._prefix, _own_connection(store))
         self.set_once("attempt", new_attempt().encode())
         agreed = self.verdict("attempt", timeout=_START_SECONDS)
@@ -213,7 +214,8 @@ def _own_connection(base: Store | None) -> Store:
     store: Any = base or get_default_store()
     try:
         return cast(Store, store.clone())
-    except RuntimeError:  # HashStore and the like live in this process: no connection to share
+    except RuntimeError:
+        # Stores such as HashStore live in this process and have no connection to clone.
         return cast(Store, store)
 
 

@@ -70,7 +70,7 @@ class Broadcast:
         self._plan, self._sink, self._read, self._workers = plan, sink, read, workers
         self._reads = keyed(plan.reads)
         self._rank = dist.get_rank()
-        self._groups: list[Any] = []  # torch's stubs call a group an int too
+        self._groups: list[Any] = []  # Torch's stubs also allow an int as a group
         self._loads: list[tuple[Group, Any]] = []
         self._alone: frozenset[int] = frozenset()
         self._rounds = 0
@@ -281,13 +281,13 @@ class _LoadSink:
 
 
 def _mark(read: ChunkRead) -> Target:
-    """Known by where it goes: its place in a file is another one on a tier that is encoded."""
+    """Return the target that identifies a chunk. The place in a file depends on the codec."""
     return read.targets[0]
 
 
 def _gather(keys: Keys, group: Any) -> list[Keys]:
     """Return the values of all ranks."""
-    count = torch.tensor([len(keys)], device="cpu")  # whatever torch's default is
+    count = torch.tensor([len(keys)], device="cpu")  # Independent of torch's default device
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count, group=group)
     most = max(int(each.item()) for each in counts)

@@ -41,7 +41,8 @@ def fill(match: Matching, name: str, source: str, target: Source, node: Node) ->
             raise ManifestCorrupt(
                 "tree", f"it names the tensor {stored[:80]!r}, which is not there"
             )
-        if f"torch.{saved.dtype}" != str(held.dtype):  # codes mean nothing in another dtype
+        # Codes of a quantized tensor have no meaning in another dtype.
+        if f"torch.{saved.dtype}" != str(held.dtype):
             here = str(held.dtype).removeprefix("torch.")
             way = "build the target with the class and the settings that were saved"
             raise DtypeMismatch(f"{name}/{path}", saved.dtype, here, stored, way)

@@ -116,7 +116,8 @@ class _Match:
             self._all.claim(name, source, silent=True)
         elif node is not ABSENT:
             self._item(value, node, name, source, put)
-        elif inside and self._all.selection.renaming:  # what is inside may be elsewhere
+        elif inside and self._all.selection.renaming:
+            # The checkpoint may have the values inside under other names.
             with self._all.one(name, source):
                 self._item(value, node, name, source, put)
         else:
@@ -201,7 +202,7 @@ class _Match:
 
         ``torch.distributed.checkpoint.load`` does the same.
         """
-        # of an object that is filled by its targets, no tensor takes another shape
+        # The tensors of an object that is filled through its targets keep their shapes.
         before, self._in_object = self._in_object, not isinstance(target, Refilled)
         self._mapping(live, path, source)
         self._in_object = before
@@ -211,7 +212,8 @@ class _Match:
         self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]
     ) -> None:
         if self._in_object and self._is_resized(target, node):
-            target = None  # such as a queue of samples: a new tensor takes its place
+            # A new tensor replaces one of another size, such as a queue of samples.
+            target = None
         match target:
             case torch.Tensor() | LocalShards():
                 held = as_source(target) if isinstance(target, torch.Tensor) else target
@@ -223,7 +225,7 @@ class _Match:
                     self._all.expect(node, path, "per_rank")
                 self._per_rank(target, node, path, source)
             case _ if is_stateful(target):
-                # a plain one is what another program has kept of such an object
+                # Other programs store a plain mapping for such an object.
                 if not is_mapping(node):
                     self._all.expect(node, path, "object")
                 made = self._all.values.order(node["v"] if tag(node) == "object" else node, path)
@@ -331,9 +333,8 @@ def _match_module(match: Matching, module: nn.Module, node: Node, path: str, sou
             match.claim(name, there, silent=True)
         elif found is ABSENT:
             match.lack(name, there)
-        elif id(entry.value) not in own and not isinstance(
-            entry.value, LocalShards
-        ):  # extra state: whatever it was
+        elif id(entry.value) not in own and not isinstance(entry.value, LocalShards):
+            # This is extra state, which may be any value.
             match.claim(name, there)
             extra[entry.key] = match.values.order(found, name)
         else:

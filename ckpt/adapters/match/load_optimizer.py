@@ -63,7 +63,8 @@ def match_optimizer(
     if loader.found and (strangers := loader.strangers()) is not None:
         if match.selection.strict:
             raise OptimizerMismatch(path, *strangers)
-        return  # it keeps what it has; nothing is claimed, so the report tells
+        # The optimizer keeps what it has. Nothing is claimed, so the report mentions it.
+        return
     match.open(path, source)
     loader.load()
     if (
@@ -125,12 +126,12 @@ class _Loader:
                 name = f"{self._path}/{short}"
                 weight = self._match.source(short)
                 there = self._match.source(name)
-                # no rule speaks of it: it follows its parameter
+                # Without a rule of its own, the state follows its parameter.
                 if there in (name, f"{source}/{short}"):
                     there = f"{source}/{weight}"
                 saved = self._match.saved.parameter(there)
                 if saved is None and not self._match.parameters.in_module(parameter):
-                    # where its place in the optimizer was all that was known
+                    # The save may have known the parameter only by its place in the optimizer.
                     older = f"{source}/{placeless(g, p)}"
                     saved = self._match.saved.parameter(older)
                     there = older if saved else there
@@ -153,8 +154,8 @@ class _Loader:
         there = settings - _HOW - _OF_SCHEDULERS
         here = {key for key in self._optimizer.defaults if isinstance(key, str)} - _HOW
         known = {key for group in self._optimizer.param_groups for key in group}
-        # two on each side: a new default of a later torch and a key of a user's own are not another
-        # optimizer
+        # Each side must have two settings of its own. A single one may be a new default of a later
+        # torch or a key that a user has added.
         if len(here - there) > 1 and len(there - known) > 1:
             return "settings", sorted(there - known), sorted(here - there)
         return None
@@ -196,7 +197,8 @@ class _Loader:
                 if isinstance(current := group.get(key), torch.Tensor) and isinstance(
                     value, torch.Tensor
                 ):
-                    current.copy_(value)  # a capturable optimizer's learning rate keeps its address
+                    # The learning rate of a capturable optimizer keeps its address.
+                    current.copy_(value)
                 else:
                     group[key] = value
 
@@ -219,10 +221,10 @@ class _Loader:
         for source in below(match.saved.names, each.source):
             part = source[start:]
             if "/" in part:
-                continue  # inside a container, which has a node of its own
+                continue  # A container has a node of its own
             key = keys.get(part, unescape(part))
             if (known := fresh.get(key)) is not None and each.part.of(each.name, known) is known:
-                continue  # one step counter for all parts
+                continue  # All parts share one step counter
             if is_wrapper(current.get(key)):
                 fill(match, f"{each.name}/{part}", source, current[key], match.saved.node(source))
             held = self._held(

@@ -121,7 +121,8 @@ def _is_held(tensor: torch.Tensor) -> bool:
     count = use_count(tensor)
     if count != 2 or not (tensor.is_leaf and tensor.requires_grad):
         return count > 1
-    accumulates = torch.autograd.graph.get_gradient_edge(tensor).node  # it may hold on to it
+    # The node that accumulates the gradient may hold one of the references.
+    accumulates = torch.autograd.graph.get_gradient_edge(tensor).node
     count = use_count(tensor)
     del accumulates
     return count != 2

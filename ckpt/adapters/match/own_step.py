@@ -40,7 +40,7 @@ def state_of_step(
             stand_in, settings = stand_in_of(optimizer, settings)
             stand_in.param_groups = [{**settings, "params": [zeros]}]
             kind.step(stand_in)
-    except Exception as error:  # code of the optimizer
+    except Exception as error:  # An optimizer's code may raise anything
         raise RestoreError(
             f"{name!r} is not there yet, and a step of {kind.__qualname__} that would make it "
             f"fails ({error!r}): take one optimizer step before restoring"

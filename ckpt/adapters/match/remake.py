@@ -49,7 +49,8 @@ class Remaker:
         elif tag == "object":
             decode(node["v"], partial(self._order, path))
         elif tag not in ("tensor", "array"):
-            self.make(tag, node)  # what cannot be made is found now, not when half is set
+            # A value that cannot be made raises now, before anything is set.
+            self.make(tag, node)
         return None
 
     def make(self, tag: str, node: Mapping[str, Node]) -> object:

@@ -23,7 +23,7 @@ class _Rule:
         if (found := self.expression.fullmatch(name)) is None:
             return None
         *stars, rest = found.groups(default="")
-        if len(self.parts) == 1:  # many names, one source
+        if len(self.parts) == 1:  # Without a star, all matching names have one source
             return self.parts[0] + rest
         taken = zip(self.parts, [*stars, rest], strict=True)
         return "".join(part + text for part, text in taken)

@@ -71,23 +71,23 @@ class TensorSink:
             or region.is_neg()
         ):
             return None
-        flat = region.as_strided(
-            (region.numel(),), (1,)
-        )  # one element is contiguous whatever its stride says
-        # 3.11 has no Buffer.
+        # A region of one element is contiguous whatever its stride is.
+        flat = region.as_strided((region.numel(),), (1,))
+        # Python 3.11 has no ``collections.abc.Buffer``.
         return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
         """Copy the wanted parts of a chunk."""
         if read.nbytes < _LARGE_BYTES and (memory := self.direct(read)) is not None:
-            memory[:] = data  # thousands of small tensors: a tenth of what torch asks for a copy
+            # For thousands of small tensors, this takes a tenth of the time of torch's copies.
+            memory[:] = data
             return
         raw = torch.frombuffer(data, dtype=torch.uint8)
         plain = over(raw, read.dtype, read.box.shape)
         for index, target in enumerate(read.targets):
-            converted = self._converted[
-                target.leaf
-            ]  # from the dtype itself, not from integers that stand for it
+            # The values are converted from the dtype itself, not from the integers that stand for
+            # it.
+            converted = self._converted[target.leaf]
             chunk = (
                 raw.view(getattr(torch, read.dtype)).view(read.box.shape) if converted else plain
             )

@@ -24,7 +24,7 @@ def memory_of(target: Source) -> Hashable:
     if isinstance(target, LocalShards):
         return tuple(map(memory_of, target.tensors)) or id(target)
     memory = local(target)
-    address = memory.data_ptr()  # 0 is no place: many tensors have it
+    address = memory.data_ptr()  # Many tensors have the address 0
     return (address, memory.shape, memory.stride()) if address and memory.numel() else id(target)
 
 

@@ -180,7 +180,7 @@ class StateTree:
 
     def _module(self, node: Mapping[str, Node], path: str) -> Any:
         values: Mapping[str, Node] = node["values"]
-        inside = {  # tensors in an extra state
+        inside = {  # Tensors in an extra state
             each for fqn in values for each in below(self._names, f"{path}/{fqn}")
         }
         found = {

@@ -39,7 +39,8 @@ def release(module: nn.Module) -> None:
             fsdp1_reshard(handle)
     for each in _fsdp2_modules(module):
         if any(map(may_be_gathering, fsdp2_groups(each))):
-            each.unshard()  # unshard(async_op=True) has begun: this waits for it
+            # A call of ``unshard(async_op=True)`` may be under way, and this call waits for it.
+            each.unshard()
         each.reshard()
 
 

@@ -100,7 +100,7 @@ def form_of(source: Source) -> Form:
 
 
 def _format(held: torch.Tensor) -> Hashable:
-    shape = None if held.is_nested else held.shape  # a nested one has none, and is refused
+    shape = None if held.is_nested else held.shape  # A nested tensor has no shape
     return (held.dtype, shape, held.device, held.layout, None if is_plain(held) else type(held))
 
 
@@ -204,7 +204,8 @@ def check(name: str, tensor: torch.Tensor) -> str:
             f"quantized tensor ({tensor.dtype})",
             "save int_repr(), q_scale() and q_zero_point()",
         )
-    if is_plain(tensor):  # most tensors are: only their storage can be missing
+    if is_plain(tensor):
+        # Most tensors are plain, and only their storage can be missing.
         check_storage(name, tensor)
         return dtype_name(name, tensor.dtype)
     held, memory = held_in(tensor), local(tensor)
@@ -251,7 +252,7 @@ def check_storage(name: str, memory: torch.Tensor) -> None:
 
 def _inside(tensor: torch.Tensor) -> str:
     """Return the names of the tensors that a wrapper consists of, as it says."""
-    with suppress(Exception):  # code of the user's
+    with suppress(Exception):  # A user's code may raise anything
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return f" ({', '.join(names)})"
     return ""

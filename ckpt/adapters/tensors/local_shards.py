@@ -85,7 +85,7 @@ class LocalShards:
     ) -> LocalShards:
         """Return the elements of a flat tensor from ``start`` on that the 1-D ``memory`` holds."""
         shards: list[tuple[Sequence[int], torch.Tensor]] = []
-        memory, at = memory.detach(), 0  # it shares its version counter
+        memory, at = memory.detach(), 0  # A detached tensor shares the version counter
         for box in split_flat(shape, start, start + memory.numel()):
             shards.append((box.offsets, memory[at : at + box.numel].view(box.shape)))
             at += box.numel

@@ -59,7 +59,8 @@ def _walk(
     unit = _own_unit(module, known) or around
     yield path, unit
     children: Mapping[str, nn.Module | None] = module._modules
-    # what a list leaves out here may be on another rank, and what it has may be here alone
+    # The modules that a list leaves out may be on other ranks, and those that it has may be on this
+    # rank alone.
     sparse = isinstance(module, nn.ModuleList | nn.ModuleDict) and None in children.values()
     for name, child in children.items():
         if child is not None:

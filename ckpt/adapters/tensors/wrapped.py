@@ -74,7 +74,7 @@ class Layer:
     values: Node
     inner: Mapping[str, torch.Tensor | Layer]
     held: torch.Tensor
-    alias: torch.Tensor = field(repr=False)  # torch crashes when it prints one
+    alias: torch.Tensor = field(repr=False)  # Torch crashes when it prints an alias
 
     def leaves(self, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the innermost tensors, by their paths in the wrapper."""
@@ -275,7 +275,7 @@ def _is_kept(one: torch.Tensor, two: Any) -> bool:
 def _has_memory(alias: torch.Tensor) -> bool:
     try:
         return alias.data_ptr() != 0
-    except RuntimeError:  # of symbolic sizes, as a jagged tensor has them
+    except RuntimeError:  # The sizes are symbolic, as in a jagged tensor
         return False
 
 
@@ -339,7 +339,7 @@ def _following(name: str, layer: Layer) -> frozenset[str]:
     known = _known_sizes.setdefault(type(held), {})
     key = (held.shape, str(layer.values))
     for _, piece in _slices(held) if key not in known else ():
-        with suppress(Exception):  # code of the user's
+        with suppress(Exception):  # A user's code may raise anything
             known[key] = places & _places_of_size(piece, path, tuple)
             break
     return frozenset(path + place for place in known.get(key, ()))
@@ -405,7 +405,7 @@ def _cut_by_rows(name: str, layer: Layer) -> set[str]:
     """
     leaves = dict(layer.leaves())
     for parts, piece in _slices(layer.held):
-        with suppress(Exception):  # code of the user's
+        with suppress(Exception):  # A user's code may raise anything
             shapes = {
                 path: tuple(leaf.shape) for path, leaf in _layer(name, piece, _as_it_is).leaves()
             }
@@ -426,7 +426,7 @@ def _slices(held: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     for parts in dict.fromkeys((*_prime_factors(rows), rows)):
         piece: torch.Tensor | None = None
         if parts > 1:
-            with suppress(Exception), torch.no_grad():  # code of the user's
+            with suppress(Exception), torch.no_grad():  # A user's code may raise anything
                 piece = torch.ops.aten.slice.Tensor(held, 0, 0, rows // parts)
         if piece is not None:
             yield parts, piece

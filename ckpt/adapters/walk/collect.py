@@ -105,10 +105,11 @@ def collect(
 ) -> Collected:
     """Walk ``state``.
 
-    Nothing is copied: tensors are those of the state. ``lasting``: so are its large dicts of
-    tensors; else that is believed when they come a second time.
+    Nothing is copied: the tensors found are those of the state.
 
     Args:
+        lasting: Whether large dicts of tensors keep their tensors from save to save. Otherwise
+            this is assumed of a dict that has the same tensors as in the last walk.
         captured: Optimizers whose steps run no hook, since a graph replays them.
         patterns: The part of the state that is walked. Names are those of the whole state.
 
@@ -206,15 +207,15 @@ class _Walk:
         lasting: bool,
     ) -> None:
         self._lasting, self._optimizers, self._choice = lasting, optimizers, choice
-        # one that is left out is fenced too: its step changes parameters that are saved
+        # Optimizers that are left out are fenced too: their steps change saved parameters.
         self.out = Collected(optimizers=list(optimizers.all))
         self._parameters, self._rank, self._memory = parameters, rank, memory
         self._owned = optimizers.owned()
         self._seen: dict[int, str] = {}
         self._at: At = {}
-        self._unread: list[Segment] = []  # segments of the last walk that are not in these two yet
-        self._made_anew = False  # inside an object that a restore may give new tensors
-        self._alone = False  # inside a PerRank value: never shared
+        self._unread: list[Segment] = []  # Not yet in ``_seen`` and ``_at``
+        self._made_anew = False  # True inside an object that a restore may give new tensors
+        self._alone = False  # True inside a PerRank value, which ranks never share
 
     def other(self, value: object, path: str) -> Node:
         """Return the node of a value that is not plain. It is the hook of ``encode``."""
@@ -225,7 +226,7 @@ class _Walk:
                 if self._made_anew:
                     raise UnsupportedValue(path, "LocalShards in a state_dict()", _MADE_ANEW)
                 return {"$": "tensor", "n": self._tensor(path, value)}
-            case dict() if type(value) is dict:  # no subclass: those are not plain
+            case dict() if type(value) is dict:  # A subclass is not plain
                 return self._table(value, path)
             case np.ndarray():
                 return self._array(value, path)
@@ -278,7 +279,7 @@ class _Walk:
 
         ``replicas``: ranks known to hold the same.
         """
-        if self._alone:  # its own bytes: what ranks share must not hang on what they do not
+        if self._alone:  # The bytes are its own: shared tensors must not depend on one rank's
             if isinstance(tensor, DTensor | LocalShards):
                 kind = type(tensor).__name__
                 raise UnsupportedValue(name, f"{kind} in a PerRank", "put it into the state itself")
@@ -305,7 +306,7 @@ class _Walk:
     def _stored(self, name: str, tensor: Source, seen: dict[int, str], at: At) -> str:
         """Return ``name``, or the name of an earlier tensor which is this one.
 
-        All that were seen are kept: no identity comes twice.
+        All tensors with a name of their own are kept alive, so no identity occurs twice.
         """
         check_initialized(name, tensor)
         self._read()
@@ -321,7 +322,7 @@ class _Walk:
                 stored = next((known for other, known in others if same_view(other, tensor)), name)
                 if stored == name:
                     at.setdefault(address, []).append((tensor, name))
-            if stored == name:  # a tied one may be let go, and its identity taken by another
+            if stored == name:  # A tied tensor may be freed, and its identity used again
                 seen[id(tensor)] = name
         return stored
 
@@ -398,7 +399,7 @@ class _Walk:
         if segment is None or not segment.closed or not segment.still(key, tensors):
             return False
         before = self._segments_before()
-        # segments are equal to none but themselves
+        # Segments compare by identity.
         if before is None or before != segment.apart_from:
             self._read()
             if not (
@@ -444,8 +445,8 @@ class _Walk:
                 held.append(item)
             else:
                 tied[item.name] = stored
-        self._read()  # also where there is no candidate
-        # other views of the same memory: keep both in sight
+        self._read()  # Without a candidate, ``_stored`` has not called it
+        # ``_read`` replaces the entry of an address, so the entry keeps the earlier views too.
         for address in at.keys() & self._at.keys():
             at[address] = [*self._at[address], *at[address]]
         return Segment(key, tensors, held=held, tied=tied, seen=seen, at=at)
@@ -469,7 +470,7 @@ class _Walk:
         late = list(map(self._owned.__contains__, map(id, items.tensors)))
 
         def named() -> Iterator[Held]:
-            made: dict[tuple[int, object], Source] = {}  # tied ones become one object
+            made: dict[tuple[int, object], Source] = {}  # Tied tensors become one object
             rows = zip(items.held, items.tensors, late, strict=True)
             for index, (entry, tensor, is_late) in enumerate(rows):
                 name = f"{path}/{entry.fqn}"
@@ -514,7 +515,7 @@ class _Walk:
             wrappers = in_optimizer(path, known)
             if self._take_again(path, (late, known, *wrappers.key), wrappers.tensors):
                 return known, wrappers
-        # also when a tensor has another shape, which may belong to another part of a parameter
+        # A tensor of another shape may belong to another part of a parameter, so make new items.
         items = OptimizerItems(path, optimizer, keeper, self._parameters, now, self._choice)
         self._memory.optimizers[path] = items
         wrappers = in_optimizer(path, items)
@@ -534,7 +535,7 @@ class _Walk:
         """
         for (part, key, parameter), tensor in zip(items.owners, items.tensors, strict=True):
             name = state_name(path, part.path, key)
-            alone = is_partial or part.piece is not None  # not every rank has it
+            alone = is_partial or part.piece is not None  # Not every rank has this tensor
             replicas = () if alone else self._parameters.holders_of(parameter)
             yield Held(name, part.of(name, tensor), late, replicas)
 

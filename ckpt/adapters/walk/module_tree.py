@@ -106,6 +106,6 @@ def tree_of(module: nn.Module) -> ModuleTree | None:
     """Return the tree below ``module``; None if a module in it has its own ``state_dict()``."""
     try:
         found = ModuleTree(module)
-    except KeyError:  # of a class that has other tables
+    except KeyError:  # The module's class has other tables
         return None
     return found if found.is_usual() else None

@@ -60,7 +60,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer | None:
-    # Accelerate, Lightning
+    # Accelerate uses ``optimizer``, and Lightning uses ``_optimizer``.
     held = (optimizer.__dict__.get(name) for name in ("optimizer", "_optimizer"))
     return next((each for each in held if isinstance(each, Optimizer)), None)
 
@@ -75,7 +75,7 @@ def methods_beyond_step(optimizer: Optimizer) -> tuple[str, ...]:
     known to have none that matters.
     """
     inner: Optimizer = getattr(optimizer, "optim", optimizer) if is_zero(optimizer) else optimizer
-    kind: Any = type(inner)  # mypy takes the hash of an optimizer for that of its class
+    kind: Any = type(inner)  # Mypy takes the hash of an optimizer for that of its class
     return _own_methods(kind)
 
 
@@ -142,7 +142,7 @@ def asked(path: str, value: object) -> Generator[None]:
     """Call the ``state_dict()`` of ``value``. If it raises, the error names ``path``."""
     try:
         yield
-    except UnsupportedValue as error:  # it names a value within the object
+    except UnsupportedValue as error:  # The error names a value within the object
         raise UnsupportedValue(f"{path}/{error.name}", error.kind, error.detail) from None
     except CkptError:
         raise
@@ -258,7 +258,8 @@ def _shared(module: nn.Module, found: Sequence[Entry]) -> Iterator[Entry]:
     for entry, unit in zip(found, units, strict=True):
         is_buffer = id(entry.value) in buffers
         is_ignored = id(entry.value) in unit.ignored and (is_buffer or entry.value.requires_grad)
-        if is_ignored or (not ranks[unit] and unit.is_first is None):  # nothing is known of others
+        if is_ignored or (not ranks[unit] and unit.is_first is None):
+            # Nothing is known about other ranks.
             yield entry
         elif is_buffer and unit.is_first is not None:
             yield entry if unit.is_first else replace(entry, replicas=ranks[unit], left=True)
@@ -284,7 +285,7 @@ class Parameters:
         in the state by themselves: each as itself, or as another tensor of the same memory, as
         ``state_dict()`` gives it.
         """
-        # of thousands, at every save
+        # Each save looks for thousands of parameters, so this compares sets.
         held = set[int]().union(*(items.parts for items in self.items))
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         if all(held.issuperset(map(id, parameters)) for parameters in groups):
@@ -310,7 +311,7 @@ class Parameters:
         """Return the parts of a parameter: its path, or its place in the optimizer if the state
         does not hold it.
 
-        More than one if it is a flat one.
+        A flat parameter may have several parts.
         """
         for items in self._items.values():
             if found := items.parts.get(id(parameter)):

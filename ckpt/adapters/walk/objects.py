@@ -36,7 +36,7 @@ def declares_state(value: object) -> bool:
 
 
 def look_again(objects: Sequence[tuple[str, Any]]) -> None:
-    """Let what stands in for others show what is there now. Before anything is asked of it."""
+    """Let each stand-in look at the object that it stands for. Call this before its use."""
     for _, value in objects:
         if isinstance(value, StandIn):
             value.look()
@@ -49,7 +49,7 @@ def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
             yield path, value
     elif isinstance(value, Mapping) and depth < 100:
         for key, item in value.items():
-            if type(item) not in PLAIN:  # of those there may be thousands
+            if type(item) not in PLAIN:  # There may be thousands of plain values
                 yield from walk_objects(item, join(path, key), depth + 1)
     elif isinstance(value, list | tuple) and depth < 100:
         for index, item in enumerate(value):

@@ -34,7 +34,7 @@ from ckpt.storage.tiers import OpenTier
 
 Part = Segment | Held
 
-_SMALL_STATE_BYTES: Final = 512  # a step counter, and its entries in the header
+_SMALL_STATE_BYTES: Final = 512  # A step counter and its entries in the header
 
 
 class _Place(NamedTuple):
@@ -66,7 +66,10 @@ class Prepared:
     def warm(
         self, slots: Iterable[Slot], parts: Sequence[Part], *, overlap: bool, check: CheckMode
     ) -> None:
-        """Lay the plan over ``slots`` ahead, so that the first save need not. From any thread."""
+        """Lay the plan over ``slots`` ahead, so that the first save need not.
+
+        Any thread may call it.
+        """
         for slot in slots:
             with self.lock:
                 _, chosen = self._lay(slot, parts, overlap)
@@ -103,7 +106,7 @@ class Prepared:
             known = batches.get((index, overlap))
             if known is None or known[0] is not part:
                 known = (part, self._batch(image, part, first, overlap))
-                # a tensor alone may be a passing one: it is not kept alive
+                # A tensor outside of a segment may be temporary, so it is not kept alive.
                 if isinstance(part, Segment):
                     batches[(index, overlap)] = known
             chosen.append(known[1])
@@ -117,10 +120,11 @@ class Prepared:
         wrappers: list[tuple[str, torch.Tensor]] = []
         for offset, (held, form) in enumerate(_forms(part)):
             leaf = self.leaves[first + offset]
-            # aliases: `parameter.data = other` within the window changes what the parameter is, not
-            # what is copied
+            # These are aliases: ``parameter.data = other`` during the copy changes the parameter,
+            # but not what is copied.
             parts = form.memories(leaf.boxes)
-            for memory in parts:  # a plan that is kept vouches for shapes, not for memory
+            # A cached plan guarantees shapes, but not that the memory still exists.
+            for memory in parts:
                 check_storage(held.name, memory)
             is_late = overlap and held.late and all(map(_may_be_late, (*parts, *held.watched)))
             for item, piece, region in self.by_leaf[first + offset]:
@@ -138,7 +142,8 @@ class Prepared:
             if len(leaf.replicas) > 1 and leaf.nbytes:
                 boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)
                 checks.append(Check(leaf.name, boxes, tuple(parts), is_late))
-        late.sort(key=attrgetter("end"))  # so that sorting all batches together is a merge
+        # If each batch is sorted, sorting all batches together is a merge.
+        late.sort(key=attrgetter("end"))
         return Batch(
             eager=tuple(eager), late=tuple(late), checks=tuple(checks), wrappers=tuple(wrappers)
         )
@@ -154,9 +159,9 @@ class PlanCache:
     def __init__(
         self, rank: int, chunk_bytes: int, *, node_of: Sequence[int] = (), copies: Copies = "one"
     ) -> None:
-        """``node_of``: of each rank, where nodes have tiers of their own."""
+        """``node_of`` is the node of each rank, if nodes have tiers of their own."""
         self._rank, self._chunk_bytes, self._node_of = rank, chunk_bytes, node_of
-        # what is small, such as counters and buffers, each node has anyway
+        # Each node has a copy of small tensors, such as counters and buffers, in any case.
         self._from_bytes = SPLIT_FROM_BYTES if copies == "one" else float("inf")
         self._known: list[Segment | Hashable] = []
         self._prepared: Prepared | None = None
@@ -308,6 +313,6 @@ def _devices(held: Iterable[Held]) -> Devices:
 def _is_text(name: str) -> bool:
     try:
         name.encode()
-    except UnicodeEncodeError:  # a lone surrogate
+    except UnicodeEncodeError:  # The name contains a lone surrogate
         return False
     return True

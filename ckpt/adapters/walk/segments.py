@@ -24,7 +24,8 @@ from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.torch_private import guards_of, storage_identity
 
 
-class Held(NamedTuple):  # made thousands of times: a frozen dataclass costs four times as much
+# A walk makes thousands of these, and a frozen dataclass takes four times as long to make.
+class Held(NamedTuple):
     """A tensor of the state.
 
     Attributes:
@@ -161,14 +162,14 @@ class Facts:
             self._neg = list(map(torch.Tensor.is_neg, memories))
             self._conj = list(map(torch.Tensor.is_conj, memories))
             self._guards = guards_of(memories)
-        except RuntimeError:  # a sparse or nested one has no strides
+        except RuntimeError:  # A sparse or nested tensor has no strides
             return
         self._kinds = kinds
 
     def still(self, tensors: Sequence[Source]) -> bool:
-        """Return whether they are true of ``tensors`` now.
+        """Return whether the facts are true of ``tensors`` now.
 
-        They never are if one is of a kind that cannot be compared.
+        They never are if a tensor is of a kind that cannot be compared.
         """
         kinds = list(map(type, tensors))
         if self._kinds != kinds:
@@ -193,8 +194,8 @@ class Facts:
             and all(map(is_, map(torch.Tensor.is_neg, memories), self._neg))
             and all(map(is_, map(torch.Tensor.is_conj, memories), self._conj))
         )
-        # the guards also look at what does not matter here, such as whether a tensor requires a
-        # gradient
+        # The guards also compare what does not matter here, such as whether a tensor requires a
+        # gradient.
         if alike:
             self._guards = guards_of(memories)
         return alike
