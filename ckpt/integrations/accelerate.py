@@ -42,7 +42,8 @@ from ckpt.storage.tiers import Tiers, as_tiers
 
 TESTED: Final = ("1.0", "1.15")
 """The first and the last release of accelerate that the tests ran on."""
-_ROOT: Final = "ckpt"  # in the project's folder: save_state deletes what is in "checkpoints"
+# A folder beside "checkpoints", whose contents accelerate deletes.
+_ROOT: Final = "ckpt"
 _REFUSED: Final = {
     "DEEPSPEED": "put ckpt.integrations.deepspeed.zero_state(engine) into a state of your own",
     "MEGATRON_LM": "Megatron keeps its own checkpoints",
@@ -121,7 +122,7 @@ class AcceleratorCheckpoints:
         _check_step(step, "save_state")
         project = self._accelerator.project_configuration
         number = project.iteration if step is None else step
-        # An error of an earlier save is raised after this one has begun: its number is taken.
+        # An error of an earlier save is raised after this save has begun, so the number is taken.
         project.iteration += 1
         _warn_of_hooks("save", self._accelerator._save_model_state_pre_hook)
         return self.manager.save_async(self._state(), number, metrics=metrics)
@@ -245,7 +246,8 @@ class _Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loader.load_state_dict(state)
-        self._loader.dl_state_dict = state  # else a save before the next batch keeps the old one
+        # Otherwise a save before the next batch has the old state.
+        self._loader.dl_state_dict = state
 
 
 def _prepared(accelerator: Any) -> dict[str, list[Any]]:
@@ -279,7 +281,7 @@ def _is_whole(name: str) -> bool:
 
 def _limited(place: Any, total_limit: int | None) -> Tier:
     (tier,) = as_tiers(place)
-    is_given = isinstance(place, Tier) or tier.url == MEMORY  # memory keeps what its slots hold
+    is_given = isinstance(place, Tier) or tier.url == MEMORY  # Memory keeps what its slots hold
     return tier if is_given else Tier(tier.url, keep_last=total_limit)
 
 

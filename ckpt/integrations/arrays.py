@@ -106,7 +106,7 @@ def _node(value: Any) -> _Node | None:
     if _is_leaf(value):
         return None
     if (variables := getattr(value, "variables", None)) is not None and not callable(variables):
-        return _Node(_unique(variables), lambda _: value)  # its variables are filled in place
+        return _Node(_unique(variables), lambda _: value)  # Its variables are filled in place
     if type(value) in (dict, OrderedDict):
         make = type(value)
         return _Node(
@@ -236,7 +236,7 @@ def _of_numpy(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
     dtype = _dtype(path, array)
     plain = array if array.flags.c_contiguous else np.ascontiguousarray(array)
     plain = plain if plain.flags.writeable else plain.copy()
-    # torch takes no dtype from outside of NumPy, such as bfloat16
+    # torch takes no dtype from outside of NumPy, such as bfloat16.
     raw = torch.from_numpy(plain.reshape(-1).view(np.uint8))
     return raw.view(dtype).reshape(array.shape)
 

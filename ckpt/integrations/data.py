@@ -318,7 +318,8 @@ class ElasticStream(_Position, IterableDataset[Any]):
         check_undivided(data)
         super().__init__(order_of(data), _place(rank, world_size))
         self._data = data
-        # What workers know of the loop; shared, since persistent ones live on.
+        # Workers read here where the loop begins. Persistent workers outlive a loop, so the memory
+        # is shared.
         self._start = torch.zeros(3, dtype=torch.int64)
         self._start.share_memory_()  # type: ignore[no-untyped-call]
 
@@ -350,7 +351,7 @@ class ElasticStream(_Position, IterableDataset[Any]):
         worker = get_worker_info()
         if worker is None:
             return self._dealt(consumed, batch_size, 0, 1)
-        self._set_epoch(epoch)  # in this process: an earlier loop may have made it
+        self._set_epoch(epoch)  # An earlier loop may have started this worker process
         return self._dealt(consumed, batch_size, worker.id, worker.num_workers)
 
     def _dealt(self, start: int, batch_size: int, worker: int, workers: int) -> Iterator[Any]:
@@ -361,7 +362,7 @@ class ElasticStream(_Position, IterableDataset[Any]):
                 continue
             if rank == self._rank:
                 own = sample
-            if rank == self._world_size - 1:  # all ranks have one
+            if rank == self._world_size - 1:  # Every rank has a sample of this turn
                 yield own
 
 

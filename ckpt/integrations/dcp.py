@@ -134,7 +134,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         self._step, self._once = step, step is not None
         self._asked: int | None = None
         self._manager: CheckpointManager | None = None
-        self._world = (0, 0)  # rank and number of ranks
+        self._world = (0, 0)  # Rank and number of ranks
         self._stager: _Stager | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,7 +155,8 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         if self._once:
             return _stage(DefaultStager(_BLOCKING), state_dict)
         if self._stager is None or self._stager.in_use:
-            self._stager = _Stager()  # the save under way keeps the memory of its own
+            # The save under way still needs the memory of the other stager.
+            self._stager = _Stager()
         return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:
@@ -302,7 +303,7 @@ class _Stager:
 
 def _stage(stager: DefaultStager, state: State) -> State:
     staged = stager.stage(state)
-    assert isinstance(staged, dict)  # a future only with use_async_staging
+    assert isinstance(staged, dict)  # It is a future only with use_async_staging
     return staged
 
 

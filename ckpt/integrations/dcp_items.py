@@ -176,7 +176,7 @@ class Entries:
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = manifest.tensor_map()
         stored: dict[int, str] = {}
-        kept: list[torch.Tensor] = []  # an identity is used once
+        kept: list[torch.Tensor] = []  # Keep them alive, so that no other tensor gets the id of one
 
         def stand_in(name: str) -> torch.Tensor:
             tensor = self._tensors[name]

@@ -135,8 +135,8 @@ class ZeroModel(ModuleStandIn):
                 for entry in reversed(found)
                 if isinstance(entry.value, LocalShards)
             }
-            # DeepSpeed never makes buffers equal: those of its first rank count, as in its own
-            # checkpoints
+            # DeepSpeed never makes buffers equal. Those of its first rank count, as in its own
+            # checkpoints.
             buffers, is_first = set(map(id, module.buffers())), dist.get_rank() == ranks[0]
             shared = tuple(
                 entry
@@ -177,7 +177,7 @@ class ZeroModel(ModuleStandIn):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Extra states of the engine's modules."""
+        """Load the extra states of the engine's modules."""
         return self._zero.engine.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def settle(self) -> None:
@@ -186,7 +186,7 @@ class ZeroModel(ModuleStandIn):
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
             return
-        optimizer.checkpoint_event_prologue()  # no parameter is left gathered with the old values
+        optimizer.checkpoint_event_prologue()  # Release gathered parameters, which hold old values
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
         optimizer.checkpoint_event_epilogue()
@@ -196,7 +196,7 @@ class ZeroOptimizer(OptimizerStandIn):
     """The optimizer of an engine, with its state by parameter."""
 
     def __init__(self, zero: _Zero) -> None:
-        # not Optimizer's own __init__, which takes tensors only: this one never steps
+        # Do not call ``Optimizer.__init__``, which takes tensors only. This optimizer never steps.
         self._zero = zero
         self.defaults = {}
         self.state = {}  # type: ignore[assignment]
@@ -240,8 +240,8 @@ class ZeroOptimizer(OptimizerStandIn):
         for index, master in enumerate(masters):
             values: dict[str, Any] = {key: view[index] for key, view in views.items()}
             if step is not None:
-                # one for each parameter, as plain PyTorch has it; the same tensor as before, so
-                # that saves find nothing new
+                # Each parameter has a step of its own, as in plain PyTorch. It stays the same
+                # tensor, so that saves find nothing new.
                 values[_STEP] = shown.get(master, {}).get(_STEP, torch.zeros(()))
                 if float(values[_STEP]) != float(step):
                     values[_STEP].fill_(float(step))
@@ -302,14 +302,14 @@ class ZeroOptimizer(OptimizerStandIn):
             )
 
     def settle(self) -> None:
-        """Hyperparameters and state into the optimizer inside."""
+        """Give hyperparameters and state to the optimizer inside."""
         for group, base in zip(self.param_groups, self._zero.base.param_groups, strict=True):
             base.update({key: value for key, value in group.items() if key != "params"})
         for partition in self._zero.partitions:
             self._settle(partition)
         self._fresh.clear()
         if hasattr(self._zero.optimizer, "_hp_optimizer_states_linked"):
-            # linked again at the next step
+            # DeepSpeed links the states again at the next step.
             self._zero.optimizer._hp_optimizer_states_linked = False
 
     def _settle(self, partition: Partition) -> None:
@@ -325,7 +325,7 @@ class ZeroOptimizer(OptimizerStandIn):
         flats: dict[str, Any] = {key: fresh[key] if key in fresh else held[key] for key in keys}
         for values, piece in zip(saved, partition.pieces, strict=True):
             for key in keys:
-                # as DeepSpeed has it for parameters that have not stepped yet
+                # DeepSpeed has zeros for parameters that have not stepped yet.
                 if key not in values:
                     flats[key][piece.span.at : piece.span.at + piece.span.length].zero_()
         if steps:

@@ -57,7 +57,7 @@ from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 TESTED: Final = ("0.19", "0.19")
 """The first and the last release of deepspeed that the tests ran with."""
 LATEST: Final = "latest"
-_ABOUT, _PARTS = "deepspeed", "parts"  # the two entries of a step
+_ABOUT, _PARTS = "deepspeed", "parts"  # The two entries of a step
 _NOTE: Final = "ckpt has the contents of this file of DeepSpeed"
 _MOST_NOTE_BYTES: Final = 4096
 
@@ -105,7 +105,7 @@ class CkptEngine:
         self._engine = engine
         self._folder = os.path.abspath(folder)
         self._tiers = as_tiers(self._folder if tiers is None else tiers)
-        # one rank of each node, which may have a folder of its own
+        # One rank of each node writes the file, since each node may have a folder of its own.
         self._latest = _Latest(self._folder) if int(engine.local_rank) <= 0 else None
         self._call: _Call | None = None
         self._looked_at: tuple[str, Any] | None = None
@@ -128,7 +128,7 @@ class CkptEngine:
                 f"a tag cannot be {LATEST!r}, which is the file that names the newest tag: choose "
                 "another one"
             )
-        self._looked_at = None  # the tag may name another step from now on
+        self._looked_at = None  # The tag may name another step from now on
         self._call = _Call(os.path.abspath(info.save_dir), str(info.tag), bool(info.save_latest))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -149,11 +149,12 @@ class CkptEngine:
         try:
             _, part = self._named(path)
             call.parts[part] = packed(state_dict, f"{_PARTS}/{part}", Owned.by(self._engine))
-            if not _is_note(path):  # an fsync of each would hold up the training
+            if not _is_note(path):
+                # An fsync of each file would hold up the training.
                 _write(path, _note(part), sync=False)
         except BaseException as error:
             with suppress(Exception):
-                self._begin(call, Failed(error))  # so that the other ranks do not wait
+                self._begin(call, Failed(error))  # The other ranks must not wait for this one
             raise
         self._call = call
 
@@ -206,7 +207,7 @@ class CkptEngine:
             IntegrityError, StorageError: Bytes are intact on no tier.
         """
         if self._looked_at is not None and self._looked_at[0] == path:
-            # DeepSpeed loads the first file twice, the first time to look at one entry
+            # DeepSpeed loads the first file twice, the first time only to look at one entry.
             found, self._looked_at = self._looked_at[1], None
             return found
         self._looked_at = None
@@ -216,7 +217,7 @@ class CkptEngine:
                 "call engine.load_checkpoint before you set engine.checkpoint_engine"
             )
         tag, part = self._named(path)
-        self.manager.fence()  # a copy under way must not see what is loaded
+        self.manager.fence()  # A copy under way must not read what is loaded
         if self.pending is not None:
             self.pending.wait()
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
@@ -371,7 +372,8 @@ class _Latest:
             with self._lock:
                 self._tags.pop(event.step, None)
         elif isinstance(event, SaveCommitted) and not event.tier.startswith("shm://"):
-            with self._lock:  # memory is lost with the machine
+            # A tier in memory does not count, since it is lost with the machine.
+            with self._lock:
                 tag = self._tags.pop(event.step, None)
             if tag is not None:
                 self.name(event.step, tag)

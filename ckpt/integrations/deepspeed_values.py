@@ -107,7 +107,7 @@ class _Packer:
         if _KIND in value:
             raise UnsupportedValue(join(path, _KIND), "key", "name it otherwise")
         items = {key: self.pack(item, join(path, key)) for key, item in value.items()}
-        metadata = getattr(value, "_metadata", None)  # of nn.Module.state_dict
+        metadata = getattr(value, "_metadata", None)  # ``nn.Module.state_dict`` sets it
         if metadata is None:
             return type(value)(items)
         versions = self.pack(dict(metadata), join(path, _METADATA))

@@ -162,7 +162,7 @@ class CkptCheckpoint(ModelCheckpoint):
         self._settings = settings
         self._manager: CheckpointManager | None = None
         self._best = ""
-        self._rng: dict[str, Any] | None = None  # as restored, until training goes on
+        self._rng: dict[str, Any] | None = None  # The restored generators, until training goes on
 
     # -- paths -------------------------------------------------------------------------------------
 
@@ -199,7 +199,8 @@ class CkptCheckpoint(ModelCheckpoint):
         Each rank calls this by itself, and all must find the same. Of equal steps the first
         callback's counts.
         """
-        if len(trainer.checkpoint_callbacks) == 1:  # there is no choice: the restore looks
+        # There is no choice, and the restore looks for the step.
+        if len(trainer.checkpoint_callbacks) == 1:
             return {_Candidate(self._path(_NEWEST), 0.0)}
         newest = {each: found for each in _callbacks(trainer) if (found := each.newest())}
         if self is not max(newest, key=lambda each: newest[each][0], default=None):
@@ -400,7 +401,7 @@ def _state_of_model(strategy: Strategy, carried: _Carried) -> dict[str, Any]:
     return {"model": strategy.model, "lightning": PerRank(carried, on_resize="first")}
 
 
-_EVALUATED: Final = ("model", "lightning")  # what a restore for validate, test and predict takes
+_EVALUATED: Final = ("model", "lightning")  # What a restore for validate, test and predict takes
 
 
 def _callbacks(trainer: Trainer) -> list[CkptCheckpoint]:

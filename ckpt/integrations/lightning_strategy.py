@@ -57,12 +57,12 @@ class CkptStrategy(Strategy):
     """
 
     readers: Sequence[Reader] = ()
-    _shown: dict[str, Any] | None = None  # the tensors that the dump under way gets
-    _is_filled = False  # whether the last load has filled module and optimizers in place
+    _shown: dict[str, Any] | None = None  # The tensors that the dump under way gets
+    _is_filled = False  # Whether the last load has filled module and optimizers in place
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # the optimizers are filled in place, and the setup makes them
+        return True  # The setup makes the optimizers, which are then filled in place
 
     @property
     def lightning_restore_optimizer(self) -> bool:

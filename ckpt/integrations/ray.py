@@ -37,9 +37,9 @@ from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 REFERENCE: Final = "ckpt.json"
 TESTED: Final = ("2.60", "2.60")
 _SCHEMES: Final = {"local": "", "s3": "s3://", "gcs": "gs://"}
-_MOST_BYTES: Final = 64 << 10  # of a reference
-_DRAIN_SECONDS: Final = 120.0  # what Ray waits if a preemption has no deadline
-_LATE_SECONDS: Final = 300.0  # after that it has taken the workers away
+_MOST_BYTES: Final = 64 << 10  # The largest size of a reference
+_DRAIN_SECONDS: Final = 120.0  # How long Ray waits if a preemption has no deadline
+_LATE_SECONDS: Final = 300.0  # How long after the deadline Ray has ended all workers
 
 _log = logging.getLogger("ckpt")
 
@@ -120,7 +120,7 @@ class RayCheckpoints:
         report = self.manager.restore(state, **options)
         if reported is None:
             return report
-        if report is None:  # the tiers are other ones than before
+        if report is None:  # The tiers differ from those of the report
             root, step = _read(reported)
             if root != self.root:
                 raise ConfigError(
@@ -184,7 +184,7 @@ class RayCheckpoints:
         checkpoint = None
         if context.get_world_rank() == 0 and not _is_skipped(pending):
             storage = context.get_storage()
-            # It stands for the reference, which `_refer` makes in the background.
+            # This stands for the reference, which `_refer` makes in the background.
             checkpoint = ray.train.Checkpoint(
                 storage.experiment_fs_path, storage.storage_filesystem
             )
@@ -216,8 +216,8 @@ class RayCheckpoints:
     def close(self, timeout: float | None = None) -> None:
         """Finish every save (`CheckpointManager.close`).
 
-        After a stop for a preemption it returns no more: a training function that returns has
-        finished for Ray. Ray ends the workers at the deadline.
+        After a stop for a preemption it does not return, since Ray takes a training function that
+        returns for finished. Ray ends the workers at the deadline.
         """
         self.manager.close(timeout)
         if self._stops and self._preempted_at is not None:

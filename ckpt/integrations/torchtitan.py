@@ -77,7 +77,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         settings: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
         """Fields of ``SaveConfig``, for configurations in Python."""
 
-    save_future: Any  # a PendingSave, which has their result()
+    save_future: Any  # A PendingSave, which has the result() of a future
 
     def __init__(self, config: Any, **parts: Any) -> None:
         warn_of_untested("torchtitan", TESTED, advice="resume once and compare the losses")
@@ -187,7 +187,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
             )
         try:
             only = None if wanted == state.keys() else sorted(wanted)
-            source.restore(state, step, only=only, cast=True)  # DCP converts as well
+            source.restore(state, step, only=only, cast=True)  # DCP converts dtypes as well
         except EntryMissing as error:
             if not any(name.startswith(OPTIMIZER) for name in error.names):
                 raise

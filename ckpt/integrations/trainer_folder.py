@@ -82,7 +82,7 @@ def pointed_step(folder: str) -> int | None:
 
 
 def write_folder(output_dir: str, step: int, text: str) -> None:
-    """Let the folder of ``step`` have ``text`` as its state. The step is committed."""
+    """Write the folder of ``step``, with ``text`` as its state. The step is committed."""
     folder = folder_of(output_dir, step)
     fresh = os.path.join(output_dir, f".checkpoint-{step}.{uuid.uuid4().hex}")
     os.makedirs(fresh)
@@ -93,11 +93,14 @@ def write_folder(output_dir: str, step: int, text: str) -> None:
             os.fsync(file.fileno())
     try:
         os.rename(fresh, folder)
-    except OSError:  # an earlier one is there: the step says the same to both files
+    except OSError:
+        # An older folder is there. Its files belong to the same step, so each is replaced by
+        # itself.
         try:
             for name in (STATE, POINTER):
                 os.replace(os.path.join(fresh, name), os.path.join(folder, name))
-        except OSError:  # another node writes the same folder
+        except OSError:
+            # Another node writes the same folder.
             if not all(os.path.isfile(os.path.join(folder, name)) for name in (STATE, POINTER)):
                 raise
         finally:
@@ -109,7 +112,7 @@ def remove_folders(output_dir: str, *, keep: Collection[object]) -> None:
     for step, folder in _folders(output_dir).items():
         if step not in keep:
             gone = os.path.join(output_dir, f".checkpoint-{step}.gone")
-            with contextlib.suppress(OSError):  # another node was first
+            with contextlib.suppress(OSError):  # Another node may have renamed it
                 os.rename(folder, gone)
             shutil.rmtree(gone, ignore_errors=True)
 

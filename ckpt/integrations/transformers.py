@@ -50,7 +50,7 @@ from ckpt.integrations.trainer_folder import (
 from ckpt.manager import CheckpointManager
 from ckpt.storage.tiers import Tiers, as_tiers
 
-TESTED: Final = ("5.23", "5.23")  # the first and the last release that every test ran with
+TESTED: Final = ("5.23", "5.23")  # The first and the last release that every test ran with
 BEST_STEP: Final = "trainer_best_step"
 """The metric of a save that was the best so far: its step. The largest is the Trainer's best."""
 _FOLDER: Final = "ckpt"
@@ -205,14 +205,14 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             try:
                 manager.restore(text, step, only="trainer")
             except NoCheckpoint:
-                continue  # it is logged, and on all ranks
+                continue  # All ranks meet this error, and it is logged
             _log.warning("ckpt: step %d is damaged, resuming from step %d", damaged.step, step)
             self._ckpt_write(step, text["trainer"], manager)
             return folder_of(self.args.output_dir, step)
         raise damaged.error
 
     def _ckpt_write(self, step: int, text: str, manager: CheckpointManager) -> None:
-        """Let the folder of ``step`` be there on all ranks, and none of steps that are gone."""
+        """Write the folder of ``step`` for all ranks, and remove those of steps that are gone."""
         if self.is_local_process_zero():
             write_folder(self.args.output_dir, step, text)
             remove_folders(self.args.output_dir, keep=set(manager.steps()))
@@ -227,11 +227,11 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return found
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        del model, trial  # the model is the trainer's, and train() refuses trials
+        del model, trial  # The model is that of the trainer, and train() refuses trials
         if (run := self._ckpt_run) is None:
             raise ConfigError("a checkpoint is saved within train() only: call save_model() here")
         step, before = self.state.global_step, self.state.best_model_checkpoint
-        if run.saved == step:  # a callback has asked for a save as well
+        if run.saved == step:  # A callback has asked for a save as well
             if self.state.best_global_step == step:
                 self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
                 run.manager.add_metrics(step, {BEST_STEP: float(step)})
@@ -243,7 +243,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             metrics = {**metrics, BEST_STEP: float(step)}
         text = self._ckpt_text()
         state = self._ckpt_state()
-        if self.is_world_process_zero():  # the others hold figures of their own, such as run times
+        if self.is_world_process_zero():  # Other ranks have figures of their own, such as run times
             state["trainer"] = text
         run.expect(step, text, self.state.best_model_checkpoint)
         if not run.save(state, step, metrics, self._ckpt_frozen()):
@@ -285,7 +285,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         elif self._ckpt_run is None:
             with self._ckpt_manager() as manager:
                 manager.restore({"model": self.model_wrapped}, step, only="model")
-        # else with the optimizer, once that is there
+        # Otherwise ``_load_optimizer_and_scheduler`` restores the model too.
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or (step := pointed_step(checkpoint)) is None:
@@ -313,7 +313,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
         assert self._ckpt_run is not None
-        self._ckpt_run.finish()  # folders are compared, and the best model is loaded
+        self._ckpt_run.finish()  # What follows compares folders, and loads the best model
         self.accelerator.wait_for_everyone()
         return super()._finalize_training(*args, **options)
 
@@ -384,7 +384,7 @@ class _Run:
         self._pending: list[Any] = []
 
     def expect(self, step: int, text: str, best: str | None) -> None:
-        """Let the folder of ``step`` have ``text``, once that is committed."""
+        """Note ``text`` for the folder of ``step``, which is written once the step is committed."""
         self._texts[step] = (text, best)
 
     def save(
@@ -397,7 +397,7 @@ class _Run:
             self._texts.pop(step, None)
             raise
         if pending.done() and pending.durable_seconds is None and pending.unreported is None:
-            self._texts.pop(step, None)  # no slot was free, or no tier takes the step
+            self._texts.pop(step, None)  # No slot was free, or no tier takes the step
             return False
         self.saved = step
         self._pending = [*(each for each in self._pending if not each.done()), pending]
@@ -405,7 +405,7 @@ class _Run:
 
     def __call__(self, event: Event) -> None:
         if not isinstance(event, SaveCommitted) or event.tier.startswith("shm://"):
-            return  # memory is lost with the machine
+            return  # Memory is lost with the machine
         if (found := self._texts.pop(event.step, None)) is not None and self._writes:
             text, best = found
             write_folder(self._output_dir, event.step, text)
@@ -415,7 +415,7 @@ class _Run:
         """Return when every save has ended, and every folder is there."""
         for pending in self._pending:
             pending.wait()
-            if pending.unreported is not None:  # else it is logged, and training goes on
+            if pending.unreported is not None:  # Otherwise it is logged, and training goes on
                 pending.result()
 
 
