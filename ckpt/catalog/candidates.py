@@ -110,7 +110,7 @@ class _Listing:
                 ref: place for ref in rivals if (place := self._finished(ref, finish)) is not None
             }
             for ref in sorted(nearest, key=lambda ref: self._age(ref, len(nearest)), reverse=True):
-                # a store may have failed since
+                # A store may have failed since the listing.
                 place = nearest[ref] if nearest[ref] in self._answering else self._nearest(ref)
                 if place is not None:
                     none = False
@@ -149,7 +149,7 @@ class _Listing:
 
     def _drop(self, position: int, error: StorageError) -> None:
         placed(error, self._stores[position].url)
-        if len(self._stores) > 1:  # otherwise the error is raised
+        if len(self._stores) > 1:  # With one store, the error is raised
             _log.warning(
                 "ckpt: the tier %s cannot be listed: %s", self._stores[position].url, error
             )

@@ -91,7 +91,7 @@ def finalize(
         faults = size_faults(folder, files)
     if faults:
         raise faults[0].error()
-    # as the leader asks, right before its put
+    # The leader asks the same right before it puts the manifest.
     if ask() != owner:
         raise CommitError(
             f"step {ref.step}: another process took the root over meanwhile: try again"
@@ -184,7 +184,7 @@ def _read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
     """
     ref = folder.ref
     names = [info.key.rpartition("/")[2] for info in own_objects(folder.backend, ref)]
-    # the manifest may be there by now: others finish too
+    # The manifest may be there by now, since other processes may finish the step too.
     found = sorted(filter(is_fragment, names))
     if not found:
         raise CommitError(
@@ -199,7 +199,7 @@ def _read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
 def _read_fragment(folder: StepFolder, name: str) -> tuple[Packed, FragmentRef]:
     ref, key = folder.ref, folder.ref.key(name)
     data = folder.read(key)
-    fragment = unpack(data, Packed, key=key)  # the merge checks what is in it
+    fragment = unpack(data, Packed, key=key)  # The merge checks its contents
     if (fragment.step, fragment.attempt, fragment_name(fragment.rank)) != (
         ref.step,
         ref.attempt,

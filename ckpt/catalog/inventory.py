@@ -134,7 +134,7 @@ class Inventory:
         readers = min(_READERS, backend.capabilities.max_concurrency) if shown else 1
         self._workers = Workers("list", max(1, readers))
         self._known: dict[StepRef, StoredStep] = {}
-        self.pins: list[Pin] = []  # of the last look, also those that have ended
+        self.pins: list[Pin] = []  # Pins of the last look, including ended ones
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:
@@ -183,7 +183,7 @@ class Inventory:
         if there:
             try:
                 return self._committed(ref, objects, self._outline(ref))
-            except ObjectNotFound:  # it was removed just now
+            except ObjectNotFound:  # The step was removed meanwhile
                 there = False
             except FormatUnsupported as error:
                 return StoredStep(
@@ -231,7 +231,7 @@ class Inventory:
             ranks=outline.world_size,
             tensors=len(outline.layout_of),
             codecs=tuple(sorted({encoding.codec for encoding in outline.encoded})),
-            metadata=outline.metadata.copy(),  # it is a view of the whole manifest
+            metadata=outline.metadata.copy(),  # A view keeps the whole manifest in memory
             staged_bytes=sum(file.size for file in files),
         )
         return self._with_late(held, objects)

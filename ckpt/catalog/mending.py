@@ -55,7 +55,8 @@ def mend_step(
         ObjectExists: A fragment is damaged, and the sources have the files encoded otherwise.
         StorageError: A store has failed, or the step is being removed.
     """
-    folder.retry.call(partial(folder.backend.head, folder.ref.manifest))  # else it was removed
+    # This raises if the step was removed.
+    folder.retry.call(partial(folder.backend.head, folder.ref.manifest))
     wrong = {fault.key for fault in faults}
     origin = TieredReader([folder.backend, *sources], folder.ref, retry=folder.retry)
     found = origin.whole(lambda found: origin.filled(found, None))
@@ -64,7 +65,7 @@ def mend_step(
         _encode_again(sources, folder, codec, confirm, on_bytes)
         return
     files = list(found.manifest.stored_files().values())
-    if not is_here:  # without a manifest nothing was compared yet
+    if not is_here:  # Without a manifest, nothing was compared yet
         wrong = {fault.key for fault in verify_files(folder, files)[0]}
     files = [file for file in files if file.key in wrong]
     try:
@@ -95,7 +96,7 @@ def _copy(
     copy_fragments(origin, found.manifest, found.manifest.fragments, folder)
     if found.position:
         _put_manifest(folder, found, confirm)
-    elif not is_committed(folder.backend, folder.ref):  # it was removed meanwhile
+    elif not is_committed(folder.backend, folder.ref):  # The step was removed meanwhile
         for file in files:
             fragment = folder.ref.key(fragment_name(file.rank))
             clear_away(folder.backend, folder.ref, fragment, file.key)
@@ -109,7 +110,8 @@ def _put_manifest(folder: StepFolder, found: Found, confirm: Callable[[], object
     if not folder.retry.call(partial(claim_for_finish, backend, ref)):
         raise StorageError(ref.folder, f"it is being removed on {backend.url}")
     try:
-        folder.retry.call(partial(backend.head, ref.manifest))  # else it was removed
+        # This raises if the step was removed.
+        folder.retry.call(partial(backend.head, ref.manifest))
         check_files(folder, found.manifest, confirm)
         folder.retry.call(partial(backend.put, ref.manifest, [found.packed]))
     finally:
@@ -128,7 +130,8 @@ def _encode_again(
 
     def progress(done: int, _: int) -> None:
         nonlocal so_far
-        on_bytes(0 if so_far is None else done - so_far)  # the first call counts what is there
+        # The first call counts what was there before.
+        on_bytes(0 if so_far is None else done - so_far)
         so_far = done
 
     confirm()

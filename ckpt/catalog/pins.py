@@ -182,6 +182,6 @@ def _parse(key: str) -> Pin | None:
 def _by() -> str:
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name
+    except (KeyError, OSError):  # The user id has no name
         user = "?"
     return f"{user}@{socket.gethostname()}"[:_MOST_REASON]

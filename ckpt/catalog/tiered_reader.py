@@ -92,8 +92,8 @@ class TieredReader:
     ) -> None:
         self.sources, self.ref, self._partial = sources, ref, partial
         self.listing: set[int] = set()
-        """Positions of sources that list the step: what is missing there is damage, elsewhere it
-        never was.
+        """Positions of the sources that list the step. A file that is missing there is damage.
+        Elsewhere it never existed.
         """
         self.lost: set[int] = set()
         """Ranks of whose files some part was intact nowhere."""
@@ -106,7 +106,7 @@ class TieredReader:
         self._found_at = 0
         self._packed = b""
         self._parts: Parts | None = None
-        self._gone: dict[tuple[int, str], Exception] = {}  # an empty key: all of the source
+        self._gone: dict[tuple[int, str], Exception] = {}  # An empty key means the whole source
         self._repairs: dict[tuple[str, str], Repair] = {}
         self._noting = True
 

@@ -162,7 +162,8 @@ def fetch_nearest(
             first = first or error
             tried.add(_manifest(source, ref))
             continue
-        if first is not None:  # what the tries before have brought
+        if first is not None:
+            # Earlier tries may have left files that this manifest does not name.
             _clear_unnamed(folder, read_packed(folder.backend, ref)[0])
         return report
     assert first is not None
@@ -239,7 +240,8 @@ def fetch_step(
         raise fault.error()
     meter = _meter(manifest, missing, on_progress, recoded=recoding is not None)
     copies = copy_files(origin.fetch, missing, folder, on_bytes=meter.add, recoding=recoding)
-    if old is not None:  # not before all of the data is there
+    if old is not None:
+        # The old manifest is removed only when all of the data is there.
         folder.retry.call(partial(folder.backend.delete, folder.ref.manifest))
     if recoding is None:
         copy_fragments(origin, manifest, manifest.fragments, folder)
@@ -301,12 +303,12 @@ def copy_files(
 
     if not files:
         return []
-    # the threads of this group wait for the workers
+    # The copies wait for ``workers``, so they run on threads of their own.
     with workers.beside("copy", min(len(files), workers.count)) as group:
         try:
             return list(group.stream(partial(copy, file) for file in files))
         except BaseException as error:  # noqa: BLE001 - the first is raised
-            failed.append(error)  # those under way end
+            failed.append(error)  # Ends the copies that are under way
             raise failed[0] from None
 
 
@@ -341,7 +343,7 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
         look()
         return
     destination, ref = folder.backend, folder.ref
-    # before the marker is put, so that a step which cannot be finished leaves none behind
+    # A look before the marker is put leaves no marker for a step that cannot be finished.
     look()
     if not folder.retry.call(partial(claim_for_finish, destination, ref)):
         raise StorageError(ref.folder, f"it is being cleared away on {destination.url}")
@@ -493,7 +495,7 @@ def _copy_fragment(
     key = origin.ref.key(named.name)
     try:
         there = folder.read(key, limit=named.size)
-    except StorageError:  # absent, or longer than it should be
+    except StorageError:  # It is absent, or longer than it should be
         there = b""
     if checksum(there) != named.checksum:
         folder.retry.call(partial(folder.backend.put, key, [data]))
@@ -504,7 +506,8 @@ def _commit(folder: StepFolder, packed: bytes) -> None:
     try:
         folder.retry.call(partial(folder.backend.put, key, [packed], if_absent=True))
     except ObjectExists:
-        # it was there all along, another fetch was faster, or the reply to a first try was lost
+        # The manifest was there before, another fetch was faster, or the reply to a first try was
+        # lost.
         if folder.read(key) != packed:
             raise
 

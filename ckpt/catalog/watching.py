@@ -91,7 +91,7 @@ class Watcher:
         for ref in handled.difference(refs):
             _RETRY.call(partial(self._backend.delete, self._key(ref)))
         found: list[StepRef] = []
-        for ref in refs:  # the newest first
+        for ref in refs:  # Newest first
             if self._newest and (found or ref in handled | self._left):
                 break
             if ref not in handled | self._left and is_committed(self._backend, ref):
@@ -113,7 +113,7 @@ class Watcher:
             while not over.wait(LEASE_SECONDS / 3):
                 try:
                     pin = renewed(self._backend, pin, LEASE_SECONDS, self._reason)
-                except CkptError as error:  # the next try may succeed before the pin ends
+                except CkptError as error:  # The next try may succeed before the pin ends
                     _log.warning("ckpt: the pin on step %d was not renewed: %s", step.step, error)
 
         workers = Workers("watch", 1)
@@ -122,7 +122,8 @@ class Watcher:
             yield
         finally:
             over.set()
-            if not sys.is_finalizing():  # else the thread is gone, and the pin ends by itself
+            # While the interpreter exits, the thread is gone, and the pin ends by itself.
+            if not sys.is_finalizing():
                 renewing.result()
                 workers.close()
                 remove_pin(self._backend, pin)
@@ -200,7 +201,7 @@ def each_step(
             if over.is_set():
                 return
             try:
-                with suppress(NoCheckpoint), watcher.holding(step):  # it may be gone by now
+                with suppress(NoCheckpoint), watcher.holding(step):  # The step may be gone
                     yield step
                     watcher.done(step)
             except TransientStorageError as error:

@@ -88,7 +88,7 @@ def copy(
     origin, destination = (open_root(place, config, timeout=timeout) for place in (source, dest))
     _check_apart(origin.url, destination.url)
     refs = origin.ask(partial(find, origin, step))
-    destination.ask(partial(is_committed, destination, refs[0]))  # whether it answers at all
+    destination.ask(partial(is_committed, destination, refs[0]))  # Checks that the store answers
     if not all_steps and step is None:
         refs = refs[:1]
     done: list[_Copied] = []
@@ -153,7 +153,7 @@ def _copy(
             report = fetch_step([source], StepFolder(destination, ref, workers), on_progress=bar)
     except FormatUnsupported:
         raise
-    except (IntegrityError, ObjectExists) as error:  # the other steps may be fine
+    except (IntegrityError, ObjectExists) as error:  # The other steps may be intact
         return _Copied(ref=ref, error=error)
     return _Copied(
         ref=ref, nbytes=report.nbytes, copied_bytes=report.copied_bytes, seconds=report.seconds

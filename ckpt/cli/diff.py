@@ -29,7 +29,7 @@ from ckpt.errors import ConfigError
 from ckpt.model.manifest import Tensor
 
 _DIFFERENT = 1
-_LONG: Final = 100  # characters of a plain value that are shown whole
+_LONG: Final = 100  # Number of characters up to which a plain value is shown whole
 _CONTEXT: Final = 30
 
 

@@ -105,7 +105,7 @@ def _try(backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead
             return _Tried(
                 ref, finish(backend, ref, workers=workers, job_is_dead=job_is_dead, on_progress=bar)
             )
-    except (CommitError, IntegrityError) as error:  # about this step: an older one may be fine
+    except (CommitError, IntegrityError) as error:  # An older step may still succeed
         return _Tried(ref, error=error)
 
 

@@ -161,7 +161,7 @@ def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None
     for tier in failed:
         output.warn(f"{tier.url} cannot be listed: {tier.error}")
     if not refs:
-        if failed and failed[0].error:  # it may hold steps
+        if failed and failed[0].error:  # A tier that failed may hold steps
             raise failed[0].error
         raise NoCheckpoint(", ".join(tier.url for tier in tiers), "they are empty, or do not exist")
     cells: dict[StepRef, Sequence[str]] = {}

@@ -176,9 +176,9 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
             continue
         try:
             found = _typer_of(entry.name, entry.load())
-            typer.main.get_command(found)  # raises for what cannot be a command
+            typer.main.get_command(found)  # Raises if it cannot be a command
         except Exception as error:  # noqa: BLE001
-            # Another package's mistake must not cost our commands.
+            # A mistake in another package must not disable our commands.
             sys.stderr.write(
                 f"ckpt: the command {entry.name!r} of {entry.value!r} cannot be loaded: {error}\n"
             )
@@ -189,7 +189,7 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
 def main() -> int:
     """Run the command line and return its exit code."""
     as_json = "--json" in sys.argv[1:]
-    # a letter that a terminal does not have is no reason to fail
+    # A character that the terminal does not have must not be an error.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -200,7 +200,7 @@ def main() -> int:
     sys.stdout = cast("TextIO", _Output(stdout))
     try:
         code = _run(as_json=as_json)
-        # An error that is shown as JSON may still be buffered: it must not fail after this.
+        # An error as JSON may still be in the buffer, and a closed pipe must not fail after this.
         with _unread():
             sys.stdout.flush()
         return code
@@ -232,7 +232,8 @@ def _run(*, as_json: bool) -> int:
     try:
         code = app(prog_name="ckpt", standalone_mode=False)
         sys.stdout.flush()
-        if code == _INTERRUPTED:  # later releases of typer make this of Ctrl-C, without a word
+        if code == _INTERRUPTED:
+            # Later releases of typer return this code after Ctrl-C and print nothing.
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except CkptError as error:
@@ -244,12 +245,12 @@ def _run(*, as_json: bool) -> int:
         with suppress(OSError):
             sys.stderr.write("interrupted\n")
         return _INTERRUPTED
-    except SystemExit as error:  # typer makes this of a pipe that is no longer read
+    except SystemExit as error:  # Typer raises it for a broken pipe
         if not isinstance(error.__context__, BrokenPipeError):
             raise
         _forget(sys.stdout)
         return 0
-    except BrokenPipeError:  # the reader has all that it wants, as `head` does
+    except BrokenPipeError:  # The reader, such as ``head``, has read enough
         _forget(sys.stdout)
         return 0
     except _OutputFailed:
@@ -277,7 +278,7 @@ def _other(error: Exception, *, as_json: bool) -> int:
     if isinstance(error, _ShowsItself):
         said = io.StringIO()
         error.show(said)
-        # it repeats what it does not know: a URL, say
+        # The message may repeat an argument, such as a URL with credentials.
         with suppress(OSError):
             sys.stderr.writelines(f"{clean(line)}\n" for line in said.getvalue().split("\n")[:-1])
         if as_json:

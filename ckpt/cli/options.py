@@ -189,7 +189,7 @@ def naming_the_one_before(refs: Sequence[StepRef], step: int | None) -> Generato
     """
     try:
         yield
-    except FormatUnsupported:  # not damage
+    except FormatUnsupported:  # This is not damage
         raise
     except IntegrityError as error:
         before = next((ref.step for ref in refs if ref.step < refs[0].step), None)
@@ -252,7 +252,7 @@ def at_once(work: Sequence[Callable[[], T]]) -> list[T]:
     """Do all work at once, and return the results in order. Each piece of work may wait for its own
     store without delaying the others.
     """
-    workers = Workers("look", max(1, len(work)))  # not closed: one may wait for its store still
+    workers = Workers("look", max(1, len(work)))  # Not closed: one may still wait for its store
     futures = [workers.submit(each) for each in work]
     return [future.result() for future in futures]
 

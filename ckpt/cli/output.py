@@ -28,7 +28,7 @@ from ckpt.model.readable import size as size
 _SHORT: Final = 14
 """A column as wide as the name of an attempt is not wrapped."""
 _LEAST_CUT: Final = 10
-_NO_LIMIT: Final = 10_000  # a pipe has no edge to wrap at
+_NO_LIMIT: Final = 10_000  # A pipe has no width to wrap at
 
 
 def show_json(value: object) -> None:
@@ -258,7 +258,7 @@ def _clean_json(value: Any) -> Any:
         case list() | tuple():
             return [_clean_json(item) for item in value]
         case float() if not math.isfinite(value):
-            return str(value)  # JSON has none of these
+            return str(value)  # JSON has no such numbers
         case None | bool() | int() | float():
             return value
         case _:
@@ -266,7 +266,7 @@ def _clean_json(value: Any) -> Any:
 
 
 def _tell(word: str, style: str, text: str) -> None:
-    with suppress(OSError):  # where standard error takes nothing, the exit code still tells
+    with suppress(OSError):  # If standard error fails, the exit code still shows the result
         _console(sys.stderr).print(
             Text(f"{word}: ", style=style).append(clean(text), style="default"), soft_wrap=True
         )

@@ -75,7 +75,7 @@ def _fill(far: Tier, near: Sequence[OpenTier], step: int | None) -> list[Prefetc
             try:
                 with output.progress(f"step {ref.step}") as bar:
                     return fill(source, near, ref, workers, latest=step is None, on_progress=bar)
-            except FormatUnsupported:  # an older step would hide it
+            except FormatUnsupported:  # A fallback to an older step would hide it
                 raise
             except IntegrityError as error:
                 if before is None:

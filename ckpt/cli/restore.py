@@ -171,7 +171,7 @@ def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watc
 
 def _first_intact(sources: list[Watched], step: int | None, destination: Watched | None) -> _Found:
     tried = 0
-    listing = Workers("list", len(sources))  # not closed: one may wait for its store still
+    listing = Workers("list", len(sources))  # Not closed: one may still wait for its store
     found = candidates(sources, step, workers=listing, lists=_attempts)
     candidate = next(found, None)
     with workers_for(sources[-1], *sources, *([destination] if destination else [])) as workers:
@@ -194,7 +194,8 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
     urls = ", ".join(source.url for source in sources)
     if not tried:
         if len(sources) == 1:
-            sources[0].ask(partial(find, sources[0], step))  # says what there is instead
+            # This raises an error that says what is there instead.
+            sources[0].ask(partial(find, sources[0], step))
         raise NoCheckpoint(urls, "" if step is None else f"step {step} is not there")
     raise IntegrityError(
         f"none of {tried} checkpoints in {urls} is intact; ckpt verify --all shows what is wrong "
@@ -231,7 +232,7 @@ def _try(
         folder = StepFolder(destination, ref, workers)
         fetched = fetch_nearest(sources, folder, on_progress=bar, on_repair=repaired.append)
     except FormatUnsupported:
-        raise  # not damage: an older step would hide it
+        raise  # This is not damage: a fallback to an older step would hide it
     except IntegrityError as error:
         return error
     for repair in repaired:

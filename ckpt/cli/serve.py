@@ -69,7 +69,8 @@ def serve(
     token = read_token(token_file, needed=host not in _LOOPBACK)
     listener = listen(host, port)
     output.show_line(f"the page is at {address(listener, host)}")
-    if token and token_file is None:  # a new one, which is known from this line alone
+    if token and token_file is None:
+        # Only this line shows a new token.
         given = quote(token, safe="")
         output.show_plain(f"the address with its token: {address(listener, host)}?token={given}")
     run(runs, listener, token, interval)

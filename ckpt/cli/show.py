@@ -276,7 +276,7 @@ def _flat(
     out).
     """
     match value:
-        case _Tagged(tag="tensor" | "array"):  # they have a table of their own
+        case _Tagged(tag="tensor" | "array"):  # Tensors have a table of their own
             return
         case _Tagged(tag=tag, fields=fields) if not any(
             isinstance(item, dict | list | _Tagged) for item in fields.values()

@@ -157,7 +157,8 @@ def _several(places: list[Reached], step: int | None, *, all_steps: bool, json: 
     for tier in tiers:
         _check(tier, tier.refs if all_steps or step is not None else tier.refs[:1])
     bad = {ref for tier in tiers for ref, report in tier.reports.items() if not report.intact}
-    for tier in tiers:  # other tiers with a damaged step may have it intact
+    # A step that is damaged on one tier is verified on the others too, which may have it intact.
+    for tier in tiers:
         _check(tier, [ref for ref in tier.refs if ref in bad and ref not in tier.reports])
     if json:
         output.show_json(
@@ -189,7 +190,7 @@ def _check(tier: _Tier, refs: list[StepRef]) -> None:
     try:
         for ref in refs:
             tier.reports[ref] = _verify(tier.backend, ref, f" on {tier.url}")
-    except CkptError as error:  # it went away meanwhile
+    except CkptError as error:  # The step or the store may be gone
         tier.error = error
 
 
@@ -273,7 +274,7 @@ def _meet(one: Fault, two: Fault, alike: bool) -> bool:
     """
     if two.key.endswith("manifest.json"):
         return True
-    if one.key != two.key:  # a rank's file has another name where it is encoded
+    if one.key != two.key:  # The name of a rank's file depends on the codec
         same = not alike and one.key.rpartition(".")[0] == two.key.rpartition(".")[0]
         return same and not one.key.endswith(".json") and not two.key.endswith(".json")
     if one.offset is None or two.offset is None or not alike:

@@ -90,7 +90,7 @@ def watch(
             raise NoCheckpoint(backend.url, "this folder does not exist: check the path")
         output.warn(f"{backend.url} does not exist: its steps are handled once a job makes it")
     watcher = Watcher(backend, name, newest=newest)
-    backend.ask(watcher.look)  # a store that does not answer is an error at the start
+    backend.ask(watcher.look)  # At the start, a store that does not answer is an error
     failed: list[int] = []
     steps = each_step(watcher, None if once else poll_seconds)
     signals = _Signals()
@@ -178,7 +178,7 @@ def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
             return process.wait()
         except BaseException:
             signals.hold()
-            with suppress(ProcessLookupError):  # it has just ended
+            with suppress(ProcessLookupError):  # The process has just ended
                 os.killpg(process.pid, signal.SIGTERM)
             process.wait()
             _await_group(process.pid)

@@ -59,7 +59,7 @@ class Watched:
         self.backend, self._timeout = backend, timeout
         self._lock = threading.Lock()
         self._pending = 0
-        self._asked_at: float | None = None  # since when an answer is due
+        self._asked_at: float | None = None  # The time since which an answer is due
         self._told_at: float | None = None
         self._failure: StorageError | None = None
         self._gone: StorageError | None = None
@@ -73,7 +73,7 @@ class Watched:
             TransientStorageError: The store has not answered for ``--timeout`` seconds. Later calls
                 raise the same.
         """
-        future = Workers("ask", 1).submit(work)  # not closed: it may wait for the store still
+        future = Workers("ask", 1).submit(work)  # Not closed: it may still wait for the store
         while not future.done():
             silent = self.silent_seconds
             self.tell(f"has not answered yet; it is given up after {self._timeout:g} s (--timeout)")
@@ -126,7 +126,8 @@ class Watched:
         failure: StorageError | None = None
         try:
             yield
-        except TransientStorageError as error:  # the pipeline tries again: this is no answer
+        except TransientStorageError as error:
+            # The pipeline tries again, so this is no answer.
             failure = error
             raise
         finally:
@@ -140,7 +141,8 @@ class Watched:
         """Watch each request of an iterator."""
         found: Iterator[T] | None = None
         while True:
-            with self.asking():  # to make a generator is no answer of the store yet
+            # Making a generator is not yet an answer of the store, so the block includes ``next``.
+            with self.asking():
                 found = found or items()
                 item = next(found, _END)
             if item is _END:

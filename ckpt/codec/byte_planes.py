@@ -39,7 +39,7 @@ _DEFAULT_LEVEL: Final = 1
 _MOST_LEVEL: Final = 12
 """Above, zstd takes hundreds of MiB per thread."""
 _MOST_BYTES: Final = 64 << 20
-"""Of a chunk that is encoded, see docs/format.md."""
+"""The size of the largest chunk that is encoded; see docs/format.md."""
 
 _local = threading.local()
 
@@ -54,7 +54,7 @@ class BytePlanes:
 
     def __init__(self, level: int | None = None) -> None:
         self._level = level
-        self._local = threading.local()  # a compressor serves one thread at a time
+        self._local = threading.local()  # A compressor serves one thread at a time
 
     def encode(self, chunk: memoryview, width: int) -> list[memoryview]:
         """Encode a chunk. See ``registry.Encode``."""
@@ -102,7 +102,7 @@ class BytePlanes:
 
     def _compressors(self) -> tuple[zstandard.ZstdCompressor, zstandard.ZstdCompressor]:
         if (found := getattr(self._local, "made", None)) is None:
-            # the least search that zstd can do: what is left is Huffman coding
+            # This is the least search that zstd can do. What is left is Huffman coding.
             settings = zstandard.ZstdCompressionParameters(
                 window_log=17,
                 hash_log=6,
@@ -206,7 +206,7 @@ def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
     base, shift = _span(words)
     planes = room[: width * _padded(words.size)].reshape(width, -1)[:, : words.size]
     scratch = np.empty((2, min(_BLOCK, words.size)), dtype=words.dtype)
-    # whole words: NumPy has no vector instructions to shift bytes
+    # Work on whole words, since NumPy has no vector instructions to shift bytes.
     for start in range(0, words.size, _BLOCK):
         block = slice(start, start + _BLOCK)
         part = words[block]
@@ -300,7 +300,7 @@ def _join(planes: Sequence[Bytes], out: Words, shift: int, base: int) -> None:
             np.bitwise_or(part, moved, out=part)
         np.right_shift(part, one(1 + shift), out=part)
         np.add(part, one(base << (bits - 9)), out=part)
-        np.right_shift(moved, one(shift), out=moved)  # the lowest plane: of it the sign
+        np.right_shift(moved, one(shift), out=moved)  # The lowest plane holds the sign bit
         np.left_shift(moved, one(bits - 1), out=moved)
         np.bitwise_or(part, moved, out=part)
 

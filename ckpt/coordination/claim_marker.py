@@ -43,7 +43,8 @@ def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
     """
     if not _claim(backend, ref, _REMOVE):
         return False
-    if is_there(backend, ref.manifest):  # a finisher was faster, and has deleted its marker
+    if is_there(backend, ref.manifest):
+        # A finisher was faster, and has deleted its marker already.
         release_removal(backend, ref)
         return False
     return True
@@ -106,7 +107,8 @@ def clear_away(backend: StorageBackend, ref: StepRef, fragment: str, data: str) 
     try:
         if not claim_for_removal(backend, ref):
             return False
-    except OutOfSpace:  # no room for an empty file: data without a fragment can go
+    except OutOfSpace:
+        # There is no room even for a marker. Data without a fragment can still be removed.
         if is_there(backend, fragment):
             raise
     backend.delete(fragment)
@@ -121,5 +123,5 @@ def _claim(backend: StorageBackend, ref: StepRef, content: bytes) -> bool:
         return True
     try:
         return backend.head(ref.claim_marker).size == len(content)
-    except ObjectNotFound:  # it was deleted in this moment, so its owner is done
+    except ObjectNotFound:  # The marker was deleted just now, so its owner is done
         return False

@@ -332,7 +332,7 @@ class CommitMachine:
             case Go(by) if by == self._rank and self._checksum is not None and self._go is None:
                 self._go, self._exclusive = intent, True
                 return Put()
-            case Go() if self._go is None:  # give its proposer time to carry it out
+            case Go() if self._go is None:  # Give its proposer time to carry it out
                 self._go = intent
                 self._last = now + self._bounds.timeout + self._stagger
                 self._pause = self._shortest
@@ -375,7 +375,7 @@ class CommitMachine:
         if turn.by == self._rank:
             return Put()
         self._exclusive = False
-        return self._follow(now) if self._spoiled else Put()  # all put the same
+        return self._follow(now) if self._spoiled else Put()  # All ranks put the same bytes
 
     def _put_ended(self, reason: str, aborted: Aborted | None, now: float) -> Action:
         if not reason:
@@ -383,7 +383,7 @@ class CommitMachine:
             return Conclude(Committed(self._go.checksum))
         self._spoiled = aborted or Aborted(reason, {})
         if not self._exclusive:
-            return self._follow(now)  # another may be luckier
+            return self._follow(now)  # Another rank may succeed
         return Turning(aborted) if aborted is not None else Conclude(Unknown(reason))
 
     def _follow(self, now: float) -> Action:

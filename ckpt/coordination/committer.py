@@ -325,7 +325,7 @@ class _Commit:
             if (outcome := self._outcome(0.0)).verdict is not None:
                 return outcome
             if (gone := who_left(self._coordinator)) is not None and gone.rank in ranks:
-                # it posts nothing more, but may have posted its vote just before
+                # The rank posts nothing more, but it may have posted its vote just before it left.
                 last = self._coordinator.collect(self._subject, {gone.rank}, timeout=0.0)
                 vote = _vote_of(last[gone.rank]) if last else Failed(f"it has ended: {gone.reason}")
                 return VotesArrived({gone.rank: vote})
@@ -339,7 +339,7 @@ class _Commit:
             certain = isinstance(error, CommitError) and not isinstance(error, TierNotShared)
             return Spoiled(abort_reason(placed(error, self._place.url)), certain=certain)
         except Exception as error:  # noqa: BLE001
-            # The others must hear of it, or they wait in vain.
+            # The other ranks must learn of any error, or they wait in vain.
             return Spoiled(
                 Aborted(f"rank {self._coordinator.rank} failed: {error!r}", {}), certain=False
             )

@@ -19,12 +19,12 @@ _PIECE_BYTES: Final = 4 << 20
 
 def send(coordinator: Coordinator, subject: str, data: bytes) -> int:
     """Post ``data`` on ``subject``, and return the number of pieces, which ``drop`` needs."""
-    # a store's words are text
+    # The values of a store are text.
     text = b64encode(zstandard.ZstdCompressor(level=3).compress(data))
     pieces = [text[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES)]
     for number, piece in enumerate(pieces[1:], 1):
         coordinator.post(f"{subject}/{number}", piece)
-    # last, so that a rank that gets it finds the others
+    # The first piece is posted last, so that a rank that gets it finds the others.
     coordinator.post(f"{subject}/0", b"%d:" % len(pieces) + pieces[0])
     return len(pieces)
 

@@ -94,7 +94,7 @@ def _number(identities: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
 def _identity(backend: StorageBackend) -> str:
     root = backend.url
     if isinstance(backend, Rooted):
-        with suppress(CkptError):  # what is wrong with it is the first save's to say
+        with suppress(CkptError):  # The first save reports what is wrong with the tier
             root = backend.identity()
     here = Owner.here("")
     return checksum(f"{here.host} {here.machine} {root}".encode())[:16]
@@ -203,7 +203,7 @@ class ManyNodes:
         """
         self._store.put(ref, manifest)
         self._attended = True
-        # for the rank that takes its turn if this rank dies now
+        # If this rank dies now, the rank that takes its turn needs this answer.
         if self._coordinator.rank in self._nodes.firsts:
             self._coordinator.post(self._subject(ref, "put"), b"")
         pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)
@@ -276,7 +276,7 @@ class ManyNodes:
                 limit=nbytes,
                 timeout=_SENT_SECONDS,
             )
-        except CommitError as error:  # no rank's fault: another may have it
+        except CommitError as error:  # Another rank may have received it
             raise TransientStorageError(ref.folder, str(error)) from None
 
     def _subject(self, ref: StepRef, what: str) -> str:

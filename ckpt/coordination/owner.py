@@ -62,7 +62,7 @@ class Owner(msgspec.Struct, frozen=True):
             pid=pid,
             started=process_started(pid) or 0,
             run=_run(),
-            # torchrun sets this variable for its workers
+            # Torchrun sets this variable for its workers.
             restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # noqa: TID251
         )
 
@@ -202,9 +202,9 @@ def read_owner(backend: StorageBackend) -> Owner | None:
 
 
 def _run() -> str:
-    # Torchrun's word to its workers.
+    # Torchrun sets this variable for its workers.
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")  # noqa: TID251
-    return "" if name == "none" else name  # what torchrun calls a run that was given no name
+    return "" if name == "none" else name  # Torchrun's name for a run without one
 
 
 def _machine() -> str:

@@ -46,7 +46,7 @@ class SingleCoordinator:
         No other rank asks for them, so memory does not grow with the number of saves.
         """
         self._messages.pop(subject, None)
-        with self._lock:  # tiers have threads of their own
+        with self._lock:  # Each tier has threads of its own
             for name in [n for n in self._verdicts if n == subject or n.startswith(f"{subject}/")]:
                 del self._verdicts[name]
 

@@ -157,7 +157,7 @@ class Together:
         deadline = time.monotonic() + self._patience
         worst = _Answer("ok")
         shared: set[str] | None = None
-        # after "stop" no rank waits for more answers, since another rank may be dead
+        # After "stop" no rank waits for more answers, since another rank may be dead.
         while missing and worst.outcome != "stop":
             messages = self._coordinator.collect(
                 subject, missing, timeout=max(0.0, deadline - time.monotonic())
@@ -175,7 +175,7 @@ class Together:
                 if _GRAVITY[answer.outcome] > _GRAVITY[worst.outcome]:
                     where = f"rank {rank}: " if self._coordinator.world_size > 1 else ""
                     worst = _Answer(answer.outcome, where + answer.reason)
-            # the rank at fault answers soon, or it is dead
+            # The rank at fault answers soon, or it is dead.
             if worst.outcome == "parted":
                 deadline = min(deadline, time.monotonic() + _PARTED_SECONDS)
         return worst if worst.outcome != "ok" else _Answer("ok", names=tuple(sorted(shared or ())))
