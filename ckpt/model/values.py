@@ -12,9 +12,10 @@ from __future__ import annotations
 import base64
 import math
 import re
+import struct
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -36,6 +37,9 @@ names below it.
 """
 _MOST_COLLISIONS: Final = 16
 """Members of a set or keys of a dict with one hash; more would make it quadratic."""
+_INT_KEY: Final = re.compile(r"~2-?[0-9]{1,19}")
+_NAN: Final = "nan:"
+"""Before the bits of a NaN that is not Python's own."""
 _SCALAR_DTYPE: Final = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _SEQUENCES: Final[dict[type, str]] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _BYTES: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
@@ -59,8 +63,12 @@ def join(path: str, part: object) -> str:
     return f"{path}/{text}" if path else text
 
 
-def unescape(part: str) -> str:
-    """Return the key that ``join`` made ``part`` of, if it was a string."""
+def unescape(part: str) -> str | int:
+    """Return the key that ``join`` made ``part`` of, if it was a string or a 64-bit int. ``part``
+    of another key is returned as it is, and begins with '~2' as no other result does.
+    """
+    if part.startswith("~2"):
+        return int(part[2:]) if _INT_KEY.fullmatch(part) else part
     return part.replace("~1", "/").replace("~0", "~")
 
 
@@ -176,7 +184,7 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
     if kind is int:
         return value if -(2**63) <= value < 2**63 else {"$": "int", "v": hex(value)}  # type: ignore[operator, arg-type]
     if kind is float:
-        return value if math.isfinite(value) else {"$": "float", "v": repr(value)}  # type: ignore[arg-type]
+        return value if math.isfinite(value) else {"$": "float", "v": _text(value)}  # type: ignore[arg-type]
     if depth > _MAX_DEPTH:
         raise UnsupportedValue(path, "container nested too deeply, or in itself")
 
@@ -188,14 +196,16 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
     if kind is list:
         return [inner(item, str(i)) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]
     if kind in _SEQUENCES:
+        if kind is not tuple:
+            _check_hashes(value, path)  # type: ignore[arg-type]
         items = list(value) if kind is tuple else sorted(value, key=_order)  # type: ignore[call-overload]
         return {"$": _SEQUENCES[kind], "v": [inner(item, str(i)) for i, item in enumerate(items)]}
     if kind in _MAPPINGS:
-        return _encode_mapping(value, kind, inner)  # type: ignore[arg-type]
+        return _encode_mapping(value, kind, path, inner)  # type: ignore[arg-type]
     if kind in _BYTES:
         return {"$": _BYTES[kind], "v": base64.b64encode(value).decode()}  # type: ignore[arg-type]
     if kind is complex:
-        return {"$": "complex", "v": [repr(value.real), repr(value.imag)]}  # type: ignore[attr-defined]
+        return {"$": "complex", "v": [_text(value.real), _text(value.imag)]}  # type: ignore[attr-defined]
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$": "numpy", "d": value.dtype.str, "v": base64.b64encode(value.tobytes()).decode()}
     return other(value, path)
@@ -211,10 +221,11 @@ def _order(item: object) -> str:
 
 
 def _encode_mapping(
-    value: Mapping[Any, Any], kind: type, inner: Callable[[object, object], Node]
+    value: Mapping[Any, Any], kind: type, path: str, inner: Callable[[object, object], Node]
 ) -> Node:
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: inner(item, key) for key, item in value.items()}
+    _check_hashes(value, path)
     pairs = [[inner(key, "key"), inner(item, key)] for key, item in value.items()]
     return {"$": _MAPPINGS[kind], "v": pairs}
 
@@ -268,9 +279,9 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> A
         case "int":
             return int(node["v"], 16)
         case "float":
-            return float(node["v"])
+            return _number(node["v"])
         case "complex":
-            return complex(float(node["v"][0]), float(node["v"][1]))
+            return complex(_number(node["v"][0]), _number(node["v"][1]))
         case "numpy":
             # NumPy would evaluate a longer one as a literal
             if not _SCALAR_DTYPE.fullmatch(node["d"]):
@@ -285,9 +296,39 @@ def _hashable(items: list[Any]) -> list[Any]:
 
     Large ints can be chosen so that all of them have the same hash, which makes a set slow.
     """
-    if len(items) > _MOST_COLLISIONS and max(Counter(map(hash, items)).values()) > _MOST_COLLISIONS:
+    if _collide(items):
         raise ValueError("too many members of one hash")
     return items
+
+
+def _collide(items: Collection[Any]) -> bool:
+    return (
+        len(items) > _MOST_COLLISIONS and max(Counter(map(hash, items)).values()) > _MOST_COLLISIONS
+    )
+
+
+def _check_hashes(value: Collection[object], path: str) -> None:
+    """Raise ``UnsupportedValue`` for a set or a dict that ``decode`` would refuse."""
+    if _collide(value):
+        raise UnsupportedValue(
+            path,
+            f"{type(value).__name__} with more than {_MOST_COLLISIONS} members of one hash",
+            "save a list of its members instead",
+        )
+
+
+def _text(value: float) -> str:
+    """Return the text of a float. That of a NaN has its bits, unless it is Python's own NaN."""
+    bits = struct.pack(">d", value)
+    own = not math.isnan(value) or bits == struct.pack(">d", math.nan)
+    return repr(value) if own else _NAN + bits.hex()
+
+
+def _number(text: str) -> float:
+    if not text.startswith(_NAN):
+        return float(text)
+    (number,) = struct.unpack(">d", int(text.removeprefix(_NAN), 16).to_bytes(8, "big"))
+    return float(number)
 
 
 def to_json(name: str, value: object) -> bytes:

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
-from ckpt.model.values import decode, dumps, encode, join, to_json
+from ckpt.model.values import decode, dumps, encode, join, to_json, unescape
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -117,6 +117,27 @@ values = st.recursive(
 @example({frozenset({1, (2, 3)}): bytearray(b"\x00\xff")})
 def test_plain_values_come_back_as_they_were(value):
     assert same(round_trip(value), value)
+
+
+@pytest.mark.parametrize("bits", ["7ff8000000000123", "fff8000000000000", "7ff0000000000001"])
+def test_the_bits_of_a_nan_are_kept(bits):
+    def bits_of(value):
+        return struct.pack(">d", value).hex()
+
+    (value,) = struct.unpack(">d", bytes.fromhex(bits))
+    plain, both = round_trip([value, complex(value, -0.0)])
+    assert [bits_of(plain), bits_of(both.real), bits_of(both.imag)] == [bits, bits, "8" + "0" * 15]
+
+
+@pytest.mark.parametrize("make", [set, frozenset, dict.fromkeys, Counter, OrderedDict.fromkeys])
+def test_what_a_reader_would_refuse_for_its_hashes_is_refused_when_it_is_saved(make):
+    """Numbers that are a multiple of 2**61 - 1 apart have one hash."""
+    value = make([number * (2**61 - 1) for number in range(1, 17)])
+    assert same(round_trip(value), value)
+    value = make([number * (2**61 - 1) for number in range(1, 18)])
+    with pytest.raises(UnsupportedValue, match="of one hash") as caught:
+        encode({"a": value}, "state", refuse)
+    assert caught.value.name == "state/a"
 
 
 def test_ordinary_values_are_themselves_in_json():
@@ -236,6 +257,13 @@ def test_parts_of_a_path_are_escaped():
     assert join("a", 3) == "a/~23"
 
 
+@given(text | st.integers(-(2**63), 2**63 - 1))
+@example("~2")
+@example("~23")
+def test_a_part_of_a_path_says_which_key_it_was(key):
+    assert same(unescape(join("", key)), key)
+
+
 # -- decoding what we did not write ----------------------------------------------------------------
 
 TAGS = [
@@ -294,6 +322,9 @@ nodes = st.recursive(
 @settings(max_examples=1000)
 @given(nodes)
 @example({"$": "complex", "v": ["1"]})
+@example({"$": "float", "v": "nan:"})
+@example({"$": "float", "v": "nan:" + "f" * 17})
+@example({"$": "float", "v": "nan:-1"})
 @example({"$": "complex", "v": []})
 @example({"$": "numpy", "d": "<f8", "v": ""})
 @example({"$": "numpy", "d": "O", "v": "AAAAAAAAAAA="})

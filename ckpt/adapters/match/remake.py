@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from ckpt.errors import KindMismatch, ManifestCorrupt
-from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, decode
 
@@ -72,7 +71,7 @@ def torch_value(tag: str, node: Mapping[str, Node]) -> object:
             return torch.Size(node["v"])
         case "device":
             return torch.device(node["v"])
-        case "dtype" if node["v"] in DTYPES:
-            return getattr(torch, node["v"])
+        case "dtype" if isinstance(found := vars(torch).get(node["v"]), torch.dtype):
+            return found
         case _:
             raise ManifestCorrupt("tree", f"unknown node {tag[:40]!r}")

@@ -202,7 +202,7 @@ class StateTree:
             for parameter, name, number in zip(group["params"], names, numbers, strict=False):
                 ids.append(name if self._by_name else number)
                 prefix = f"{path}/{parameter}"
-                held: dict[str, Any] = {
+                held: dict[str | int, Any] = {
                     unescape(full[len(prefix) + 1 :]): self._tensor(full)
                     for full in below(self._names, prefix)
                     if "/" not in full[len(prefix) + 1 :]
