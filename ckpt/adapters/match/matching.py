@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from ckpt.adapters.match.materialise import RealTensors
+from ckpt.adapters.match.overlaps import read_apart
 from ckpt.adapters.match.remake import Remaker
 from ckpt.adapters.match.saved import Saved, kind, tag
 from ckpt.adapters.match.selection import Selection
@@ -74,6 +75,7 @@ class Matching:
         self._left: dict[str, None] = {}
         self._unused = {*(selection.only or ()), *selection.renaming.patterns}
         self._filled: dict[Hashable, str] = {}
+        self._names: list[str] = []
         self._wanted: list[Leaf] = []
         self._targets: list[Source] = []
         self._renamed: dict[str, str] = {}
@@ -166,6 +168,7 @@ class Matching:
                 raise DtypeMismatch(name, tensor.dtype, leaf.dtype, source, way)
             self._converted.append((name, tensor.dtype, leaf.dtype))
             leaf = replace(leaf, dtype=tensor.dtype)
+        self._names.append(name)
         self._wanted.append(leaf if name == bytes_of else replace(leaf, name=bytes_of))
         self._targets.append(target)
 
@@ -178,6 +181,8 @@ class Matching:
         if self._missing and self.selection.strict:
             raise EntryMissing(list(self._missing), self.saved.manifest.step, self._missing)
         unexpected = self.saved.unexpected(self._taken, self._opened)
+        if fill := read_apart(self._names, self._targets):
+            self.actions.insert(0, fill)
         return Matched(
             wanted=self._wanted,
             targets=self._targets,

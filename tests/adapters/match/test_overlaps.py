@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt import CheckpointManager
+from ckpt.adapters.match.overlaps import overlapping
+from ckpt.errors import RestoreError
+from tests.adapters.saving import assert_same, round_trip, saved
+
+TARGETS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
+    "a matrix and its transpose": lambda base: {"a": base, "b": base.t()},
+    "a part and the whole": lambda base: {"a": base[:2], "b": base},
+    "two parts": lambda base: {"a": base[:2], "b": base[1:]},
+    "another shape": lambda base: {"a": base, "b": base.view(-1)},
+    "another dtype": lambda base: {"a": base, "b": base.view(torch.int32)},
+    "an array": lambda base: {"a": base[:2], "b": base.numpy()[1:]},
+    "three of which two meet": lambda base: {"a": base, "b": base[:1], "c": base[2:]},
+}
+
+
+def blank(state: dict[str, Any]) -> dict[str, Any]:
+    """Values of the same kinds, each with memory of its own."""
+    return {
+        name: value.copy() if isinstance(value, np.ndarray) else value.clone()
+        for name, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("views", TARGETS.values(), ids=TARGETS)
+def test_targets_that_share_memory_in_part_take_what_was_saved_of_such(
+    views: Callable[[torch.Tensor], dict[str, Any]],
+) -> None:
+    source = views(torch.randn(3, 3))
+    target = round_trip(blank(source), views(torch.zeros(3, 3)))
+    assert_same(blank(target), blank(source))
+
+
+@pytest.mark.parametrize("views", TARGETS.values(), ids=TARGETS)
+def test_they_refuse_by_name_what_cannot_be_had_side_by_side(
+    views: Callable[[torch.Tensor], dict[str, Any]],
+) -> None:
+    source = blank(views(torch.randn(3, 3)))
+    source["a"] += 1
+    with (
+        CheckpointManager(saved(source)) as manager,
+        pytest.raises(RestoreError, match=r"'\w' shares a part of its memory"),
+    ):
+        manager.restore(views(torch.zeros(3, 3)))
+
+
+def test_columns_side_by_side_are_filled_though_their_memory_is_interleaved() -> None:
+    base = torch.zeros(3, 4)
+    source = {"a": torch.randn(3, 2), "b": torch.randn(3, 2)}
+    round_trip(source, {"a": base[:, :2], "b": base[:, 2:]})
+    assert_same(base, torch.cat([source["a"], source["b"]], dim=1))
+
+
+def test_numbers_that_are_none_are_compared_by_their_bits() -> None:
+    base = torch.zeros(3)
+    source = {"a": torch.full((3,), torch.nan), "b": torch.full((2,), torch.nan)}
+    assert_same(round_trip(source, {"a": base, "b": base[1:]})["a"], source["a"])
+
+
+def test_neighbours_and_the_same_memory_are_read_in_place() -> None:
+    base = torch.zeros(8)
+    assert overlapping([base[:4], base[4:], base[:4], torch.zeros(0), torch.zeros(8)]) == []
+    found = overlapping([base[6:], base[2:5], base, torch.zeros(8)])
+    assert [index for index, _ in found] == [0, 1, 2]
