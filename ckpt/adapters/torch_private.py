@@ -131,6 +131,13 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def with_versions(values: Mapping[str, Any], of: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return ``values`` as a state dict with the versions that ``of`` has of its modules."""
+    found: Any = OrderedDict(values)
+    found._metadata = getattr(of, "_metadata", {})
+    return cast("OrderedDict[str, Any]", found)
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Return True if a hook of the backward pass is registered on ``tensor``."""
     hooked: Any = tensor  # Torch's stubs do not declare the hooks

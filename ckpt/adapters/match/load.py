@@ -31,9 +31,10 @@ from ckpt.adapters.tensors.gathered import forget_copies, release
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
+from ckpt.adapters.torch_private import with_versions
 from ckpt.adapters.walk.collect import find_parameters
 from ckpt.adapters.walk.items import Part
-from ckpt.adapters.walk.modules import asked, items_of, unwrapped
+from ckpt.adapters.walk.modules import asked, items_of, raw_state, unwrapped
 from ckpt.adapters.walk.objects import declares_state, is_stateful, look_again, walk_objects
 from ckpt.adapters.walk.stand_in import Checked, Refilled, StandIn
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
@@ -341,8 +342,13 @@ def _match_module(match: Matching, module: nn.Module, node: Node, path: str, sou
             match.claim(name, there)
             fill(match, name, there, Part(name, entry.piece).all_of(entry.value), found)
     if extra:
-        match.actions.append(partial(_load_extra, module, extra))
+        match.actions.append(partial(_load_extra, module, path, extra))
 
 
-def _load_extra(module: nn.Module, extra: dict[str, Callable[[], Any]]) -> None:
-    module.load_state_dict({key: made() for key, made in extra.items()}, strict=False)
+def _load_extra(module: nn.Module, path: str, extra: dict[str, Callable[[], Any]]) -> None:
+    """Load the extra state of ``module``, with the versions that its modules have now.
+
+    Without them a module takes the rest, which is in place, for that of an old version.
+    """
+    loaded = {key: made() for key, made in extra.items()}
+    module.load_state_dict(with_versions(loaded, raw_state(path, module)), strict=False)

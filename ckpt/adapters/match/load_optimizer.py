@@ -39,6 +39,8 @@ from ckpt.model.values import Node, below, unescape
 
 _HOW: Final = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize"))
 """Settings that say how a step is computed, not what it is."""
+_NAMES: Final = "param_names"
+"""The names that torch keeps of a group's parameters, in their order: those of the target."""
 _OF_SCHEDULERS: Final = frozenset(
     ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 )
@@ -151,7 +153,7 @@ class _Loader:
         held = {_part(key) for state in self._keeper.state.values() for key in state}
         if held and saved and held - saved and saved - held:
             return "state", sorted(saved - held), sorted(held - saved)
-        there = settings - _HOW - _OF_SCHEDULERS
+        there = settings - _HOW - _OF_SCHEDULERS - {_NAMES}
         here = {key for key in self._optimizer.defaults if isinstance(key, str)} - _HOW
         known = {key for group in self._optimizer.param_groups for key in group}
         # Each side must have two settings of its own. A single one may be a new default of a later
@@ -176,7 +178,7 @@ class _Loader:
                 self._group(
                     group,
                     [
-                        each.saved.settings
+                        _without_names(each.saved.settings)
                         for each in self._all
                         if each.group is group and each.saved
                     ],
@@ -222,7 +224,7 @@ class _Loader:
             part = source[start:]
             if "/" in part:
                 continue  # A container has a node of its own
-            key = keys.get(part, unescape(part))
+            key = _key(f"{each.name}/{part}", part, keys)
             if (known := fresh.get(key)) is not None and each.part.of(each.name, known) is known:
                 continue  # All parts share one step counter
             if is_wrapper(current.get(key)):
@@ -234,7 +236,7 @@ class _Loader:
             match.want(f"{each.name}/{part}", source, each.part.of(each.name, held))
         for source, node in saved.values.items():
             part = source[start:]
-            key = keys.get(part, unescape(part))
+            key = _key(f"{each.name}/{part}", part, keys)
             if tag(node) == "subclass":
                 fresh[key] = self._wrapper(each, key, fresh.get(key, current.get(key)))
                 fill(match, f"{each.name}/{part}", source, fresh[key], node)
@@ -292,6 +294,24 @@ class _Loader:
         weight = self._match.saved.tensors.get(each.weight)
         alike = weight is not None and (weight.dtype, weight.shape) == (saved.dtype, saved.shape)
         return str(each.parameter.dtype).removeprefix("torch.") if alike else saved.dtype
+
+
+def _without_names(settings: Node) -> Node:
+    return {key: value for key, value in settings.items() if key != _NAMES}
+
+
+def _key(name: str, part: str, present: Mapping[str, Any]) -> object:
+    """Return the key of a value, by its part of a name; ``present`` has those of the state.
+
+    Raises ``RestoreError`` if only a present key could say what it was.
+    """
+    key = present.get(part, unescape(part))
+    if key == part and part.startswith("~2"):
+        raise RestoreError(
+            f"{name!r} has the key {part[2:]}, which is neither a string nor an int: take one "
+            "optimizer step before restoring"
+        )
+    return key
 
 
 def _part(key: object) -> str:

@@ -24,7 +24,7 @@ def memory_of(target: Source) -> Hashable:
     if isinstance(target, LocalShards):
         return tuple(map(memory_of, target.tensors)) or id(target)
     memory = local(target)
-    address = memory.data_ptr()  # many tensors have the address 0
+    address = memory.data_ptr()  # Many tensors have the address 0
     if not address or not memory.numel():
         return id(target)
     return address, memory.dtype, memory.shape, memory.stride()

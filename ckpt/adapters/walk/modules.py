@@ -185,7 +185,7 @@ def canonical(module: nn.Module) -> Callable[[str], str]:
 def _wrapper_prefixes(module: nn.Module) -> list[str]:
     """Return the prefixes that end in a wrapper's own segment, longest first."""
     found: list[str] = []
-    for name, child in module.named_modules():
+    for name, child in module.named_modules(remove_duplicate=False):
         lead = f"{name}." if name else ""
         if isinstance(child, DistributedDataParallel | DataParallel):
             found.append(f"{lead}module.")

@@ -88,6 +88,31 @@ def test_extra_state_comes_back(extra: Any, nested: bool) -> None:
     assert_same((target[1] if nested else target).extra, extra)  # type: ignore[index, union-attr]
 
 
+class Versioned(nn.Module):
+    """Resets a buffer that a checkpoint of its first version lacks, as batch norms do."""
+
+    _version = 2
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.arange(3.0) + seed)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        if local_metadata.get("version", 1) < 2 and f"{prefix}mean" not in state_dict:
+            state_dict[f"{prefix}mean"] = torch.zeros(3)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def test_extra_state_of_one_module_resets_nothing_of_another() -> None:
+    source = nn.Sequential(Versioned(5), Counts(3))
+    target = nn.Sequential(Versioned(7), Counts(0))
+    round_trip({"m": source}, {"m": target})
+    assert_same(target[0].mean, source[0].mean)  # type: ignore[union-attr]
+    assert target[1].extra == 3
+
+
 def test_names_are_those_of_the_bare_module_whatever_wraps_it() -> None:
     bare = names_of({"m": net()})
     compiled = torch.compile(net(), backend="eager")
@@ -97,6 +122,13 @@ def test_names_are_those_of_the_bare_module_whatever_wraps_it() -> None:
     assert names_of({"m": inside}) == bare
     assert names_of({"m": nn.DataParallel(net())}) == bare
     assert names_of({"m": nn.DataParallel(torch.compile(net(), backend="eager"))}) == bare
+
+
+def test_a_wrapped_module_under_two_names_has_the_names_of_the_bare_one() -> None:
+    bare, wrapped = nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager")
+    plain = nn.ModuleDict({"one": bare, "two": bare})
+    compiled = nn.ModuleDict({"one": wrapped, "two": wrapped})
+    assert names_of({"m": compiled}) == names_of({"m": plain})
 
 
 def test_a_module_of_the_users_called_module_keeps_its_name() -> None:
@@ -314,6 +346,49 @@ def test_state_follows_its_parameter_not_its_position() -> None:
         assert_same(dict(job.optimizer.state[one]), dict(other.optimizer.state[two]))
     assert other.optimizer.param_groups[0]["weight_decay"] == 0.1
     assert job.run(3, 6) == other.run(3, 6)
+
+
+def test_the_names_of_a_groups_parameters_are_those_of_the_target() -> None:
+    """They say which parameter is at which place, and that may differ from the checkpoint."""
+
+    def build(seed: int, *, turned: bool, groups: int) -> dict[str, Any]:
+        model = net(seed)
+        named = list(model.named_parameters())[:: -1 if turned else 1]
+        each = [{"params": named[index::groups]} for index in range(groups)]
+        optimizer = torch.optim.SGD(each, lr=0.1 + seed, momentum=0.9)
+        model(torch.randn(5, 6)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    one, two = build(0, turned=False, groups=2), build(1, turned=True, groups=1)
+    names = two["optimizer"].param_groups[0]["param_names"]
+    round_trip(one, two)
+    group = two["optimizer"].param_groups[0]
+    assert group["lr"] == 0.1
+    assert group["param_names"] == names
+    assert names == [name for name, _ in reversed(list(two["model"].named_parameters()))]
+
+
+def test_a_key_that_is_no_string_is_the_same_in_an_optimizer_that_has_not_stepped() -> None:
+    def build(seed: int, **state: Any) -> dict[str, Any]:
+        model = nn.Linear(2, 2).requires_grad_()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.state[model.weight].update(state.get("entries", {}))
+        return {"model": model, "optimizer": optimizer}
+
+    entries = {7: torch.ones(3), -1: "x", "~27": torch.zeros(2), "a/b": 1.5}
+    target = round_trip(build(0, entries=entries), build(1))
+    assert_same(dict(target["optimizer"].state[target["model"].weight]), entries)
+
+    root = saved(build(0, entries={(0, 1): torch.ones(3)}))
+    with (
+        CheckpointManager(root) as manager,
+        pytest.raises(RestoreError, match="take one optimizer step before restoring"),
+    ):
+        manager.restore(build(1))
+    target = build(1, entries={(0, 1): torch.zeros(3)})
+    restored(root, target)
+    assert_same(dict(target["optimizer"].state[target["model"].weight]), {(0, 1): torch.ones(3)})
 
 
 def test_groups_with_different_settings_cannot_be_joined() -> None:
