@@ -135,20 +135,20 @@ class SaveOutcome:
             SKIPPED,
             EARLIER_FAILED,
         }:
-            # another rank did not begin the save, for a reason that it has reported itself
+            # Another rank did not begin the save, and has reported the reason itself.
             reasons = "; ".join(f"rank {rank}: {why}" for rank, why in error.failures.items())
             error = SaveSkipped(self.pending.step, reasons)
         left = LeftToAgent(self.pending.step)
         if isinstance(error, PeerFailed) and set(error.failures.values()) == {str(left)}:
-            error = left  # another rank has detached, and this one is about to
-        if isinstance(error, LeftToAgent):  # the tier does not miss it
+            error = left  # Another rank has detached, and this one is about to
+        if isinstance(error, LeftToAgent):  # The agent takes the step there
             self._end(url, error, required=False)
             return
         if not required:
             self._reports.notices.missed(self.pending.step, url, error)
         with self._lock:
             self._missed.append(TierMissed(step=self.pending.step, tier=url, error=error))
-        if self.staged.is_set():  # else the copying waits for this thread, perhaps
+        if self.staged.is_set():  # Do not wait for it: the copying may wait for this thread
             self._tell_missed()
         self._end(url, error, required=required)
 
@@ -199,7 +199,7 @@ class ActiveSave:
         """Copy what is left of the state, and report it."""
         try:
             self.snapshot.copy_late()
-            with contextlib.suppress(CkptError):  # the streaming thread reports it
+            with contextlib.suppress(CkptError):  # The streaming thread reports the error
                 self.snapshot.wait_landed()
                 self.outcome.on_staged()
         finally:

@@ -101,7 +101,7 @@ class Backfill:
             )
         finally:
             self._earlier.set_left([])
-            self._near.prune_later()  # what was kept for farther tiers need not stay any more
+            self._near.prune_later()  # What was kept for farther tiers need not stay any more
 
     def _go(self, writer: TierWriter, line: Sequence[StoredStep]) -> None:
         """Copy those of ``line`` that the tier of ``writer`` lacks."""

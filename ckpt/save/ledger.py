@@ -115,7 +115,8 @@ class SaveLedger:
         skipped = isinstance(error, SaveSkipped | TierBehind)
         if error is not None:
             with self._lock:
-                if not isinstance(error, TierBehind):  # else nearer tiers have it, as was wanted
+                # A step that a tier has given up is on nearer tiers.
+                if not isinstance(error, TierBehind):
                     self._saved.discard(pending.step)
                 self._skipped += isinstance(error, SaveSkipped)
                 if not skipped:
@@ -123,11 +124,11 @@ class SaveLedger:
             level = logging.WARNING if skipped or self._warns else logging.ERROR
             _log.log(level, "ckpt: %s%s", error, "" if skipped or not self._warns else _GOES_ON)
             self._observers.notify(SaveFailed(step=pending.step, error=error))
-        # a skipped save was asked for: no later call raises it
+        # The caller has chosen that saves may be skipped, so no later call raises it.
         pending.finish(error, reported=skipped or self._warns)
         with self._lock:
             owner = self._owners.pop(pending.step, None)
-        del owner  # outside of the lock: this may be the last reference
+        del owner  # Outside of the lock, since this may be the last reference
 
     def suspect(self, error: SuspiciousState, *, logs: bool) -> None:
         """Report a step that is committed and suspicious; ``logs``: in the log too."""

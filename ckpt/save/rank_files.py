@@ -161,7 +161,7 @@ class RankFiles:
     ) -> None:
         self._backend, self._rank, self._world_size = tier.backend, rank, world_size
         self._chunk_bytes, self._workers = config.chunk_bytes, workers
-        # every node has the manifest, but only one node has the fragment
+        # Every node has the manifest, but each fragment is on one node only.
         self._in_manifest = config.copies == "per_node"
         self._frames: tuple[SavePlan, Frames] | None = None
         self._encoder = encoder_of(tier.tier.codec)
@@ -241,7 +241,7 @@ class RankFiles:
         if copier is None or source is None or not job.plan.size:
             return None
         if isinstance(self._backend, Rooted) and self._backend.is_replaced():
-            return None  # this process knows the root from before, and refuses
+            return None  # The root was replaced, so the write of this process is refused
         try:
             lengths = copier.copy(job.ref, source, written.add)
             if len(lengths) != (len(job.known) if encoder else 0):
@@ -256,7 +256,8 @@ class RankFiles:
                 error,
             )
             self._is_alone = True
-            written.restart()  # it raises if the step is the agent's now, and with it what is cut
+            # This raises if the agent has taken over the step, with its unfinished writes.
+            written.restart()
             with suppress(CkptError):
                 self.discard_unfinished(job.ref)
             return None

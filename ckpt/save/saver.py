@@ -128,7 +128,7 @@ class Saver:
         self._coordinator, self._config, self._reports = coordinator, config, reports
         self._is_leader = coordinator.rank == LEADER
         durable = [tier for tier in tiers if not tier.in_memory]
-        # of several nodes' own tiers the leader sees only a part
+        # If each node has a tier of its own, the leader sees only a part of it.
         fills = self._is_leader and len(durable) > 1 and not durable[0].nodes
         patience = config.commit_timeout_seconds
         earlier = EarlierSteps(durable[0].backend, coordinator.attempt, patience) if fills else None
@@ -136,7 +136,7 @@ class Saver:
         self._slot_steps = SlotSteps(coordinator.rank)
         limit, ranks = config.staging_bytes, ranks_on_this_node()
         self.slots = SlotPool(config.slots, ranks=ranks, limit=limit, contents=self._slot_steps)
-        # farther tiers wait at their own pace, each with a connection of its own to the other ranks
+        # Farther tiers wait at their own pace, each with its own connection to the other ranks.
         self._writers = [
             TierWriter(
                 tier,
@@ -170,7 +170,7 @@ class Saver:
         self._copier = Workers("copy", 1)
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
         self._streamer = Workers("save", 1, nice=config.nice, cpus=config.cpus)
-        # started now: a save that has begun and cannot start them would hold the optimizer's step
+        # Start now: a save that has begun and cannot start them would hold the optimizer's step.
         self._copier.start()
         self._streamer.start()
 
@@ -199,7 +199,7 @@ class Saver:
         """Do as ``reserve``, where a save makes the slots itself if this does not."""
         try:
             self.reserve(nbytes, devices=devices)
-        except (ThreadLimit, RuntimeError) as error:  # RuntimeError: the manager is closing
+        except (ThreadLimit, RuntimeError) as error:  # A closing manager raises RuntimeError
             _log.debug("ckpt: no slot is made ahead: %s", error)
 
     def acquire(self, nbytes: int, *, wait: bool, devices: Devices = ()) -> Slot | None:
@@ -284,9 +284,8 @@ class Saver:
         self.suspicions.close()
         if self._backfill is not None:
             self._backfill.close()
-        for writer in self._durable[
-            : 0 if self._left.is_set() else -1
-        ]:  # what it kept for a farther tier need not stay any more
+        # What these tiers kept for a farther tier need not stay any more.
+        for writer in self._durable[: 0 if self._left.is_set() else -1]:
             writer.prune_later()
         if self._is_leader and not self._left.is_set():
             self._warn_of_steps_in_memory()
@@ -311,14 +310,15 @@ class Saver:
         for writer in self._writers:
             writer.leave()
         for queue in self._queues.values():
-            for step in queue.give_up_stored():  # still protected, since the agent reads it
+            for step in queue.give_up_stored():  # They stay protected, since the agent reads them
                 self._fail(step.task, LeftToAgent(step.ref.step))
         self.steps.wait_images()
         until = time.monotonic() + _DETACH_SECONDS
         for writer in self._writers:
             writer.await_cleaned(max(0.0, until - time.monotonic()))
         if not leaves:
-            await_detaches(self._coordinator)  # else one could remove files that the agent copies
+            # Otherwise a rank could remove files that the agent copies.
+            await_detaches(self._coordinator)
         if self._is_leader:
             self._leave_roots()
 
@@ -353,7 +353,7 @@ class Saver:
         kept = max(restored, self._slot_steps.newest())
         if not in_memory or not durable or kept < 0 or max(restored, 0) <= durable_step:
             return
-        # the log has shown before that the store does not answer
+        # If the store does not answer, the log has shown it before.
         with contextlib.suppress(CkptError):
             newest = max(durable_step, *(writer.newest_committed() for writer in durable))
             if newest < 0:
@@ -403,7 +403,7 @@ class Saver:
         job = replace(save.job, known=known)
         save.outcome.committed(writer.url)
         self._on_commit(writer, job.ref)
-        if not save.job.known:  # it is on its first tier
+        if not save.job.known:  # This is the first tier of the step
             self.suspicions.examine(job, save.trained)
         if writer.in_memory and farther:
             self._serve(farther, replace(save, job=job))
@@ -445,9 +445,9 @@ class Saver:
         aborts it.
         """
         writer, farther, job = writers[0], writers[1:], save.job
-        # an image that passes by cannot be read again
+        # An image that passes by cannot be read again.
         passing = job.passes_by and not writer.in_memory
-        # to them it is the failure of a peer, whatever it was
+        # Other ranks see the failure of a peer, whatever the error is here.
         others_go_on = not writer.tier.required
         goes_on = others_go_on and not isinstance(error, TensorChanged)
         if goes_on and farther and not passing:
@@ -495,7 +495,7 @@ class Saver:
                 self._backfill.begin()
         with self._lock:
             first, self._swept = not self._swept, True
-        if first:  # what an earlier job left in memory is outdated now
+        if first:  # What an earlier job left in memory is outdated now
             for each in self._writers:
                 each.sweep()
             self.slots.reconsider()
@@ -509,7 +509,8 @@ class Saver:
         if queue.push(step):
             try:
                 self._queue_threads[writer.url].submit(self._serve_queue, writer.url)
-            except CkptError as error:  # the system has no thread for it
+            except CkptError as error:
+                # The system has no thread for the queue.
                 self._lose(writer.url, queue.lose_all(error))
 
     def _serve_queue(self, url: str) -> None:
@@ -520,7 +521,8 @@ class Saver:
                 try:
                     self._perform(turn.next.task)
                 finally:
-                    if turn.next.held or not self._left.is_set():  # else the agent reads it
+                    # Otherwise the agent still reads the files.
+                    if turn.next.held or not self._left.is_set():
                         self.steps.end_waiting(turn.next.ref, url)
 
     def _lose(self, url: str, lost: Sequence[tuple[QueuedStep[_Task], CkptError]]) -> None:
@@ -559,7 +561,7 @@ class Saver:
                 required = writer.tier.required and not self._left.is_set()
                 outcome.failed(writer.url, error, required=required)
             case _Abort():
-                pass  # the other ranks wait until their time-out
+                pass  # The other ranks wait until their time-out
 
 
 def await_detaches(coordinator: Coordinator) -> None:

@@ -32,7 +32,7 @@ class SlotSteps:
     def __init__(self, rank: int) -> None:
         self._names = (fragment_name(rank), data_name(rank, encoded=False))
         self._lock = threading.Lock()
-        self._steps: dict[str, dict[str, _SlotStep]] = {}  # path of the slot -> URL -> step
+        self._steps: dict[str, dict[str, _SlotStep]] = {}  # Path of the slot -> URL -> step
 
     def keep(self, path: str, tier: OpenTier, ref: StepRef) -> None:
         """Note that the slot ``path`` holds ``ref``, which ``tier`` keeps there."""

@@ -198,7 +198,8 @@ class Suspicions:
         chunks = before.chunks if before and same_plan else Chunks.of(job.plan, trained)
         now = _Seen(step, chunks, job.known)
         if before is not None and step <= before.step and trained.era == before.chunks.trained.era:
-            return _Finding(True, not_finite=bad)  # a farther tier was later than the nearest
+            # This step came late to its first tier, and a newer one has been compared.
+            return _Finding(True, not_finite=bad)
         self._seen = now
         changed = True if before is None else now.changed(before)
         unchanged = () if changed else _few([chunks.places])

@@ -229,7 +229,7 @@ class TierQueue(Generic[T]):
         """
         with self._changed:
             held, stored = self._takable()
-            if not held and not stored:  # at the end, when no step is expected any more
+            if not held and not stored:  # At the end, no step is expected any more
                 held = [name for name, step in self._steps.items() if step is not None]
         dropped = stored[: max(0, len(stored) - 1 - self._backlog)]
         return _Order(held[0] if held else stored[-1], tuple(dropped))

@@ -94,9 +94,9 @@ class TierWriter:
             steps,
             slots,
         )
-        self._node = on_node(coordinator, tier.nodes)  # the ranks that share the store
+        self._node = on_node(coordinator, tier.nodes)  # The ranks that share the store
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
-        # fragments, by the leader
+        # The leader reads fragments with these threads.
         readers = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))
         self._readers = Workers("merge", readers, nice=config.nice, cpus=config.cpus)
         self._found = FoundSteps(self._node, tier.index)
@@ -111,7 +111,7 @@ class TierWriter:
             self._quota = Quota(tier, self._node, self.root, steps, timeout=timeout)
         self._hurry, self._left = threading.Event(), threading.Event()
         self._cleaning = threading.Lock()
-        patience = config.commit_timeout_seconds  # no longer than ranks wait for each other
+        patience = config.commit_timeout_seconds  # Ranks wait no longer for each other
         self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
         self._files = RankFiles(
@@ -148,7 +148,7 @@ class TierWriter:
             return self._commit(job, on_bytes)
 
     def _commit(self, job: SaveJob, on_bytes: OnBytes) -> tuple[Chunk, ...]:
-        # what waits on a nearer tier can wait out a store that is down for a while
+        # A step that a nearer tier has can wait until a store answers again.
         self._retry = self._patient if job.source is not None else RetryPolicy()
         committer = self._committer(job.trial)
         if abort := self._reason_to_abort(job):
@@ -166,7 +166,7 @@ class TierWriter:
             self._abort_all(job.ref, job.trial, str(error) or repr(error))
             self._clean_up(job)
             raise
-        # raises if there is no verdict: the files may yet become a checkpoint
+        # This raises if there is no verdict. The files may yet become a checkpoint.
         verdict = committer.commit(job.ref, vote)
         if isinstance(verdict, Unknown):
             raise CommitError(
@@ -215,13 +215,12 @@ class TierWriter:
         if self.in_memory and job.image.path:
             self._slots.keep(job.image.path, self.tier, job.ref)
         chunks, encoding = self._files.write(job, on_bytes, self._retry)
-        job.confirm()  # before the fragment: a rank that finds all fragments may commit them
+        job.confirm()  # Before the fragment, since a rank that finds all fragments may commit them
         vote = Durable(self._files.put_fragment(job, chunks, encoding, self._retry))
         try:
             job.confirm()
-        except (
-            BaseException
-        ):  # at once: if this job dies now, no other may take the step for complete
+        except BaseException:
+            # Delete it at once: if this job dies now, no other job may take the step for complete.
             with contextlib.suppress(CkptError):
                 self._backend.delete(job.ref.key(self._files.names[0]))
             raise
@@ -383,7 +382,7 @@ class TierWriter:
         """
         try:
             if self._taken is not None and not self._retry.call(self.root.confirm):
-                # a job had taken the root over, and has closed: there may be other steps
+                # Another job had taken the root and has closed, so there may be other steps.
                 self._taken = None
             taken = self._take_over()
         except CkptError as error:
@@ -402,7 +401,7 @@ class TierWriter:
         """
         if self._taken is None:
             there = self._call(self.root.take)
-            if self._node.world_size > 1:  # for ranks that must make room
+            if self._node.world_size > 1:  # Ranks that must make room ask for it
                 self._found.post(there)
             if self._pruner is not None:
                 self._pruner.clear(self._steps.restored)

@@ -53,7 +53,7 @@ class Trained:
         still: list[int] = []
         moving: list[int] = []
         for optimizer in collected.optimizers:
-            if isinstance(optimizer, OptimizerStandIn):  # what it trains is no tensor of the state
+            if isinstance(optimizer, OptimizerStandIn):  # The state does not hold what it trains
                 moving.append(id(optimizer))
                 continue
             for group in optimizer.param_groups:
@@ -88,7 +88,8 @@ _needs_gradient: Final = attrgetter("requires_grad")
 def _moves(group: Mapping[str, Any]) -> bool:
     try:
         return float(group["lr"]) != 0.0
-    except (KeyError, TypeError, ValueError):  # the optimizer finds its own rate, or has several
+    except (KeyError, TypeError, ValueError):
+        # The optimizer finds its own rate, or has several.
         return True
 
 

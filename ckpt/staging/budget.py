@@ -166,7 +166,7 @@ def _cgroup_rooms() -> list[int]:
     rooms: list[int] = []
     for kind in (_V1, _V2):
         path = _own_cgroup(kind.controller)
-        # in a container it is often the host's path, and only the root is there
+        # In a container this is often the path on the host, of which only the root is there.
         for group in (path, *path.parents):
             folder = f"{kind.mount}{group}"
             limits = [
@@ -200,7 +200,8 @@ def _number(path: str) -> int | None:
     try:
         with open(path) as file:
             return int(file.read())
-    except (OSError, ValueError):  # no such cgroup, or "max"
+    except (OSError, ValueError):
+        # There is no such cgroup, or its limit is "max".
         return None
 
 

@@ -83,7 +83,8 @@ def copy_now(copies: Sequence[Copy], devices: Iterable[torch.device] = ()) -> No
     }
     try:
         _copy(copies, streams)
-    finally:  # also when it fails: the slot is another's then
+    finally:
+        # Wait after an error, too, since another save gets the slot then.
         _wait(streams.values())
 
 

@@ -32,7 +32,8 @@ def side_stream(device: torch.device) -> torch.Stream | None:
         stream = torch.Stream(device=device)
         stream.record_event().synchronize()
         return stream if stream != torch.accelerator.current_stream(device) else None
-    except (RuntimeError, NotImplementedError):  # no streams, or no events
+    except (RuntimeError, NotImplementedError):
+        # The device has no streams, or no events.
         return None
 
 
@@ -48,8 +49,8 @@ def is_capturing(device: torch.device) -> bool:
     """
     if device.type == "cpu" or not _is_accelerator(device):
         return False
-    # CUDA, XPU, MTIA and NPU have it; Stream.is_capturing() came with torch 2.13, and makes a
-    # context
+    # CUDA, XPU, MTIA and NPU have this function. ``Stream.is_capturing()`` came with torch 2.13 and
+    # makes a context.
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
 

@@ -30,7 +30,7 @@ def folded(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     may change behind that work. In host memory the result may be a view of the tensor.
     """
     whole = tensor.detach().contiguous()
-    # one element may have any stride
+    # A tensor of one element may have any stride.
     flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
     rows = flat.numel() // (8 * _ROW)
     if not rows:

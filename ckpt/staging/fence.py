@@ -76,8 +76,8 @@ class Fence:
                     optimizer.register_step_pre_hook(before),
                     optimizer.register_step_post_hook(after),
                 ]
-            # a step that raised never reports its end; but a thread that asks here, or has ended,
-            # is not in a step
+            # A step that has raised never reports its end. But a thread that calls this, or that
+            # has ended, is not in a step.
             inside = self._stepping.get(optimizer, threading.get_ident())
             if inside != threading.get_ident() and inside in {
                 thread.ident for thread in threading.enumerate()
@@ -92,7 +92,7 @@ class Fence:
                     f"a signal handler that interrupts {kind}.step() cannot save: let "
                     "manager.on_signals() handle the signal"
                 )
-                # the loop that was interrupted may handle it as another error
+                # The interrupted loop may take this error for one of its own.
                 _log.error("ckpt: %s", refused)
                 raise refused
 
@@ -104,7 +104,7 @@ class Fence:
 
     def wait(self) -> None:
         """Return when the tensors of all snapshots in flight may change."""
-        if os.getpid() != self._pid:  # a fork has tensors of its own, and no thread copies
+        if os.getpid() != self._pid:  # A fork has tensors of its own, and no thread copies
             return
         with self._lock:
             waiting = list(self._in_flight)
@@ -124,7 +124,7 @@ class Fence:
             self._in_flight = []
 
     def note_capture(self, optimizer: torch.optim.Optimizer) -> None:
-        # a fork does not save, and must not use a device
+        # A fork does not save, and must not use a device.
         if os.getpid() == self._pid and _is_captured(optimizer):
             self.captured.add(optimizer)
 
@@ -137,12 +137,12 @@ class Fence:
 
     def _let_pass(self, optimizer: torch.optim.Optimizer) -> None:
         if _is_captured(optimizer):
-            # the replayed graph runs no hook and moves no version counter: from now on nothing of
-            # it may be copied late
+            # The replayed graph runs no hook and moves no version counter. From now on, none of its
+            # tensors may be copied late.
             self.captured.add(optimizer)
             for snapshot in self._in_flight:
                 snapshot.wait_ended()
-                _settle(snapshot)  # capturing moves the counters
+                _settle(snapshot)  # Capturing moves the version counters
             return
         self.wait()
 
@@ -199,5 +199,5 @@ def _untraced(hook: Callable[..., None]) -> Any:
 
 
 def _settle(snapshot: Snapshot) -> None:
-    with suppress(TensorChanged):  # kept for those who wait for the save
+    with suppress(TensorChanged):  # The snapshot keeps the error for callers that wait
         snapshot.settle()

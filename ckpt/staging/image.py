@@ -16,7 +16,7 @@ from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.slot import Slot
 from ckpt.staging.window import Window
 
-# torch cannot copy or index these; the same bytes under another name it can
+# torch cannot copy or index these dtypes, but it can do so under another dtype of the same size.
 _AS_INTEGERS: Final[dict[str, torch.dtype]] = {
     "float8_e8m0fnu": torch.uint8,
     "float4_e2m1fn_x2": torch.uint8,
@@ -104,6 +104,5 @@ class Image:
         for length in reversed(shape[1:]):
             strides.insert(0, strides[0] * max(1, length))
         at = start % self.slot.capacity // leaf.itemsize
-        return typed.as_strided(
-            shape, strides[: len(shape)], at
-        )  # one call instead of three: there are thousands
+        # One call instead of three saves time, since there are thousands of tensors.
+        return typed.as_strided(shape, strides[: len(shape)], at)

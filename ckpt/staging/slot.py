@@ -19,9 +19,9 @@ from ckpt.errors import HostMemoryExhausted
 from ckpt.staging import cuda
 from ckpt.staging.device import Devices, background
 
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_MADV_POPULATE_WRITE: Final = 23  # Since Linux 5.14
 _STEP_BYTES: Final = 16 << 20
-_ROUND: Final = 2 << 20  # a huge page
+_ROUND: Final = 2 << 20  # A huge page
 _log = logging.getLogger("ckpt")
 
 
@@ -69,7 +69,8 @@ class Slot:
             self._map = _map_anonymous(self.capacity)
         self.view = memoryview(self._map)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        # also when nobody closes it; a fork that ends leaves its parent's file alone
+        # This removes the file even if no caller closes the slot. A fork leaves the file to its
+        # parent.
         self._remove = weakref.finalize(self, _unlink, self._file, os.getpid())
 
     @property
@@ -98,7 +99,7 @@ class Slot:
                 ) from None
         finally:
             os.close(descriptor)
-        # the pin still holds the pages that were cut off, not those that came in their place
+        # The pin still holds the pages that were cut off, and not those in their place.
         if (device := self._unpin()) is not None:
             self.pin([device])
 
@@ -120,7 +121,7 @@ class Slot:
                 raise HostMemoryExhausted(
                     self.capacity, os.strerror(error.errno or errno.ENOMEM)
                 ) from None
-            self.tensor[:: mmap.PAGESIZE] = 0  # a kernel that does not know the word
+            self.tensor[:: mmap.PAGESIZE] = 0  # Kernels before 5.14 do not know the advice
 
     def pin(self, devices: Devices) -> None:
         """Page-lock the memory once, so that copies from those of ``devices`` that are CUDA's are

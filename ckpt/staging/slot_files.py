@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from typing import Final
 
-# Shared memory is the point; files are 0600 and their names hold our pid.
+# Slots must be in shared memory. Their files have the mode 0600, and names with our process id.
 SHM: Final = "/dev/shm"  # noqa: S108
 PREFIX: Final = "ckpt-slot"
 
@@ -51,7 +51,7 @@ def _slot_files() -> Iterator[tuple[str, int, int]]:
             and parts[3].isdigit()
         )
         if ours and ("." not in parts[5] or parts[5].partition(".")[0] == namespace()):
-            with contextlib.suppress(OSError):  # removed since
+            with contextlib.suppress(OSError):  # It may have been removed meanwhile
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
                     yield name, int(parts[2]), int(parts[3])

@@ -186,7 +186,7 @@ class SlotPool:
         if self._closed or known is None or not elsewhere or known.slot_bytes < known.nbytes:
             return False
         room = self._room()
-        # else not even what there is may fit beside itself
+        # /dev/shm must have room for one more slot, beside what is there.
         if capacity_of(known.nbytes) > room.shared:
             return False
         own = sum(slot.capacity for slot in self._made)
@@ -280,7 +280,8 @@ class SlotPool:
             path = f"{slot_files.SHM}/{slot_files.own_prefix()}-{name}"
             try:
                 return Slot(nbytes, path, self._is_open)
-            except OSError as error:  # filled up since it was measured
+            except OSError as error:
+                # /dev/shm has filled up since it was measured.
                 _log.log(
                     logging.DEBUG if self._displaced else logging.WARNING,
                     "ckpt: %s for a slot of %d MiB in %s; using anonymous memory: as fast, but "
@@ -290,7 +291,7 @@ class SlotPool:
                     slot_files.SHM,
                 )
                 self._displaced = True
-        # what took the place may have taken this too
+        # What has filled /dev/shm may have taken this memory, too.
         if nbytes > (left := measure(slot_files.SHM, ranks=1).memory):
             raise HostMemoryExhausted(
                 nbytes, f"{left >> 20} MiB are left since the budget was made"

@@ -110,8 +110,8 @@ class Snapshot:
     Attributes:
         window: What has landed; it can be streamed while the rest is copied.
         digests: name -> "boxes=digest" of the checks; complete once it has landed.
-        foreground: Too much that may not wait for a buffer too small: ``copy_late`` must be run
-            before the call returns, beside the streaming.
+        foreground: Whether ``copy_late`` must run before the call returns, beside the streaming,
+            since the buffer is too small for what may not wait.
         held_seconds: What the fence has cost so far, wait by wait.
     """
 
@@ -129,7 +129,7 @@ class Snapshot:
         self.foreground = False
         self.held_seconds: list[float] = []
         self._eager = [copy for batch in batches for copy in batch.eager]
-        # put together by the thread that copies
+        # The thread that copies joins these.
         self._late = [batch.late for batch in batches if batch.late]
         self._checks = [check for batch in batches for check in batch.checks]
         self._guards = [(batch, list(map(_version, batch.guarded))) for batch in batches]
@@ -142,9 +142,8 @@ class Snapshot:
         self._eager_devices = frozenset[torch.device]().union(
             *(batch.eager_devices for batch in batches)
         )
-        self._witness = _witness(
-            check, batches
-        )  # before the side streams, which come after what is queued by now
+        # The witness comes before the side streams, which follow what is queued by now.
+        self._witness = _witness(check, batches)
         self._device = Late.of(
             frozenset[torch.device]().union(*(batch.late_devices for batch in batches))
         )
@@ -157,7 +156,7 @@ class Snapshot:
     def copy_eager(self) -> None:
         """Copy what may not wait.
 
-        On return the eager sources may change, unless it says ``foreground``.
+        On return the eager sources may change, unless ``foreground`` is set.
         """
         if self.window.whole:
             copy_now(self._eager, self._eager_devices)
@@ -180,7 +179,7 @@ class Snapshot:
                 self._copy_late()
                 self._compare()
         except Exception as error:  # noqa: BLE001
-            # A source freed or moved under the copy; the waiter gets it.
+            # A source may be freed or moved during the copy. Callers that wait get the error.
             self._finish(
                 error
                 if isinstance(error, CkptError)
@@ -213,9 +212,8 @@ class Snapshot:
             self._check_there(group)
             self.window.land(end)
         finish_digests()
-        with (
-            self._settling
-        ):  # a fence that settles lets the optimizer go on: then nothing is compared any more
+        # Once the fence has settled this, the optimizer goes on, and nothing is compared any more.
+        with self._settling:
             self._finish(self._changed())
 
     def fence(self) -> None:
@@ -234,11 +232,10 @@ class Snapshot:
         self.held_seconds.append(time.perf_counter() - began)
 
     def settle(self) -> None:
-        """Compare versions for the last time; whatever changes from then on is none of this
-        snapshot's business.
+        """Compare versions for the last time. Later changes do not concern this snapshot.
 
-        An operation moves a version counter only when it has ended, so a thread that has called one
-        sees it for sure when it asks here itself: the fence does, on the training thread.
+        An operation moves a version counter only when it has ended. A thread that has called one
+        sees the move for certain if it calls this itself, as the fence does on the training thread.
 
         Raises:
             TensorChanged: A late source was written to since the call.
@@ -302,7 +299,7 @@ class Snapshot:
             else:
                 copy_now(group)
             self._check_there(group)
-            if not self.window.whole:  # once it is written, other bytes take its place
+            if not self.window.whole:  # In a ring, other bytes take the place of these soon
                 self._ask_witness(group)
             self.window.land(end)
         return launched
@@ -324,7 +321,7 @@ class Snapshot:
                             f"step {self.step} could not be compared with its sources: {error}"
                         )
                     )
-        self._witness = None  # it holds the copies
+        self._witness = None  # It holds the copies
 
     def _ask_witness(self, copies: Sequence[Copy] | None) -> None:
         if self._witness is not None:
@@ -355,11 +352,10 @@ class Snapshot:
         self._eager = []
 
     def _digest(self, *, late: bool) -> Callable[[], None]:
-        """Begin the digests; the function that is returned ends them.
+        """Begin the digests. The function that is returned ends them.
 
-        What lies on an accelerator is only queued there, beside the copies: the fence must not wait
-        for it on the CPU.
-        Of host memory nothing is read later.
+        Digests on an accelerator are only queued there, beside the copies, since the fence must not
+        wait for them on the CPU. Host memory is read before the call returns.
         """
         begun: list[tuple[Check, list[str | tuple[torch.Tensor, ...]]]] = []
         for check in self._checks:
@@ -398,9 +394,9 @@ class Snapshot:
         self._error = self._error or error
         if self._error and self._device:
             with suppress(RuntimeError):
-                # what was launched is still written to the slot, which is another's next
+                # Launched copies still write to the slot, which another save gets next.
                 self._device.synchronize()
-        self._eager, self._late, self._checks = [], [], []  # sources may be freed
+        self._eager, self._late, self._checks = [], [], []  # The sources may be freed now
         if self._error:
             self.window.fail(self._error)
         else:

@@ -35,7 +35,8 @@ PLACES_AT_ONCE: Final = 512
 A place costs about 0.1 µs, which is a miss in the processor's caches.
 """
 _HOST: Final = ("", False)
-_ELEMENTS: Final = 16  # places for each that a contiguous source has, of one element each
+# Places of one element each, for each place that a contiguous source would have.
+_ELEMENTS: Final = 16
 
 Beside = Callable[[torch.Tensor], AbstractContextManager[None]]
 
@@ -182,7 +183,7 @@ class Full:
         self._digests = {id(copy): exact_digest(copy.elements) for copy in self._copies}
 
     def changed(self, copies: Sequence[Copy] | None, beside: Beside) -> str | None:
-        del beside  # the image is in host memory
+        del beside  # The image is in host memory
         for copy in self._copies if copies is None else copies:
             taken = self._digests.get(id(copy))
             if taken is not None and exact_digest(copy.target) != taken:

@@ -22,7 +22,7 @@ from ckpt.errors import LinkRefused, ObjectNotFound, StorageError
 
 Buffer = memoryview | bytes | bytearray
 
-# S3 and GCS allow 1024 for the whole key; the root's own prefix needs its share
+# S3 and GCS allow 1024 bytes for the whole key, and the prefix of the root needs its share.
 MAX_KEY_BYTES = 900
 _SEGMENT_BYTES = 255
 _HUGE_PAGE_BYTES = 2 << 20
@@ -314,11 +314,11 @@ def check_written(key: str, written: int, announced: int, size: int | None) -> i
 
 
 class PutUpload:
-    """An ``Upload`` for stores without parts: remembers the memory and puts all of it at
+    """An ``Upload`` for stores without parts. It remembers the memory and puts all of it at
     ``finish``.
 
-    No copy is made, unless the store's capabilities say ``takes_parts``: else the caller's memory
-    must live until then, which the contract asks of it anyway.
+    The caller's memory must stay until then, as the contract asks. A copy is made only if the
+    capabilities of the store promise ``takes_parts``.
     """
 
     def __init__(self, backend: StorageBackend, key: str, size: int) -> None:
@@ -330,7 +330,7 @@ class PutUpload:
         return self._backend.capabilities.part_bytes
 
     def write(self, offset: int, data: memoryview) -> None:
-        # a store may take parts of large objects only, and its word goes for small ones too
+        # A store may mean only large objects by ``takes_parts``. It holds for small ones too.
         taken = self._backend.capabilities.takes_parts
         self._parts[offset] = memoryview(bytes(data)) if taken else data
 

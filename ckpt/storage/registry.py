@@ -73,7 +73,7 @@ def _factory(url: str, scheme: str) -> BackendFactory:
 
 
 def _fsspec_knows(scheme: str) -> bool:
-    # slow to import: only for foreign schemes
+    # The import is slow, so only schemes that are not ours pay for it.
     from fsspec.registry import known_implementations, registry
 
     return scheme in known_implementations or scheme in registry

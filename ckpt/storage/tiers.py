@@ -89,7 +89,8 @@ def _as_tier(given: object) -> Tier:
         return Tier(os.fspath(given))
     if isinstance(given, Tier):
         return given
-    raise ConfigError(  # its type alone: a dict may hold secrets
+    # Name the type alone, since a dict may hold secrets.
+    raise ConfigError(
         f"a {type(given).__name__} is not a place for checkpoints: give a folder, a URL, a Tier, "
         "or a list of these"
     )

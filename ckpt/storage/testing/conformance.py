@@ -53,7 +53,7 @@ _BAD_KEYS = (
 class BackendConformance(UploadConformance):
     """Inherit as ``class TestMine(BackendConformance)`` and define the fixture ``open_root``."""
 
-    # one small object
+    # -- one small object --------------------------------------------------------------------------
 
     @pytest.mark.parametrize("size", [0, 1, 7, 4095, 4096, 4097, 1 << 20])
     def test_what_was_put_is_read_back(self, backend: StorageBackend, size: int) -> None:
@@ -87,7 +87,7 @@ class BackendConformance(UploadConformance):
             assert fetch(backend, key) == key.encode()
             assert [info.key for info in backend.list(key.partition("/")[0])] == [key]
 
-    # put if absent
+    # -- put if absent -----------------------------------------------------------------------------
 
     def test_put_if_absent_creates(self, backend: StorageBackend) -> None:
         assert backend.put("folder/new", [b"x"], if_absent=True).size == 1
@@ -118,7 +118,7 @@ class BackendConformance(UploadConformance):
         assert fetch(backends[0], "race/marker") == payload(2000, won.index(True))
         assert [info.key for info in backends[0].list("")] == ["race/marker"]
 
-    # reading
+    # -- reading -----------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(
         ("offset", "nbytes"),
@@ -188,7 +188,7 @@ class BackendConformance(UploadConformance):
         seen = set[bytes]().union(*at_once(work, 10))
         assert seen <= set(versions)
 
-    # what is not there
+    # -- what is not there -------------------------------------------------------------------------
 
     def test_a_missing_object_is_said_to_be_missing(self, backend: StorageBackend) -> None:
         backend.put("there/is/this", [b"x"])
@@ -237,7 +237,7 @@ class BackendConformance(UploadConformance):
         at_once(work, 8)
         assert list(backend.list("busy/")) == []
 
-    # listings
+    # -- listings ----------------------------------------------------------------------------------
 
     @pytest.fixture
     def tree(self, backend: StorageBackend) -> StorageBackend:
@@ -310,7 +310,7 @@ class BackendConformance(UploadConformance):
         two.delete("key")
         assert fetch(one, "key") == b"one"
 
-    # what must not happen
+    # -- what must not happen ----------------------------------------------------------------------
 
     @pytest.mark.parametrize("key", _BAD_KEYS)
     def test_a_bad_key_is_refused_by_every_verb(self, backend: StorageBackend, key: str) -> None:

@@ -96,7 +96,7 @@ class UploadConformance(Suite):
         data = self.large(backend)
         view = memoryview(data)
         upload = backend.upload("shuffled", len(data))
-        # An order.
+        # An order needs no secure random numbers.
         send(upload, view, lambda offsets: random.Random(7).sample(offsets, len(offsets)))  # noqa: S311
         upload.finish()
         assert fetch(backend, "shuffled") == data
