@@ -18,8 +18,8 @@ import numpy as np
 
 from ckpt.storage.api import Buffer
 
-# covers the logical block of every disk in use; a store that wants more refuses and is written
-# buffered
+# This covers the logical block of every disk in use. A store that wants more refuses, and is
+# written through the page cache.
 ALIGNMENT: Final = 4096
 _REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _RENAME_NOREPLACE: Final = 1
@@ -83,9 +83,9 @@ class DirectWriter:
         """Write ``data`` at ``offset``. May be repeated."""
         whole = data.nbytes - data.nbytes % ALIGNMENT
         if offset + data.nbytes != self._size:
-            whole = (
-                data.nbytes
-            )  # only the end of the file may be padded; an odd run elsewhere goes buffered as one
+            # Only the end of the file may be padded. An odd run elsewhere goes through the page
+            # cache as one.
+            whole = data.nbytes
         done = self._write_direct(offset, data[:whole]) if whole else 0
         offset, data = offset + done, data[done:]
         if 0 < data.nbytes < ALIGNMENT and done == whole and self._write_padded(offset, data):
@@ -124,7 +124,7 @@ class DirectWriter:
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
-                # the descriptor stays open: another thread may be writing to it
+                # The descriptor stays open, since another thread may be writing to it.
                 self._refused = True
         return done
 
@@ -135,9 +135,9 @@ class DirectWriter:
         """
         if self._refused:
             return False
-        page = mmap.mmap(
-            -1, ALIGNMENT
-        )  # begins at a page; not closed here, for an error's traceback may still see into it
+        # A mapping begins at a page. It is not closed here, since an error's traceback may still
+        # refer to it.
+        page = mmap.mmap(-1, ALIGNMENT)
         page[: tail.nbytes] = bytes(tail)
         return self._write_direct(offset, memoryview(page)) == ALIGNMENT
 
@@ -165,9 +165,8 @@ def rename_if_absent(source: str, target: str) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except FileExistsError:
-        if not os.path.samefile(
-            source, target
-        ):  # NFS: the link was made, its reply was lost, the client asked again
+        # An NFS client asks again if a reply is lost, so the link may be the one made here.
+        if not os.path.samefile(source, target):
             raise
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):

@@ -30,12 +30,12 @@ STRAIGHT_BYTES: Final = 1 << 20
 _DIRECT_BYTES: Final = 4096
 _DROP_CACHE_BYTES: Final = 8 << 20
 _SHORT_COPY_BYTES: Final = 64 << 10
-_MOST_PARTS: Final = 1024  # that one request to the kernel may have
-# EFAULT: a device's memory
+_MOST_PARTS: Final = 1024  # The most parts of one request to the kernel
+# Direct reads into the memory of a device fail with EFAULT.
 _REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT})
 _AT_EMPTY_PATH: Final = 0x1000
 _STATX_DIOALIGN: Final = 0x2000
-_SYS_CACHESTAT: Final = 451  # on every architecture but alpha
+_SYS_CACHESTAT: Final = 451  # The number on every architecture but alpha
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -138,10 +138,8 @@ def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
 
 def _read_straight(fd: int, offset: int, outs: Sequence[memoryview], block: int) -> int:
     [out] = outs
-    lead, head = (
-        offset % block,
-        -offset % block,
-    )  # bytes before out in its first block, and of out in that block
+    # The bytes before ``out`` in its first block, and those of ``out`` in that block.
+    lead, head = offset % block, -offset % block
     body = (out.nbytes - head) // block * block
     tail = out.nbytes - head - body
     ends = memoryview(mmap.mmap(-1, 2 * block, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -181,7 +179,8 @@ def _pour(source: memoryview, outs: list[memoryview]) -> list[memoryview]:
 def _copy(out: memoryview, source: memoryview) -> None:
     if out.nbytes < _SHORT_COPY_BYTES:
         out[:] = source
-    else:  # lets other threads run meanwhile, as a slice does not
+    else:
+        # Unlike a slice, this lets other threads run meanwhile.
         ctypes.memmove(address(out), address(source), out.nbytes)
 
 

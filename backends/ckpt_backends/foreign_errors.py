@@ -30,7 +30,7 @@ from ckpt_backends.oserrors import BY_ERRNO
 _BY_CODE: Final[Mapping[str, type[StorageError]]] = {
     "NoSuchKey": ObjectNotFound,
     "NoSuchUpload": ObjectNotFound,
-    "NoSuchBucket": StorageError,  # not ObjectNotFound: nothing can be written there either
+    "NoSuchBucket": StorageError,  # Not ObjectNotFound, since nothing can be written there either
     "PreconditionFailed": ObjectExists,
     "ConditionalRequestConflict": TransientStorageError,
     "OperationAborted": TransientStorageError,
@@ -89,7 +89,7 @@ _BY_CLASS: Final[Mapping[str, type[StorageError]]] = {
     "AlreadyExistsError": ObjectExists,
     "PermissionDeniedError": AccessDenied,
     "UnauthenticatedError": AccessDenied,
-    # has been tried again already; the upload as a whole may be
+    # obstore has retried it already, but the upload as a whole may be tried again.
     "GenericError": TransientStorageError,
 }
 _BUGS: Final = (TypeError, AttributeError, AssertionError, NameError, MemoryError)
@@ -113,8 +113,8 @@ def foreign(key: str, *, secrets: Sequence[str] = (), bucket: str = "") -> Gener
     except _BUGS:
         raise
     except Exception as error:  # noqa: BLE001 - none of them may pass, that is what this is for
-        # from None: the chain of a vendor's exception holds requests, headers and with them
-        # credentials
+        # ``from None``: the chain of a vendor's exception holds requests and headers, and with them
+        # credentials.
         raise storage_error(key, error, secrets=secrets, bucket=bucket) from None
 
 
@@ -124,8 +124,8 @@ def storage_error(
     """Return the error of ours that stands for ``error``."""
     for link in _chain(error):
         if _class_of(link):
-            # the transport broke: the status that aiohttp puts on such an error (400) is not an
-            # answer of the server
+            # The transport broke. The status 400 that aiohttp puts on such an error is no answer of
+            # the server.
             break
         code, status = _answer(link)
         if code == "NoSuchBucket":
@@ -152,7 +152,7 @@ def _by_class(error: BaseException) -> type[StorageError]:
         if isinstance(link, PermissionError) or (
             isinstance(link, OSError) and str(link).startswith("Forbidden")
         ):
-            return AccessDenied  # "Forbidden": how gcsfs tells a 403
+            return AccessDenied  # gcsfs reports a 403 as "Forbidden"
         if isinstance(link, TimeoutError | asyncio.TimeoutError | ConnectionError | EOFError):
             return TransientStorageError
         if kind := _class_of(link):
@@ -194,7 +194,7 @@ def _told(code: str, status: int, error: BaseException) -> str:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     link: BaseException | None = error
-    for _ in range(8):  # chains may be circular
+    for _ in range(8):  # Chains may be circular
         if link is None:
             return
         yield link

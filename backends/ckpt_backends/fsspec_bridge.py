@@ -34,9 +34,9 @@ PART_BYTES: Final = 8 << 20
 _OBJECT_STORES: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "cos"}
 )
-# pipe_file(mode="create") is decided by the server
+# The servers of these decide ``pipe_file(mode="create")``.
 _CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs"})
-_RENAMES: Final = frozenset({"file", "local"})  # mv is one rename
+_RENAMES: Final = frozenset({"file", "local"})  # A move is one rename
 _TEMPORARY: Final = ".tmp"
 _MODIFIED: Final = ("mtime", "LastModified", "updated", "modified", "last_modified", "created")
 _EXTRAS: Final = {
@@ -63,7 +63,8 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
         MissingExtra: The package of this scheme is not installed.
         ConfigError: The file system refuses the URL or the options.
     """
-    if url.startswith("local://"):  # fsspec's other name for a folder; ours is durable
+    # fsspec has this other name for a folder. Our backend is durable.
+    if url.startswith("local://"):
         return open_posix("file://" + url.removeprefix("local://"), options)
     from fsspec.core import url_to_fs
 
@@ -93,7 +94,8 @@ def missing_extra(url: str, error: ImportError) -> MissingExtra:
     """Return the error that names our extra, or the package that fsspec asks for."""
     scheme = url.partition("://")[0].rpartition("::")[2]
     package = {"http": "aiohttp", "https": "aiohttp"}.get(scheme, error.name or "")
-    if not package:  # fsspec: "Please install adlfs to access ...", "Install s3fs to access S3"
+    # fsspec writes "Please install adlfs to access ..." or "Install s3fs to access S3".
+    if not package:
         words = [word.strip("\"'.,`") for word in str(error).split()]
         lowered = [word.lower() for word in words]
         package = words[lowered.index("install") + 1] if "install" in lowered[:-1] else scheme
@@ -162,9 +164,8 @@ class StorageBackendOnFsspec:
     def upload(self, key: str, size: int) -> Upload:
         check_key(key)
         if not self._object_store or size < 2 * self.capabilities.part_bytes:
-            return PutUpload(
-                self, key, size
-            )  # elsewhere a file under ``open`` may be visible before it is closed
+            # Elsewhere, a file under ``open`` may be visible before it is closed.
+            return PutUpload(self, key, size)
         return _StreamUpload(self, key, size)
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
@@ -250,7 +251,7 @@ class StorageBackendOnFsspec:
         return self._fs.open(path, "wb", block_size=self.capabilities.part_bytes)
 
     def _make_folder(self, path: str) -> None:
-        if not self._object_store:  # there it would try to create the bucket
+        if not self._object_store:  # It would try to create the bucket of an object store
             with suppress(NotImplementedError, FileExistsError):
                 self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
 
@@ -297,7 +298,7 @@ class _StreamUpload:
 
     def write(self, offset: int, data: memoryview) -> None:
         if offset < self._sent:
-            return  # a repeated part that has been sent already
+            return  # A repeated part that was sent already
         self._parts[offset] = data.cast("B")
         self._send()
 

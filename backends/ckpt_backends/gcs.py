@@ -34,7 +34,7 @@ from ckpt_backends.jitter import give_gcsfs_its_own_dice
 
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _SINGLE_REQUEST: Final = 1 << 62
-_METADATA_HOST: Final = "169.254.169.254"  # gives a virtual machine of Google its identity
+_METADATA_HOST: Final = "169.254.169.254"  # Gives a virtual machine of Google its identity
 _METADATA_SECONDS: Final = 2.0
 _TRIES: Final = 3
 
@@ -66,7 +66,7 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
     except ConfigError as error:
         raise ConfigError(f"{shown!r} cannot be opened: {error}") from None
     except Exception as error:  # noqa: BLE001
-        # Whatever a missing or broken credential makes google-auth raise.
+        # google-auth may raise anything for a missing or broken credential.
         raise ConfigError(
             f"{shown!r} cannot be opened: {clean(f'{type(error).__name__}: {error}', secrets)}"
         ) from None
@@ -77,7 +77,7 @@ def _file_system(settings: dict[str, Any]) -> Any:
     from gcsfs.retry import retry_request
 
     give_gcsfs_its_own_dice()
-    # Gcsfs's own switch.
+    # This is gcsfs's own switch.
     emulator = settings.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")  # noqa: TID251
     if emulator:
         # gcsfs's default class asks for the bucket's storage layout by gRPC, and waits 20 to 60 s
@@ -89,10 +89,10 @@ def _file_system(settings: dict[str, Any]) -> Any:
 
         if settings.get("token") is None:
             settings = {**settings, "token": _find_credentials()}
-    # it logs each failed request with its traceback, which is shown only if its log is configured
+    # gcsfs logs the traceback of each failed request, which only a configured log is to show.
     logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     fs = GCSFileSystem(**settings, use_listings_cache=False, skip_instance_cache=True)
-    # its six tries take half a minute, and the pipeline has its own besides
+    # The six tries of gcsfs take half a minute, and the pipeline retries by itself.
     once: Any = GCSFileSystem._request
     retrying: Any = retry_request
     fs._request = partial(retrying(retries=_TRIES)(once.__wrapped__), fs)
@@ -115,7 +115,7 @@ def _find_credentials() -> str | None:
     if named or os.path.isfile(sdk.get_application_default_credentials_path()):
         return "google_default"
     if os.path.exists(os.path.expanduser("~/.gcs_tokens")):
-        return None  # an older gcsfs kept them there; it knows how to read them
+        return None  # An older gcsfs kept them there, and gcsfs still reads them
     if not _on_google(os.environ.get(environment_vars.GCE_METADATA_HOST) or _METADATA_HOST):  # noqa: TID251
         raise ConfigError(
             "no Google credentials were found: run 'gcloud auth application-default login', set "
@@ -168,7 +168,7 @@ class GCSBackend(StorageBackendOnFsspec):
                     path, value, metadata={_TOKEN: token}, mode=mode, chunksize=_SINGLE_REQUEST
                 )
         except (ObjectExists, TransientStorageError):
-            # ours: gcsfs repeated it after a lost reply
+            # An object with our token means that gcsfs repeated the request after a lost reply.
             if not if_absent or self._token_of(key) != token:
                 raise
         except ObjectNotFound:
@@ -187,7 +187,7 @@ class GCSBackend(StorageBackendOnFsspec):
             from gcsfs.core import initiate_upload
 
             location: object = sync(self._fs.loop, initiate_upload, self._fs, bucket, name)
-        # a bucket of a single zone has uploads of another kind
+        # A bucket of a single zone has uploads of another kind.
         return (
             ResumableUpload(self, key, size, location)
             if isinstance(location, str)
@@ -230,7 +230,7 @@ class GCSBackend(StorageBackendOnFsspec):
             self._check_bucket(prefix)
 
     def close(self) -> None:
-        with suppress(Exception):  # a connection that cannot be closed is closed
+        with suppress(Exception):  # Nothing is left to do if that fails
             self._fs.close_session(self._fs.loop, self._fs._session)
 
     def _check_bucket(self, key: str) -> None:

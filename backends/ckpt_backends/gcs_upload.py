@@ -64,10 +64,9 @@ class ResumableUpload:
             )
         self._check()
         if offset + data.nbytes <= self._sent:
-            return  # a repeated part
-        if (
-            offset > self._sent or data.nbytes % STEP_BYTES
-        ):  # early, or the last: how long all is, is not known yet
+            return  # A repeated part
+        # Keep a part that is early or the last one, since the whole size is not known yet.
+        if offset > self._sent or data.nbytes % STEP_BYTES:
             self._early[offset] = memoryview(bytes(data))
         else:
             self._send(offset, data)
@@ -92,11 +91,10 @@ class ResumableUpload:
             self._ask(span, rest)
         except TransientStorageError:
             if not self._lost:
-                raise  # it may be tried again
+                raise  # The caller may try again
         with suppress(ObjectNotFound):
-            if (
-                self._backend.head(self._key).size == size
-            ):  # also if only the reply was lost, and then the session
+            # The object is there even if only the reply was lost, and with it the session.
+            if self._backend.head(self._key).size == size:
                 return ObjectInfo(key=self._key, size=size)
         raise TransientStorageError(self._key, "is not what was sent: it must be sent again")
 

@@ -20,7 +20,7 @@ from ckpt_backends.mounts import kind_of
 
 _log = logging.getLogger("ckpt")
 _COUNT: Final = 4
-_MOST: Final = 2000  # targets of one file
+_MOST: Final = 2000  # The most targets of one file
 _SECONDS: Final = 10.0
 
 
@@ -49,7 +49,7 @@ class Striping:
         layout = ["-E", "64M", "-c", "1", "-S", "4M", "-E", "-1", "-c", count, "-S", "4M"]
         if (error := _run([self._lfs, "setstripe", *layout, folder])[1]) is not None:
             _log.warning("ckpt: no striping on %s: %s", folder, error)
-            self._lfs = None  # said once
+            self._lfs = None  # Log it only once
 
     def _find(self) -> str | None:
         """Return the program, if there is something for it to do."""
@@ -60,7 +60,7 @@ class Striping:
             while not os.path.isdir(there):
                 there = os.path.dirname(there)
             if _run([lfs, "getstripe", "-d", "-c", there])[0].strip() != "1":
-                return None  # a composite one has no one number
+                return None  # A composite layout has no single number
         return lfs
 
 

@@ -44,7 +44,7 @@ def kind_of(path: str, mounts: str = MOUNTS) -> str:
             point, name = line.split()[1:3]
             point = point.replace("\\040", " ")
             inside = path == point or path.startswith(point.rstrip("/") + "/")
-            # of two mounts on one point the later hides the earlier
+            # Of two mounts on one point, the later one hides the earlier one.
             if inside and len(point) >= len(found):
                 found, kind = point, name
     return kind

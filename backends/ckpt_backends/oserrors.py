@@ -27,7 +27,7 @@ BY_ERRNO: Final[Mapping[int, type[StorageError]]] = {
     errno.ENOSPC: OutOfSpace,
     errno.EDQUOT: OutOfSpace,
     errno.EFBIG: OutOfSpace,
-    # NFS: the server forgot the handle, a new open gets another
+    # An NFS server has forgotten the handle. A new open gets another one.
     errno.ESTALE: TransientStorageError,
     errno.ETIMEDOUT: TransientStorageError,
     errno.EAGAIN: TransientStorageError,
@@ -40,8 +40,8 @@ BY_ERRNO: Final[Mapping[int, type[StorageError]]] = {
     errno.ENETUNREACH: TransientStorageError,
     errno.EPIPE: TransientStorageError,
     errno.EREMOTEIO: TransientStorageError,
-    # EIO is not here: after a failed fsync the kernel may have dropped the pages, and a second try
-    # would lie
+    # EIO is left out: after a failed fsync the kernel may have dropped the pages, and a second try
+    # would seem to succeed.
 }
 
 

@@ -52,7 +52,7 @@ from ckpt_backends.oserrors import mapped
 from ckpt_backends.rooted import RootedFolder
 
 _PART_BYTES: Final = 8 << 20
-_ABANDONED_SECONDS: Final = 3600.0  # a live upload touches its file with every part
+_ABANDONED_SECONDS: Final = 3600.0  # A live upload touches its file with every part
 _NAME_BYTES: Final = 255
 _OURS: Final = re.compile(r"\.(.+)\.[0-9a-f]{12}(?:\.link)?\.tmp", re.DOTALL)
 _FLAGS: Final = frozenset({"put_if_absent", "shared", "direct"})
@@ -138,9 +138,8 @@ class PosixBackend(RootedFolder):
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         target = self._writable(check_key(key))
         with mapped(key, missing=StorageError):
-            if if_absent and os.path.lexists(
-                target
-            ):  # spares the write in the common case; the rename below decides
+            # This spares the write in the common case. The rename below decides.
+            if if_absent and os.path.lexists(target):
                 raise ObjectExists(key)
             temporary = _temporary_beside(target)
             fd = self._create(temporary)
@@ -177,7 +176,7 @@ class PosixBackend(RootedFolder):
 
     def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:
         path = self._readable(check_key(key))
-        self._file(key, path)  # opening a pipe would wait for a writer
+        self._file(key, path)  # Look first: opening a pipe would wait for a writer
         parts = [out.cast("B") for out in outs]
         with mapped(key):
             done = read_at(path, offset, parts, direct=self._direct)
@@ -214,7 +213,7 @@ class PosixBackend(RootedFolder):
             if entry.is_dir(follow_symlinks=False):
                 yield from self.unfinished(f"{key}/")
             elif (ours := _OURS.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
-                with suppress(FileNotFoundError):  # finished since
+                with suppress(FileNotFoundError):  # The write may have ended meanwhile
                     found = entry.stat(follow_symlinks=False)
                     yield Unfinished(
                         key=f"{folder}/{ours[1]}" if folder else ours[1],
@@ -282,15 +281,15 @@ class PosixBackend(RootedFolder):
             missing.append(folder)
             folder = os.path.dirname(folder)
         if self._root in missing and self._first is not None:
-            raise RootLost("")  # nothing is written under a mount point whose disk is gone
+            raise RootLost("")  # Never write below a mount point whose disk is gone
         for path in reversed(missing):
             with suppress(FileExistsError):
                 os.mkdir(path, 0o700)
-                if path == missing[0]:  # whose files are written next
+                if path == missing[0]:  # Its files are written next
                     self._striping.apply(path)
-            if not stat.S_ISDIR(
-                os.stat(path).st_mode
-            ):  # FileNotFoundError: removed again by another thread; once more
+            # If another thread has removed it again, FileNotFoundError makes the caller try once
+            # more.
+            if not stat.S_ISDIR(os.stat(path).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a folder")
         if not self._root_synced or missing:
             self._sync_root([os.path.dirname(path) for path in missing])
@@ -300,7 +299,8 @@ class PosixBackend(RootedFolder):
         it yet.
         """
         for folder in {os.path.dirname(self._top()), *parents}:
-            with suppress(PermissionError):  # a parent that is not ours to open was not made by us
+            # This process did not make a parent that it may not open.
+            with suppress(PermissionError):
                 _sync_folder(folder)
         self._root_synced = True
         self._remember_root()
@@ -311,7 +311,7 @@ class PosixBackend(RootedFolder):
         above = self._top().rstrip("/") + "/"
         folder = os.path.dirname(target)
         _sync_folder(folder)
-        # the writer that made these folders may be another one, still before its own fsync
+        # Another writer may have made these folders, and not have synced them yet.
         while folder.startswith(above):
             folder = os.path.dirname(folder)
             _sync_folder(folder)
@@ -324,7 +324,7 @@ class PosixBackend(RootedFolder):
 
     def _remove_empty(self, folder: str) -> None:
         above = self._top().rstrip("/") + "/"
-        with suppress(OSError):  # not empty, or gone already
+        with suppress(OSError):  # It is not empty, or is gone already
             while folder.startswith(above):
                 os.rmdir(folder)
                 folder = os.path.dirname(folder)
@@ -340,7 +340,7 @@ class PosixBackend(RootedFolder):
                 and entry.is_file(follow_symlinks=False)
                 and not _is_hidden(entry.name)
             ):
-                with suppress(FileNotFoundError):  # deleted since
+                with suppress(FileNotFoundError):  # It may have been deleted meanwhile
                     found = entry.stat(follow_symlinks=False)
                     yield ObjectInfo(key=key, size=found.st_size, modified=found.st_mtime)
 
@@ -405,7 +405,7 @@ class _PosixUpload:
                 self._backend.publish(self._paths.temporary, self._paths.target, if_absent=False)
         except BaseException as error:
             if isinstance(error, StorageError):
-                # without what its traceback sees
+                # A new error does not keep alive what the traceback refers to.
                 self._failed = type(error)(self._key, error.detail)
             self.abort()
             raise
@@ -440,7 +440,8 @@ def _is_temporary(name: str) -> bool:
 
 
 def _is_hidden(name: str) -> bool:
-    return _is_temporary(name) or name.startswith(".nfs")  # NFS: a file deleted while open
+    # NFS keeps a deleted file while it is open.
+    return _is_temporary(name) or name.startswith(".nfs")
 
 
 def _remove_abandoned(folder: str) -> None:
@@ -460,7 +461,7 @@ def _sync_folder(folder: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some FUSE file systems have no fsync for folders
+        if error.errno != errno.EINVAL:  # Some FUSE file systems have no fsync for folders
             raise
     finally:
         os.close(fd)

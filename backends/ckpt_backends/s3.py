@@ -54,12 +54,12 @@ _ORPHAN_HOURS: Final = 24.0
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _CLIENT: Final[Mapping[str, object]] = {
     "connect_timeout": 10,
-    # a slow wire has megabytes in its buffers when the last byte of a part is handed over
+    # On a slow network, megabytes are still in buffers when the last byte of a part is handed over.
     "read_timeout": 60,
     "retries": {"max_attempts": 3, "mode": "standard"},
     "max_pool_connections": 2 * _CONCURRENCY,
-    # many servers that are not AWS refuse or damage the newer default checksums; ours are in the
-    # manifest
+    # Many servers other than AWS refuse or damage the newer default checksums. The manifest has our
+    # own.
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
 }
@@ -136,7 +136,7 @@ def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
     endpoint = str(settings.get("endpoint_url") or "")
     config: dict[str, Any] = {**_CLIENT, **settings.pop("config_kwargs", {})}
     if not endpoint.startswith("http://"):
-        # TLS guards the way; over http the signed SHA-256 is the only check there is
+        # TLS protects the transfer. Over http, the signed SHA-256 is the only check.
         config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
     checksums = _is_true(settings.pop("checksums", _is_amazon(endpoint)))
     client: dict[str, Any] = dict(settings.pop("client_kwargs", {}))
@@ -147,7 +147,7 @@ def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
         **settings, config_kwargs=config, use_listings_cache=False, skip_instance_cache=True
     )
     fs.session = session_of(fs.kwargs)
-    fs.retries = 1  # or s3fs repeats botocore's repeats; the pipeline has its own besides
+    fs.retries = 1  # Otherwise s3fs repeats botocore's retries, and the pipeline retries as well
     return fs, bulk_of(settings, config, checksums=checksums)
 
 
@@ -217,7 +217,7 @@ class S3Backend(StorageBackendOnFsspec):
         if not if_absent:
             self.call(key, "put_object", Body=value)
         else:
-            # also protects what is there from servers that ignore the condition
+            # This also protects the object from servers that ignore the condition.
             if self._exists(key):
                 raise ObjectExists(key)
             (self._put_if_none if self.capabilities.put_if_absent else self._put_and_compare)(
@@ -258,7 +258,7 @@ class S3Backend(StorageBackendOnFsspec):
         for page in self._pages(check_prefix(prefix)):
             for found in page.get("Contents", ()):
                 key = str(found["Key"]).removeprefix(self._prefix)
-                if key and not key.endswith("/"):  # consoles make empty objects for folders
+                if key and not key.endswith("/"):  # Consoles make empty objects for folders
                     yield ObjectInfo(
                         key=key, size=int(found["Size"]), modified=found["LastModified"].timestamp()
                     )
@@ -275,7 +275,7 @@ class S3Backend(StorageBackendOnFsspec):
             self.call(key, "delete_object")
 
     def close(self) -> None:
-        with suppress(Exception):  # a connection that cannot be closed is closed
+        with suppress(Exception):  # Nothing is left to do if that fails
             self._bulk.close()
         with suppress(Exception):
             self._fs.close_session(self._fs.loop, self._fs._s3)
@@ -426,7 +426,8 @@ class _S3Upload:
             if not self._complete_anyway(size):
                 if isinstance(error, ObjectNotFound):
                     raise self._forgotten(error) from error
-                if not isinstance(error, TransientStorageError):  # else it may be tried again
+                # Otherwise the caller may try again.
+                if not isinstance(error, TransientStorageError):
                     self.abort()
                 raise
         return ObjectInfo(key=self._key, size=size)

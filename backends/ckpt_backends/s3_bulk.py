@@ -80,17 +80,15 @@ class S3Bulk:
         try:
             if offset and not reply.get("ContentRange"):
                 raise StorageError(name, "the server ignores Range")
-            response, done = (
-                stream._fp,
-                0,
-            )  # http.client's, which receives into our memory; urllib3's own would copy
+            # The response of http.client receives into our memory. That of urllib3 would copy.
+            response, done = stream._fp, 0
             while done < out.nbytes and (
                 count := response.readinto(out[done : done + _RECEIVE_BYTES])
             ):
                 done += count
             if done < min(out.nbytes, int(reply["ContentLength"])):
                 raise ConnectionError(f"the answer broke off after {done} bytes")
-            if response.isclosed():  # all of it was read: the connection can be used again
+            if response.isclosed():  # All of it was read, so the connection can be used again
                 stream.release_conn()
             return done
         finally:
@@ -139,7 +137,8 @@ class S3Bulk:
         session = Session(profile=self._profile)
         session.register_component("data_loader", _loader())
         client = session.create_client("s3", config=Config(**self._config), **self._arguments)
-        # an answer to wait for before each part, for up to a second where the server has none
+        # An "Expect: 100-continue" would let each part wait for a second where the server does not
+        # answer it.
         client.meta.events.register_last("before-call.s3", expect_nothing)
         return client
 

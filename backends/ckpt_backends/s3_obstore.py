@@ -79,7 +79,7 @@ class ObstoreWriter:
             }
             return {**named, "expires_at": until}
 
-        store: Any = S3Store  # its own types want literals
+        store: Any = S3Store  # The types of obstore demand literals
         return store(
             self._bucket,
             config={**settings, "skip_signature": credentials is None},
@@ -125,7 +125,7 @@ class ObstoreUpload:
 
     def write(self, offset: int, data: memoryview) -> None:
         if offset < self._sent:
-            return  # a repeated part that has been taken already
+            return  # A repeated part that was taken already
         if offset > self._sent:
             self._early[offset] = bytes(data)
             return
@@ -152,7 +152,7 @@ class ObstoreUpload:
     def abort(self) -> None:
         self._early.clear()
         if self._file is not None:
-            self._file = None  # dropped, not closed: closing would publish what there is
+            self._file = None  # Drop it, since closing it would publish what there is
             self._bucket.abort_uploads(self._key)
 
     def _send(self, part: memoryview) -> None:

@@ -29,7 +29,7 @@ from ckpt.storage.api import ObjectInfo, check_key
 from ckpt_backends.oserrors import mapped
 from ckpt_backends.posix import PosixBackend
 
-# Shared memory is the point; folders are 0700 and hold the user's id.
+# The store must be in shared memory. Its folders have the mode 0700, and names with the user's id.
 _SHM: Final = "/dev/shm"  # noqa: S108
 _NAME: Final = re.compile(r"shm://([A-Za-z0-9][A-Za-z0-9._-]{0,79})/?", re.IGNORECASE)
 _NOT_OWN: Final = "not a folder of this user alone"
@@ -114,7 +114,7 @@ class ShmBackend(PosixBackend):
         """
         self._let_go = weakref.finalize(self, _let_go, self._root, self._held, os.getpid())
         self._told = False
-        with suppress(StorageError):  # the calls that follow say what is wrong with it
+        with suppress(StorageError):  # Later calls report what is wrong with it
             self._top()
 
     def identity(self) -> str:
@@ -141,7 +141,7 @@ class ShmBackend(PosixBackend):
             if not self._let_go.alive:
                 raise StorageError("", "the store is closed")
             try:
-                if not self._held or os.fstat(self._held[-1]).st_nlink == 0:  # removed since
+                if not self._held or os.fstat(self._held[-1]).st_nlink == 0:  # It was removed
                     self._held.append(_hold(self._root))
                 if not _is_own(os.fstat(self._held[-1])):
                     raise AccessDenied("", f"{self._root} is {_NOT_OWN}")
@@ -165,7 +165,8 @@ class ShmBackend(PosixBackend):
     def _readable(self, key: str) -> str:
         try:
             self._top()
-        except AccessDenied as error:  # this user has nothing there
+        except AccessDenied as error:
+            # This user has nothing there.
             raise ObjectNotFound(key, error.detail) from None
         return self._below(key)
 
@@ -207,7 +208,7 @@ class ShmBackend(PosixBackend):
         with mapped(key, missing=StorageError):
             folder, name = os.path.split(target)
             temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(6)}.tmp")
-            # makes the folders too, against others that remove empty ones
+            # This makes the folders too, and keeps other processes from removing them as empty.
             os.close(self._create(temporary))
             beside = f"{temporary[:-4]}.link.tmp"
             try:
@@ -221,7 +222,8 @@ class ShmBackend(PosixBackend):
                     os.close(descriptor)
                 self.publish(beside, target, if_absent=False)
             finally:
-                # It still exists if the target was this very file: such a rename does nothing.
+                # The link is still there if the target was this very file, since such a rename does
+                # nothing.
                 self.remove_temporary(beside)
                 self.remove_temporary(temporary)
         return ObjectInfo(key=key, size=size)
@@ -234,15 +236,17 @@ def _hold(path: str) -> int:
             os.mkdir(path, 0o700)
         try:
             return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:  # another process closed an empty store in between
+        except FileNotFoundError:
+            # Another process has closed an empty store in between.
             continue
-        except OSError as error:  # a link, a file, or a folder that may not be entered
+        except OSError as error:
+            # It is a link, a file, or a folder that may not be entered.
             raise AccessDenied("", f"{path} is {_NOT_OWN} ({error.strerror})") from None
     raise StorageError("", f"{path} is removed as often as it is made")
 
 
 def _let_go(path: str, descriptors: list[int], owner: int) -> None:
-    if os.getpid() == owner:  # a fork has its own copies, and leaves the folder to its parent
+    if os.getpid() == owner:  # A fork has its own descriptors, and leaves the folder to its parent
         with suppress(OSError):
             os.rmdir(path)
     while descriptors:
