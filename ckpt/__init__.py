@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckpt.config import SaveConfig, Tier
     from ckpt.errors import CkptError
 
-    # As gzip and others have one.
+    # Other modules, such as gzip, have an ``open`` too.
     from ckpt.exchange.opened import open_checkpoint as open  # noqa: A004
     from ckpt.manager import CheckpointManager
     from ckpt.pending import PendingSave
@@ -49,7 +49,7 @@ _HOMES = {
     "trainable": "ckpt.adapters.walk.trainable",
     "watch": "ckpt.catalog.watching",
 }
-_ALIASES = {"open": "open_checkpoint"}  # in its own file it would hide Python's
+_ALIASES = {"open": "open_checkpoint"}  # In its own file, ``open`` would hide Python's
 
 __all__ = [
     "CheckpointManager",

@@ -545,7 +545,7 @@ def environment_for_agent() -> dict[str, str]:
 def _is_unicode(text: str) -> bool:
     try:
         text.encode()
-    except UnicodeEncodeError:  # bytes that the interpreter has read as surrogates
+    except UnicodeEncodeError:  # The interpreter has read the bytes as surrogates
         return False
     return True
 

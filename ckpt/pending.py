@@ -100,7 +100,7 @@ class PendingSave:
             TimeoutError: Not yet.
             StagingError: The copy failed; this save is lost.
         """
-        if (snapshot := self._snapshot) is not None:  # `finish` may let go of it meanwhile
+        if (snapshot := self._snapshot) is not None:  # ``finish`` may clear it meanwhile
             snapshot.wait_landed(timeout)
             snapshot.settle()
 
@@ -143,7 +143,7 @@ class PendingSave:
     def _await(self, over: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until ``over`` returns True. Returns whether it did in time."""
         check_timeout(timeout, "; a tier is named by tier=...")
-        if os.getpid() != self._pid and not over():  # a copy in a fork gets no news
+        if os.getpid() != self._pid and not over():  # The copy in a fork is not notified
             raise ConfigError(
                 f"step {self.step} is saved by process {self._pid}: only that process can wait "
                 "for it"
@@ -196,7 +196,8 @@ class SaveRecord(PendingSave):
             if error is not None and required:
                 self._refused[tier] = error
             first = next(iter(self._refused.values()), None)
-            if not self._finished:  # else ``close`` has given it up, and says so until it is over
+            # If ``close`` has given the save up, its error stays.
+            if not self._finished:
                 self._error = first
             self._changed.notify_all()
             return True if self._left else first
@@ -279,7 +280,7 @@ def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> St
     error = StepsMissing(missing, lost[0][2], nearer=all(save.kept for save, _, _ in lost))
     for save in {save for save, _, _ in lost}:
         if save.done():
-            save.exception()  # marks it as raised
+            save.exception()  # Marks the error as raised
         else:
             save.finish(error, reported=True)
     return error

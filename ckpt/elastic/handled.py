@@ -62,7 +62,8 @@ class _Source:
     def __init__(self, frame: FrameType) -> None:
         try:
             lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-            with warnings.catch_warnings():  # the source was compiled before, with all its warnings
+            # The source was compiled before, and its warnings were shown then.
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.tree = ast.parse("".join(lines))
         except Exception:  # noqa: BLE001 - a loader of another package may raise anything
@@ -103,7 +104,7 @@ def _clauses(
     block.
     """
     code, line = frame.f_code, frame.f_lineno
-    if not code.co_exceptiontable or line is None:  # it has no clause
+    if not code.co_exceptiontable or line is None:  # The code has no clause
         return
     if frame.f_lasti >= 0 and code.co_code[frame.f_lasti] == _WITH_EXIT:
         yield True

@@ -44,7 +44,7 @@ class LastStep:
     """
 
     def __init__(self, coordinator: Coordinator, *, patience: float) -> None:
-        # each waits on a connection of its own
+        # Each of the two waits on a connection of its own.
         self._coordinator, self._bell = coordinator.clone(), coordinator.clone()
         self._rank, self._world = coordinator.rank, set(range(coordinator.world_size))
         self._patience = patience

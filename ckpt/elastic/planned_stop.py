@@ -30,8 +30,8 @@ from ckpt.pipeline.workers import Workers
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _PATIENCE_SECONDS: Final = 5.0
 """How many seconds ranks wait for each other's promise, which comes from a thread of its own."""
-_CLOSE: Final = 0  # no signal has this number
-_REQUEST: Final = 255  # nor this one
+_CLOSE: Final = 0  # No signal has this number
+_REQUEST: Final = 255  # No signal has this number either
 _REQUESTED: Final = b"request"
 """What a rank that is asked to stop sends to the others, with the deadline behind it."""
 _POLL_SECONDS: Final = 3600.0
@@ -141,7 +141,7 @@ class StopSignals:
         reraise: bool = True,
         owner: object = None,
     ) -> None:
-        """``owner`` closes this; it lives as long as the handlers do."""
+        """``owner`` closes this, and stays alive as long as the handlers do."""
         _check(signals, grace_seconds)
         self.signal: signal.Signals | None = None
         self._signals, self._grace, self._reraise, self._owner = (
@@ -154,9 +154,10 @@ class StopSignals:
         self._ends = math.inf
         self._closed = self._interrupted = False
         self._ear, self._mouth = os.pipe()
-        # a signal handler may request a stop while its thread is in ``close``
+        # A signal handler may request a stop while its thread is in ``close``, so it may lock
+        # again.
         self._pipe_lock, self._is_pipe_closed = threading.RLock(), False
-        os.set_blocking(self._mouth, False)  # a handler must never wait
+        os.set_blocking(self._mouth, False)  # A handler must never wait
         self._earlier: dict[int, Any] = {}
         self._wakes = False
         self._workers = Workers("stop", 3)
@@ -176,7 +177,7 @@ class StopSignals:
             if self._is_pipe_closed:
                 return
             self._ends = min(self._ends, ends)
-            with contextlib.suppress(BlockingIOError):  # it was heard long ago
+            with contextlib.suppress(BlockingIOError):  # The pipe is full of earlier requests
                 os.write(self._mouth, bytes([_REQUEST]))
 
     def requested(self, step: int) -> bool:
@@ -206,7 +207,7 @@ class StopSignals:
         finally:
             os.write(self._mouth, bytes([_CLOSE]))
             self._workers.close()
-            self.uninstall()  # not before: an earlier handler may raise
+            self.uninstall()  # Not earlier, since a restored handler may raise
             while self.signal is None and (late := self._next(0)) != -1:
                 self.signal = signal.Signals(late) if late in self._signals else None
             with self._pipe_lock:
@@ -214,7 +215,7 @@ class StopSignals:
                 os.close(self._mouth)
                 os.close(self._ear)
         if self.signal is not None and self._reraise and error is None:
-            # the default action throws away what is in them
+            # The default action discards what they have buffered.
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
@@ -227,7 +228,7 @@ class StopSignals:
         _active = self
         for signum in self._signals:
             self._earlier[signum] = signal.signal(signum, self._handle)
-        # so that a signal is heard also while the main thread is stuck in a collective
+        # The pipe gets a signal even while the main thread is stuck in a collective.
         other = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
         self._wakes = other == -1
         if not self._wakes:
@@ -240,7 +241,8 @@ class StopSignals:
         if self._wakes and (other := signal.set_wakeup_fd(-1)) != self._mouth:
             signal.set_wakeup_fd(other)
         for signum, earlier in self._earlier.items():
-            if signal.getsignal(signum) == self._handle:  # else another handler was installed later
+            # Another handler may have been installed later.
+            if signal.getsignal(signum) == self._handle:
                 signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -253,7 +255,7 @@ class StopSignals:
                 earlier(signum, frame)
             return
         self._interrupted |= signum == signal.SIGINT
-        with contextlib.suppress(BlockingIOError):  # it was heard long ago
+        with contextlib.suppress(BlockingIOError):  # The pipe is full of earlier signals
             os.write(self._mouth, bytes([signum]))
 
     # -- in the background -------------------------------------------------------------------------
@@ -275,7 +277,7 @@ class StopSignals:
                 stops = True
                 what = self.signal.name if self.signal else "a stop was requested"
                 _log.warning("ckpt: %s: all ranks stop after the same step", what)
-                # the job's store may hang: the grace time ends that too
+                # The job's store may hang. This thread goes on to watch the grace time.
                 self._workers.submit(self._agree)
         is_grace = grace_ends <= time.monotonic()
         self._end(f"the grace time of {self._grace:g} s is over" if is_grace else _OVER)
@@ -285,7 +287,7 @@ class StopSignals:
         try:
             step = self._last.agree(str(int(self.signal)).encode() if self.signal else request)
         except Exception as error:  # noqa: BLE001
-            # Whatever it is, the training thread may wait for ever.
+            # After any error, the training thread might wait for ever.
             self._end(f"no last step was agreed on: {error}")
         _log.info("ckpt: step %d is the last", step)
 
@@ -316,7 +318,7 @@ class StopSignals:
         ctypes.CDLL(None).signal(ctypes.c_int(signum), ctypes.c_void_p(0))
         os.kill(os.getpid(), signum)
         time.sleep(1)
-        os._exit(128 + signum)  # what it does by default is nothing
+        os._exit(128 + signum)  # The signal's default action is to ignore it
 
 
 def _check(signals: tuple[int, ...], grace_seconds: float) -> None:

@@ -170,5 +170,6 @@ __all__ = [
     "placed",
 ]
 
-for _name in __all__:  # in a traceback an error has the name that a user imports it by
+# In a traceback, an error has the name by which a user imports it.
+for _name in __all__:
     globals()[_name].__module__ = __name__

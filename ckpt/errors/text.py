@@ -17,7 +17,8 @@ _SECRET: Final = re.compile(
     r"(?i)key|token|secret|signature|password|credential|GoogleAccessId|\bsig="
 )
 _VALUE: Final = re.compile(r"[^&\s'\"]++")
-_HEADER: Final = re.compile(  # what a client shows of a request, and what a token server answers
+# A client may show the headers of a request, and a token server answers with tokens.
+_HEADER: Final = re.compile(
     r"""(?ix) ( \bBearer\s++ | (?: (?<![a-z-])X-(?:Amz|Goog)-[a-z-]++
     | \b(?:(?:access|refresh|id)_token | client_secret) ) ["']?+ \s*+ : \s*+ ["']?+ ) [^&\s"',]++"""
 )

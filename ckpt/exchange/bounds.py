@@ -18,10 +18,10 @@ from typing import IO, Any, Final
 from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
 
 _MOST_ITEMS: Final = 1 << 20
-"""Of a tuple with all tuples in it: as a key, all of them are hashed."""
+"""The most items of a tuple with all tuples in it. As a key, all of them are hashed."""
 _MOST_DEPTH: Final = 100
 _REPEATS: Final = 16
-"""How often what a file holds once may be referred to, on average."""
+"""How often a file may refer to a value that it holds once, on average."""
 
 
 def regular(path: str) -> str:
@@ -30,7 +30,7 @@ def regular(path: str) -> str:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ConfigError(f"{path} is not an ordinary file")
     except OSError:
-        pass  # opening it raises the error
+        pass  # Opening the file raises the error
     return path
 
 
@@ -116,8 +116,8 @@ def check_state(state: Any, name: str) -> None:
     """Raise for a state that would take forever to walk: containers in themselves, or the same ones
     many times over.
     """
-    sizes: dict[int, int] = {}  # how many values a container holds, with all containers in it
-    held = 0  # values that it holds once
+    sizes: dict[int, int] = {}  # Number of values in a container and all containers in it
+    held = 0  # Number of values, each counted once
     stack: list[tuple[Any, bool, int]] = [(state, False, 0)]
     open_now: set[int] = set()
     while stack:

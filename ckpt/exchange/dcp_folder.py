@@ -35,7 +35,7 @@ class Unread:
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         made = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         self._names[id(made)] = name
-        self._kept.append(made)  # its identity stays its own
+        self._kept.append(made)  # No other tensor gets its identity
         return made
 
     def name_of(self, tensor: torch.Tensor) -> str:
@@ -71,7 +71,7 @@ def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -
     Raises what ``read`` raises.
     """
     with warnings.catch_warnings():
-        # that there is no process group, and that storages are typed
+        # DCP warns that there is no process group, and torch that storages are typed.
         warnings.simplefilter("ignore")
         try:
             save(
@@ -80,7 +80,7 @@ def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -
                 planner=_Planner(unread, read),
                 no_dist=True,
             )
-        except CheckpointException as error:  # of the only rank there is
+        except CheckpointException as error:  # It holds the failure of the only rank
             raise next(iter(error.failures.values()))[0] from error
 
 
@@ -108,7 +108,8 @@ class _Fitting:
         self._taken.add(path)
         if not isinstance(value, Mapping):
             return value
-        if listed:  # a list with a gap is one that the format can write and not read
+        if listed:
+            # The format can write a list with a gap, but not read it.
             self._notes.changed.append((path, "a dict without entries: None now"))
             return None
         self._notes.left_out.append((path, "a dict without entries"))
@@ -119,7 +120,7 @@ def _inner(path: str, key: object) -> str:
     """Return the name that the format gives to an item of a container."""
     try:
         return f"{path}.{key}"
-    except ValueError:  # Python prints no more than some thousand digits
+    except ValueError:  # Python refuses to print an int of thousands of digits
         raise ConfigError(
             f"a key in {path!r} has too many digits for the format: choose others with --name, or "
             "export with --format torch"

@@ -118,7 +118,7 @@ def _safetensors(
     options: ExportOptions,
 ) -> None:
     strip, max_shard_bytes = options.strip, options.max_shard_bytes
-    kept: dict[str, str] = {}  # stored name -> the first of its names
+    kept: dict[str, str] = {}  # Maps a stored name to the first of its names
     shared: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (name in reader.manifest.tied, name)):
         first = kept.setdefault(reader.tensors[name].name, name)
@@ -219,7 +219,7 @@ def _move(place: str, out: str) -> None:
     if os.path.isdir(place):
         if os.path.lexists(out):
             raise _is_there(out)
-        os.rename(place, out)  # fails if a file, a link or a folder with files is there
+        os.rename(place, out)  # Fails if a file, a link or a folder with files is there
         return
     try:
         os.link(place, out)
@@ -228,7 +228,7 @@ def _move(place: str, out: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
             raise
-        os.rename(place, out)  # a file system without hard links
+        os.rename(place, out)  # The file system has no hard links
 
 
 def _is_there(out: str) -> ConfigError:

@@ -109,7 +109,7 @@ def import_checkpoint(
     local = backend.url if is_folder(backend.url) else None
     done = Imported(kind=found)
     metadata = {"imported_from": os.path.abspath(source), "imported_as": found}
-    # what the tier would give up for a new step is not an import's to remove
+    # An import removes nothing that the tier would give up for a new step.
     keeps_all = replace(
         tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None
     )
@@ -153,7 +153,7 @@ def _made(folder: str | None) -> Generator[str | None]:
             raise StorageError(folder, error.strerror or str(error)) from None
         yield folder
     except BaseException:
-        with suppress(OSError):  # it is not there, or another process has put something into it
+        with suppress(OSError):  # It is absent, or another process has put something into it
             for made in new:
                 os.rmdir(made)
         raise
@@ -338,7 +338,7 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 
 def _digest(tensor: torch.Tensor) -> str:
     flat = copyable(tensor.detach(), str(tensor.dtype).removeprefix("torch.")).contiguous()
-    # 3.11 has no Buffer.
+    # Python 3.11 has no ``collections.abc.Buffer``.
     return checksum(memoryview(flat.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
@@ -384,7 +384,7 @@ def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, An
             if not _has_bytes(value):
                 return []
             where = (value.data_ptr(), tuple(value.shape))
-            if value.numel() == 0 or where not in seen:  # a tied one is one parameter
+            if value.numel() == 0 or where not in seen:  # A tied parameter counts once
                 names.append(name)
             seen.add(where)
     if len(names) != len(ids):

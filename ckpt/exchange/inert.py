@@ -98,7 +98,7 @@ class _Machine:
 
     def _two(self, join: Callable[[Any, Any], Any], *, into: bool = False) -> None:
         second, first = self.stack.pop(), self.stack.pop()
-        if into:  # the very list, for it may be remembered
+        if into:  # The memo may refer to this very list
             first.append(second)
             self.stack.append(first)
         else:

@@ -141,7 +141,7 @@ class TensorView:
         if not box.numel:
             return torch.empty(box.shape, dtype=self.dtype)
         memory = torch.empty(box.numel * DTYPES[self._tensor.dtype].itemsize, dtype=torch.uint8)
-        # 3.11 has no Buffer.
+        # Python 3.11 has no ``collections.abc.Buffer``.
         self._reader.read([Wanted(self.name, box, memoryview(memory.numpy()))])  # type: ignore[arg-type]
         return memory.view(self.dtype).view(box.shape)
 

@@ -90,6 +90,6 @@ def _tensor(name: str, entry: dict[str, Any], data: memoryview) -> torch.Tensor:
     if start == end:
         return torch.empty(shape, dtype=kind)
     raw = torch.frombuffer(data[start:end], dtype=torch.uint8)
-    if raw.data_ptr() % dtype.itemsize:  # a file need not align them
+    if raw.data_ptr() % dtype.itemsize:  # A file need not align its tensors
         raw = raw.clone()
     return raw.view(kind).view(shape)

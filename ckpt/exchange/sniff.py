@@ -37,7 +37,7 @@ def what_is(path: str) -> str:
             head = file.read(_MOST_BYTES)
     except OSError:
         return ""
-    if not head.strip(b"\x00"):  # damage may do that
+    if not head.strip(b"\x00"):  # Damage may fill a file with zeros
         return ""
     for beginning, name in _BEGINNINGS:
         if head.startswith(beginning):
@@ -46,7 +46,7 @@ def what_is(path: str) -> str:
         return "a safetensors file: give --format safetensors"
     if head.startswith(b"PK\x03\x04"):
         if b"data.pkl" in head[:300]:
-            return ""  # of torch, and damaged
+            return ""  # A damaged file of torch
         return "an archive of numpy.savez" if b".npy" in head[:200] else "a zip archive"
     if head[257:262] == b"ustar":
         return "a tar archive: unpack it first"

@@ -143,10 +143,10 @@ def _torch(source: str) -> State:
     if not files:
         raise ConfigError(f"{source} holds no {', '.join(_TORCH)} file")
     loaded = {name: _load(os.path.join(source, name)) for name in _indexed(source, "bin") or files}
-    if len(loaded) == 1 or _indexed(source, "bin"):  # one state, perhaps in several files
+    if len(loaded) == 1 or _indexed(source, "bin"):  # One state, perhaps in several files
         return {key: value for part in loaded.values() for key, value in _state(part).items()}
     stems = {name: os.path.splitext(name)[0] for name in loaded}
-    alone = len(set(stems.values())) == len(stems)  # a.pt beside a.bin: each by its full name
+    alone = len(set(stems.values())) == len(stems)  # With a.pt and a.bin, full names are used
     return {stems[name] if alone else name: value for name, value in loaded.items()}
 
 
@@ -167,7 +167,7 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            found = torch.load(path, map_location="cpu", weights_only=True)  # of before torch 1.6
+            found = torch.load(path, map_location="cpu", weights_only=True)  # Until torch 1.5
         check_state(found, name)
         return found
     except CkptError:
@@ -175,13 +175,13 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
     except FileNotFoundError:
         raise IntegrityError(f"{name} is missing") from None
     except OSError as error:
-        if error.errno == errno.EINVAL:  # of mmap
+        if error.errno == errno.EINVAL:  # Mmap raises it for a file that is cut short
             raise IntegrityError(
                 f"{name} is not a whole file of torch.save: it was cut short"
             ) from None
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # noqa: BLE001
-        # Of the unpickler, the zip reader, or what broken bytes lead them to.
+        # The error comes from the unpickler, the zip reader, or what broken bytes lead them to.
         text = str(error)
         if isinstance(path, str) and (kind := what_is(path)):
             raise ConfigError(f"{name} is not a file of torch.save, but {kind}") from None

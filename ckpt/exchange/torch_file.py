@@ -45,13 +45,14 @@ class Scratch:
             end = -(-(end + nbytes) // _ALIGNMENT) * _ALIGNMENT
         with tempfile.TemporaryFile(dir=folder) as file:
             if end:
-                # a full disk is said now, not by a SIGBUS later
+                # Allocate the file now: on a full disk, a later write would end in a SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, end)
             whole = memoryview(mmap.mmap(file.fileno(), max(end, 1)) if end else bytearray(1))
         for name, dtype, shape, start, nbytes in places:
             kind = getattr(torch, dtype)
             self.memory[name] = whole[start : start + nbytes]
-            if nbytes:  # a storage of its own for each, or torch would take them for views of one
+            if nbytes:
+                # Each tensor has a storage of its own, or torch would take them for views of one.
                 raw = torch.frombuffer(self.memory[name], dtype=torch.uint8)
                 self.tensors[name] = raw.view(kind).view(shape)
             else:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 _PRIMES = (2**31 - 1, 2**31 - 19)
-_random = np.random.default_rng()  # of its own: the training's generators stay as they are
+_random = np.random.default_rng()  # A generator of its own leaves those of the training unchanged
 _MOST_PAIRS, _PAIRS_PER_BOX = 1 << 16, 16
-_EVEN = 1.05  # the largest slab against the mean
+_EVEN = 1.05  # Ratio of the largest slab to the mean
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -83,7 +83,8 @@ def split_rows(box: Box, most: int) -> list[Box]:
         return []
     if box.numel <= most:
         return [box]
-    # the first dimension whose single rows fit: dimensions before it are walked index by index
+    # This is the first dimension whose single rows fit. The loop walks the dimensions before it
+    # index by index.
     dim = next(d for d in range(len(box.shape)) if math.prod(box.shape[d + 1 :]) <= most)
     rows = max(1, most // math.prod(box.shape[dim + 1 :]))
     parts: list[Box] = []
@@ -112,8 +113,8 @@ def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         raise ValueError(f"elements {start} to {stop} are not in a tensor of shape {tuple(shape)}")
     parts: list[Box] = []
     while start < stop:
-        # the largest rows that begin here and end in time, as many as their dimension has left:
-        # they grow towards the middle of the range, then shrink
+        # Take the largest rows that begin here and end in time, as many as their dimension has
+        # left. Their size grows towards the middle of the range, and then shrinks.
         rows = [math.prod(shape[dim:]) for dim in range(len(shape) + 1)]
         inner = next(d for d, row in enumerate(rows) if start % row == 0 and start + row <= stop)
         if inner == 0:
@@ -173,12 +174,12 @@ def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """
     starts = np.array([box.offsets for box in boxes], dtype=np.int64)
     ends = starts + np.array([box.shape for box in boxes], dtype=np.int64)
-    # of all boxes, then of the whole
+    # There is a column for each box, and the last one is for the whole tensor.
     products = np.ones((len(_PRIMES), len(boxes) + 1), dtype=np.int64)
     for dim, size in enumerate(shape):
         low, high = np.append(starts[:, dim], 0), np.append(ends[:, dim], size)
         if not low.any() and (high == size).all():
-            continue  # no box is cut along it
+            continue  # No box is cut along this dimension
         edges, index = np.unique(np.stack([low, high]), return_inverse=True)
         low, high = index.reshape(2, -1)
         for row, prime in zip(products, _PRIMES, strict=True):
@@ -196,7 +197,7 @@ def _an_overlap(boxes: Sequence[Box]) -> tuple[int, ...] | None:
     Returns None if the search would take too long.
     """
     left = _MOST_PAIRS + _PAIRS_PER_BOX * len(boxes)
-    active: list[Box] = []  # those that are open along the first dimension
+    active: list[Box] = []  # Boxes that are open along the first dimension
     for box in sorted(boxes):
         left -= len(active)
         if left < 0:

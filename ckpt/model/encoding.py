@@ -26,7 +26,7 @@ unpack to many.
 
 _COMPRESS_FROM: Final = 1 << 20
 _COMPRESSED: Final = b"ckpt-zstd "
-_PREFIX_BYTES: Final = len(_COMPRESSED) + 2 * CHECKSUM_BYTES + 1  # and the end of the line
+_PREFIX_BYTES: Final = len(_COMPRESSED) + 2 * CHECKSUM_BYTES + 1  # Includes the end of the line
 
 
 class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
@@ -53,7 +53,7 @@ def pack(record: msgspec.Struct) -> bytes:
     packed = b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
     if len(packed) < _COMPRESS_FROM:
         return packed
-    import zstandard  # only large runs pay for the import
+    import zstandard  # Only large runs pay for the import
 
     frame = zstandard.ZstdCompressor(level=3).compress(packed)
     if len(packed) > MAX_EXPANSION * len(frame):
@@ -93,7 +93,7 @@ def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:
         version = _version.decode(envelope.body).format
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
         raise ManifestCorrupt(key, str(error)[:200]) from None
-    # a byte the JSON reader forgives (say, in white space) is still not what was written
+    # The JSON reader accepts some changed bytes, for example white space.
     if raw != b'{"checksum":"' + envelope.checksum.encode() + b'","body":' + body + b"}":
         raise ManifestCorrupt(key, "bytes outside of its body were changed")
     return version, envelope.body

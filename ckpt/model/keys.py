@@ -63,7 +63,7 @@ def parse_folder(name: str) -> StepRef | None:
     """Return the attempt that a folder's name says, or None for a folder that is not ours."""
     match = _STEP.fullmatch(name)
     ref = StepRef(int(match.group(1)), match.group(2)) if match else None
-    # more zeros than we write: not ours
+    # A name with more zeros than ckpt writes is not ours.
     return ref if ref is not None and ref.folder == name else None
 
 

@@ -43,12 +43,12 @@ def _name(name: object) -> str:
 
 
 def _number(name: object, value: object) -> float:
-    value = getattr(value, "detach", lambda: value)()  # a loss that still hangs on its graph
+    value = getattr(value, "detach", lambda: value)()  # A loss may still be part of its graph
     if isinstance(value, SupportsFloat) and not isinstance(value, bool):
         try:
             return float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            pass  # a tensor of several elements, say
+            pass  # For example, a tensor of several elements
     raise ConfigError(f"metrics[{name!r}] is a {type(value).__name__}, not a number: give a float")
 
 

@@ -102,7 +102,7 @@ class Frames:
 
 def frames_of(tensors: Sequence[Tensor], chunks: Sequence[int]) -> Frames:
     """Return the frames of a rank with these shards, and with chunks of these lengths."""
-    import zstandard  # takes a while: not when ckpt is imported
+    import zstandard  # Too slow for ``import ckpt``
 
     zstd = zstandard.ZstdCompressor(level=3)
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
@@ -122,7 +122,7 @@ def pack_fragment(fragment: Fragment, frames: Frames | None = None) -> Packed:
     """Return the fragment in columns. ``frames`` are those of its tensors and chunks, if they are
     known.
     """
-    import zstandard  # takes a while: not when ckpt is imported
+    import zstandard  # Too slow for ``import ckpt``
 
     file, encoded = fragment.file, fragment.encoded
     chunks = file.chunks if file else ()
@@ -303,7 +303,7 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
         require(
             len(packed.encoded) == 1 and len(lengths) == count, key, "not one length for each chunk"
         )
-        # what an encoded chunk unpacks to is reserved before it is decoded
+        # A reader reserves the size of an unpacked chunk before it decodes the chunk.
         small = (lengths < columns.chunks) & (columns.chunks <= MAX_CHUNK_BYTES)
         fits = (lengths > 0) & (small | (lengths == columns.chunks))
         require(bool(fits.all()), key, "an encoded chunk is too long")
@@ -319,9 +319,8 @@ def _chunks_of(
     The chunks are cut like the shard, and belong to no other shard.
     """
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks)])
-    nbytes = (
-        np.prod(shape, axis=1, dtype=np.int64) * itemsize
-    )  # below 2**63: it fits a shape that was checked
+    # This is below 2**63, since the shard fits a shape that was checked.
+    nbytes = np.prod(shape, axis=1, dtype=np.int64) * itemsize
     solid = nbytes > 0
     starts = np.searchsorted(edges, place)
     on_edge = (starts < len(chunks)) & (edges[np.minimum(starts, len(chunks))] == place)
@@ -332,10 +331,10 @@ def _chunks_of(
     counts = solid.astype(np.int64)
     first = np.where(solid, chunks[starts] if len(chunks) else 0, 0)
     require(bool((first <= chunk_bytes).all()), key, "a chunk is too long")
-    left = len(chunks)  # all shards together have no more
+    left = len(chunks)  # All shards together have no more
     for row in np.flatnonzero(first != nbytes).tolist():
         start = int(starts[row])
-        size, held = int(itemsize[row]), tuple(shape[row].tolist())  # ones cut nothing
+        size, held = int(itemsize[row]), tuple(shape[row].tolist())  # Ones cut nothing
         lengths = (
             lengths_like(held, int(first[row]) // size, at_most=min(left, len(chunks) - start))
             or []
@@ -368,7 +367,8 @@ def _table(raw: msgspec.Raw, dims: int, key: str) -> Table:
     rows = [[*shape, *[1] * (dims - len(shape))] for _, _, shape in headings]
     whole = np.array(rows, dtype=np.int64).reshape(len(rows), dims)
     own = np.array([len(shape) for _, _, shape in headings], dtype=np.int64)
-    least = (np.arange(dims) >= own[:, None]).astype(np.int64)  # of what it lacks it has one
+    # A dimension that a tensor lacks has at least the extent 1.
+    least = (np.arange(dims) >= own[:, None]).astype(np.int64)
     return headings, itemsize, whole, least
 
 

@@ -111,7 +111,8 @@ def patterns_of(metadata: msgspec.Raw) -> tuple[Patterns, list[str]]:
     Raises:
         ManifestCorrupt: They are none that ckpt writes.
     """
-    if f'"{LEFT_OUT}"'.encode() not in bytes(metadata):  # as good as always: do not parse it
+    if f'"{LEFT_OUT}"'.encode() not in bytes(metadata):
+        # Metadata without patterns is the usual case, and is not parsed.
         return WHOLE, []
     found = parse(metadata, "metadata")
     if not isinstance(found, Mapping) or LEFT_OUT not in found:

@@ -29,7 +29,7 @@ def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) ->
         for tensor, index in zip(manifest.tensors, manifest.layout_of, strict=True)
     }
     layout_of |= {name: layout_of[target] for name, target in manifest.tied.items()}
-    known: dict[tuple[int, Box], set[int]] = {}  # thousands of tensors, a few layouts
+    known: dict[tuple[int, Box], set[int]] = {}  # Thousands of tensors share a few layouts
     found: set[int] = set()
     for name, boxes in wanted:
         if (index := layout_of.get(name)) is None:
@@ -120,7 +120,8 @@ class _Filler:
                 self._key, f"the fragment of rank {rank} has another tensor {tensor.name!r}"
             )
         held = mine.shards if mine else ()
-        if (layout, rank) not in self._boxes:  # lazily, and one more than can be right
+        if (layout, rank) not in self._boxes:
+            # One box more than the rank has shards is enough to find a difference.
             boxes = boxes_of(self._manifest.layouts[layout], rank)
             self._boxes[layout, rank] = tuple(islice(boxes, len(held) + 1))
         wanted = self._boxes[layout, rank]

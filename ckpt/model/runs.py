@@ -22,9 +22,8 @@ from ckpt.model.box import Box
 Ints = npt.NDArray[np.int64]
 
 MAX_LEVELS: Final = 8
-_BOXES_PER_RANK: Final = (
-    1 << 16
-)  # of one tensor, on average: beyond it is nonsense that would take forever to walk
+# A tensor with more boxes, on average, is nonsense that would take forever to walk.
+_BOXES_PER_RANK: Final = 1 << 16
 
 
 class Level(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -92,7 +91,7 @@ def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, li
     edges = [*np.flatnonzero(change).tolist(), len(steps)]
     starts: list[int] = []
     joined: list[tuple[Any, int, tuple[int, ...]] | None] = []
-    free = 0  # the first row that is in no run yet
+    free = 0  # The first row that is in no run yet
     for edge, end in pairwise(edges):
         begin = max(edge, free)
         if begin >= end or not alike[begin]:
@@ -147,7 +146,8 @@ def ranks_meeting(runs: Runs, box: Box) -> set[int]:
     if not box.numel:
         return found
     for run in runs:
-        if all(run.shape):  # the coarsest step first: what it leaves out need not be looked at
+        if all(run.shape):
+            # With the coarsest step first, what it leaves out need not be examined.
             levels = sorted(
                 run.levels, key=lambda level: tuple(-abs(step) for step in level.offsets)
             )
@@ -168,12 +168,12 @@ def _meet(
             found.add(rank)
         return
     if rank in found and not any(level.ranks for level in levels):
-        return  # more boxes of the same rank tell nothing new
+        return  # More boxes of the same rank add nothing
     level, rest = levels[0], levels[1:]
     first, last = 0, level.count - 1
     for dim, step in enumerate(level.offsets):
         low, high = _reach([(each.count, each.offsets[dim]) for each in rest])
-        # some box of the rest must begin before the end of what is wanted, and end after its begin
+        # Some box of ``rest`` must begin before the end of ``box``, and end after its begin.
         least = box.offsets[dim] - run.shape[dim] + 1 - high - offsets[dim]
         most = box.offsets[dim] + box.shape[dim] - 1 - low - offsets[dim]
         near = _steps(level.count, step, least, most)

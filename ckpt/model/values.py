@@ -24,7 +24,8 @@ import numpy as np
 
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
 
-Node = Any  # what msgspec's JSON encoder takes and gives; the one border where types end
+# The values that msgspec's JSON encoder takes and gives have no static type.
+Node = Any
 OtherEncoder = Callable[[object, str], Node]
 OtherDecoder = Callable[[str, Mapping[str, Node]], object]
 
@@ -46,7 +47,7 @@ _BYTES: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
 _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 
 
-_CONTAINERS: Final = frozenset({dict, list})  # of JSON
+_CONTAINERS: Final = frozenset({dict, list})  # Containers of JSON
 
 LARGE: Final = 32
 """Entries from which a dict may be worth looking at as a whole."""
@@ -283,7 +284,7 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> A
         case "complex":
             return complex(_number(node["v"][0]), _number(node["v"][1]))
         case "numpy":
-            # NumPy would evaluate a longer one as a literal
+            # NumPy would evaluate a longer dtype as a literal.
             if not _SCALAR_DTYPE.fullmatch(node["d"]):
                 raise ValueError(f"dtype {node['d']!r}")
             return np.frombuffer(base64.b64decode(node["v"], validate=True), dtype=node["d"])[0]
@@ -353,7 +354,7 @@ def dumps(node: Node, name: str) -> bytes:
     """
     try:
         data = msgspec.json.encode(node)
-    except (UnicodeError, TypeError, RecursionError) as error:  # a lone surrogate, say
+    except (UnicodeError, TypeError, RecursionError) as error:  # For example, a lone surrogate
         raise UnsupportedValue(name, "value", str(error)) from None
     if fault := _excess(node, len(data)):
         raise UnsupportedValue(name, "value", fault)
