@@ -1,4 +1,5 @@
-"""State -> named leaves, and back; and the job's TCPStore as coordinator.
+"""The conversion of a state to named leaves and back, and the coordinator over the job's TCPStore.
 
-The only rooms beside staging and the facade that import torch.
+Of all packages, only this one, ``staging``, ``exchange`` and ``integrations`` import torch, and so
+does the facade.
 """

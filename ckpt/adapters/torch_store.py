@@ -31,7 +31,7 @@ _LOOK_SECONDS: Final = 1.0
 time at the latest.
 """
 _REST: Final = 4
-"""The pause after a look at the ranks is so many times as long as the look, since a look at
+"""The pause after a look at the ranks is this many times as long as the look, since a look at
 thousands of ranks takes seconds of the store's time.
 """
 _BLOCK: Final = 256
@@ -41,13 +41,13 @@ request for each key costs seven times as much (docs/scale.md).
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.025
 _GROWTH: Final = 1.25
-"""Each pause between two looks at the store is so many times the one before: a wait ends at most
-a quarter late.
+"""Each pause between two looks at the store is this many times as long as the one before. So a wait
+ends at most a quarter late.
 """
 _LOOKS: Final = 512
-"""Looks in a second, at most, by all ranks that have waited for a while."""
+"""The most looks per second by all ranks together that have waited for a while."""
 _NOTHING: Final = "\0"
-"""No word: what a store answers to "if this is there, put this" where there is nothing."""
+"""The value that ``compare_set`` returns for a key without a value. No message is equal to it."""
 _START_SECONDS: Final = 300.0
 _FAREWELL_SECONDS: Final = 5.0
 """How long rank 0 waits at the end for ranks that are slower."""
@@ -100,7 +100,7 @@ class TorchStoreCoordinator:
         self.attempt = agreed.decode()
 
     def post(self, subject: str, message: bytes) -> None:
-        """Put this rank's word under a key of its own."""
+        """Put this rank's message under a key of its own."""
         _asked(lambda: self._store.set(f"{subject}/{self.rank}", message.decode()))
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:

@@ -1,4 +1,4 @@
 """Committed checkpoints on a tier: find, verify, fetch.
 
-Torch-free: the command line lives on this.
+The command line uses this package, which does not import torch.
 """

@@ -1,4 +1,4 @@
-"""What two checkpoints do not have in common. Reads only where checksums do not tell."""
+"""The differences between two checkpoints. Data is read only where checksums give no answer."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def compare(
 def _by_checksums(one: StepReader, two: StepReader, name: str) -> bool | None:
     """Compare checksums: equal boxes with equal checksums have equal bytes.
 
-    None where the boxes are others and nothing is known to differ.
+    Returns None if the boxes differ, and no difference is known.
     """
     a, b = one.checksums(name), two.checksums(name)
     if any(b[box] != a[box] for box in a.keys() & b.keys()):

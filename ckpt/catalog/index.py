@@ -137,7 +137,7 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
 def born(backend: StorageBackend, ref: StepRef) -> float:
     """Return when a manifest was made.
 
-    One that is damaged, or was pruned meanwhile, only loses its place: reading it later tells why.
+    It is 0 for a manifest that is damaged or was pruned meanwhile. A later read reports the reason.
     """
     try:
         return read_packed(backend, ref)[0].created_at

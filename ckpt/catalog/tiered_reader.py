@@ -39,7 +39,7 @@ OnChunk = Callable[[int, ChunkRead, memoryview], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """A store should have had this intact, and had not: it was asked of the next.
+    """A file that a store should have had intact and did not, so that the next store was asked.
 
     Attributes:
         tier: URL of the store.

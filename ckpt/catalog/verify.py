@@ -198,7 +198,7 @@ class _Nowhere:
         return None
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
-        """They were."""
+        """Do nothing, since the reader has compared the checksum already."""
 
 
 class Meter:

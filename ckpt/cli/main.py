@@ -60,15 +60,15 @@ Exit codes:
 
 
 def _help(text: str) -> str:
-    """Paragraphs after a lone backspace character keep their lines; the sources spell it as the
-    two characters of its escape.
+    """Return a docstring as help. A paragraph after a line with a backspace character keeps its
+    lines, and the sources have a backslash and a ``b`` in its place.
     """
     return inspect.cleandoc(text).replace("\\b\n", "\b\n")
 
 
 class _Verb(TyperCommand):
-    """A verb of which an option that takes one value is given once: click takes the last without
-    a word.
+    """A verb that refuses an option with one value that is given twice. click would take the last
+    value and print nothing.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -220,7 +220,7 @@ def main() -> int:
 
 
 class _Teller(logging.Handler):
-    """What the package logs is a line like any other."""
+    """Prints what the package logs in the form of a warning of the command line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from ckpt.cli.output import warn
@@ -291,7 +291,7 @@ def _other(error: Exception, *, as_json: bool) -> int:
 
 
 class _OutputFailed(Exception):
-    """Standard output takes no more, as a full disk does."""
+    """Standard output cannot be written to, for example because the disk is full."""
 
 
 class _Output:
@@ -326,7 +326,7 @@ class _Output:
 
 @contextmanager
 def _unread() -> Generator[None]:
-    """Let a pipe be closed that is not read any more."""
+    """Ignore that the reader has closed the pipe."""
     try:
         yield
     except BrokenPipeError:

@@ -1,14 +1,14 @@
-"""A chunk <-> fewer bytes: its elements cut into byte planes, each plane Huffman-coded by zstd
-where that makes it shorter.
+"""A chunk <-> fewer bytes: its elements are cut into byte planes, and zstd Huffman-codes each plane
+that becomes shorter.
 
-Of a trained model's weights the exponents compress, the mantissas do not. An element is turned left
-by one bit, so that its exponent is its top byte; then the smallest exponent of the chunk is taken
-off, and what that leaves free at the top (at most two bits) is shifted out: the top plane gets
-mantissa bits instead, with which Huffman codes lose less to whole numbers of bits and zstd finds
-fewer matches not worth their cost. The bits come free in the lowest plane, which is stored without
-them. docs/format.md has the layout.
+Of a trained model's weights, the exponents compress and the mantissas do not. An element is rotated
+left by one bit, so that its exponent is its top byte. Then the smallest exponent of the chunk is
+subtracted, and the bits that this frees at the top (at most two) are shifted out. The top plane
+gets mantissa bits instead. With them, Huffman codes lose less by their whole numbers of bits, and
+zstd finds fewer matches that are not worth their cost. The lowest plane then has free bits, and is
+stored without them. docs/format.md has the layout.
 
-Threads: everything from any thread; zstd and NumPy let go of the interpreter while they work.
+Threads: everything from any thread; zstd and NumPy release the GIL while they work.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _HEAD: Final = struct.Struct("<BBBB")
 _MOST_SHIFT: Final = 2
 """A third bit would add 0.07 % on weights (docs/decisions/0011)."""
 _BLOCK: Final = 1 << 18
-"""Elements that are turned at once, in the processor's cache."""
+"""The number of elements that are rotated at once, in the processor's cache."""
 _SAMPLE: Final = 4096
 _SAMPLES: Final = 16
-"""So many runs of so many elements tell whether a plane is worth it."""
+"""This many runs of ``_SAMPLE`` elements show whether coding a plane is worth it."""
 _WORTH: Final = 0.98
 _DEFAULT_LEVEL: Final = 1
 _MOST_LEVEL: Final = 12
-"""Above, zstd takes hundreds of MiB per thread."""
+"""At higher levels, zstd takes hundreds of MiB per thread."""
 _MOST_BYTES: Final = 64 << 20
 """The size of the largest chunk that is encoded; see docs/format.md."""
 

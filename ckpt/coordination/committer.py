@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 
 class Retry(Protocol):
-    """Calls ``work``, again where the store only stumbled."""
+    """Calls ``work``, and calls it again after a transient error of the store."""
 
     def __call__(self, work: Callable[[], T], /) -> T: ...
 
@@ -78,7 +78,9 @@ def _at_once(work: Callable[[], T], /) -> T:
 
 
 ReadAll = Callable[[Iterable[Callable[[], Packed]]], Iterator[Packed]]
-"""Calls all of it, perhaps on several threads; results come in order, and few of them wait."""
+"""Calls all functions, perhaps on several threads. Results come in order, and only few of them are
+kept until they are taken.
+"""
 
 
 def in_turn(reads: Iterable[Callable[[], Packed]]) -> Iterator[Packed]:
@@ -99,7 +101,7 @@ class Place(Protocol):
         ...
 
     def confirm(self) -> None:
-        """See that this job may still commit here. Raises if not."""
+        """Raise an error if this job may not commit here any more."""
         ...
 
     def put(self, ref: StepRef, manifest: bytes) -> None:
@@ -129,10 +131,10 @@ class Place(Protocol):
 
 
 class OneTier:
-    """All of it on one store that every rank sees.
+    """The `Place` of a store that every rank sees.
 
-    ``retry`` calls what it is given, again where the store only stumbled. ``confirm`` raises if
-    this job may not commit here any more.
+    ``retry`` calls its argument, and calls it again after a transient error of the store.
+    ``confirm`` raises if this job may not commit here any more.
     """
 
     def __init__(
@@ -389,8 +391,8 @@ def _vote_of(data: bytes) -> Vote:
 
 
 def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
-    """Put if absent, and be content if what is there is the same: a reply may be lost, and two may
-    merge the same fragments.
+    """Put if absent. It is no error if the same bytes are there already, since a reply may be lost,
+    and two ranks may merge the same fragments.
 
     Raises:
         CommitError: Something else is there.

@@ -49,7 +49,7 @@ class UnknownScheme(ConfigError):
 
 
 class MissingExtra(ConfigError):
-    """What is asked for exists, the package that it needs is not installed."""
+    """The package that a backend or a feature needs is not installed."""
 
     def __init__(self, url: str, package: str, extra: str | None) -> None:
         self.url, self.package, self.extra = url, package, extra

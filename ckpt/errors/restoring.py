@@ -22,9 +22,9 @@ class NoCheckpoint(RestoreError):
 
 
 class EntryMissing(RestoreError):
-    """The target wants names that the checkpoint has not.
+    """The target wants names that the checkpoint does not have.
 
-    ``sources`` are what renamed ones were looked for as.
+    ``sources`` are the names in the checkpoint that were looked for, by the names in the state.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class EntryMissing(RestoreError):
         way: str = "take it out of the state, restore another step, or let it keep what it has "
         "(strict=False)",
     ) -> None:
-        """``way``: what to do about it, where it is no state that lacks them."""
+        """``way`` is what to do about it, if no state is restored."""
         self.names, self.step, self.sources = tuple(names), step, dict(sources or {})
         listed = [both(name, self.sources.get(name, name)) for name in self.names]
         super().__init__(f"step {step} has no {few(listed, quote=False)}: {way}")

@@ -163,7 +163,7 @@ def placed(error: E, root: str) -> E:
 
 @contextmanager
 def about(root: str) -> Generator[None]:
-    """Inside, errors of a store name the tier at ``root``."""
+    """Let errors of a store inside of the block name the tier at ``root``."""
     try:
         yield
     except StorageError as error:

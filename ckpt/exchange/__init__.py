@@ -1,4 +1,1 @@
-"""Checkpoints and the rest of the world: tensors by name, other formats out and in.
-
-The only room beside adapters, staging and the facade that knows torch.
-"""
+"""Tensors of a checkpoint by name, and exports to and imports from other formats."""

@@ -31,7 +31,10 @@ SHARD_BYTES: Final = 5 * 10**9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """``tensors`` are counted with tied names. ``place`` is where they are now."""
+    """The result of an export.
+
+    ``place`` is the path of the file or folder. ``tensors`` is their number, with tied names.
+    """
 
     place: str
     tensors: int

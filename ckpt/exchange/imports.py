@@ -69,8 +69,8 @@ class ForeignCheckpoint:
         path: The file or the folder.
         kind: Its kind; None for the one that it looks like.
         plain: Names of dicts of tensors that belong to no module.
-        parameter_names: Of the model, in the order the optimizer was given them, where the file has
-            numbers only.
+        parameter_names: The names of the model's parameters in the order in which the optimizer got
+            them, for a file that has numbers only.
     """
 
     path: str

@@ -291,7 +291,9 @@ def _dcp(source: str, scratch: str | None) -> State:
 
 @contextmanager
 def _doubted(table_path: str) -> Generator[None]:
-    """Inside, a table of contents is followed, which may say anything."""
+    """Raise ``IntegrityError`` for errors in the block, which follows a table of contents that may
+    hold anything.
+    """
     try:
         yield
     except (

@@ -16,13 +16,15 @@ from ckpt.model.box import Box, split_rows
 PARTS: Final = 32
 """A cut anywhere in a box costs at most a 32nd of it."""
 LEAST_BYTES: Final = 512 << 10
-"""Below, a restore's processor time grows by a third and more (docs/decisions/0015)."""
+"""With smaller chunks, the processor time of a restore grows by a third and more
+(docs/decisions/0015).
+"""
 
 
 def cut(box: Box, itemsize: int, chunk_bytes: int) -> list[Box]:
     """Return the chunks in which a box is written, each of at most ``chunk_bytes``.
 
-    None of an empty box.
+    An empty box has no chunks.
     """
     most = chunk_bytes // itemsize
     wanted = min(most, max(LEAST_BYTES // itemsize, -(-box.numel // PARTS)))

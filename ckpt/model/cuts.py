@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ckpt.model.box import Box
 
 Run = tuple[int, int]
-"""First index, and how many."""
+"""The first index, and the number of indices."""
 
 
 @dataclass(frozen=True, slots=True)

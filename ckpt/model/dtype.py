@@ -84,8 +84,10 @@ def float_width(dtype: str) -> int:
 
 
 def converts(saved: str, wanted: str) -> bool:
-    """Between floats, rounding as torch does; between complex ones; from an integer to one that
-    holds all of its values.
+    """Return True if a restore may convert the type ``saved`` to ``wanted``.
+
+    It converts between floats, which are rounded as torch does, between complex types, and from an
+    integer type to one that holds all of its values.
     """
     if saved in _FLOATS or saved in _COMPLEX:
         return wanted in (_FLOATS if saved in _FLOATS else _COMPLEX)

@@ -81,7 +81,7 @@ def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
 
 
 def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:
-    """Format and body of a record whose bytes are all as they were written."""
+    """Return the format and the body of a record, all of whose bytes are as they were written."""
     raw = _decompress(data, key) if data.startswith(_COMPRESSED) else data
     try:
         envelope = _envelope.decode(raw)

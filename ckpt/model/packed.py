@@ -34,7 +34,7 @@ from ckpt.model.validate import (
 )
 
 _MAX_FRAME_BYTES: Final = 1 << 30
-"""Unpacked: a rank with a million tensors needs a fifth of it."""
+"""The most bytes of an unpacked frame. A rank with a million tensors needs a fifth of it."""
 _SMALL_FRAME_BYTES: Final = 1 << 20
 """A frame may always unpack to this size. Beyond it, ``MAX_EXPANSION`` times its own size."""
 
@@ -44,7 +44,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         tensors: ``[name, dtype, shape]`` of each.
-        dims: Of the tensor that has most.
+        dims: The number of dimensions of the tensor that has most.
         shards: For each shard: index of its tensor, place in bytes of the file, and its shape, with
             ones behind it up to ``dims``.
         chunks: The length of each chunk of the file in bytes.
@@ -63,7 +63,7 @@ Table = tuple[tuple[Heading, ...], Ints, Ints, Ints]
 """The tensors of a form; for each the bytes of an element, its shape with ones behind it, and the
 least size that a shard of it has in each dimension."""
 Tables = dict[tuple[bytes, int], Table]
-"""By JSON and dimensions."""
+"""Tables by the JSON of their headings and the number of dimensions."""
 
 _headings: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(tuple[Heading, ...])
 _form: Final = msgspec.json.Decoder(Form)
@@ -283,7 +283,7 @@ def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
 
 
 def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
-    """Return it, or raise ``ManifestCorrupt`` with the first fault.
+    """Return ``packed``, or raise ``ManifestCorrupt`` with the first fault.
 
     ``columns`` are those of its form. Offsets are checked where they are unpacked.
     """
@@ -386,7 +386,7 @@ def _total(numbers: Ints) -> int:
 
 
 def _unpacked(frame: bytes, key: str, *, at_least: int = 0) -> bytes:
-    """``at_least``: a size that it may unpack to in any case."""
+    """Return what a frame unpacks to. It may have ``at_least`` bytes in any case."""
     import zstandard
 
     most = max(at_least, min(_MAX_FRAME_BYTES, _SMALL_FRAME_BYTES + MAX_EXPANSION * len(frame)))

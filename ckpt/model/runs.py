@@ -1,9 +1,10 @@
-"""Which rank holds which box of a tensor, in few words: what ten thousand ranks hold of a mesh is
-one row, repeated.
+"""A short form of which rank holds which box of a tensor. What ten thousand ranks of a mesh hold is
+one box that is repeated.
 
 A *run* is a box on a rank, and *levels* that repeat it: ``count`` times, each so many ranks and so
-many elements further. A mesh gives one level for each of its dimensions; an irregular layout gives
-more runs, a random one a run for each box: always the same boxes, and never more than were there.
+many elements further. A mesh gives one level for each of its dimensions. An irregular layout gives
+more runs, and a random one gives a run for each box. The runs always stand for the same boxes, and
+there are never more runs than boxes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _BOXES_PER_RANK: Final = 1 << 16
 
 
 class Level(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """``count`` times, each ``ranks`` ranks and ``offsets`` elements after the one before."""
+    """A repetition: ``count`` times, each ``ranks`` ranks and ``offsets`` elements further."""
 
     count: int
     ranks: int

@@ -33,11 +33,11 @@ _MAX_DEPTH: Final = 100
 _MAX_JSON_DEPTH: Final = 320
 """Objects and arrays in each other: a container of a state takes up to three."""
 _NAME_CHARS_PER_BYTE: Final = 256
-"""What all names in a tree may have together, for each byte of it: a long name repeats in all
-names below it.
+"""The most characters of all names in a tree together, for each byte of the tree. A long name
+repeats in all names below it.
 """
 _MOST_COLLISIONS: Final = 16
-"""Members of a set or keys of a dict with one hash; more would make it quadratic."""
+"""The most members of a set or keys of a dict with one hash. More would take quadratic time."""
 _INT_KEY: Final = re.compile(r"~2-?[0-9]{1,19}")
 _NAN: Final = "nan:"
 """Before the bits of a NaN that is not Python's own."""
@@ -50,7 +50,7 @@ _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", C
 _CONTAINERS: Final = frozenset({dict, list})  # Containers of JSON
 
 LARGE: Final = 32
-"""Entries from which a dict may be worth looking at as a whole."""
+"""The number of entries from which ``encode`` offers a dict to its hook as a whole."""
 
 
 def join(path: str, part: object) -> str:
@@ -116,9 +116,8 @@ def parse(raw: msgspec.Raw, what: str = "tree") -> Node:
 
 @contextmanager
 def following(what: str) -> Generator[None]:
-    """Inside, a tree that was read is followed, which may hold any JSON.
-
-    Raises ``ManifestCorrupt``.
+    """Raise ``ManifestCorrupt`` for errors in the block, which follows a tree that may hold any
+    JSON.
     """
     try:
         yield
@@ -177,7 +176,7 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
     """Return the node of ``value``.
 
     What is not plain goes to ``other(value, path)``, which returns a node or raises
-    ``UnsupportedValue``. A large dict is offered to it as a whole first: None declines.
+    ``UnsupportedValue``. A large dict is first passed to it as a whole, and it may return None.
     """
     kind = type(value)
     if value is None or kind is bool or kind is str:

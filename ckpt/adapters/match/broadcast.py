@@ -30,17 +30,17 @@ from ckpt.plan.share import Group, Keys, Parcel, keyed, share
 from ckpt.storage.api import aligned_memory
 
 PARCEL_BYTES: Final = 32 << 20
-"""Of what travels as one, but for a chunk that is larger."""
+"""The most bytes of a parcel. A larger chunk is a parcel of its own."""
 FLIGHT_BYTES: Final = 128 << 20
-"""Of parcels that travel at once: memory that a rank needs beside its state, with two parcels of
-its own.
+"""The most bytes of the parcels that travel at once. A rank needs memory for these, and for two
+parcels of its own, beside its state.
 """
 WORTH_BYTES: Final = 1 << 20
 TIMEOUT: Final = timedelta(seconds=600)
-"""Of a collective."""
+"""The time limit of a collective."""
 
 Agree = Callable[[str, Callable[[], object]], None]
-"""Does work on all ranks, and raises on all what failed on one."""
+"""Does work on all ranks. An error of one rank is raised on all."""
 
 
 def can_broadcast(world_size: int) -> bool:
@@ -78,9 +78,9 @@ class Broadcast:
         self._free: list[memoryview] = []
         self._lock = threading.Lock()
         self.read_bytes = 0
-        """Read from storage by this rank."""
+        """The bytes that this rank has read from storage."""
         self.received_bytes = 0
-        """Read by others for it, in memory."""
+        """The bytes in memory that other ranks have read for this rank."""
 
     def run(self, agree: Agree) -> None:
         """Read everything into place.

@@ -20,7 +20,8 @@ _encoder: Final = msgspec.json.Encoder(order="sorted")
 
 
 def fill(match: Matching, name: str, source: str, target: Source, node: Node) -> None:
-    """Want the bytes of ``node`` in ``target``. Of a wrapper, want those of each tensor inside.
+    """Let the restore read the bytes of ``node`` into ``target``, or those of each tensor inside of
+    a wrapper.
 
     Raises:
         KindMismatch: One is a wrapper and the other is not, or they differ in their class, their

@@ -3,9 +3,9 @@
 First everything is matched, with nothing changed; then bytes are read into place; then the rest is
 set.
 
-Tensors that exist are filled where they are. Tensors that do not yet (an optimizer that has not
-stepped, a tensor inside a ``state_dict``) are made. Plain values replace what is there; objects get
-``load_state_dict``.
+Tensors that exist are filled where they are. Tensors that do not exist yet (an optimizer that has
+not stepped, a tensor inside a ``state_dict``) are made. Plain values replace what is there; objects
+get ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class _Match:
     ) -> None:
         """Match ``node`` with ``target``. ``put`` replaces the value in its container.
 
-        ``node`` is ``ABSENT`` only for what is looked into.
+        ``node`` is ``ABSENT`` only if the checkpoint may have the values inside of ``target``.
         """
         if not is_stateful(target):
             target = adapted(target)

@@ -100,7 +100,9 @@ class Matching:
         self._opened.setdefault(source, []).append(name)
 
     def claim(self, name: str, source: str, *, silent: bool = False) -> None:
-        """``source`` has a place in the state. ``silent``: whether or not it is filled."""
+        """Note that ``source`` has a place in the state. With ``silent``, a new name is not
+        reported.
+        """
         self._taken.add(source)
         if source != name and not silent:
             self._renamed[name] = source

@@ -14,7 +14,7 @@ from ckpt.model.patterns import patterns_of
 from ckpt.model.values import Node, below, decode, join, parse
 
 ABSENT: Final = object()
-"""No node: None is a value."""
+"""Stands for a node that does not exist, since None is a value."""
 
 _MAPPINGS: Final = ("dict", "OrderedDict", "Counter")
 

@@ -12,12 +12,12 @@ from ckpt.model.patterns import Patterns, as_patterns
 
 @dataclass(frozen=True, slots=True)
 class Selection(Patterns):
-    """What no pattern fits keeps what it has.
+    """The part of a state that a restore fills. Values that no pattern fits stay as they are.
 
     Attributes:
-        strict: Whether names must be on both sides. If not, a target that the checkpoint has no
-            value for keeps what it has, and what has no target is left.
-        renaming: What names of the state are called in the checkpoint.
+        strict: Whether names must be on both sides. If not, a target without a value in the
+            checkpoint stays as it is, and a value without a target is not read.
+        renaming: The rules for names of the state that are other names in the checkpoint.
         cast: Whether a dtype may be converted to that of the target.
     """
 

@@ -1,4 +1,4 @@
-"""Plain parameters that are a part of something larger, because their owner says so."""
+"""Plain parameters that their owner declares to be parts of larger tensors."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Choice:
 
     @property
     def left_out(self) -> dict[str, Any]:
-        """What the metadata of the save keeps of it; empty for a whole state."""
+        """The patterns as the metadata of the save keeps them; empty for a whole state."""
         return left_out(self._patterns, self._used)
 
     def takes(self, name: str, parameter: str = "") -> bool:

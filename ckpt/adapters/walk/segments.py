@@ -129,11 +129,11 @@ class Table:
 
 
 class Facts:
-    """What must not change for views of the memory of some tensors to stay good.
+    """The properties of some tensors that must not change while views of their memory are in use.
 
-    It is kept as values, and each kind of fact is compared of all tensors in one pass at the speed
-    of C, since there may be thousands of tensors. No pass keeps what it reads: thousands of tuples
-    would set off the garbage collector.
+    They are kept as values. Each property of all tensors is compared in one pass at the speed of C,
+    since there may be thousands of tensors. No pass keeps what it reads, since thousands of tuples
+    would start the garbage collector.
     """
 
     __slots__ = (

@@ -23,9 +23,9 @@ class StandIn(ABC):
 
     @abstractmethod
     def look(self) -> None:
-        """Show what is there now.
+        """Show the present state of the object.
 
-        Called before every walk over the state; changes nothing but what is shown.
+        ckpt calls it before every walk over the state. It changes nothing but what is shown.
         """
 
     @abstractmethod
@@ -94,4 +94,7 @@ class OptimizerStandIn(Optimizer, StandIn):
 
     @abstractmethod
     def load_extra(self, extra: dict[str, Any]) -> None:
-        """Set it; before ``settle``, and not at all if it was not saved."""
+        """Set the values that ``extra`` has returned.
+
+        It is called before ``settle``, and only if these values were saved.
+        """

@@ -17,13 +17,13 @@ from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node
 
 Named = tuple[str, AnyPiece | None]
-"""A name, and the piece that the tensor is no more than."""
+"""The name of a tensor, and the piece of it that is here; None if it is a whole tensor."""
 NameOf = Callable[[int], Named | None]
 """From the index of a tensor to its name; None if it is not saved."""
 
 
 class Wrappers:
-    """Those among ``tensors``, taken apart, each once.
+    """The wrappers among ``tensors``. Each is taken apart once.
 
     Attributes:
         tensors: ``tensors``, with the innermost tensors in the place of each wrapper.
