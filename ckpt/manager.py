@@ -164,10 +164,10 @@ class CheckpointManager:
         as fast as the later ones.
 
         ``restore`` does it by itself for a state with an optimizer, whether it found a checkpoint
-        or not. Optimizer state that does not exist yet is reckoned with.
+        or not. Optimizer state that does not exist yet counts, too.
 
         Raises:
-            HostMemoryExhausted: Not even one image fits; said now rather than at the first save.
+            HostMemoryExhausted: Not even one image fits. Otherwise the first save raises this.
         """
         self._check_open()
         self._prepare(self._collect(state, lasting=True))
@@ -494,7 +494,7 @@ class CheckpointManager:
     def request_stop(self, deadline: float | datetime | None = None) -> None:
         """Stop all ranks after the same step, as a signal to ``on_signals`` does.
 
-        For preemptions that are announced otherwise. One rank is enough, and more do no harm. The
+        It is for preemptions that no signal announces. One rank is enough, and more do no harm. The
         call returns at once: ``requested(step)`` becomes True, and ``close`` returns after the last
         save. It may be called from any thread.
 
@@ -533,7 +533,7 @@ class CheckpointManager:
         Raises:
             ConfigError: ``detach``, and the manager has ``agent="off"``. It is still open.
             AgentError: ``detach``, and there is no agent. If the job had none, the manager is still
-                open. Else it is closed, and a nearer tier has the steps.
+                open. Otherwise it is closed, and a nearer tier has the steps.
             StepsMissing: A tier lacks steps that were to go there, and no call has raised that yet.
             CkptError: A save has failed on all tiers, or was suspicious
                 (``on_suspicious="raise"``), and no call has raised its error yet.
@@ -588,8 +588,8 @@ class CheckpointManager:
     def _detach(self, reason: str) -> None:
         """Finish what only this process can, and leave the rest to the agent.
 
-        What is left here then, such as a part of a file on its way to a slow tier, ends on a thread
-        that only the end of the script waits for, at most for ``exit_seconds``.
+        Work that is left here, such as a part of a file on its way to a slow tier, ends on a thread
+        of its own. Only the end of the script waits for it, at most for ``exit_seconds``.
         """
         assert self._agent is not None
         try:

@@ -61,7 +61,7 @@ def write_all(fd: int, parts: Iterable[Buffer]) -> int:
 
 
 def pwrite_all(fd: int, offset: int, data: memoryview) -> None:
-    """Write all of ``data`` at ``offset``; a short write is gone on with."""
+    """Write all of ``data`` at ``offset``. A short write is continued."""
     while data.nbytes:
         done = os.pwrite(fd, data, offset)
         offset, data = offset + done, data[done:]
@@ -80,11 +80,10 @@ class DirectWriter:
         self._refused = self._direct is None
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write ``data`` at ``offset``. May be repeated."""
+        """Write ``data`` at ``offset``. The call may be repeated."""
         whole = data.nbytes - data.nbytes % ALIGNMENT
         if offset + data.nbytes != self._size:
-            # Only the end of the file may be padded. An odd run elsewhere goes through the page
-            # cache as one.
+            # Only the end of the file may be padded. An odd run elsewhere is buffered as a whole.
             whole = data.nbytes
         done = self._write_direct(offset, data[:whole]) if whole else 0
         offset, data = offset + done, data[done:]
@@ -135,8 +134,7 @@ class DirectWriter:
         """
         if self._refused:
             return False
-        # A mapping begins at a page. It is not closed here, since an error's traceback may still
-        # refer to it.
+        # A mapping begins at a page. An error's traceback may still refer to it, so it stays open.
         page = mmap.mmap(-1, ALIGNMENT)
         page[: tail.nbytes] = bytes(tail)
         return self._write_direct(offset, memoryview(page)) == ALIGNMENT

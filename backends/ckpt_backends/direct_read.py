@@ -26,7 +26,7 @@ from ckpt_backends.direct_io import ALIGNMENT, address
 
 BUFFER_BYTES: Final = 2 << 20
 STRAIGHT_BYTES: Final = 1 << 20
-"""Fewer are better read together with their neighbours."""
+"""Fewer bytes are better read together with their neighbours."""
 _DIRECT_BYTES: Final = 4096
 _DROP_CACHE_BYTES: Final = 8 << 20
 _SHORT_COPY_BYTES: Final = 64 << 10

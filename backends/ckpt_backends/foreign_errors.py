@@ -124,8 +124,7 @@ def storage_error(
     """Return the error of ours that stands for ``error``."""
     for link in _chain(error):
         if _class_of(link):
-            # The transport broke. The status 400 that aiohttp puts on such an error is no answer of
-            # the server.
+            # The transport broke. aiohttp's status 400 of such an error is no answer of the server.
             break
         code, status = _answer(link)
         if code == "NoSuchBucket":

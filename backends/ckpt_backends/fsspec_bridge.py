@@ -34,7 +34,7 @@ PART_BYTES: Final = 8 << 20
 _OBJECT_STORES: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "cos"}
 )
-# The servers of these decide ``pipe_file(mode="create")``.
+# Their servers decide which ``pipe_file(mode="create")`` wins.
 _CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs"})
 _RENAMES: Final = frozenset({"file", "local"})  # A move is one rename
 _TEMPORARY: Final = ".tmp"
@@ -63,7 +63,7 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
         MissingExtra: The package of this scheme is not installed.
         ConfigError: The file system refuses the URL or the options.
     """
-    # fsspec has this other name for a folder. Our backend is durable.
+    # ``local`` is another name of fsspec for a folder, and our backend is durable.
     if url.startswith("local://"):
         return open_posix("file://" + url.removeprefix("local://"), options)
     from fsspec.core import url_to_fs

@@ -287,8 +287,7 @@ class PosixBackend(RootedFolder):
                 os.mkdir(path, 0o700)
                 if path == missing[0]:  # Its files are written next
                     self._striping.apply(path)
-            # If another thread has removed it again, FileNotFoundError makes the caller try once
-            # more.
+            # If another thread has removed it, FileNotFoundError makes the caller try again.
             if not stat.S_ISDIR(os.stat(path).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a folder")
         if not self._root_synced or missing:

@@ -291,8 +291,8 @@ class S3Backend(StorageBackendOnFsspec):
             )
 
     def _ask_no_leave(self) -> None:
-        """Let puts not ask the server first whether they may send. They would wait for the answer
-        without a limit, since aiohttp has none for it.
+        """Keep puts from asking the server first whether they may send. They would wait for the
+        answer without a limit, since aiohttp has none for it.
         """
         client = self._fs.connect()
         if client is not self._hushed:

@@ -217,7 +217,7 @@ def _loader() -> Any:
 
 
 def expect_nothing(params: dict[str, Any], **_: object) -> None:
-    """Take the question off a request whether it may be sent."""
+    """Remove the header of a request that asks whether its body may be sent."""
     params["headers"].pop("Expect", None)
 
 

@@ -52,7 +52,7 @@ class Orphans:
                     self.abort(found)
 
     def abort(self, found: Unfinished) -> None:
-        """Abort one upload. No error if it is known no more."""
+        """Abort one upload. It is no error if the store does not know it any more."""
         with suppress(ObjectNotFound):
             self._call("abort_multipart_upload", Key=self._prefix + found.key, UploadId=found.name)
 

@@ -196,8 +196,8 @@ class AcceleratorCheckpoints:
         )
 
     def _refuse_theirs(self) -> None:
-        """Raise ``ConfigError`` if a resume from their folders was meant: nothing of ours is
-        there.
+        """Raise ``ConfigError`` if there are only folders that ``accelerator.save_state`` has
+        written.
         """
         project_dir = self._accelerator.project_dir
         folders = [*self._folders, *([Path(project_dir, "checkpoints")] if project_dir else [])]

@@ -318,8 +318,7 @@ class ElasticStream(_Position, IterableDataset[Any]):
         check_undivided(data)
         super().__init__(order_of(data), _place(rank, world_size))
         self._data = data
-        # Workers read here where the loop begins. Persistent workers outlive a loop, so the memory
-        # is shared.
+        # Workers read here where a loop begins. It is shared, since they may outlive a loop.
         self._start = torch.zeros(3, dtype=torch.int64)
         self._start.share_memory_()  # type: ignore[no-untyped-call]
 
@@ -367,7 +366,9 @@ class ElasticStream(_Position, IterableDataset[Any]):
 
 
 def _read(data: Iterable[Any]) -> Iterator[Any]:
-    """Yield what one process reads: a dataset that finds itself in a worker reads a part."""
+    """Yield what one process reads. The dataset must not see its worker, or it would read only a
+    part.
+    """
     with outside_of_workers():
         samples = iter(data)
     while True:

@@ -59,7 +59,7 @@ _BLOCKING: Final = StagingOptions(
     use_non_blocking_copy=False,
 )
 _last_token: Final[deque[str]] = deque(maxlen=1)
-"""Of the last save in this process: a cached plan has it again."""
+"""The token of the last save in this process. A plan with the same token comes from a cache."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,11 @@ from ckpt.plan.leaf import Leaf
 Path = tuple[str | int, ...]
 
 _BUFFER: Final = "io.BytesIO"
-"""Beside the bytes of such a buffer, in a tuple: Transformer Engine keeps its extra state so."""
+"""Marks the bytes of such a buffer in a tuple. Transformer Engine keeps its extra state in one."""
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Return what is in nested containers, and is none itself."""
+    """Yield the values in nested containers that are no containers themselves."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple | set | frozenset):

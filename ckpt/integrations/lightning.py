@@ -199,7 +199,7 @@ class CkptCheckpoint(ModelCheckpoint):
         Each rank calls this by itself, and all must find the same. Of equal steps the first
         callback's counts.
         """
-        # There is no choice, and the restore looks for the step.
+        # With one callback there is no choice, and the restore finds the step itself.
         if len(trainer.checkpoint_callbacks) == 1:
             return {_Candidate(self._path(_NEWEST), 0.0)}
         newest = {each: found for each in _callbacks(trainer) if (found := each.newest())}
@@ -366,7 +366,7 @@ class CkptCheckpoint(ModelCheckpoint):
         self._rng = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let no copy be under way when the strategy moves the module to the CPU."""
+        """Wait for copies under way before the strategy moves the module to the CPU."""
         super().on_train_end(trainer, pl_module)
         if self._manager is not None:
             self._manager.fence()

@@ -132,7 +132,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return CheckpointManager(self._ckpt_tiers, config=self._ckpt_config, observers=observers)
 
     def _ckpt_resume(self, manager: CheckpointManager, asked: Any) -> Any:
-        """Return what the trainer is to resume from, once its folder says what the step says."""
+        """Return what the trainer is to resume from, after its folder was written from the step."""
         if newest := asked in (True, "auto"):
             asked = self._ckpt_newest(manager) or (True if asked is True else None)
         if not isinstance(asked, str) or (step := pointed_step(asked)) is None:
@@ -313,7 +313,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
         assert self._ckpt_run is not None
-        self._ckpt_run.finish()  # What follows compares folders, and loads the best model
+        self._ckpt_run.finish()  # The trainer then compares folders, and loads the best model
         self.accelerator.wait_for_everyone()
         return super()._finalize_training(*args, **options)
 
@@ -370,8 +370,8 @@ class _StepDamaged(Exception):
 class _Run:
     """The saves of one ``train()``; as an observer it writes the folder of each committed step.
 
-    Threads: the training thread, and background threads for events. A text is there before its save
-    begins, and taken out once.
+    Threads: the training thread, and background threads for events. The text of a step is added
+    before its save begins, and taken out once.
     """
 
     manager: CheckpointManager

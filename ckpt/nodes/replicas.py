@@ -51,7 +51,9 @@ _SUBJECT: Final = "replicas"
 _MISSED: Final = 3
 """Steps in a row that a buddy does not get before a warning says so."""
 _TRIES: Final = 3
-"""Of a step, while there is no newer one: a node may learn of the commit later than its buddy."""
+"""How often a step is tried while there is no newer one. A node may learn of the commit later than
+its buddy.
+"""
 
 _log = logging.getLogger("ckpt")
 

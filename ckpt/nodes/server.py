@@ -1,10 +1,10 @@
 """Files of a few steps from the local tiers of other nodes, over TCP, while a restore lasts or
 buddies copy them.
 
-The lowest rank of each node serves. A request is of one fixed form: a token that only the job's
-ranks know, the tier, a key, an offset and a length; one to a connection. What can be read is the
-manifests and, of the steps that are being restored or copied, the files that a save makes. Nothing
-can be written. What arrives is checked as what comes from any store: chunk by chunk.
+The lowest rank of each node serves. A request has one fixed form: a token that only the job's ranks
+know, the tier, a key, an offset and a length. Each connection carries one request. Other nodes can
+read manifests, and the files of the steps that are being restored or copied. They can write
+nothing. What arrives is checked chunk by chunk, as from any store.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SERVING: Final = 8
 _WAITING: Final = 1024
 """Connections that have not shown the token yet."""
 _WAITING_PER_ADDRESS: Final = 128
-"""Of those, as many from one address: its ranks and their threads."""
+"""The most of them from one address, for all of its ranks and their threads."""
 _KEY_BYTES: Final = 1024
 _ALLOWED: Final = 256
 """Steps of a tier that may be read at once. A restore reads one. Buddies copy the last ones, and a
@@ -60,7 +60,7 @@ slow one may be many steps behind.
 _PAUSE_SECONDS: Final = 0.1
 _CONNECT_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 5.0
-"""For all of a request, which one packet holds."""
+"""How long a caller may take to send a request, which fits into one packet."""
 _ANSWER_SECONDS: Final = 60.0
 """How long either side waits for the other's next bytes."""
 
@@ -149,7 +149,7 @@ class NodeServer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End, also in the middle of an answer."""
+        """Stop serving, even in the middle of an answer."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

@@ -29,7 +29,7 @@ from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 
 _STEPS: Final = 64
-"""How many of its newest steps a node tells of."""
+"""How many of its newest steps a node announces."""
 _START_SECONDS: Final = 600.0
 """How long ranks may take to come to the same restore."""
 

@@ -1,4 +1,4 @@
-"""What every request passes: it only reads, it names a host that is meant, and it has the token."""
+"""The checks of every request: it only reads, it names an expected host, and it has the token."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _host(request: Any) -> str:
     try:
         return str(request.url.hostname)
     except ValueError:
-        # The header holds no address.
+        # The Host header holds no valid address.
         return ""
 
 

@@ -22,7 +22,7 @@ class Pace:
         return self._stopped
 
     def end(self, *, now: bool) -> None:
-        """Wait no more. With ``now``, the work is to end."""
+        """Limit the rate no more. With ``now``, the work is to end."""
         self._stopped = now
         self._hurry.set()
 

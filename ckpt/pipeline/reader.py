@@ -2,11 +2,11 @@
 between tiers and export.
 
 Neighbouring chunks are one request. A store that can read into many places at once fills the
-targets' own memory wherever that is in one piece, and so does any store with a request whose chunks
-are neighbours there too. What is left (a part of a chunk, a target that is strided or on a device,
-chunks of several tensors from a store that has one answer for one request) passes through a buffer,
-is verified there, and then placed. Memory beside the target: for each thread a buffer of
-``RUN_BYTES``, or of the largest chunk that passes through it.
+targets' own memory wherever that is in one piece. Any other store does so if the chunks of a
+request are neighbours in that memory, too. What is left (a part of a chunk, a target that is
+strided or on a device, chunks of several tensors from a store that has one answer for one request)
+passes through a buffer, is verified there, and then placed. Memory beside the target: for each
+thread a buffer of ``RUN_BYTES``, or of the largest chunk that passes through it.
 """
 
 from __future__ import annotations

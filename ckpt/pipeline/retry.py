@@ -27,7 +27,7 @@ from ckpt.errors import TransientStorageError
 T = TypeVar("T")
 
 _dice = random.SystemRandom()
-"""Not Python's global generator, as tenacity's jitter has it: that is the training's."""
+"""A generator for jitter. tenacity would use Python's global one, which belongs to the training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,8 @@ class RetryPolicy:
 
     Attributes:
         patience_seconds: Go on for so long, however many attempts that makes.
-        hurry: Set, it ends that patience: no wait is longer than the attempts have it.
+        hurry: Ends the patience when it is set. No work is then retried longer than ``attempts``
+            says.
     """
 
     attempts: int = 6

@@ -2,9 +2,10 @@
 
 Parts are written as soon as they have landed, so that the disk is busy from the first one on;
 chunks are hashed by the same few threads beside the second half of the parts, when copying is over.
-Copying, hashing and training at once would be three for two cores, and cost training twice as much
-(docs/decisions/0009). In a ring each chunk is hashed beside its parts, for it makes room only then.
-Each part is retried by itself; the first lasting error aborts the upload and is raised.
+Copying, hashing and training at once would need three cores where there may be two, and cost
+training twice as much (docs/decisions/0009). In a ring, each chunk is hashed beside its parts,
+since it makes room only then. Each part is retried by itself; the first lasting error aborts the
+upload and is raised.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Equal chunks in the files of several ranks: which is the nearest? Pure decisions.
 
-Where each node has written its own copy of what is replicated, the manifest's tensors name one of
-them; the chunk tables of all files are in it all the same, and chunks of one checksum and length
-are one chunk. So a copy that is near serves for one that is far, or gone.
+If each node has written its own copy of replicated tensors, the manifest names one of these copies.
+But it has the chunk tables of all files, and chunks with the same checksum and length are equal. So
+a near copy can replace one that is far or gone.
 """
 
 from __future__ import annotations

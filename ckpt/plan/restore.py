@@ -153,8 +153,8 @@ def chunks_of(file: StoredFile, *, as_stored: bool = False) -> list[ChunkRead]:
     """Return all chunks of a file, as bytes.
 
     The box of each is its place in the bytes that are wanted: those of the image, or,
-    ``as_stored``, those of the file. None of a file whose chunks a manifest by reference leaves to
-    its fragment.
+    ``as_stored``, those of the file. A file whose chunks the manifest leaves to its fragment has
+    none.
     """
     found: list[ChunkRead] = []
     place = 0

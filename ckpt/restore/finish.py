@@ -1,10 +1,10 @@
 """A restore finishes what the job before it could not: a save of which every part is durable, and
 whose leader died before it put the manifest.
 
-Only what is newer than the newest checkpoint comes into question, and nothing newer than a step
-that is asked for by number. What costs little is looked at first: the owner, the later steps, the
-fragments, and the sizes of the files. The data is not read here: the restore that follows reads all
-of it, compares it with its checksums, and takes the step before if it is damaged.
+Only steps that are newer than the newest checkpoint are considered, and none newer than a step that
+the caller names. Cheap checks come first: the owner, the later steps, the fragments, and the sizes
+of the files. The data is not read here: the restore that follows reads all of it, compares it with
+its checksums, and takes the step before if it is damaged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Finisher:
     def finish(self, backend: StorageBackend, ref: StepRef) -> bool:
         """Return True if ``ref``, which has no manifest on ``backend``, is a checkpoint now.
 
-        Never raises an error of ours: there may be others to restore.
+        It never raises a `CkptError`, since there may be other steps to restore.
         """
         if (backend.url, ref) in self._tried:
             return False

@@ -52,19 +52,21 @@ _PATIENCE_SECONDS: Final = 3600.0
 """How long ranks wait for each other in a restore: reading may take that long on slow storage."""
 
 Replicas = Literal["read", "broadcast"]
-"""Whether ranks that want the same each read it, or one does and gives it to the others."""
+"""Whether all ranks that want the same data read it, or one rank reads and broadcasts it."""
 
 _PATTERN: Final = "\0"
-"""Before what is no name, but a pattern that fits none."""
+"""Marks a pattern, so that it equals no name."""
 
 _log = logging.getLogger("ckpt")
 
 
 class _Proposal(msgspec.Struct, frozen=True):
-    """``nearest`` lists the step; ``answering`` are the tiers that may be asked for it. Indices.
+    """The step that the leader proposes, with the indices of its tiers.
 
-    ``peers`` have parts of it on other nodes. ``passed`` are newer (step, reason) that are not
-    whole any more; with no folder, all that were looked for. ``finished``: (step, URL) so far.
+    The tier ``nearest`` lists the step, and those of ``answering`` may be asked for it. ``peers``
+    have parts of it on other nodes. ``passed`` are pairs (step, reason) of newer steps that are not
+    whole any more. If ``folder`` is empty, there is no step left to propose. ``finished`` are the
+    pairs (step, URL) so far.
     """
 
     folder: str

@@ -206,14 +206,14 @@ def carry_out(
 
 
 def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None) -> bool:
-    """Take one attempt off, if ``claim`` still holds.
+    """Remove one attempt, if ``claim`` still holds.
 
     The claim marker is put first. Then the manifest goes, then the files, and the marker last.
 
-    A step that is pinned, or that another process finishes or copies there, stays. A folder that
-    holds nothing goes too where the store has such, with the cut-off writes of a dead process in
-    it. A removal that is cut off leaves a checkpoint, or remains that no process can make one again
-    and that the next retention removes.
+    A step that is pinned, or that another process finishes or copies there, stays. In a store with
+    folders, an empty folder goes too, with the unfinished writes of a dead process in it. A removal
+    that is cut off leaves a checkpoint, or remains that no process can make one again and that the
+    next retention removes.
 
     Returns:
         Whether it is gone.
@@ -229,8 +229,7 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
             if not (marked := _put_marker(backend, held)) or is_pinned(backend, held.ref):
                 return False
         except OutOfSpace:
-            # Without room for the marker, only whole checkpoints go, and data that no fragment
-            # describes.
+            # With no room for the marker, only checkpoints go, and data that no fragment describes.
             if held.state == "incomplete":
                 if any(is_fragment(info.key.rpartition("/")[2]) for info in held.objects):
                     return False
@@ -289,8 +288,7 @@ def discard_left(backend: StorageBackend, claim: Claim) -> None:
     """
     if isinstance(backend, KeepsUnfinished):
         shown = attempts(backend)
-        # In a store with folders, each write is in the folder of its step. Other folders are not
-        # ours.
+        # In a store with folders, each write is in the folder of its step; others are not ours.
         prefixes = [f"{ref.folder}/" for ref in shown] if isinstance(backend, Rooted) else [""]
         for one in [one for prefix in prefixes for one in backend.unfinished(prefix)]:
             folder, _, name = one.key.partition("/")
@@ -320,8 +318,7 @@ def sweep(
         RootInUse: The root belongs to another job, which is not known to have ended.
     """
     found = Inventory(backend, part=part).look()
-    # Call this after the listing, so that no step in it is of a job that takes the root from now
-    # on.
+    # List first: a job that takes the root from now on has no step in the listing then.
     claim.use()
     stays: set[StepRef | None] = set()
     if restored is not None:

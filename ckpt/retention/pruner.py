@@ -68,8 +68,8 @@ class Pruner:
         self._workers.submit(self._prune)
 
     def clear(self, restored: int | None) -> None:
-        """Free what jobs that have ended had begun, what their unfinished writes take, and the
-        steps that they did not come to remove.
+        """Remove what ended jobs have left: saves that they began, unfinished writes, and steps
+        that they were still to remove.
 
         It returns at once if no job is known to have ended.
 

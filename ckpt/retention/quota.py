@@ -96,7 +96,7 @@ class Quota:
                 raise OutOfSpace(ref.folder, given.decode())
 
     def give_up(self, ref: StepRef, trial: int) -> None:
-        """Let the other ranks not wait for the size of this rank, which has no part in a save.
+        """Post that this rank has no part in a save, so that no rank waits for its size.
 
         On the leader, this also answers the other ranks.
         """

@@ -94,7 +94,7 @@ class StepCopier:
         far, codec = self.tier, self.tier.tier.codec
         has_capacity = far.tier.capacity is not None
         evictor = Evictor(far, self.claim, _CopyGuard(far.backend, self.guard, held.ref))
-        # Otherwise the encoding gives the size.
+        # Otherwise the size is known only after the encoding.
         known = codec == NO_CODEC or bool(held.codecs)
         if has_capacity:
             raw = codec == NO_CODEC and held.codecs

@@ -206,7 +206,7 @@ class ActiveSave:
             self.outcome.staged.set()
 
     def await_copies(self) -> None:
-        """Return when no copy into the slot is under way. A copy waits for no room in the image any
+        """Return when no copy into the slot is under way. No copy waits for room in the image any
         more.
         """
         self.snapshot.window.abandon()
@@ -245,14 +245,14 @@ class HandOver:
             self.copier.submit(self.stage)
 
     def call_off(self, error: BaseException) -> bool:
-        """Stop the save after any exception since the fence has known the snapshot, Ctrl-C
-        included.
+        """Stop the save after an exception, Ctrl-C included, that came when the fence knew the
+        snapshot.
 
         No step of an optimizer waits for the save any more.
 
         Returns:
-            Whether the save had not begun. Then the slot belongs to the caller. Else the save fails
-            by itself, releases the slot, and the other ranks learn of it.
+            Whether the save had not begun. Then the slot belongs to the caller. Otherwise the save
+            fails by itself, releases the slot, and lets the other ranks know.
         """
         snapshot = self.save.snapshot
         if self.stage.revoke():

@@ -71,7 +71,9 @@ class Backfill:
             self._watcher.submit(self._run, restored)
 
     def close(self) -> None:
-        """Finish what was found missing, with no more patience than any request has."""
+        """Finish copying what was found missing. From now on, no request is retried longer than
+        usual.
+        """
         self._hurry.set()
         self._steps.wake()
         self._watcher.close()

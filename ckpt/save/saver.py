@@ -298,9 +298,9 @@ class Saver:
         """Finish what only this process can, and leave the rest to the agent. ``finish`` follows.
 
         On return the nearest durable tier has every step that it is to have, and no step needs its
-        image any more. Steps that wait for a farther tier, and lie on a nearer one, are given up
-        here. One that is being written there ends soon, by itself. The leader has waited for the
-        other ranks to come as far, at most for some seconds.
+        image any more. Steps that wait for a farther tier, and are on a nearer one, are given up
+        here. One that is being written there ends soon, by itself. The leader has waited until the
+        other ranks have done the same, at most for some seconds.
 
         Args:
             leaves: Whether this rank leaves the others, which go on.
@@ -468,8 +468,8 @@ class Saver:
     ) -> None:
         """Vote on the tiers of ``writers`` that this rank has failed a step.
 
-        On a tier with a queue the vote goes through that queue, awaited or not: each step does,
-        once on each rank, or the orders of the ranks would differ.
+        On a tier with a queue the vote goes through that queue, awaited or not. Each step must pass
+        the queue once on each rank, or the orders of the ranks would differ.
 
         Args:
             writers: The tiers.

@@ -128,8 +128,8 @@ class Suspicions:
         return replace(job, image=ScannedImage.of(job.image, job.plan, trained))
 
     def forget(self) -> None:
-        """A restore has changed the trained tensors: later saves are not compared with earlier
-        ones.
+        """Compare later saves with no earlier ones, since a restore has changed the trained
+        tensors.
         """
         self._era += 1
 

@@ -27,7 +27,7 @@ from ckpt.model.keys import StepRef
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
 _PAUSE_SECONDS: Final = 10.0
-"""The pause before the leader is asked again: the job's store may be gone, and says so at once."""
+"""The pause before the leader is asked again. A store that is gone raises its error at once."""
 
 
 @dataclass(frozen=True, slots=True)

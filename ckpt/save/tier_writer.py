@@ -51,7 +51,7 @@ from ckpt.storage.tiers import OpenTier
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
 _MANY: Final = 16
-"""The number of ranks from which threads for the merge save more than they cost."""
+"""From this number of ranks on, threads for the merge save more time than they cost."""
 _READERS: Final = 8
 _LEAVING: Final = RetryPolicy(attempts=3)
 """Threads that fetch fragments for the merge. Requests take the time: one for each rank."""
@@ -111,7 +111,7 @@ class TierWriter:
             self._quota = Quota(tier, self._node, self.root, steps, timeout=timeout)
         self._hurry, self._left = threading.Event(), threading.Event()
         self._cleaning = threading.Lock()
-        patience = config.commit_timeout_seconds  # Ranks wait no longer for each other
+        patience = config.commit_timeout_seconds  # Ranks wait for each other at most this long
         self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
         self._files = RankFiles(

@@ -18,11 +18,11 @@ from typing import Final
 from ckpt.errors import HostMemoryExhausted
 
 _HEADROOM: Final = 0.9
-"""What others may need meanwhile is left to them."""
+"""The part of free memory that a job may use. Other processes may need the rest meanwhile."""
 _RING_STEP: Final = 32 << 20
 _LEAST_RING: Final = 4 * _RING_STEP
 _RING_SHARE: Final = 0.75
-"""Of the memory there is: a quarter as much again is for what must be set aside (see
+"""The part of the memory that a ring gets. The rest is for what must be set aside (see
 ``Snapshot``).
 """
 _OWN_CGROUPS: Final = "/proc/self/cgroup"

@@ -68,7 +68,7 @@ def groups(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
 
 
 Events = Mapping[torch.device, torch.Event]
-"""For each device with copies under way, one behind them."""
+"""For each device with copies under way, an event behind them."""
 
 
 def copy_now(copies: Sequence[Copy], devices: Iterable[torch.device] = ()) -> None:

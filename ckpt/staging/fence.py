@@ -46,7 +46,9 @@ class Fence:
         self._pid = os.getpid()
         self._stop_listening: Callable[[], object] = bool
         self.captured = weakref.WeakSet[torch.optim.Optimizer]()
-        """Optimizers of which a step was captured in a graph, whose replays no hook will see."""
+        """Optimizers whose step was captured in a graph. No hook notices when the graph is
+        replayed.
+        """
 
     def listen(self) -> None:
         """Notice captures by any optimizer of the process from now on, also before it is guarded.
@@ -147,7 +149,8 @@ class Fence:
         self.wait()
 
     def _forget_landed(self) -> None:
-        """Let go of them and of the slots they look at; no step to come may be held against them.
+        """Let go of snapshots that have landed, and of their slots. Later steps do not concern
+        them.
 
         Holds the lock.
         """

@@ -69,8 +69,7 @@ class Slot:
             self._map = _map_anonymous(self.capacity)
         self.view = memoryview(self._map)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        # This removes the file even if no caller closes the slot. A fork leaves the file to its
-        # parent.
+        # The file goes even if no caller closes the slot. A fork leaves it to its parent.
         self._remove = weakref.finalize(self, _unlink, self._file, os.getpid())
 
     @property
@@ -83,7 +82,7 @@ class Slot:
 
         Raises:
             SlotLost: Its file is gone.
-            HostMemoryExhausted: Others have taken what was cut off.
+            HostMemoryExhausted: Other processes have taken the memory that was cut off.
         """
         if self._file is None or self._file.is_whole(self.capacity):
             return

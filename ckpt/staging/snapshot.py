@@ -37,14 +37,14 @@ from ckpt.staging.window import Window
 from ckpt.staging.witness import Full, Sample, Sampled, Witness
 
 SPARE: Final = 4
-"""What must be copied at once into a ring is set aside if it is at most this part of it."""
+"""Sources that must be copied at once are set aside if they fit into ``1 / SPARE`` of a ring."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
     """A tensor whose digest is compared with that of its replicas.
 
-    ``boxes`` tells which parts of the global tensor lie in ``sources``.
+    ``boxes`` tells which parts of the global tensor are in ``sources``.
     """
 
     name: str

@@ -50,8 +50,6 @@ class Witness(Protocol):
 
         It may be called when the copies have landed.
 
-        To be asked when the copies have landed.
-
         Args:
             copies: Those to look at; None for all.
             beside: The stream on which a tensor on a device may be read.
@@ -147,7 +145,9 @@ class Subset:
         return None
 
     def _build_targets(self) -> None:
-        """Find the places in the image: only now, since that is not the training thread's time."""
+        """Find the places in the image. That waits until now, so that it costs the training thread
+        nothing.
+        """
         end = 0
         for copy, places in self._places:
             first, begin, address = len(self._targets), end, copy.target.data_ptr()

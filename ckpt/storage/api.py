@@ -330,7 +330,7 @@ class PutUpload:
         return self._backend.capabilities.part_bytes
 
     def write(self, offset: int, data: memoryview) -> None:
-        # A store may mean only large objects by ``takes_parts``. It holds for small ones too.
+        # With ``takes_parts``, the caller may change the memory at once, so keep a copy.
         taken = self._backend.capabilities.takes_parts
         self._parts[offset] = memoryview(bytes(data)) if taken else data
 
