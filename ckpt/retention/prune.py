@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from ckpt.catalog.index import attempts, own_objects
+from ckpt.catalog.index import attempts, own_objects, unfinished_of
 from ckpt.catalog.inventory import Inventory, State, StoredStep
 from ckpt.catalog.pins import is_pinned, remove_ended
 from ckpt.coordination.claim_marker import (
@@ -78,11 +78,11 @@ class PruneContext:
     claim: Claim | None = None
 
 
-_NOBODY: Final = PruneContext()
+_NO_JOB: Final = PruneContext()
 
 
 def judge(
-    found: Sequence[StoredStep], rule: Retention, context: PruneContext = _NOBODY
+    found: Sequence[StoredStep], rule: Retention, context: PruneContext = _NO_JOB
 ) -> list[Judged]:
     """Return what becomes of each of ``found``, in their order."""
     own, claim, grace_seconds = context.own, context.claim, context.grace_seconds
@@ -138,7 +138,7 @@ def _is_old(held: StoredStep, grace_seconds: float) -> bool:
 def prune(
     backend: StorageBackend,
     rule: Retention,
-    context: PruneContext = _NOBODY,
+    context: PruneContext = _NO_JOB,
     *,
     dry_run: bool = False,
     inventory: Inventory | None = None,
@@ -244,7 +244,7 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
     for key in {*(info.key for info in held.objects), *_added_since(backend, held.ref, marked)}:
         if key != held.ref.claim_marker:
             backend.delete(key)
-    discard(backend, held.unfinished)
+    discard(backend, _unfinished_in(backend, held))
     if marked:
         release_removal(backend, held.ref)
     return True
@@ -256,6 +256,16 @@ def _added_since(backend: StorageBackend, ref: StepRef, marked: bool) -> list[st
     """
     keys = [info.key for info in own_objects(backend, ref)]
     return [key for key in keys if marked or is_late_metrics(key.rpartition("/")[2])]
+
+
+def _unfinished_in(backend: StorageBackend, held: StoredStep) -> Iterable[Unfinished]:
+    """Return the unfinished writes in the folder of a step that is being removed.
+
+    Those of a checkpoint were not listed with it. They keep a folder from being empty. A store
+    without folders shows them to the job that takes the root.
+    """
+    listed = held.state != "committed" or not isinstance(backend, Rooted)
+    return held.unfinished if listed else unfinished_of(backend, held.ref)
 
 
 def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:

@@ -73,7 +73,7 @@ def one(root: Path, numbers: int, how: str, chance: random.Random) -> bool:
         assert newest <= max(there, default=-1), (newest, there, known)
         if known != before:
             folder = f"ckpt-memory-{os.getuid()}-{memory_url(root).removeprefix('shm://')}"
-            assert not os.path.exists(f"/dev/shm/{folder}")
+            assert not (left := below(Path("/dev/shm", folder))), (left, tail(place))
             assert not orphans(child)
     # the retention that the agent applies counts the steps that it has added
     known |= {("disk", ref.step) for ref in listed(root / "disk")}
@@ -84,6 +84,16 @@ def one(root: Path, numbers: int, how: str, chance: random.Random) -> bool:
             shutil.rmtree(folder)
     log.write_text(f"disk {newest}\n")
     return known != before
+
+
+def below(folder: Path) -> list[str]:
+    """The folder, if it is there, and what is in it."""
+    return [str(folder), *map(str, folder.rglob("*"))] if folder.exists() else []
+
+
+def tail(place: Place) -> str:
+    """The status of the agent, and the end of its log."""
+    return f"{status(place)}\n{Path(place.log).read_text()[-8000:]}"
 
 
 def listed(root: Path) -> list[StepRef]:

@@ -187,6 +187,21 @@ def test_only_cut_off_writes_are_left_in_a_folder(tmp_path):
     assert not folder.exists()
 
 
+def test_a_checkpoint_goes_with_the_cut_off_writes_in_its_folder(tmp_path):
+    """A process that is killed while it writes the manifest leaves one, and another process may
+    commit the step.
+    """
+    saved(tmp_path, [1, 2])
+    folder = next(tmp_path.glob("step-000000001.*"))
+    (folder / ".manifest.json.0123456789ab.tmp").write_bytes(b"y")
+    (tmp_path / ".notes.0123456789ab.tmp").write_bytes(b"not of a step")
+    backend = open_backend(str(tmp_path))
+    prune(backend, Retention(keep_last=1), PruneContext(own="another"))
+    assert whole(tmp_path) == [2]
+    assert not folder.exists()
+    assert (tmp_path / ".notes.0123456789ab.tmp").exists()
+
+
 def test_a_checkpoint_that_has_lost_files_does_not_count_and_goes_after_the_grace_time(
     tmp_path,
     cli,  # noqa: F811
