@@ -33,7 +33,8 @@ SHARD_BYTES: Final = 5 * 10**9
 class Exported:
     """The result of an export.
 
-    ``place`` is the path of the file or folder. ``tensors`` is their number, with tied names.
+    ``place`` is the path of the file or folder. ``tensors`` is the number of tensors, with tied
+    names.
     """
 
     place: str

@@ -151,7 +151,8 @@ class _Match:
     ) -> None:
         """Match ``node`` with ``target``. ``put`` replaces the value in its container.
 
-        ``node`` is ``ABSENT`` only if the checkpoint may have the values inside of ``target``.
+        ``node`` is ``ABSENT`` only if the checkpoint may have the values inside of ``target`` under
+        other names.
         """
         if not is_stateful(target):
             target = adapted(target)

@@ -22,7 +22,7 @@ class Entry:
     Attributes:
         key: The module's own name for it.
         fqn: The canonical one.
-        piece: The piece of a tensor that ``value`` is; None if it is a whole tensor.
+        piece: The piece of the entry's tensor that ``value`` holds; None if it holds all of it.
         replicas: Ranks known to hold the same, if it is a plain tensor.
         left: Whether this rank leaves the saving of it to another of ``replicas``, which may hold
             something else.
