@@ -50,7 +50,8 @@ class Turn(Generic[T]):
     """What a queue gives out at a time.
 
     Attributes:
-        next: The step to take to the tier now; None if the order could not be agreed on.
+        next: The step to take to the tier now; None if the order could not be agreed on, or if it
+            was given up meanwhile.
         lost: The steps that never get to the tier, each with the error that says why.
     """
 
@@ -90,6 +91,7 @@ class TierQueue(Generic[T]):
         )
         # None keeps the place of an expected step
         self._steps: dict[str, QueuedStep[T] | None] = {}
+        self._given_up: set[str] = set()
         self._serial = 0
         self._closing = self._served = False
         self._changed = threading.Condition()
@@ -169,6 +171,7 @@ class TierQueue(Generic[T]):
             stored = [step for step in self._steps.values() if step is not None and not step.held]
             for step in stored:
                 del self._steps[step.ref.folder]
+                self._given_up.add(step.ref.folder)
             self._changed.notify_all()
             return stored
 
@@ -183,11 +186,12 @@ class TierQueue(Generic[T]):
             return self._closing
 
     def _next(self) -> Turn[T]:
-        if not self.shared:
-            return self._take(self._choose())
         subject = f"order/{self._index}/{self._serial + 1}"
-        if self._coordinator.rank == LEADER:
-            order = self._choose()
+        if not self.shared or self._coordinator.rank == LEADER:
+            if (order := self._choose()) is None:
+                return Turn(None)
+            if not self.shared:
+                return self._take(order)
             self._coordinator.set_once(subject, msgspec.json.encode(order))
             self._serial += 1
             return self._take(order)
@@ -222,29 +226,37 @@ class TierQueue(Generic[T]):
         before = takewhile(lambda each: each[1] is not None, self._steps.items())
         return [name for name, step in before if step is not None and step.held], stored
 
-    def _choose(self) -> _Order:
+    def _choose(self) -> _Order | None:
         """Choose the oldest step that holds its image, or else the newest step.
 
-        Every rank can reach the oldest one without another slot.
+        Every rank can reach the oldest one without another slot. Return None if all steps have been
+        given up meanwhile.
         """
         with self._changed:
             held, stored = self._takable()
             if not held and not stored:  # At the end, no step is expected any more
                 held = [name for name, step in self._steps.items() if step is not None]
+        if not held and not stored:
+            return None
         dropped = stored[: max(0, len(stored) - 1 - self._backlog)]
         return _Order(held[0] if held else stored[-1], tuple(dropped))
 
     def _take(self, order: _Order) -> Turn[T]:
-        """Remove what ``order`` names.
+        """Remove what ``order`` names, except for steps that have been given up meanwhile.
 
         The leader may be ahead. Its steps come here too, because the outcome of a save on a nearer
         tier is the same for all ranks.
         """
+
+        def are_known() -> bool:
+            return all(self._steps.get(name) or name in self._given_up for name in names)
+
         names = (order.next, *order.dropped)
         with self._changed:
-            if not self._changed.wait_for(lambda: all(map(self._steps.get, names)), self._timeout):
+            if not self._changed.wait_for(are_known, self._timeout):
                 raise CommitError(
                     f"{order.next} was to be taken to tier {self._index}, but is not known here"
                 )
-            taken = [step for name in names if (step := self._steps.pop(name)) is not None]
-            return Turn(taken[0], tuple((step, TierBehind(step.ref.step)) for step in taken[1:]))
+            next_, *dropped = [self._steps.pop(name, None) for name in names]
+            lost = [(step, TierBehind(step.ref.step)) for step in dropped if step is not None]
+            return Turn(next_, tuple(lost))

@@ -16,7 +16,7 @@ from ckpt.errors import CkptError, CommitError, ConfigError, OutOfSpace, PeerFai
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.save.saver import Saver
-from ckpt.save.tier_queue import QueuedStep, TierQueue
+from ckpt.save.tier_queue import QueuedStep, TierQueue, Turn
 from ckpt.save.tier_writer import TierWriter
 from tests.coordination.world import World, WorldCoordinator
 from tests.kit.stores import whole
@@ -96,6 +96,37 @@ def test_a_queue_that_was_empty_asks_for_a_thread_again():
         taken = [queue.take(), queue.take()]
         assert [turn.next.ref.step for turn in taken if turn and turn.next] == [step + 10, step]
         assert queue.take() is None
+
+
+class GivenUp(TierQueue[str]):
+    """A queue whose steps are left to the agent right before or after one is chosen."""
+
+    before = True
+
+    def _choose(self):
+        if self.before:
+            self.given_up = self.give_up_stored()
+        order = super()._choose()
+        if not self.before:
+            self.given_up = self.give_up_stored()
+        return order
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_may_be_left_to_the_agent_while_one_is_chosen(before: bool, ranks: int) -> None:
+    queue = GivenUp(1, World(ranks).coordinator(0), backlog=4, timeout=5)
+    queue.before = before
+    queue.push(QueuedStep(StepRef(1, "aa"), "one"))
+    queue.expect(StepRef(2, "aa"))
+    assert queue.take() == Turn(None)
+    assert [step.task for step in queue.given_up] == ["one"]
+    for step, task in ((3, "three"), (2, "two")):
+        queue.push(QueuedStep(StepRef(step, "aa"), task, held=True))
+    turn = queue.take()
+    assert turn is not None
+    assert turn.next is not None
+    assert turn.next.task == "two"  # Its place was kept
 
 
 def test_a_far_tier_that_fails_by_a_mistake_says_so_and_takes_the_next_step(tmp_path, monkeypatch):
