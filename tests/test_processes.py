@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 
 import psutil
 import pytest
 
+from tests.kit.worlds import run_code
 from tests.processes import ended, run
 
 FAMILY = ["sh", "-c", "setsid sleep 60 & echo $!; wait"]
@@ -46,3 +49,17 @@ def test_what_takes_too_long_is_told_with_what_it_has_said_and_ended(family: lis
     with pytest.raises(pytest.fail.Exception, match="not at its end after 1 s") as told:
         run(family, timeout=1)
     assert not psutil.pid_exists(int(str(told.value).split()[-1]))
+
+
+def test_a_test_that_is_interrupted_leaves_no_answer_to_the_next_one() -> None:
+    def interrupt(*_: object) -> None:
+        raise ZeroDivisionError
+
+    sleeper = "import os, sys, time; os.kill(int(sys.argv[1]), 10); time.sleep(60)"
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            run_code(sleeper, os.getpid())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert run_code("print('whole')") == "whole\n"

@@ -133,7 +133,17 @@ class _ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, request: Mapping[str, object], timeout: float) -> list[int] | None:
-        """Return the exit statuses, or None if not all have ended in time."""
+        """Return the exit statuses, or None if not all have ended in time.
+
+        The server ends with a request that is interrupted, as by the time limit of a test.
+        """
+        try:
+            return self._run(request, timeout)
+        except BaseException:  # else the next request would get the answer to this one
+            self.end()
+            raise
+
+    def _run(self, request: Mapping[str, object], timeout: float) -> list[int] | None:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
