@@ -77,8 +77,8 @@ class NodeReplicas:
         observers: They get an event for each step that was copied.
 
     Thread safety: ``committed`` may be called from any thread, ``close`` by the owner, once.
-    ``_lock`` guards ``_newest``. The other fields are set once, or belong to the thread that
-    copies.
+    ``_lock`` guards ``_newest`` and ``_copied``. The other fields are set once, or belong to the
+    thread that copies.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class NodeReplicas:
         self._copying.start()  # Start now: a commit must not fail because no thread can be started
         self._lock = threading.Lock()
         self._newest: dict[int, StepRef] = {}
+        self._copied: dict[int, StepRef] = {}
         self._tiers = {tier.index: _ring_of(tier, nodes, coordinator.rank) for tier in tiers}
 
     @classmethod
@@ -154,6 +155,14 @@ class NodeReplicas:
         if not waits:
             self._copying.submit(self._copy, tier.index)
 
+    def copied(self) -> frozenset[StepRef]:
+        """Return the newest step of each tier whose copies this node keeps.
+
+        Later steps may not have their copies in time. No retention rule may remove these.
+        """
+        with self._lock:
+            return frozenset(self._copied.values())
+
     def close(self, *, wait: bool) -> None:
         """Stop.
 
@@ -182,6 +191,8 @@ class NodeReplicas:
             return
         seconds = time.perf_counter() - began
         if nbytes is not None:
+            with self._lock:
+                self._copied[index] = ref
             self._observers.notify(
                 NodeReplicated(step=ref.step, tier=ring.tier.url, nbytes=nbytes, seconds=seconds)
             )

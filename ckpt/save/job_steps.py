@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -89,13 +89,19 @@ class JobSteps:
     Args:
         tiers: All tiers, nearest first.
         earlier: The steps that the backfill copies, if this rank has a backfill.
+        copied: Returns the steps of which this node keeps copies for other nodes.
 
     Thread safety: all methods may be called from any thread. ``_changed`` guards all fields.
     """
 
-    def __init__(self, tiers: Sequence[OpenTier], earlier: EarlierSteps | None = None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[OpenTier],
+        earlier: EarlierSteps | None = None,
+        copied: Callable[[], frozenset[StepRef]] = frozenset[StepRef],
+    ) -> None:
         self._durable = tuple(tier for tier in tiers if not tier.in_memory)
-        self._earlier = earlier
+        self._earlier, self._copied = earlier, copied
         self._changed = threading.Condition()
         self._waiting: dict[str, set[StepRef]] = {}
         self._newest: dict[str, StepRef] = {}
@@ -207,7 +213,7 @@ class JobSteps:
                 answer.
         """
         earlier = self._earlier.needed() if self._earlier is not None else frozenset[StepRef]()
-        return self.waiting() | earlier
+        return self.waiting() | earlier | self._copied()
 
     def is_on_other_tier(self, here: OpenTier, ref: StepRef) -> bool:
         """Return whether a durable tier other than ``here`` has ``ref`` or a newer step of this

@@ -132,7 +132,8 @@ class Saver:
         fills = self._is_leader and len(durable) > 1 and not durable[0].nodes
         patience = config.commit_timeout_seconds
         earlier = EarlierSteps(durable[0].backend, coordinator.attempt, patience) if fills else None
-        self.steps = JobSteps(tiers, earlier)
+        copied = self._replicas.copied if self._replicas else frozenset[StepRef]
+        self.steps = JobSteps(tiers, earlier, copied)
         self._slot_steps = SlotSteps(coordinator.rank)
         limit, ranks = config.staging_bytes, ranks_on_this_node()
         self.slots = SlotPool(config.slots, ranks=ranks, limit=limit, contents=self._slot_steps)

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.distributed
 WORKER = WORKERS / "replicas.py"
 
 
-@pytest.mark.parametrize("scene", ["on_disk", "in_racks", "on_two_buddies", "slow_to_hear"])
+@pytest.mark.parametrize(
+    "scene", ["on_disk", "in_racks", "on_two_buddies", "behind", "slow_to_hear"]
+)
 def test_a_step_outlives_the_nodes_whose_buddies_are_left(tmp_path: Path, scene: str) -> None:
     assert world(4, WORKER, tmp_path, scene).count("ALL WELL") == 4
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.inventory import Inventory
-from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace
+from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, TransientStorageError
 from ckpt.events import Event, NodeReplicated
 from ckpt.model.keys import StepRef
 from ckpt.nodes.replicas import NodeReplicas, _Ring
@@ -245,6 +245,32 @@ def no_room(root: Path) -> None:
     assert files(base, 3) == [[0, 3], [0, 1], [2], [2, 3]]
     said = any("were not copied to this node" in message for message in messages)
     assert said == (dist.get_rank() == 2), messages
+
+
+def behind(root: Path) -> None:
+    """Copies of later steps do not come in time. The last step that has its copies stays."""
+    base, copied, copy = root / "behind", threading.Semaphore(0), _Ring.copy
+
+    def failing(self: _Ring, ref: StepRef, *how: Any) -> int | None:
+        if ref.step > 1:
+            raise TransientStorageError(ref.folder, "the buddy is slow")
+        return copy(self, ref, *how)
+
+    def observe(event: Event) -> None:
+        if isinstance(event, NodeReplicated):
+            copied.release()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Ring, "copy", failing)
+        with CheckpointManager(tiers(base, replicas=1), observers=[observe]) as manager:
+            save(manager, (1,))
+            assert copied.acquire(timeout=60)
+            dist.barrier()
+            save(manager, (2, 3, 4, 5))
+    dist.barrier()
+    there = {path.name[:14] for path in (base / f"node{dist.get_rank()}").glob("step-*")}
+    assert there == {"step-000000001", "step-000000004", "step-000000005"}
+    assert restored(tiers(without(base, 1))) == 1
 
 
 def slow_to_hear(root: Path) -> None:
