@@ -62,9 +62,13 @@ def main() -> None:
         tempfile.TemporaryDirectory() as agent,
     ):
         wire.bytes_per_second = args.mb_per_s * 1e6
-        told = {"BENCH_WIRE": wire.url, "BENCH_FOLDER": bench.folder, "CKPT_AGENT_FOLDER": agent}
+        settings = {
+            "BENCH_WIRE": wire.url,
+            "BENCH_FOLDER": bench.folder,
+            "CKPT_AGENT_FOLDER": agent,
+        }
         command = [sys.executable, "-m", "bench.far_copies", *sys.argv[1:]]
-        if subprocess.run(command, env={**os.environ, **told}, check=False).returncode:
+        if subprocess.run(command, env={**os.environ, **settings}, check=False).returncode:
             raise BenchError("the trainer has failed")
 
 

@@ -137,7 +137,7 @@ def storage_error(
             or (TransientStorageError if status >= 500 else None)
         )
         if kind is not None or status >= 400:
-            return (kind or StorageError)(key, clean(_told(code, status, error), secrets))
+            return (kind or StorageError)(key, clean(_text(code, status, error), secrets))
     kind = _by_class(error)
     return kind(key, clean(f"{type(error).__name__}: {error}".rstrip(": ")[:300], secrets))
 
@@ -184,7 +184,7 @@ def _answer(error: BaseException) -> tuple[str, int]:
     return "", 0
 
 
-def _told(code: str, status: int, error: BaseException) -> str:
+def _text(code: str, status: int, error: BaseException) -> str:
     text = " ".join(
         part for part in (str(status or ""), code if code != str(status) else "") if part
     )

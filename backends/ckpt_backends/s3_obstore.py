@@ -140,7 +140,7 @@ class ObstoreUpload:
             self.abort()
             raise
         try:
-            with self._bucket.errors(self._key), _told():
+            with self._bucket.errors(self._key), _as_known_error():
                 self._open_file().close()
             self._file = None
         except StorageError:
@@ -157,7 +157,7 @@ class ObstoreUpload:
 
     def _send(self, part: memoryview) -> None:
         try:
-            with self._bucket.errors(self._key), _told():
+            with self._bucket.errors(self._key), _as_known_error():
                 self._open_file().write(part)
         except StorageError:
             self.abort()
@@ -182,7 +182,7 @@ class ObstoreUpload:
 
 
 @contextmanager
-def _told() -> Generator[None]:
+def _as_known_error() -> Generator[None]:
     """Return the error that a writer's ``OSError`` means. Only its text says what happened."""
     try:
         yield

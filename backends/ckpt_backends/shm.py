@@ -94,9 +94,8 @@ class ShmBackend(PosixBackend):
     """A folder in ``/dev/shm``.
 
     Where another user has taken the folder's name, or the folder is open to others, the store is
-    empty: it lists nothing, has
-    no object, and raises ``AccessDenied`` for what is written. A job goes on without it; one log
-    line says so.
+    empty: it lists nothing, has no object, and raises ``AccessDenied`` for what is written. A job
+    goes on without it; one log line says so.
 
     Threads: every method from any thread, at once.
     """
@@ -113,7 +112,7 @@ class ShmBackend(PosixBackend):
         A path through one may still be in use, so all stay open.
         """
         self._let_go = weakref.finalize(self, _let_go, self._root, self._held, os.getpid())
-        self._told = False
+        self._warned = False
         with suppress(StorageError):  # Later calls report what is wrong with it
             self._top()
 
@@ -146,11 +145,11 @@ class ShmBackend(PosixBackend):
                 if not _is_own(os.fstat(self._held[-1])):
                     raise AccessDenied("", f"{self._root} is {_NOT_OWN}")
             except AccessDenied as error:
-                if not self._told:
+                if not self._warned:
                     _log.warning("ckpt: %s is left out: %s", self.url, error.detail)
-                self._told = True
+                self._warned = True
                 raise
-            self._told = False
+            self._warned = False
             return f"/proc/self/fd/{self._held[-1]}"
 
     def is_replaced(self) -> bool:

@@ -92,7 +92,7 @@ def run(bench: Bench, options: Options) -> Result:
                 heat.each(number, _visit, seen, checker, options)
                 bench.say(
                     f"block {number + 1}/{options.blocks}: "
-                    + "; ".join(_told(name, seen[name]) for name in heat.sessions)
+                    + "; ".join(_figures(name, seen[name]) for name in heat.sessions)
                 )
             heat.each(0, Session.close)
             seen = {
@@ -128,7 +128,7 @@ def _visit(
     session.check(checker)
 
 
-def _told(name: str, seen: _Seen) -> str:
+def _figures(name: str, seen: _Seen) -> str:
     return f"{label(name)} {seen.blocks[-1].slowdown * 100:+.1f} %"
 
 

@@ -130,7 +130,7 @@ def _measure(bench: Bench, shape: Shape, options: Options) -> list[Line]:
                 heat.each(number, _visit, heat_seen, heat, checker if beside else None, options)
                 bench.say(
                     f"{case}: {f'round {number}/{options.repeats}' if number else 'first saves'}, "
-                    f"{_told(heat_seen)}"
+                    f"{_figures(heat_seen)}"
                 )
             heat.finish()
             seen |= {name: heat_seen[name] for name in heat.sessions}
@@ -178,7 +178,7 @@ def _visit(
         seen.writes.append(heat.floors.write(heat.bench.folder))
 
 
-def _told(seen: dict[str, _Seen]) -> str:
+def _figures(seen: dict[str, _Seen]) -> str:
     return "; ".join(
         f"{label(name)} {one.trained[-1].stall_seconds * 1e3:.1f} ms "
         f"{one.trained[-1].durable_seconds:.2f} s"

@@ -255,10 +255,10 @@ class Agent:
         if news is None:
             self._selector.unregister(reports)
             return
-        for attempt, told in news:
+        for attempt, report in news:
             for caller in [each for each in self._callers if each.attempt == attempt]:
                 try:
-                    caller.connection.sendall(encode(told))
+                    caller.connection.sendall(encode(report))
                 except OSError as error:  # it registers again
                     _log.warning("ckpt: the trainer of job %s is left: %s", attempt, error)
                     self._leave(caller)

@@ -232,7 +232,7 @@ class TieredReader:
         source = self.sources[position]
         return self._retry.call(partial(load_fragment, source, self.ref, manifest, named, file))
 
-    def lies_alike(self, position: int) -> bool:
+    def is_identical_on(self, position: int) -> bool:
         """Return True if the files of the step on a source are byte for byte those of the manifest
         that was found.
         """

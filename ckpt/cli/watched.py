@@ -60,7 +60,7 @@ class Watched:
         self._lock = threading.Lock()
         self._pending = 0
         self._asked_at: float | None = None  # The time since which an answer is due
-        self._told_at: float | None = None
+        self._warned_at: float | None = None
         self._failure: StorageError | None = None
         self._gone: StorageError | None = None
 
@@ -82,7 +82,7 @@ class Watched:
             due = SILENT_SECONDS if silent < SILENT_SECONDS else self._timeout
             wait([future], min(max(min(due, self._timeout) - silent, 0.001), _MOST_WAIT_SECONDS))
         with self._lock:
-            self._told_at = self._asked_at = None
+            self._warned_at = self._asked_at = None
         return future.result()
 
     @property
@@ -100,9 +100,9 @@ class Watched:
         with self._lock:
             if self._gone or self._asked_at is None or now - self._asked_at < SILENT_SECONDS:
                 return
-            if self._told_at is not None and now - self._told_at < _REPEAT_SECONDS:
+            if self._warned_at is not None and now - self._warned_at < _REPEAT_SECONDS:
                 return
-            self._told_at = now
+            self._warned_at = now
             silent = now - self._asked_at
         output.warn(f"{self.url} {text or f'has not answered for {silent:.0f} s'}")
 

@@ -213,7 +213,7 @@ def _appears(out: str) -> Generator[str]:
             yield place
             _move(place, out)
     except OSError as error:
-        raise _told(out, error) from error
+        raise _as_storage_error(out, error) from error
 
 
 def _move(place: str, out: str) -> None:
@@ -232,14 +232,19 @@ def _move(place: str, out: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
             raise
-        os.rename(place, out)  # The file system has no hard links
+        # The file system has no hard links. Only an empty file of our own is replaced.
+        try:
+            os.close(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            raise _is_there(out) from None
+        os.rename(place, out)
 
 
 def _is_there(out: str) -> ConfigError:
     return ConfigError(f"{out} is there already: remove it, or name another place")
 
 
-def _told(out: str, error: OSError) -> StorageError:
+def _as_storage_error(out: str, error: OSError) -> StorageError:
     text = error.strerror or str(error)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return AccessDenied(out, text)

@@ -83,7 +83,7 @@ class NodeSurvey:
             self._server = NodeServer({tier.index: tier.backend for tier in self._mine})
         try:
             if self._mine:
-                self._coordinator.post(self._subject, msgspec.json.encode(self._told()))
+                self._coordinator.post(self._subject, msgspec.json.encode(self._peer()))
         except BaseException:
             self._stop_serving()
             raise
@@ -99,7 +99,7 @@ class NodeSurvey:
             if self._server.served_bytes:
                 _log.info("ckpt: %s were given to other nodes", size(self._server.served_bytes))
 
-    def _told(self) -> Peer:
+    def _peer(self) -> Peer:
         server = self._server
         return Peer(
             rank=self._coordinator.rank,

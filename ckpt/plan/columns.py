@@ -25,7 +25,7 @@ from ckpt.model.checksum import CHECKSUM_BYTES, checksum
 from ckpt.model.manifest import FragmentRef, Packed, Shard, Tensor
 from ckpt.model.packed import Columns, Heading, Tables, check_packed, columns_of, offsets_of
 from ckpt.model.runs import Ints, Run, Runs, compress
-from ckpt.plan.faults import forms_told, ranks_told
+from ckpt.plan.faults import forms_text, ranks_text
 
 _MOST_CELLS = 1 << 26
 _NULL = msgspec.Raw(b"null")
@@ -248,7 +248,7 @@ class _World:
         layout_of: list[int] = []
         copies: list[Copies] = []
         for index, name in enumerate(self._names):
-            if name in self._disputed and (disputed := forms_told(self._parts(name))):
+            if name in self._disputed and (disputed := forms_text(self._parts(name))):
                 raise TensorIncomplete(name, disputed)
             dtype, shape = self._headings[name]
             layout, found = self._layout(name, shape, slice(*self._edges[index : index + 2]))
@@ -286,7 +286,7 @@ class _World:
                 Box(tuple(o), tuple(n)) for o, n in zip(*map(np.ndarray.tolist, boxes), strict=True)
             )
             if fault := tiling_fault(shape, listed):
-                raise TensorIncomplete(name, f"{fault}: {ranks_told(self._parts(name))}")
+                raise TensorIncomplete(name, f"{fault}: {ranks_text(self._parts(name))}")
         ids = np.array([rank.part.rank for rank in self._ranks], dtype=np.int64)
         layout = self._layouts.setdefault(compress(ids[position[kept]], *boxes), len(self._layouts))
         self._seen[key] = layout, others

@@ -18,7 +18,7 @@ _CAUSE: Final = (
 )
 
 
-def ranks_told(parts: Sequence[tuple[int, Tensor]]) -> str:
+def ranks_text(parts: Sequence[tuple[int, Tensor]]) -> str:
     """Return which ranks have written which boxes of a tensor, and a possible cause for their not
     making it whole.
     """
@@ -30,7 +30,7 @@ def ranks_told(parts: Sequence[tuple[int, Tensor]]) -> str:
     return f"{'; '.join(lines[:_MOST_TOLD])}{rest} ({_CAUSE})"
 
 
-def forms_told(parts: Sequence[tuple[int, Tensor]]) -> str | None:
+def forms_text(parts: Sequence[tuple[int, Tensor]]) -> str | None:
     """Return which ranks have a tensor in which dtype and shape; None if all have the same."""
     forms: dict[str, list[int]] = defaultdict(list)
     for rank, tensor in parts:

@@ -184,7 +184,7 @@ class ReadThrough:
         missing = self._missing
         for position in self._caches:
             # Leave out a cache that does not answer, or that has other files of the step.
-            if not self.origin.gone(position, "") and self.origin.lies_alike(position):
+            if not self.origin.gone(position, "") and self.origin.is_identical_on(position):
                 if position > self._caches[0]:
                     missing = [file for file in missing if self.origin.fault(position, file)]
                 missing = self._fill(position, missing, taster)
@@ -358,7 +358,7 @@ class ReadThrough:
             if (
                 not damaged
                 or self.origin.gone(position, "")
-                or not self.origin.lies_alike(position)
+                or not self.origin.is_identical_on(position)
             ):
                 continue
             if not self._may_change(position):

@@ -179,7 +179,7 @@ class Restorer:
         if not skipped and step is None:
             return None
         raise NoCheckpoint(
-            ", ".join(tier.url for tier in self._tiers), _told(step, skipped, self._overwritten)
+            ", ".join(tier.url for tier in self._tiers), _why_none(step, skipped, self._overwritten)
         )
 
     def _first(
@@ -204,7 +204,7 @@ class Restorer:
             except RestoreError as misfit:
                 if skipped and self._overwritten:
                     raise RestoreError(
-                        f"{misfit} ({_told(step, skipped, self._overwritten)})"
+                        f"{misfit} ({_why_none(step, skipped, self._overwritten)})"
                     ) from misfit
                 raise
             except Damaged as damage:
@@ -497,7 +497,7 @@ def _warn(ref: StepRef) -> Callable[[Repair], None]:
     return warn
 
 
-def _told(step: int | None, skipped: Sequence[tuple[int, str]], overwritten: bool) -> str:
+def _why_none(step: int | None, skipped: Sequence[tuple[int, str]], overwritten: bool) -> str:
     if not skipped:
         return f"step {step} is not there"
     reasons = "; ".join(f"step {number}: {reason}" for number, reason in skipped[:5])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -324,12 +325,27 @@ def test_an_export_follows_no_link_that_was_planted(
     assert Path("file").read_text() == "mine"
 
 
+def no_links(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOTSUP, "not supported")
+
+
+def test_an_export_needs_no_hard_links(
+    cli: Cli, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", no_links)
+    assert cli("export", saved, "out.pt").code == 0
+    assert "model" in torch.load("out.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize(("out", "kind"), KINDS)
 def test_what_appears_during_an_export_stays(
-    cli: Cli, saved: Path, out: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, saved: Path, out: str, kind: str, links: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("victim").write_text("mine")
     real = module._move
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
 
     def late(place: str, to: str) -> None:
         os.symlink("victim", to)

@@ -30,7 +30,7 @@ from ckpt.model.manifest import (
 )
 from ckpt.model.validate import MAX_CHUNK_BYTES, check_tensor, require
 from ckpt.model.values import parse
-from ckpt.plan.faults import forms_told, mixed, ranks_told
+from ckpt.plan.faults import forms_text, mixed, ranks_text
 from ckpt.plan.merge import _merge_raw, check_replicas
 
 _MAX_BYTES = 1 << 60
@@ -243,14 +243,14 @@ def _merge_tensors(fragments: Sequence[Fragment]) -> tuple[Tensor, ...]:
         first = parts[0][1]
         form = (first.dtype, first.shape)
         if any((part.dtype, part.shape) != form for _, part in parts) and (
-            told := forms_told(parts)
+            told := forms_text(parts)
         ):
             raise TensorIncomplete(name, told)
         shards = _unique(
             name, [shard for _, part in parts for shard in part.shards], checksums, first.dtype
         )
         if fault := tiling_fault(first.shape, [shard.box for shard in shards]):
-            raise TensorIncomplete(name, f"{fault}: {ranks_told(parts)}")
+            raise TensorIncomplete(name, f"{fault}: {ranks_text(parts)}")
         merged.append(Tensor(name, first.dtype, first.shape, tuple(shards)))
     return tuple(merged)
 

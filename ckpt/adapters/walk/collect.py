@@ -54,7 +54,7 @@ from ckpt.model.patterns import WHOLE, Patterns
 from ckpt.model.values import Node, encode, join
 
 _log = logging.getLogger("ckpt")
-_MADE_ANEW: Final = (
+_REMADE: Final = (
     "let its class inherit from torch.distributed.checkpoint.stateful.Stateful, or put them into "
     "the state itself"
 )
@@ -214,7 +214,7 @@ class _Walk:
         self._seen: dict[int, str] = {}
         self._at: At = {}
         self._unread: list[Segment] = []  # Not yet in ``_seen`` and ``_at``
-        self._made_anew = False  # True inside an object that a restore may give new tensors
+        self._is_remade = False  # True inside an object that a restore may give new tensors
         self._alone = False  # True inside a PerRank value, which ranks never share
 
     def other(self, value: object, path: str) -> Node:
@@ -223,8 +223,8 @@ class _Walk:
             case torch.Tensor():
                 return self._tensor_node(path, value)
             case LocalShards():
-                if self._made_anew:
-                    raise UnsupportedValue(path, "LocalShards in a state_dict()", _MADE_ANEW)
+                if self._is_remade:
+                    raise UnsupportedValue(path, "LocalShards in a state_dict()", _REMADE)
                 return {"$": "tensor", "n": self._tensor(path, value)}
             case dict() if type(value) is dict:  # A subclass is not plain
                 return self._table(value, path)
@@ -247,12 +247,12 @@ class _Walk:
         if is_stateful(value):
             with asked(path, value):
                 kept = value.state_dict()  # type: ignore[attr-defined]
-            before, self._made_anew = self._made_anew, not declares_state(value)
-            hook = self.made if self._made_anew else self.other
+            before, self._is_remade = self._is_remade, not declares_state(value)
+            hook = self.made if self._is_remade else self.other
             try:
                 return {"$": "object", "v": encode(kept, path, hook)}
             finally:
-                self._made_anew = before
+                self._is_remade = before
         raise UnsupportedValue(path, f"{type(value).__module__}.{type(value).__qualname__}")
 
     def made(self, value: object, path: str) -> Node:
@@ -261,7 +261,7 @@ class _Walk:
         """
         if is_wrapper(value):
             kind = f"{kind_of(value)} that a restore would have to make"
-            raise UnsupportedValue(path, kind, _MADE_ANEW)
+            raise UnsupportedValue(path, kind, _REMADE)
         return self.other(value, path)
 
     # -- tensors alone -----------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class _Walk:
         not be kept alive.
         """
         tensors = tuple(value.values())
-        known = PLAIN if self._made_anew else {*PLAIN, LocalShards}
+        known = PLAIN if self._is_remade else {*PLAIN, LocalShards}
         if self._alone or not all(type(tensor) in known for tensor in tensors):
             return None
         if not all(type(key) is str and not key.startswith("$") for key in value):
