@@ -29,20 +29,15 @@ from ckpt.agent.messages import (
 )
 from ckpt.agent.place import check_peer
 from ckpt.agent.reports import REPORT_SECONDS, Ended, Order
-from ckpt.catalog.transfer import Recoding
+from ckpt.catalog.parts import RankPart
 from ckpt.catalog.verify import StepFolder
-from ckpt.codec.registry import encoder_of
 from ckpt.config import Tier
 from ckpt.coordination.abort_reason import abort_reason
 from ckpt.coordination.owner import process_started
 from ckpt.errors import AgentError, CkptError
-from ckpt.model.keys import fragment_name, parse_folder
-from ckpt.model.manifest import StoredFile
-from ckpt.model.packed import read_fragment
-from ckpt.pipeline.retry import RetryPolicy
-from ckpt.pipeline.stored import StoredImage
+from ckpt.model.keys import parse_folder
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import ImageWrite, OnBytes
+from ckpt.pipeline.writer import OnBytes
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 
@@ -129,24 +124,9 @@ class _Service:
         if (ref := parse_folder(request.folder)) is None:
             raise AgentError(f"{request.folder!r} is not the folder of a step")
         with Workers("copy", request.threads, nice=request.nice, cpus=request.cpus) as workers:
-            key = ref.key(fragment_name(request.rank))
-            part = read_fragment(StepFolder(source, ref, workers).read(key), key=key)
-            if part.file is None:
-                raise AgentError(f"{key!r} names no data file")
-            file = StoredFile.of(ref, part.file, next(iter(part.encoded), None))
-            image = StoredImage.of(source, file, RetryPolicy())
-            recoding = Recoding(encoder_of(given.codec), {request.rank: part})
-            write = ImageWrite(
-                source=image,
-                chunks=image.lengths,
-                key=ref.key(recoding.name(request.rank)),
-                workers=workers,
-                retry=RetryPolicy(),
-                on_bytes=on_bytes,
-                known=file.file.chunks,
-            )
-            stored = recoding.write(write, file, target)
-        return stored.encoding.lengths if stored.encoding else ()
+            part = RankPart(StepFolder(source, ref, workers), request.rank, given.codec)
+            encoding = part.write_data(StepFolder(target, ref, workers), on_bytes)
+        return encoding.lengths if encoding else ()
 
     def _tier(self, index: int) -> tuple[Tier, StorageBackend]:
         if index >= len(self._tiers):

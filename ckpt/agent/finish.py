@@ -23,11 +23,13 @@ from functools import partial
 from typing import Self
 
 from ckpt.agent.messages import Job
-from ckpt.agent.reports import REPORT_SECONDS, Copied, Copying, Ended, OnReport
+from ckpt.agent.node_parts import NodeParts
+from ckpt.agent.reports import Copied, Ended, OnReport, progress_of
 from ckpt.catalog.finalize import finalize
 from ckpt.catalog.index import attempts, is_committed, unfinished_of
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import Tier
+from ckpt.coordination.commit import LEADER
 from ckpt.coordination.owner import NO_PROCESS, Owner, process_started, read_owner
 from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError
 from ckpt.model.keys import OWNER, StepRef
@@ -79,7 +81,9 @@ class Finish:
                 self._ended.update(owner.ended)
         found = [root for one in looked if (root := self._look(*one))]
         self._memory = [root for root in found if root.tier.in_memory]
-        self._durable = [root for root in found if not root.tier.in_memory]
+        durable = [root for root in found if not root.tier.in_memory]
+        self._durable = [root for root in durable if not (job.here and root.tier.local)]
+        self._on_node = [root for root in durable if root not in self._durable]
         if not any(root.owner and root.owner.attempt == self._me.attempt for root in found):
             # without a root that names the job, another job may have come and gone
             self._superseded = self._superseded or not self._errors
@@ -96,6 +100,21 @@ class Finish:
         if self._superseded:
             return Ended("superseded")
         remove_orphans()
+        if not self._job.here:
+            self._run_whole()
+        elif self._durable:
+            self._attempt(self._run_parts)
+        if self._superseded:
+            return Ended("superseded")
+        if self._errors:
+            return Ended("failed", self._errors[0])
+        leads = not self._job.here or LEADER in self._job.here
+        for root in (*self._on_node, *(self._durable if leads else ())):
+            self._attempt(partial(self._give_back, root))
+        return Ended("done")
+
+    def _run_whole(self) -> None:
+        """Do what is left, on tiers that have the files of all ranks."""
         if self._has_died():
             for root in self._durable:
                 self._attempt(partial(self._discard, root))
@@ -107,13 +126,21 @@ class Finish:
             self._attempt(partial(self._take_farther, root))
         for root in self._durable:
             self._attempt(partial(self._prune, root))
-        if self._superseded:
-            return Ended("superseded")
-        if self._errors:
-            return Ended("failed", self._errors[0])
-        for root in self._durable:
-            self._attempt(partial(self._give_back, root))
-        return Ended("done")
+
+    def _run_parts(self) -> None:
+        """Bring the part of each step that this node has. If all ranks of the job have ended, the
+        agent of the leader's node does the rest on the tiers that all nodes share.
+        """
+        if any(process_started(each.pid) == each.started for each in self._job.processes):
+            raise CommitError(
+                "processes of the job live on this node: its steps wait for their end"
+            )
+        near = self._durable[0]
+        stores = [root.tier.backend for root in (*self._memory, *self._on_node)]
+        parts = NodeParts(self._job, stores, self._copier(near, []), self._workers, self._report)
+        self._attempt(parts.bring)
+        if LEADER in self._job.here and not self._superseded and parts.all_have_ended():
+            self._run_whole()
 
     def clean(self) -> Ended:
         """Free the memory of the steps that durable tiers have, or have later ones of."""
@@ -162,7 +189,7 @@ class Finish:
         Raises:
             RootInUse: One has.
         """
-        for root in {*self._memory, *self._durable[:1], target}:
+        for root in {*self._memory, *self._on_node, *self._durable[:1], target}:
             owner = read_owner(root.tier.backend)
             if (owner and owner.attempt) != (root.owner and root.owner.attempt):
                 raise RootInUse(root.tier.url, str(owner or "a job that has closed since"))
@@ -262,18 +289,11 @@ class Finish:
 
     def _copy(self, copier: StepCopier, held: StoredStep) -> None:
         step, url = held.ref.step, copier.tier.url
-        reported = 0.0
-
-        def tell(done: int, total: int) -> None:
-            nonlocal reported
-            if done == total or time.monotonic() - reported > REPORT_SECONDS:
-                reported = time.monotonic()
-                self._report(Copying(step, url, done, total))
-
+        on_progress = progress_of(step, url, self._report)
         copier.confirm()
         sources = [store for store in copier.sources if is_committed(store, held.ref)]
         began = time.perf_counter()
-        replace(copier, sources=sources).copy(held, self._workers, on_progress=tell)
+        replace(copier, sources=sources).copy(held, self._workers, on_progress=on_progress)
         self._report(Copied(step, url))
         _log.info("ckpt: step %d is on %s now, in %.2f s", step, url, time.perf_counter() - began)
 
@@ -311,10 +331,10 @@ class Finish:
             (held.ref.step for each in self._durable for held in self._own(each)), default=-1
         )
         left = False
-        for held in Inventory(root.tier.backend).look():
+        for held in Inventory(root.tier.backend, part=bool(self._job.here)).look():
             if job_of(held.ref) != self._me.attempt:
                 left = True
-            elif held.state == "incomplete" or held.ref.step <= durable:
+            elif (held.state == "incomplete" and not held.is_part) or held.ref.step <= durable:
                 self._confirm(root)
                 remove(root.tier.backend, held, root.claim)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
@@ -16,17 +17,18 @@ from ckpt.agent.copier import AgentCopier
 from ckpt.agent.messages import Detach, Forget, Job, Process, fields_of
 from ckpt.agent.place import Place
 from ckpt.agent.reports import Verified
-from ckpt.config import AgentMode, SaveConfig, environment_for_agent
+from ckpt.config import AgentMode, SaveConfig, agent_folder, environment_for_agent
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.gather import Wait, gather, leader_decides
+from ckpt.coordination.nodes import on_node
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AgentError, CkptError, ConfigError
 from ckpt.events import Event, StepVerified
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.places import is_folder
 from ckpt.storage.registry import scheme_of
-from ckpt.storage.tiers import OpenTier
+from ckpt.storage.tiers import Nodes, OpenTier
 
 _log = logging.getLogger("ckpt")
 _START_SECONDS: Final = 300.0
@@ -35,14 +37,16 @@ _PAUSE_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 2.0
 """How many seconds a store has to say which job owns its root."""
 _SUBJECT: Final = "agent"
+_ALL_NODES: Final = "agents"
 Notify = Callable[[Event], None]
 
 
 class Link:
-    """A job's registration with the agent of its leader's node.
+    """A job's registration with the agent of its leader's node, or of each node.
 
     Args:
-        job: The job, on its leader. None on the other ranks, for which nothing is to be done.
+        job: The job, on the rank that registers it. None on the other ranks, for which nothing is
+            to be done.
         notify: Called with what the agent finds out about the steps of the job.
 
     Thread safety: ``detach`` and ``forget`` may be called by one thread, one of them once.
@@ -84,7 +88,9 @@ class Link:
             try:
                 connection = _register(self._job)
                 try:
-                    connection.ask(Detach(self._job.owner.attempt))
+                    # The agents of several nodes wait until the processes have ended.
+                    if not self._job.here:
+                        connection.ask(Detach(self._job.owner.attempt))
                 finally:
                     connection.close()
             except AgentError as error:
@@ -117,7 +123,7 @@ class Link:
         """Register again whenever the agent has ended, until the job ends. A job that has no agent
         for a while says so once.
         """
-        while not self._ends.is_set():
+        while True:
             connection = self._connection
             if connection is not None:
                 while (news := connection.next_news()) is not None:
@@ -156,8 +162,9 @@ class Link:
 def register(
     config: SaveConfig, tiers: Sequence[OpenTier], coordinator: Coordinator, notify: Notify
 ) -> Link | None:
-    """Register the job with the agent of the leader's node, which is started if there is none. All
-    ranks call this.
+    """Register the job with the agent of the leader's node, which is started if there is none. If
+    nodes have tiers of their own, the lowest rank of each registers its ranks with the agent of its
+    node. All ranks call this.
 
     Returns:
         The registration, or None if there is no agent and ``config`` does not require one.
@@ -169,28 +176,36 @@ def register(
     if config.agent == "off":
         return None
     me = Owner.here(coordinator.attempt)
-    coordinator.post(_SUBJECT, msgspec.json.encode(me))
+    nodes = next((tier.nodes for tier in tiers if tier.nodes is not None), None)
+    node = on_node(coordinator, nodes)
+    node.post(_SUBJECT, msgspec.json.encode(me))
     link: Link | None = None
 
     def decide() -> bytes:
         nonlocal link
-        posted = gather(coordinator, _SUBJECT, Wait(_START_SECONDS, "the manager"))
+        posted = gather(node, _SUBJECT, Wait(_START_SECONDS, "the manager"))
         ranks = [msgspec.json.decode(data, type=Owner) for data in posted.values()]
         try:
             job = _job(me, ranks, tiers, config)
+            if nodes is not None:
+                job = _of_node(job, nodes, coordinator.rank, tiers)
             link = Link(msgspec.structs.replace(job, before=_owners_of(tiers)), notify)
         except CkptError as error:
             return msgspec.json.encode(str(error))
         return msgspec.json.encode("")  # a verdict is never empty
 
     wait = Wait(_START_SECONDS + 30, "the registration with the agent")
-    refusal = msgspec.json.decode(leader_decides(coordinator, _SUBJECT, decide, wait), type=str)
-    coordinator.forget(_SUBJECT)
+    refusal = msgspec.json.decode(leader_decides(node, _SUBJECT, decide, wait), type=str)
+    node.forget(_SUBJECT)
+    if nodes is not None:
+        refusal = _refusal_of_all(coordinator, nodes, refusal)
     if not refusal:
         link = link or Link(None)
         own = _job(me, [me], tiers, config)
         link.let_copy(partial(AgentCopier, own, coordinator.rank, config))
         return link
+    if link is not None:
+        link.forget()
     if config.agent == "required":
         raise AgentError(f'{refusal} (agent="required")')
     if coordinator.rank == LEADER:
@@ -240,6 +255,64 @@ def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: S
     )
 
 
+def _of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Job:
+    """Return the job for the agent of the node of ``rank``, which sees the files of its ranks.
+
+    Raises ``AgentError`` if such agents cannot finish the job.
+    """
+    own = [tier for tier in tiers if tier.nodes is not None]
+    shared = [tier for tier in tiers if not tier.local]
+    if not shared:
+        raise AgentError(
+            f"{own[-1].url} is each node's own, and so are all tiers of the job: an agent brings "
+            "steps to a tier that all nodes share, so add one, such as an object store"
+        )
+    if any(tier.nodes != nodes for tier in tiers if tier.local):
+        raise AgentError(
+            "some ranks share one of their local tiers and not another, so that no agent sees all "
+            "files of its ranks: let the ranks of a machine share all of its local tiers"
+        )
+    if shared[0].tier.capacity is not None:
+        raise AgentError(
+            f"{shared[0].url} has a capacity, which the agents of several nodes cannot keep "
+            "together: use keep_last there"
+        )
+    here = nodes.mates(rank)
+    if len(job.processes) != len(here):
+        raise AgentError(
+            "the ranks of a node are in several process namespaces, as containers have, and its "
+            "agent sees only some of them: let them share one"
+        )
+    # One agent verifies what all nodes share.
+    rate = job.scrub_mb_per_s if LEADER in here else 0.0
+    return msgspec.structs.replace(job, here=here, ranks=len(nodes.of), scrub_mb_per_s=rate)
+
+
+def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str:
+    """Return on all ranks why a node has no agent of its own; empty if each node has one."""
+    if coordinator.rank in nodes.firsts:
+        agent = f"{Owner.here('').machine} {os.path.realpath(agent_folder())}"
+        coordinator.post(_ALL_NODES, msgspec.json.encode((refusal, agent)))
+
+    def decide() -> bytes:
+        wait = Wait(_START_SECONDS, "the manager")
+        posted = gather(coordinator, _ALL_NODES, wait, ranks=nodes.firsts).values()
+        told = [msgspec.json.decode(data, type=tuple[str, str]) for data in posted]
+        why = next((why for why, _ in told if why), "")
+        if not why and len({agent for _, agent in told}) < len(told):
+            why = (
+                "two groups of ranks that share no local tier have the same agent: let the ranks "
+                "of a machine share /dev/shm and its folders, or give each group an agent of its "
+                "own (CKPT_AGENT_FOLDER)"
+            )
+        return msgspec.json.encode(why)
+
+    wait = Wait(_START_SECONDS + 60, "the registration with the agents")
+    found = msgspec.json.decode(leader_decides(coordinator, _ALL_NODES, decide, wait), type=str)
+    coordinator.forget(_ALL_NODES)
+    return found
+
+
 def _owners_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
     """Return the attempts that own the roots. A store that does not answer soon is left out."""
     looking = Workers("owners", len(tiers))
@@ -252,11 +325,6 @@ def _owners_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
 
 def _place_of(tier: OpenTier) -> str:
     """Return the URL under which another process finds the tier."""
-    if tier.nodes is not None:
-        raise AgentError(
-            f"{tier.url} is each node's own, and the job runs on several nodes: an agent does not "
-            "finish such a job"
-        )
     if scheme_of(tier.url) == "memory":
         raise AgentError(f"{tier.url} is in the memory of this process, where no agent finds it")
     return tier.url if tier.in_memory or is_folder(tier.url) else tier.tier.url

@@ -22,7 +22,7 @@ from ckpt.coordination.owner import Owner
 from ckpt.errors import AgentError
 from ckpt.version import __version__
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """Counts the changes of the messages between two releases."""
 VERSION: Final = f"{__version__}-{PROTOCOL}"
 MOST_BYTES: Final = 4 << 20
@@ -65,6 +65,8 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         tiers: The fields of each `Tier`, nearest first, with absolute places.
         backlog: How many steps a farther tier may lack.
         before: The attempts that owned its roots when it started.
+        here: The ranks on this node, if nodes have tiers of their own. Empty if this node's agent
+            sees the files of all ranks.
         environment: The environment of the trainer, for the clients of object stores.
         scrub_mb_per_s: At which rate its steps are verified; 0 for not at all.
     """
@@ -77,6 +79,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     environment: dict[str, str]
     scrub_mb_per_s: float = 0.0
     before: tuple[str, ...] = ()
+    here: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return f"Job({self.owner})"

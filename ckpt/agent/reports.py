@@ -4,12 +4,14 @@ on its standard output.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Final, Literal
 
 import msgspec
 
 from ckpt.agent.messages import Job
+from ckpt.catalog.verify import OnProgress
 
 Task = Literal["finish", "free", "scrub", "copy"]
 OnReport = Callable[[msgspec.Struct], None]
@@ -90,6 +92,19 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
     outcome: Outcome
     error: str = ""
+
+
+def progress_of(step: int, to: str, report: OnReport) -> OnProgress:
+    """Return what reports how much of a step is on the tier ``to``, some times in a second."""
+    reported = 0.0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal reported
+        if done == total or time.monotonic() - reported > REPORT_SECONDS:
+            reported = time.monotonic()
+            report(Copying(step, to, done, total))
+
+    return tell
 
 
 Report = Copying | Copied | Verifying | Verified | Ended

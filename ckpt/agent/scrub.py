@@ -1,8 +1,8 @@
 """What a worker does in idle time: it compares the steps of a job with their checksums, and writes
 damaged files again from a tier that has them intact.
 
-It removes nothing, and it may be killed at any instruction. Memory is left out: its slots are
-overwritten by the next saves.
+It removes nothing, and it may be killed at any instruction. Memory is left out, since its slots are
+overwritten by the next saves, and so are tiers that have the files of one node alone.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Scrub:
         """
         there: list[tuple[StepRef, _Root]] = []
         for tier in self._tiers:
-            if not tier.in_memory:
+            if not tier.in_memory and not (self._job.here and tier.local):
                 self._attempt(tier, partial(self._find, tier, there))
         for ref, root in sorted(there, key=lambda one: (-one[0].step, one[1].tier.index)):
             if root.tier.url not in self._errors:

@@ -34,9 +34,10 @@ from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CommitError, JobUnseen, ManifestCorrupt, RootInUse
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.keys import StepRef, fragment_name, is_fragment
+from ckpt.model.keys import StepRef, fragment_name, is_fragment, noted_rank
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of
+from ckpt.model.readable import rank_list
 from ckpt.model.reference import fill
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
@@ -80,7 +81,7 @@ def finalize(
     ask = partial(folder.retry.call, partial(_check_owner, backend, ref, job_is_dead=job_is_dead))
     owner = ask()
     _check_last(backend, ref, owner)
-    parts = _read_fragments(folder)
+    parts = read_fragments(folder)
     manifest = merge(parts)
     fragments = {part.rank: fragment_of(part, key=ref.key(named.name)) for part, named in parts}
     whole = fill(manifest, fragments, key=ref.manifest)
@@ -170,12 +171,14 @@ def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
 
 
 def _of_leader(name: str) -> bool:
+    if noted_rank(name) is not None:  # an agent's
+        return False
     return name.startswith(fragment_name(LEADER).removesuffix("json")) or not name.startswith(
         "rank-"
     )
 
 
-def _read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
+def read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
     """Return the fragments of all ranks.
 
     Raises:
@@ -211,9 +214,8 @@ def _read_fragment(folder: StepFolder, name: str) -> tuple[Packed, FragmentRef]:
 
 def _check_world(ref: StepRef, fragments: Sequence[Packed]) -> None:
     world = fragments[0].world_size
-    if missing := sorted(set(range(world)) - {fragment.rank for fragment in fragments}):
-        text = ", ".join(map(str, missing[:16])) + (" ..." if len(missing) > 16 else "")
+    if missing := set(range(world)) - {fragment.rank for fragment in fragments}:
         raise CommitError(
-            f"step {ref.step}: rank(s) {text} of {world} did not finish their part, which no "
-            f"other place has: ckpt prune removes what is left of it {_WHEN}"
+            f"step {ref.step}: rank(s) {rank_list(missing)} of {world} did not finish their part, "
+            f"which no other place has: ckpt prune removes what is left of it {_WHEN}"
         )

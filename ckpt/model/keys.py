@@ -23,6 +23,7 @@ WATCHERS: Final = "watchers"
 _STEP: Final = re.compile(r"step-([0-9]{9,18})\.([0-9a-z]{6,32})")
 _LATE_METRICS: Final = re.compile(r"metrics-[0-9a-f]{32}\.json")
 _FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|encoded|json)")
+_END_NOTE: Final = re.compile(r"rank-([0-9]{5,})\.ended")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,6 +49,10 @@ class StepRef:
         """Return the key of metrics that were added later. ``content`` is their checksum."""
         return f"{self.folder}/metrics-{content}.json"
 
+    def end_note(self, rank: int) -> str:
+        """Return the key of the note that a rank has ended, and that its node has its files."""
+        return f"{self.folder}/rank-{rank:05d}.ended"
+
     def key(self, name: str) -> str:
         """Return the key of a file that the manifest names. A name that is not one of ours never
         becomes a key.
@@ -70,12 +75,18 @@ def parse_folder(name: str) -> StepRef | None:
 def is_file_name(name: str) -> bool:
     """Return True if ckpt writes a file of this name into a step's folder."""
     known = name in {MANIFEST, CLAIM_MARKER} or is_late_metrics(name)
-    return known or _FILE.fullmatch(name) is not None
+    return known or noted_rank(name) is not None or _FILE.fullmatch(name) is not None
 
 
 def is_fragment(name: str) -> bool:
     """Return True if a file of this name describes what a rank made durable."""
     return name.startswith("rank-") and name.endswith(".json")
+
+
+def noted_rank(name: str) -> int | None:
+    """Return the rank whose end a file of this name notes; None if it is no such file."""
+    match = _END_NOTE.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def is_late_metrics(name: str) -> bool:

@@ -1,7 +1,8 @@
-"""Bytes, speeds and times as people read them, in logs, reports and on the command line."""
+"""Bytes, speeds, times and ranks as people read them, in logs, reports and on the command line."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 _UNITS: Final = ("kB", "MB", "GB", "TB", "PB", "EB")
@@ -14,6 +15,11 @@ def size(nbytes: float) -> str:
     power = next((n for n in range(1, len(_UNITS)) if nbytes < 999.5 * 1000**n), len(_UNITS))
     number = nbytes / 1000**power
     return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f} {_UNITS[power - 1]}"
+
+
+def rank_list(found: Collection[int]) -> str:
+    """Return the numbers of ranks in ascending order, at most 16 of them."""
+    return ", ".join(map(str, sorted(found)[:16])) + (" ..." if len(found) > 16 else "")
 
 
 def rate(nbytes: float, seconds: float) -> str:

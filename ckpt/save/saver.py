@@ -320,11 +320,10 @@ class Saver:
         if not leaves:
             # Otherwise a rank could remove files that the agent copies.
             await_detaches(self._coordinator)
-        if self._is_leader:
-            self._leave_roots()
+        self._leave_roots()
 
     def _leave_roots(self) -> None:
-        """Leave the roots to the agent.
+        """Leave the roots that this rank has taken to the agent.
 
         A store that does not answer soon keeps its record, which the agent removes later.
         """

@@ -6,7 +6,9 @@
    Another job may come (OTHERS of them). It takes the root over and removes a checkpoint, or it
    only restores and removes one. An agent (AGENT) finishes a save, or copies a step to the tier from
    another tier, file by file, or removes a checkpoint. It begins when the ranks that it sees (HERE:
-   all of them) have ended, or when the job was left to it (DETACH), and the ranks live on. A reader (PINNER) pins
+   all of them) have ended, or when the job was left to it (DETACH), and the ranks live on. If nodes
+   have tiers of their own, each of two agents (NODES) copies the files of its own ranks, once all ranks
+   are noted to have ended. A reader (PINNER) pins
    a step, renews the pin, and reads. Each of them may die before every step.
 
    A removal deletes a manifest when no manifest of that step is on its way, and no rank is between
@@ -17,7 +19,7 @@
    Not modelled: a disk that is too full for a marker, and markers that are a day old.
 
    -DATTEMPTS=2 -DTIERS=2 -DCRASHES=n -DFINISHERS=n -DOTHERS=n -DPRUNER -DAGENT -DHERE=mask -DDETACH
-   -DPINNER. -DSAVED begins when all ranks have ended, with any result; -DABORTED when a save was
+   -DNODES -DPINNER. -DSAVED begins when all ranks have ended, with any result; -DABORTED when a save was
    refused, before a rank clears it away. Each -DBUG_... breaks one rule on purpose.  */
 
 #ifndef ATTEMPTS
@@ -83,7 +85,10 @@ byte clearing[2]; /* ranks that clear away just now */
 #endif
 bool finisher_put[SAVES], evicted[SAVES];
 byte putting[SAVES]; /* ranks that have looked whose the root is, and put now */
-#if OTHERS > 0 || defined(AGENT)
+#ifdef NODES
+byte noted[SAVES]; /* ranks that their agents have seen end */
+#endif
+#if OTHERS > 0 || defined(AGENT) || defined(NODES)
 #define REMOVALS
 byte marking[SAVES], stale[SAVES]; /* those that go on with a marker; whose marker another deleted */
 byte pins[SAVES], held[SAVES]; /* a pin, and a later one in its place; those that a reader trusts */
@@ -509,6 +514,34 @@ over:
 }
 #endif
 
+#ifdef NODES
+/* The agent of a node with a tier of its own, which has the files of its own ranks alone, and perhaps
+   the manifest. */
+proctype NodeAgent(byte me; byte mine)
+{
+  byte a = 0, t = 0;
+  if :: true :: TIERS == 2 -> t = 1 fi;
+  if :: true :: ATTEMPTS == 2 -> a = 1 fi;
+end:
+  (ended[a] & mine) == mine;
+  if :: goto over :: owner[t] == a fi;
+  noted[S] = noted[S] | mine;
+#ifndef BUG_COPY_WITHOUT_NOTES
+end_notes:
+  noted[S] == ALL;
+#endif
+  if :: manifest[S] -> goto over :: !manifest[S] fi;
+  if :: goto over :: atomic { data[S] = data[S] | mine } fi;
+  if :: goto over :: owner[t] == a fi;
+  if :: goto over :: atomic { fragment[S] = fragment[S] | mine } fi;
+end_parts: /* of the other nodes */
+  if :: goto over :: atomic { WHOLE(S) && owner[t] == a } fi;
+  finish(owner[t] == a);
+over:
+  atomic { LEAVE }
+}
+#endif
+
 #ifdef PINNER
 /* A reader: it pins, looks, reads, and perhaps replaces its pin by a later one. */
 proctype Pinner()
@@ -621,6 +654,9 @@ init {
 #ifdef DETACH
     run Detach();
 #endif
+#endif
+#ifdef NODES
+    run NodeAgent(4, 3); run NodeAgent(64, 4);
 #endif
 #ifdef PINNER
     run Pinner();

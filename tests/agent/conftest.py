@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,16 +24,22 @@ from tests.kit.waiting import until
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """The place of an agent that this test and its children alone know."""
-    folder = tempfile.mkdtemp(prefix="ckpt-agent-test-")
-    monkeypatch.setenv("CKPT_AGENT_FOLDER", folder)
     monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "0")
-    found = Place.of_this_user()
+    with new_place() as found:
+        monkeypatch.setenv("CKPT_AGENT_FOLDER", found.folder)
+        yield found
+
+
+@contextmanager
+def new_place() -> Iterator[Place]:
+    """The place of an agent, which ends with the block."""
+    found = Place(tempfile.mkdtemp(prefix="ckpt-agent-test-"))
     yield found
     for pid in {*holders(found, "listen"), *holders(found, "work")}:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert until(lambda: not holders(found, "work"))
-    shutil.rmtree(folder)
+    shutil.rmtree(found.folder)
 
 
 def holders(place: Place, name: str) -> list[int]:

@@ -52,25 +52,37 @@ def test_all_ranks_learn_that_there_is_none(place: Place, tmp_path: Path) -> Non
     os.chmod(place.folder, 0o700)
 
 
+ALONE = "have the same agent"
+CAPACITY = "has a capacity, which the agents of several nodes cannot keep"
+NONE_SHARED = "brings steps to a tier that all nodes share"
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_a_job_whose_nodes_have_tiers_of_their_own_says_that_it_has_none(
-    place: Place, tmp_path: Path, caplog, mode
+@pytest.mark.parametrize(
+    ("far", "why"),
+    [({}, ALONE), ({"capacity": "1GB"}, CAPACITY), ({"local": True}, NONE_SHARED)],
+)
+def test_a_job_whose_nodes_have_tiers_of_their_own_says_why_it_has_no_agent(
+    place: Place, tmp_path: Path, caplog, mode, far, why
 ) -> None:
-    """An agent of one node sees only a part of each step there."""
+    """The ranks stand for nodes, and would have one agent."""
 
     def train(coordinator: Coordinator) -> int:
-        near = Tier(str(tmp_path / f"node{coordinator.rank}"), local=True)
-        with CheckpointManager([near, tmp_path / "far"], coordinator=coordinator, agent=mode) as it:
-            it.save({f"x{coordinator.rank}": torch.ones(1000)}, 1)
+        rank = coordinator.rank
+        near = Tier(str(tmp_path / f"node{rank}"), local=True)
+        last = Tier(str(tmp_path / (f"far{rank}" if "local" in far else "far")), **far)
+        with CheckpointManager([near, last], coordinator=coordinator, agent=mode) as it:
+            it.save({f"x{rank}": torch.ones(1000)}, 1)
             with pytest.raises(AgentError, match="this job has no agent"):
                 it.close(detach=True)
         return 1
 
     done = World(2, patience=120).run(train)
-    assert status(place) is None
     if mode == "required":
-        assert all("is each node's own" in str(error) for error in done.values())
+        assert all(why in str(error) for error in done.values()), done
     else:
         assert done == {0: 1, 1: 1}
         assert caplog.text.count("this job has no agent: ") == 1
-        assert whole(tmp_path / "far") == [1]
+        assert why in caplog.text
+    found = status(place)
+    assert found is None or {job.state for job in found.jobs} == {"closed"}

@@ -1,0 +1,230 @@
+"""What the agent of one of several nodes does if each node has tiers of its own.
+
+It sees a part of each step: the files of the ranks on its node. It brings this part to the nearest
+tier that all nodes share. The agents of the other nodes do the same, and meet it there
+(``ckpt.catalog.parts``). None of them copies a byte before all ranks of the job are known to have
+ended, and before all nodes are known to have the step. The agent that finds all parts there puts
+the manifest.
+
+The newest step may differ from node to node: the ranks may have been killed when some nodes had the
+manifest, and others not yet. So an agent also brings its part of a step that another agent has
+begun. Only an agent whose node has the manifest commits, because the manifest proves that the save
+was committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckpt.agent.messages import Job
+from ckpt.agent.reports import Copied, OnReport, progress_of
+from ckpt.catalog.index import attempts, is_committed, own_objects, read_packed
+from ckpt.catalog.inventory import Inventory, StoredStep
+from ckpt.catalog.parts import commit_parts, copy_rank, note_ends, noted_ends
+from ckpt.catalog.verify import Meter, StepFolder
+from ckpt.errors import CkptError, CommitError, IntegrityError
+from ckpt.model.keys import StepRef, fragment_name
+from ckpt.model.manifest import Manifest
+from ckpt.model.readable import rank_list
+from ckpt.pipeline.workers import Workers
+from ckpt.retention.claim import job_of
+from ckpt.retention.step_copier import StepCopier
+from ckpt.storage.api import StorageBackend
+
+_log = logging.getLogger("ckpt")
+_PATIENCE_SECONDS: Final = 10.0
+"""How long one try waits for the agents of other nodes. The agent tries again later."""
+_LOOK_SECONDS: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """This node's part of a step.
+
+    Attributes:
+        stored: The step as the nearest tier of the node with all of the part has it.
+        stores: The tiers of the node that have all of the part, nearest first.
+    """
+
+    stored: StoredStep
+    stores: tuple[StorageBackend, ...]
+
+    @property
+    def is_committed(self) -> bool:
+        return any(is_committed(store, self.stored.ref) for store in self.stores)
+
+
+class NodeParts:
+    """Brings the parts of one node to a tier that all nodes share.
+
+    Args:
+        job: The job. Its processes on this node have ended.
+        stores: The tiers of this node, nearest first.
+        copier: Knows the shared tier.
+        workers: The threads that copy.
+        report: Called with what was done.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        stores: Sequence[StorageBackend],
+        copier: StepCopier,
+        workers: Workers,
+        report: OnReport,
+    ) -> None:
+        self._job, self._stores, self._copier = job, stores, copier
+        self._workers, self._report = workers, report
+        self._target = copier.tier.backend
+        self._ranks, self._here = set(range(job.ranks)), set(job.here)
+        self._deadline = time.monotonic() + _PATIENCE_SECONDS
+
+    def bring(self) -> None:
+        """Bring what the shared tier lacks: the newest step in any case, and older ones if the tier
+        takes and keeps them.
+
+        Raises:
+            CommitError: Not all of it is there, and another try may help.
+            CkptError: A store has failed, or another job has taken the roots.
+        """
+        parts = self._parts()
+        going = self._going(parts)
+        # A step that lacks the part of another node is no reason to try again and again.
+        fresh = {ref for ref in going if not self._here <= noted_ends(self._folder(ref))}
+        for ref in fresh:
+            note_ends(self._folder(ref), self._here)
+        failed: dict[StepRef, CkptError] = {}
+        for ref in going:
+            try:
+                self._bring(parts[ref])
+            except (CommitError, IntegrityError) as error:
+                failed[ref] = error
+        there = self._newest_there()
+        for ref, why in failed.items():
+            if ref in fresh or (ref.step > there and parts[ref].is_committed):
+                raise why
+            _log.info("ckpt: %s", why)
+
+    def all_have_ended(self) -> bool:
+        """Return whether the newest step of the job on the shared tier says so of all ranks."""
+        newest = next((ref for ref in self._begun() if is_committed(self._target, ref)), None)
+        return newest is not None and noted_ends(self._folder(newest)) == self._ranks
+
+    # -- what is where -----------------------------------------------------------------------------
+
+    def _folder(self, ref: StepRef) -> StepFolder:
+        return StepFolder(self._target, ref, self._workers)
+
+    def _begun(self) -> list[StepRef]:
+        """Return the steps of the job on the shared tier, committed or not, newest first."""
+        return [ref for ref in attempts(self._target) if job_of(ref) == self._job.owner.attempt]
+
+    def _newest_there(self) -> int:
+        """Return the newest step of the job that is a checkpoint on the shared tier; else -1."""
+        return next((ref.step for ref in self._begun() if is_committed(self._target, ref)), -1)
+
+    def _parts(self) -> dict[StepRef, _Part]:
+        """Return the steps of which this node has its part, newest first."""
+        found: dict[StepRef, _Part] = {}
+        for store in self._stores:
+            for held in Inventory(store, part=True).look():
+                is_own = job_of(held.ref) == self._job.owner.attempt
+                if is_own and (held.state == "committed" or held.is_part) and self._has_all(held):
+                    known = found.get(held.ref)
+                    found[held.ref] = (
+                        _Part(known.stored, (*known.stores, store))
+                        if known
+                        else _Part(held, (store,))
+                    )
+        return dict(sorted(found.items(), reverse=True))
+
+    def _has_all(self, held: StoredStep) -> bool:
+        """Return whether the fragments of all ranks of this node are among the files of a step. A
+        rank puts its data before its fragment.
+        """
+        names = {info.key.rpartition("/")[2] for info in held.objects}
+        return all(fragment_name(rank) in names for rank in self._here)
+
+    def _going(self, parts: dict[StepRef, _Part]) -> list[StepRef]:
+        """Return the steps to bring, newest first."""
+        there = self._newest_there()
+        line = [part.stored for part in parts.values() if part.is_committed]
+        newest = [held for held in line[:1] if held.ref.step > there]
+        lacking = self._copier.lacking(line, self._job.backlog + 1)
+        begun = [ref for ref in self._begun() if ref in parts and ref.step > there]
+        going = {*(held.ref for held in (*newest, *lacking)), *begun}
+        return sorted(going, reverse=True)
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def _bring(self, part: _Part) -> None:
+        """Make a step a checkpoint on the shared tier, together with the other agents.
+
+        Raises ``CommitError`` if a part of another node is missing.
+        """
+        ref, target, folder = part.stored.ref, self._target, self._folder(part.stored.ref)
+        began = time.perf_counter()
+        if not self._await(lambda: is_committed(target, ref) or not self._lacks_ends(folder)):
+            missing = rank_list(self._lacks_ends(folder))
+            raise CommitError(
+                f"step {ref.step} is not brought to {target.url} yet: rank(s) {missing} have not "
+                "ended, or their nodes do not have the step, or have no agent"
+            )
+        if not is_committed(target, ref):
+            self._copy(part, folder)
+        manifest = self._manifest(part)
+        while not is_committed(target, ref):
+            lacking = self._lacks_fragments(folder)
+            if not lacking and manifest is not None:
+                commit_parts(folder, manifest, self._copier.confirm)
+                break
+            if time.monotonic() > self._deadline:
+                raise CommitError(
+                    f"step {ref.step} on {target.url} waits for the agents of other nodes: "
+                    + (
+                        f"the files of rank(s) {rank_list(lacking)} are missing"
+                        if lacking
+                        else "its manifest is missing, which this node does not have"
+                    )
+                )
+            time.sleep(_LOOK_SECONDS)
+        self._report(Copied(ref.step, target.url))
+        seconds = time.perf_counter() - began
+        _log.info("ckpt: step %d is on %s now, in %.2f s", ref.step, target.url, seconds)
+
+    def _copy(self, part: _Part, folder: StepFolder) -> None:
+        """Copy the files of the ranks of this node."""
+        on_progress = progress_of(part.stored.ref.step, self._target.url, self._report)
+        meter = Meter(part.stored.staged_bytes or part.stored.stored_bytes, on_progress)
+        for rank in sorted(self._here):
+            self._copier.confirm()
+            copy_rank(part.stores, folder, rank, self._copier.tier.tier.codec, meter.add)
+
+    def _manifest(self, part: _Part) -> Manifest | None:
+        """Return the manifest that this node has; None if it has none."""
+        for store in part.stores:
+            if is_committed(store, part.stored.ref):
+                try:
+                    return read_packed(store, part.stored.ref)[0]
+                except IntegrityError as error:
+                    _log.warning("ckpt: %s", error)
+        return None
+
+    def _lacks_ends(self, folder: StepFolder) -> set[int]:
+        return self._ranks - noted_ends(folder)
+
+    def _lacks_fragments(self, folder: StepFolder) -> set[int]:
+        names = {info.key.rpartition("/")[2] for info in own_objects(self._target, folder.ref)}
+        return {rank for rank in self._ranks if fragment_name(rank) not in names}
+
+    def _await(self, condition: Callable[[], bool]) -> bool:
+        """Wait for the other agents. Returns whether ``condition`` holds."""
+        while not (holds := condition()) and time.monotonic() < self._deadline:
+            time.sleep(_LOOK_SECONDS)
+        return holds
