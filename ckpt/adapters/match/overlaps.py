@@ -1,5 +1,5 @@
 """Targets that share a part of their memory: a flat buffer and views of it, a matrix and its
-transpose.
+transpose, or the elements of one expanded tensor.
 
 What is read into one of them changes the others. They are therefore read apart, put into their
 places one after the other, and compared with what was read.
@@ -7,19 +7,22 @@ places one after the other, and compared with what was read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Final
 
 import torch
 
 from ckpt.adapters.match.targets import memory_of
-from ckpt.adapters.tensors.layout import PLAIN
-from ckpt.adapters.tensors.local_shards import Source
+from ckpt.adapters.tensors.layout import local
+from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.errors import RestoreError
 from ckpt.staging.image import copyable
 
-_WAY: Final = "give each of them memory of its own. Do not train on with this state"
+_OTHERS: Final = "shares a part of its memory with another tensor of the target"
+_ELEMENTS: Final = "has elements in the target that share their memory"
+_WAY: Final = "give each of them memory of its own"
 
 
 def read_apart(names: Sequence[str], targets: list[Source]) -> Callable[[], None] | None:
@@ -27,8 +30,14 @@ def read_apart(names: Sequence[str], targets: list[Source]) -> Callable[[], None
 
     Returns the action that fills the targets once this memory is read; None if there is no such
     target. The action raises ``RestoreError`` if their values cannot be had side by side.
+
+    Raises:
+        RestoreError: Elements of a part of ``LocalShards`` share their memory.
     """
     shared: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    for name, target in zip(names, targets, strict=True):
+        if isinstance(target, LocalShards) and any(map(_meets_itself, target.tensors)):
+            raise RestoreError(f"{name!r} {_ELEMENTS}: {_WAY}")
     for index, target in overlapping(targets):
         targets[index] = read = torch.empty(target.shape, dtype=target.dtype, device="cpu")
         shared.append((names[index], target, read))
@@ -36,25 +45,45 @@ def read_apart(names: Sequence[str], targets: list[Source]) -> Callable[[], None
 
 
 def overlapping(targets: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
-    """Return the plain tensors among ``targets``, with their indices, whose memory reaches into
-    that of another one. Tensors that are the same memory do not count.
+    """Return the memory of those of ``targets``, with their indices, that reaches into that of
+    another one, or whose elements may share memory.
+
+    Tensors that are the same memory do not count as others, and ``LocalShards`` are left out.
     """
-    plain = {
-        memory_of(target): (index, target)
-        for index, target in enumerate(targets)
-        if type(target) in PLAIN and isinstance(target, torch.Tensor) and target.numel()
-    }
+    same: dict[Hashable, list[tuple[int, torch.Tensor]]] = {}
+    for index, target in enumerate(targets):
+        if isinstance(target, torch.Tensor):
+            memory = local(target)
+            if memory.numel() and memory.data_ptr():  # Many tensors have the address 0
+                same.setdefault(memory_of(target), []).append((index, memory))
+    alike = list(same.values())
+    first_ones = [memory for (_, memory), *_ in alike]
     ranges = sorted(
-        (str(target.device), *_range(target), index) for index, target in plain.values()
+        (str(memory.device), *_range(memory), known) for known, memory in enumerate(first_ones)
     )
-    found: set[int] = set()
+    found = {known for known, memory in enumerate(first_ones) if _meets_itself(memory)}
     place, end, last = "", 0, -1
-    for device, first, beyond, index in ranges:
+    for device, first, beyond, known in ranges:
         if device == place and first < end:
-            found |= {index, last}
+            found |= {known, last}
         if device != place or beyond > end:
-            place, end, last = device, beyond, index
-    return [(index, target) for index, target in plain.values() if index in found]
+            place, end, last = device, beyond, known
+    return sorted((pair for known in found for pair in alike[known]), key=itemgetter(0))
+
+
+def _meets_itself(memory: torch.Tensor) -> bool:
+    """Return True if two elements may share memory. It is False for every tensor whose dimensions
+    are nested in each other in any order.
+    """
+    if memory.is_contiguous():
+        return False
+    reach = 0
+    for stride, length in sorted(zip(memory.stride(), memory.shape, strict=True)):
+        if length > 1:
+            if stride <= reach:
+                return True
+            reach += (length - 1) * stride
+    return False
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
@@ -66,13 +95,22 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 def _put(shared: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
     for _, target, read in shared:
         dtype = str(target.dtype).removeprefix("torch.")
-        copyable(target.detach(), dtype).copy_(copyable(read, dtype))
+        once = _once(copyable(target.detach(), dtype))
+        once.copy_(copyable(read, dtype)[tuple(map(slice, once.shape))])
     for name, target, read in shared:
         if not torch.equal(_bytes(target), _bytes(read)):
             raise RestoreError(
-                f"{name!r} shares a part of its memory with another tensor of the target, and "
-                f"their saved values differ: {_WAY}"
+                f"{name!r} {_ELEMENTS if _meets_itself(target) else _OTHERS}, and the saved values "
+                f"differ: {_WAY}. Do not train on with this state"
             )
+
+
+def _once(target: torch.Tensor) -> torch.Tensor:
+    """Return each element of an expanded tensor once, since torch refuses to write to all."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target = target.narrow(dim, 0, 1)
+    return target
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ import torch
 
 from ckpt.adapters.tensors.layout import memories
 from ckpt.adapters.tensors.local_shards import Source
-from ckpt.errors import RestoreError
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead
 from ckpt.staging.device import drain, is_ordered, on, refuse_capture
@@ -94,32 +93,10 @@ class TensorSink:
             part = chunk[target.part.relative_to(read.box).slices()]
             region = self._region(read, index)
             with on(self._streams.get(region.device)):
-                _fill(region, part, self._leaves[target.leaf].name)
+                region.copy_(part)
 
     def _region(self, read: ChunkRead, index: int) -> torch.Tensor:
         target = read.targets[index]
         held = self._locals[target.leaf][target.piece]
         box = self._leaves[target.leaf].boxes[target.piece]
         return held if target.part == box else held[target.part.relative_to(box).slices()]
-
-
-def _fill(region: torch.Tensor, part: torch.Tensor, name: str) -> None:
-    """Copy ``part`` into ``region``.
-
-    In an expanded region, where elements share memory, the values must be equal. Raises
-    ``RestoreError`` if they are not.
-    """
-    once = region
-    for dim, stride in enumerate(region.stride()):
-        if stride == 0 and region.shape[dim] > 1:
-            once = once.narrow(dim, 0, 1)
-    if once is region:
-        region.copy_(part)
-        return
-    first = part[tuple(slice(0, n) for n in once.shape)]
-    once.copy_(first)
-    if not torch.equal(region, part.to(region.device, region.dtype)):
-        raise RestoreError(
-            f"{name!r} is an expanded tensor in the target, but its saved elements differ: give a "
-            "target of its own memory"
-        )

@@ -9,8 +9,9 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.adapters.match.overlaps import overlapping
+from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.errors import RestoreError
-from tests.adapters.saving import assert_same, round_trip, saved
+from tests.adapters.saving import assert_same, new_root, restored, round_trip, saved
 
 TARGETS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "a matrix and its transpose": lambda base: {"a": base, "b": base.t()},
@@ -21,6 +22,24 @@ TARGETS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "an array": lambda base: {"a": base[:2], "b": base.numpy()[1:]},
     "three of which two meet": lambda base: {"a": base, "b": base[:1], "c": base[2:]},
 }
+
+
+ALONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "expanded in chunks": lambda base: base[:1, :1024].expand(2048, 1024),
+    "expanded in the middle": lambda base: base[:3, :4].view(3, 1, 4).expand(3, 5, 4),
+    "windows": lambda base: base.view(-1).as_strided((2000, 1024), (1, 1)),
+    "windows from the right": lambda base: base.view(-1).as_strided((5, 3, 4), (1, 20, 4)),
+    "a view of another dtype": lambda base: base.view(torch.int32).view(-1).unfold(0, 4, 2),
+    "conjugated": lambda base: torch.view_as_complex(base[:2, :2]).expand(6, 2).conj(),
+}
+
+
+def in_chunks(state: dict[str, Any]) -> str:
+    """Save in chunks that are smaller than the tensors; returns the root."""
+    root = new_root()
+    with CheckpointManager(root, chunk_bytes=1 << 20) as manager:
+        manager.save(state)
+    return root
 
 
 def blank(state: dict[str, Any]) -> dict[str, Any]:
@@ -71,3 +90,38 @@ def test_neighbours_and_the_same_memory_are_read_in_place() -> None:
     assert overlapping([base[:4], base[4:], base[:4], torch.zeros(0), torch.zeros(8)]) == []
     found = overlapping([base[6:], base[2:5], base, torch.zeros(8)])
     assert [index for index, _ in found] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("view", ALONE.values(), ids=ALONE)
+def test_a_target_whose_elements_share_memory_takes_what_was_saved_of_such(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    source = view(torch.randn(3, 1024)).clone()
+    target = view(torch.zeros(3, 1024))
+    also = target.view(target.shape)
+    restored(in_chunks({"a": source, "b": source}), {"a": target, "b": also})
+    assert_same(target.clone(), source)
+
+
+@pytest.mark.parametrize("view", ALONE.values(), ids=ALONE)
+def test_it_refuses_by_name_elements_that_differ(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    target = view(torch.zeros(3, 1024))
+    source = torch.arange(target.numel()).view(target.shape).to(target.dtype)
+    with (
+        CheckpointManager(in_chunks({"a": source})) as manager,
+        pytest.raises(RestoreError, match="'a' has elements in the target that share"),
+    ):
+        manager.restore({"a": target})
+
+
+def test_local_shards_whose_elements_share_memory_are_refused_before_anything_changes() -> None:
+    other = torch.zeros(3)
+    shards = LocalShards((4, 3), [((0, 0), torch.zeros(3).expand(4, 3))])
+    with (
+        CheckpointManager(saved({"b": torch.ones(3), "a": torch.ones(4, 3)})) as manager,
+        pytest.raises(RestoreError, match="'a' has elements in the target that share"),
+    ):
+        manager.restore({"b": other, "a": shards})
+    assert_same(other, torch.zeros(3))

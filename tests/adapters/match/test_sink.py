@@ -7,7 +7,6 @@ import torch
 
 from ckpt.adapters.match.sink import TensorSink
 from ckpt.adapters.tensors.layout import leaf_of
-from ckpt.errors import RestoreError
 from ckpt.model.box import Box, split_rows
 from ckpt.plan.restore import ChunkRead, Target
 
@@ -64,7 +63,6 @@ ODD: dict[str, Callable[[], torch.Tensor]] = {
     "transposed": lambda: torch.zeros(6, 4, dtype=torch.complex64).T,
     "strided": lambda: torch.zeros(4, 12, dtype=torch.complex64)[:, ::2],
     "conjugated": lambda: torch.zeros(4, 6, dtype=torch.complex64).conj(),
-    "expanded": lambda: torch.zeros(1, 6, dtype=torch.complex64).expand(4, 6),
 }
 
 
@@ -78,13 +76,6 @@ def test_memory_that_is_not_the_tensor_byte_for_byte_is_filled_by_a_copy(kind: s
     assert sink.direct(read) is None
     sink.place(read, data)
     assert torch.equal(target.resolve_conj(), source)
-
-
-def test_an_expanded_target_of_elements_that_differ_is_refused() -> None:
-    target = torch.zeros(1, 6).expand(4, 6)
-    sink = TensorSink([leaf_of("x", target, ())], [target])
-    with pytest.raises(RestoreError, match="of its own memory"):
-        sink.place(*chunk(torch.arange(24.0).view(4, 6), "float32", Box.whole((4, 6))))
 
 
 def test_a_chunk_wanted_twice_is_placed_twice() -> None:
