@@ -416,7 +416,7 @@ class CheckpointManager:
         """
         self._check_open()
         selection = Selection.of(only, strict=strict, rename=rename, cast=cast)
-        self._fence.wait()  # A copy under way must not read what is restored
+        Fence.wait_for_all()  # A copy under way must not read what is restored
         with Workers("read", max(_READERS, self._config.threads)) as workers:
             context = RestoreContext(
                 tiers=self._tiers,

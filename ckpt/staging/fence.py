@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -23,6 +23,8 @@ from ckpt.staging.device import is_capturing
 from ckpt.staging.snapshot import Snapshot
 
 _log = logging.getLogger("ckpt")
+_fences: Final[weakref.WeakSet[Fence]] = weakref.WeakSet()  # Those of all managers
+_registering: Final = threading.Lock()
 
 
 class Fence:
@@ -43,6 +45,8 @@ class Fence:
         )
         self._in_flight: list[Snapshot] = []
         self._lock = threading.Lock()
+        with _registering:
+            _fences.add(self)
         self._pid = os.getpid()
         self._stop_listening: Callable[[], object] = bool
         self.captured = weakref.WeakSet[torch.optim.Optimizer]()
@@ -114,6 +118,16 @@ class Fence:
             snapshot.fence()
         with self._lock:
             self._forget_landed()
+
+    @staticmethod
+    def wait_for_all() -> None:
+        """Return when the tensors of all snapshots in flight in this process may change: those of
+        other managers too.
+        """
+        with _registering:
+            fences = list(_fences)
+        for fence in fences:
+            fence.wait()
 
     def remove(self) -> None:
         """Take the hooks off, and let go of the snapshots: their windows keep slots alive."""

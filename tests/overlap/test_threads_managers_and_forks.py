@@ -22,6 +22,7 @@ from torch import nn
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager
+from ckpt.config import CheckMode
 from ckpt.errors import ConfigError, StagingError
 from ckpt.staging import fence
 from ckpt.storage.registry import open_backend
@@ -259,6 +260,18 @@ def test_two_managers_that_share_a_part_of_the_state_are_both_waited_for(
         window.save(one, state)
         window.must_wait(lambda: train(state, 3))
     assert_restores(root, window.reference, trained(seed=5))
+
+
+@pytest.mark.parametrize("check", ["off", "sampled"])
+def test_a_restore_by_another_manager_waits(check: CheckMode, root: str, window: Window) -> None:
+    state, other = trained(seed=1), f"memory://{uuid.uuid4().hex}"
+    with CheckpointManager(root, check=check) as one, CheckpointManager(other) as two:
+        two.save(state, 1)
+        train(state, 3)
+        pending = window.save(one, state, 2)
+        window.must_wait(lambda: two.restore(state, 1))
+        pending.result(60)
+    assert_restores(root, window.reference, trained(seed=5), step=2)
 
 
 def test_after_wait_staged_everything_may_be_changed(root: str, window: Window) -> None:
