@@ -47,6 +47,9 @@ _BYTES: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
 _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 
 
+VERSIONS: Final = "_metadata"
+"""The attribute of a ``Module.state_dict()`` that has the versions of the modules."""
+_NESTED_KEYS: Final = frozenset({tuple, frozenset})
 _CONTAINERS: Final = frozenset({dict, list})  # Containers of JSON
 
 LARGE: Final = 32
@@ -79,10 +82,15 @@ def below(names: Sequence[str], path: str) -> Sequence[str]:
 
 
 def exact(value: object) -> str:
-    """Return the ``repr`` of a plain value, with large ints in hexadecimal.
+    """Return the ``repr`` of a plain value, with large ints in hexadecimal and the members of
+    frozensets in order.
 
-    Python refuses to print large ints in decimal.
+    Python refuses to print large ints in decimal, and equal sets may have another order.
     """
+    if type(value) is frozenset and value:
+        return f"frozenset({{{', '.join(sorted(map(exact, value)))}}})"
+    if type(value) is tuple and any(type(item) in _NESTED_KEYS for item in value):
+        return f"({', '.join(map(exact, value))}{',' if len(value) == 1 else ''})"
     try:
         return repr(value)
     except ValueError:
@@ -227,7 +235,10 @@ def _encode_mapping(
         return {key: inner(item, key) for key, item in value.items()}
     _check_hashes(value, path)
     pairs = [[inner(key, "key"), inner(item, key)] for key, item in value.items()]
-    return {"$": _MAPPINGS[kind], "v": pairs}
+    node = {"$": _MAPPINGS[kind], "v": pairs}
+    if kind is OrderedDict and (versions := vars(value).get(VERSIONS)) is not None:
+        node["m"] = inner(versions, VERSIONS)
+    return node
 
 
 def decode(node: Node, other: OtherDecoder) -> Any:
@@ -272,7 +283,10 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> A
             pairs = {
                 key: decode(item, other) for key, (_, item) in zip(keys, node["v"], strict=True)
             }
-            return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](pairs)
+            made = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](pairs)
+            if tag == "OrderedDict" and "m" in node:
+                vars(made)[VERSIONS] = decode(node["m"], other)
+            return made
         case "bytes" | "bytearray":
             raw = base64.b64decode(node["v"], validate=True)
             return raw if tag == "bytes" else bytearray(raw)

@@ -157,6 +157,15 @@ def test_model_and_optimizer_load_themselves_and_train_on_alike(cli: Cli, saved:
     assert loaded["model"]["head.weight"].data_ptr() == loaded["model"]["embed.weight"].data_ptr()
 
 
+def test_a_state_dict_keeps_the_versions_of_its_modules(cli: Cli, backend: StorageBackend) -> None:
+    state = Net().state_dict()
+    with CheckpointManager(backend.url) as manager:
+        manager.save({"net": state})
+    assert cli("export", "runs", "out.pt").code == 0
+    loaded = torch.load("out.pt", weights_only=True)
+    assert same(vars(loaded["net"])["_metadata"], vars(state)["_metadata"])
+
+
 def test_each_tensor_has_a_storage_of_its_own(cli: Cli, saved: Path) -> None:
     cli("export", saved, "out.pt", "--name", "tensors/*")
     loaded = torch.load("out.pt", weights_only=True)

@@ -129,6 +129,35 @@ def test_the_bits_of_a_nan_are_kept(bits):
     assert [bits_of(plain), bits_of(both.real), bits_of(both.imag)] == [bits, bits, "8" + "0" * 15]
 
 
+def test_a_key_with_a_frozenset_has_one_name_whatever_the_order_of_its_members():
+    def names(members):
+        key = frozenset(members)
+        return [join("a", each) for each in (key, (key,), (1, (key, "x")), frozenset([key, 2**64]))]
+
+    assert list(frozenset([0.5, 8])) != list(frozenset([8, 0.5]))
+    assert names([0.5, 8]) == names([8, 0.5])
+    plain: tuple[object, ...] = (
+        (),
+        (1,),
+        (1, "x"),
+        ((1,), (2, 3)),
+        frozenset(),
+        frozenset({1}),
+        (frozenset({"x"}),),
+    )
+    assert [join("", key) for key in plain] == [f"~2{key!r}" for key in plain]
+
+
+def test_the_versions_of_a_state_dict_are_kept():
+    value = OrderedDict(a=1)
+    versions = vars(value)["_metadata"] = OrderedDict(
+        [("", {"version": 2}), ("norm", {"version": (1, None)})]
+    )
+    found = round_trip({"x": [value]})["x"][0]
+    assert same(found, value)
+    assert same(vars(found)["_metadata"], versions)
+
+
 @pytest.mark.parametrize("make", [set, frozenset, dict.fromkeys, Counter, OrderedDict.fromkeys])
 def test_what_a_reader_would_refuse_for_its_hashes_is_refused_when_it_is_saved(make):
     """Numbers that are a multiple of 2**61 - 1 apart have one hash."""

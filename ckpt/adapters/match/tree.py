@@ -20,7 +20,7 @@ import numpy as np
 from ckpt.adapters.match.remake import torch_value
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.manifest import Manifest
-from ckpt.model.values import Node, below, decode, following, join, parse, unescape
+from ckpt.model.values import VERSIONS, Node, below, decode, following, join, parse, unescape
 
 MakeTensor = Callable[[str], Any]
 """Gives what stands for the tensor of that name."""
@@ -118,7 +118,11 @@ class StateTree:
                     key: self._node(item, join(path, key))
                     for key, item in ((decode(key, torch_value), item) for key, item in node["v"])
                 }
-                return self._mapping(pairs, path, _MAPPINGS[tag])
+                found = self._mapping(pairs, path, _MAPPINGS[tag])
+                if "m" in node and isinstance(found, OrderedDict):
+                    versions = self._node(node["m"], join(path, VERSIONS))
+                    vars(found).update({} if versions is _LEFT else {VERSIONS: versions})
+                return found
             case "tuple":
                 items = self._some(
                     [self._node(item, join(path, str(i))) for i, item in enumerate(node["v"])], path

@@ -59,7 +59,10 @@ class Choice:
         """
         if self._patterns is WHOLE:
             return state
-        found: dict[Any, Any] = OrderedDict() if type(state) is OrderedDict else {}
+        found: dict[Any, Any] = {}
+        if type(state) is OrderedDict:
+            found = OrderedDict()
+            vars(found).update(vars(state))  # The versions of modules
         for key, value in state.items():
             name = join(path, key)
             taken = self.takes(name)

@@ -113,6 +113,34 @@ def test_extra_state_of_one_module_resets_nothing_of_another() -> None:
     assert target[1].extra == 3
 
 
+class Holder:
+    """Saves a module inside of an object, and notes the versions that it gets."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.versions = module, None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"module": self.module.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.versions = vars(state["module"]).get("_metadata")
+        self.module.load_state_dict(state["module"])
+
+
+@pytest.mark.parametrize("left_out", [None, "x"])
+def test_a_state_dict_keeps_the_versions_of_its_modules(left_out: str | None) -> None:
+    """Without them a module takes a state for that of its first version."""
+    module = net(0)
+    state = {"holder": Holder(module), "dict": module.state_dict(), "x": 1}
+    target = {"holder": Holder(net(1)), "dict": None, "x": 0}
+    with CheckpointManager(new_root()) as manager:
+        manager.save(state, exclude=left_out)
+        manager.restore(target, strict=left_out is None)
+    versions = vars(state["dict"])["_metadata"]
+    assert_same(vars(target["dict"])["_metadata"], versions)
+    assert_same(target["holder"].versions, versions)
+
+
 def test_names_are_those_of_the_bare_module_whatever_wraps_it() -> None:
     bare = names_of({"m": net()})
     compiled = torch.compile(net(), backend="eager")
