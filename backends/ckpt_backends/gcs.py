@@ -53,7 +53,7 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
         MissingExtra: gcsfs is not installed.
         ConfigError: The URL names no bucket, or gcsfs refuses the options.
     """
-    split = urlsplit(url)
+    split = urlsplit(url, allow_fragments=False)
     settings: dict[str, Any] = {**dict(parse_qsl(split.query)), **options}
     bucket = split.netloc.rpartition("@")[2]
     shown, secrets = clean(url.partition("?")[0]), secrets_of(settings)

@@ -418,12 +418,14 @@ class _PosixUpload:
 
 def _path_of(url: str) -> str:
     if url.lower().startswith("file://"):
-        split = urlsplit(url)
+        split = urlsplit(url, allow_fragments=False)
         if split.netloc not in ("", "localhost"):
             raise ConfigError(f"{url!r} names a host: write file:///path")
+        if split.query:
+            raise ConfigError(f"{url!r} has a '?': write %3F, or the path without file://")
         url = unquote(split.path)
-    if not url:
-        raise ConfigError("a folder must be named")
+    if not url or "\0" in url:
+        raise ConfigError("a folder must be named, without null characters")
     return os.path.abspath(os.path.expanduser(url))
 
 

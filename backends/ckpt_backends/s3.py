@@ -84,7 +84,7 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
         MissingExtra: s3fs is not installed.
         ConfigError: The URL names no bucket, or s3fs refuses the options.
     """
-    split = urlsplit(url)
+    split = urlsplit(url, allow_fragments=False)
     settings: dict[str, Any] = {**dict(parse_qsl(split.query)), **options}
     bucket = split.netloc.rpartition("@")[2]
     shown, secrets = clean(url.partition("?")[0]), secrets_of(settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Final, Literal
+from urllib.parse import unquote, urlsplit
 
 from ckpt.storage.registry import scheme_of
 
@@ -20,7 +21,7 @@ def is_folder(url: str) -> bool:
 
 def is_missing(url: str) -> bool:
     """Return whether ``url`` is a folder of this machine that does not exist."""
-    return is_folder(url) and not os.path.exists(os.path.expanduser(_path_of(url)))
+    return is_folder(url) and not os.path.exists(_path_of(url))
 
 
 def is_object_store(url: str) -> bool:
@@ -56,4 +57,6 @@ def _canonical(url: str) -> str:
 
 
 def _path_of(url: str) -> str:
-    return url[len("file://") :] if url.lower().startswith("file://") else url
+    if url.lower().startswith("file://"):
+        url = unquote(urlsplit(url, allow_fragments=False).path)
+    return os.path.expanduser(url)

@@ -138,6 +138,18 @@ def test_a_host_in_a_file_url_is_refused():
         open_posix("file://server/share", {})
 
 
+def test_every_character_of_a_url_counts(tmp_path):
+    for url, path in (
+        (f"file://{tmp_path}/a%23b%3Fc#d", "a#b?c#d"),
+        (f"{tmp_path}/a?b#c%20", "a?b#c%20"),
+    ):
+        assert open_posix(url, {}).url == str(tmp_path / path)
+    with pytest.raises(ConfigError, match=r"has a '\?'"):
+        open_posix(f"file://{tmp_path}/a?b", {})
+    with pytest.raises(ConfigError, match="null"):
+        open_posix(f"{tmp_path}/a\0b", {})
+
+
 def test_a_local_disk_is_not_shared_unless_told(tmp_path):
     assert not open_posix(str(tmp_path), {}).capabilities.shared
     assert open_posix(str(tmp_path), {"shared": True}).capabilities.shared

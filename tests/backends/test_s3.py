@@ -16,6 +16,7 @@ from ckpt.errors import (
     ConfigError,
     MissingExtra,
     ObjectExists,
+    ObjectNotFound,
     StorageError,
     TransientStorageError,
 )
@@ -291,6 +292,15 @@ def test_options_that_contradict_each_other_are_refused_without_telling_them():
     with pytest.raises(ConfigError) as caught:
         open_s3("s3://bucket", {"key": "AKIDSECRET", "username": "AKIDSECRET", "secret": "hunter2"})
     assert "hunter2" not in str(caught.value)
+
+
+def test_roots_that_differ_after_a_number_sign_are_apart(moto_server):
+    options, test = {**RIGHT, "endpoint_url": moto_server.url}, fresh()
+    one, two = (open_s3(f"s3://bucket/{test}/run#{number}", options) for number in (1, 2))
+    store(one, "key", b"1")
+    assert fetch(one, "key") == b"1"
+    with pytest.raises(ObjectNotFound):
+        fetch(two, "key")
 
 
 def test_the_url_shows_no_credentials():

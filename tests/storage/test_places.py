@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.storage.places import is_folder, is_object_store, relation
+from ckpt.storage.places import is_folder, is_missing, is_object_store, relation
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,9 @@ from ckpt.storage.places import is_folder, is_object_store, relation
         ("runs/gpt/a", "runs/gpt", "inside"),
         ("runs", "s3://runs", "apart"),
         ("FILE:///tmp/runs", "/tmp/runs", "same"),
+        ("file:///tmp/a%20b", "/tmp/a b", "same"),
+        ("file:///tmp/run#1", "/tmp/run#1", "same"),
+        ("~/runs/gpt", os.path.expanduser("~/runs"), "inside"),
     ],
 )
 def test_places_are_compared_whatever_their_spelling(one: str, two: str, how: str) -> None:
@@ -35,6 +38,12 @@ def test_a_link_is_the_place_it_points_to(tmp_path: Path) -> None:
     os.symlink(tmp_path / "real", tmp_path / "link")
     assert relation(str(tmp_path / "link"), str(tmp_path / "real")) == "same"
     assert relation(str(tmp_path / "link" / "a"), str(tmp_path / "real")) == "inside"
+
+
+def test_a_folder_that_exists_is_not_missing_whatever_its_spelling(tmp_path: Path) -> None:
+    (tmp_path / "run #1").mkdir()
+    assert not is_missing(f"file://{tmp_path}/run%20#1")
+    assert is_missing(f"file://{tmp_path}/run%20#2")
 
 
 def test_what_a_scheme_says() -> None:
