@@ -167,7 +167,8 @@ class CheckpointManager:
         or not. Optimizer state that does not exist yet counts, too.
 
         Raises:
-            HostMemoryExhausted: Not even one image fits. Otherwise the first save raises this.
+            HostMemoryExhausted: Not even one image fits. Without this call, the first save raises
+                it.
         """
         self._check_open()
         self._prepare(self._collect(state, lasting=True))

@@ -94,8 +94,8 @@ def write_folder(output_dir: str, step: int, text: str) -> None:
     try:
         os.rename(fresh, folder)
     except OSError:
-        # An older folder is there. Its files belong to the same step, so each is replaced by
-        # itself.
+        # An older folder is there. Its files belong to the same step, so they may be replaced one
+        # after the other.
         try:
             for name in (STATE, POINTER):
                 os.replace(os.path.join(fresh, name), os.path.join(folder, name))

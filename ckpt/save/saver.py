@@ -566,11 +566,11 @@ class Saver:
 
 def await_detaches(coordinator: Coordinator) -> None:
     """Post that this rank has detached. On the leader, wait until all ranks have posted so, at most
-    for some seconds. All ranks call this.
+    for some seconds. It raises no `CkptError`, since the job's store may end with the leader.
     """
-    coordinator.post(_DETACHES, b"1")
-    if coordinator.rank == LEADER:
-        try:
+    try:
+        coordinator.post(_DETACHES, b"1")
+        if coordinator.rank == LEADER:
             gather(coordinator, _DETACHES, Wait(_DETACHES_SECONDS, "the detach"))
-        except CkptError as error:
-            _log.info("ckpt: the job is left to the agent without some ranks: %s", error)
+    except CkptError as error:
+        _log.info("ckpt: the job is left to the agent without some ranks: %s", error)

@@ -53,8 +53,8 @@ _log = logging.getLogger("ckpt")
 _MANY: Final = 16
 """From this number of ranks on, threads for the merge save more time than they cost."""
 _READERS: Final = 8
-_LEAVING: Final = RetryPolicy(attempts=3)
 """Threads that fetch fragments for the merge. Requests take the time: one for each rank."""
+_LEAVING: Final = RetryPolicy(attempts=3)
 
 
 class TierWriter:

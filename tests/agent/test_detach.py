@@ -19,7 +19,7 @@ from ckpt.agent.place import Place
 from ckpt.catalog.index import attempts
 from ckpt.catalog.verify import verify_step
 from ckpt.coordination.owner import read_owner
-from ckpt.errors import AccessDenied, LeftToAgent, TransientStorageError
+from ckpt.errors import AccessDenied, CommitError, LeftToAgent, TransientStorageError
 from ckpt.events import Event, SaveCommitted
 from ckpt.model.keys import OWNER, is_fragment
 from ckpt.pipeline.workers import Workers
@@ -193,6 +193,19 @@ def test_the_leader_leaves_the_job_without_a_rank_that_does_not_come(
     with caplog.at_level("INFO", "ckpt"):
         await_detaches(World(2).coordinator(0))
     assert "without some ranks" in caplog.text
+
+
+def test_a_rank_leaves_the_job_though_the_leader_has_ended_and_its_store_with_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise CommitError("the job's store is gone")
+
+    late = World(2).coordinator(1)
+    monkeypatch.setattr(late, "post", fails)
+    with caplog.at_level("INFO", "ckpt"):
+        await_detaches(late)
+    assert "the job's store is gone" in caplog.text
 
 
 class Down(Gated):

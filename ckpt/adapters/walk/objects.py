@@ -49,7 +49,7 @@ def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
             yield path, value
     elif isinstance(value, Mapping) and depth < 100:
         for key, item in value.items():
-            if type(item) not in PLAIN:  # There may be thousands of plain values
+            if type(item) not in PLAIN:  # There may be thousands of plain tensors
                 yield from walk_objects(item, join(path, key), depth + 1)
     elif isinstance(value, list | tuple) and depth < 100:
         for index, item in enumerate(value):
