@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
+from ckpt.adapters.match.overlaps import read_apart
 from ckpt.adapters.match.sink import TensorSink
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.catalog.candidates import Candidate, candidates
@@ -62,10 +63,17 @@ def reader_of(backends: Sequence[StorageBackend], found: Candidate) -> TieredRea
 def fill(
     reader: TieredReader, outline: Found, leaves: Sequence[Leaf], targets: Sequence[Source]
 ) -> None:
-    """Read the boxes of ``leaves`` into ``targets``, inside of ``TieredReader.whole``."""
+    """Read the boxes of ``leaves`` into ``targets``, inside of ``TieredReader.whole``.
+
+    Raises ``RestoreError`` if targets share memory that cannot hold what was saved.
+    """
     manifest = reader.filled(outline, leaves).manifest
+    memory = list(targets)
+    put = read_apart([leaf.name for leaf in leaves], memory)
     with Workers("read", _THREADS) as workers:
-        reader.read(plan_restore(manifest, leaves), TensorSink(leaves, targets), workers=workers)
+        reader.read(plan_restore(manifest, leaves), TensorSink(leaves, memory), workers=workers)
+    if put is not None:
+        put()
 
 
 def _warn(repair: Repair) -> None:

@@ -127,6 +127,20 @@ def test_the_reader_loads_what_the_manager_saved(tmp_path):
     assert (target["step"], target["note"]) == (12, ("a", {1, 2}))
 
 
+def test_targets_that_share_memory_take_what_was_saved_of_such(tmp_path):
+    values = {"a": torch.full((4, 6), 3.0), "b": torch.arange(6.0), "c": torch.arange(2.0, 6.0)}
+    dcp.save(values, storage_writer=CkptWriter(tmp_path, step=1))
+    flat = torch.zeros(6)
+    target = {"a": torch.zeros(1, 6).expand(4, 6), "b": flat, "c": flat[2:]}
+    dcp.load(target, storage_reader=CkptReader(tmp_path))
+    assert_equal({name: value.clone() for name, value in target.items()}, values)
+
+    values["c"] += 1
+    dcp.save(values, storage_writer=CkptWriter(tmp_path, step=2))
+    with pytest.raises(CheckpointException, match=r"'[bc]' shares a part of its memory"):
+        dcp.load(target, storage_reader=CkptReader(tmp_path))
+
+
 def test_a_whole_checkpoint_loads_without_a_target(tmp_path):
     saved = {**state(1), "list": [torch.ones(2), {"k": 1}]}
     dcp.save(saved, storage_writer=CkptWriter(tmp_path, step=1))
