@@ -38,6 +38,9 @@ _ANSWER_SECONDS: Final = 10.0
 _START_SECONDS: Final = 20.0
 _PAUSE_SECONDS: Final = 0.05
 _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+_WELCOME: Final = msgspec.msgpack.Decoder(Welcome)
+_VERIFIED: Final = msgspec.msgpack.Decoder(Verified)
+_STOPPED: Final = msgspec.msgpack.Decoder(Stopped)
 _PARENT: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 """The folder that ckpt is imported from."""
 
@@ -57,7 +60,7 @@ class Connection:
         connected.settimeout(_ANSWER_SECONDS)
         check_peer(connected, "the agent's socket")
         try:
-            self.welcome = msgspec.msgpack.decode(receive(connected), type=Welcome)
+            self.welcome = _WELCOME.decode(receive(connected))
         except msgspec.MsgspecError:
             raise AgentError("the agent's socket is served by another program") from None
 
@@ -100,7 +103,7 @@ class Connection:
         """
         self._socket.settimeout(None)
         try:
-            return msgspec.msgpack.decode(receive(self._socket), type=Verified)
+            return _VERIFIED.decode(receive(self._socket))
         except (OSError, EOFError, AgentError, msgspec.MsgspecError):
             return None
 
@@ -110,7 +113,7 @@ class Connection:
         """
         self._socket.settimeout(None)
         with suppress(OSError, EOFError, AgentError, msgspec.MsgspecError):
-            return msgspec.msgpack.decode(receive(self._socket), type=Stopped)
+            return _STOPPED.decode(receive(self._socket))
         return Stopped()
 
     def has_ended(self, seconds: float) -> bool:

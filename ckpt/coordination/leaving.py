@@ -41,6 +41,9 @@ class Gone(msgspec.Struct, frozen=True):
     reason: str
 
 
+_decoder: Final = msgspec.json.Decoder(Gone)
+
+
 class Leaving:
     """A coordinator that a rank can leave.
 
@@ -109,4 +112,4 @@ class Leaving:
 def who_left(coordinator: Coordinator) -> Gone | None:
     """Return the first rank that has left, or None. Costs one request."""
     message = coordinator.verdict(_SUBJECT, timeout=0.0)
-    return None if message is None else msgspec.json.decode(message, type=Gone)
+    return None if message is None else _decoder.decode(message)

@@ -149,6 +149,9 @@ class _Merged(msgspec.Struct, frozen=True):
     checksum: str
 
 
+_decoder: Final = msgspec.json.Decoder(_Merged)
+
+
 class ManyNodes:
     """The `Place` of a local tier: fragments come from all nodes, and the manifest goes to all.
 
@@ -234,7 +237,7 @@ class ManyNodes:
             )
             if decided is not None:
                 self._attended = True
-                merged = msgspec.json.decode(decided, type=_Merged)
+                merged = _decoder.decode(decided)
                 if self._nodes.of[merged.rank] != self._nodes.of[self._coordinator.rank]:
                     message = self._put_here(ref, merged)
                     self._coordinator.post(self._subject(ref, "put"), message.encode())

@@ -108,6 +108,9 @@ class Owner(msgspec.Struct, frozen=True):
         return f"attempt {self.attempt}, process {self.pid} on {self.host}"
 
 
+_decoder: Final = msgspec.json.Decoder(Owner)
+
+
 def claim(backend: StorageBackend, me: Owner) -> Owner:
     """Make the root ours.
 
@@ -196,7 +199,7 @@ def read_owner(backend: StorageBackend) -> Owner | None:
         data = bytearray(size) if (size := backend.head(OWNER).size) <= _LIMIT else bytearray()
         if data:
             backend.read_into(OWNER, 0, memoryview(data))
-        return msgspec.json.decode(data, type=Owner)
+        return _decoder.decode(data)
     except (LinkRefused, ObjectNotFound, msgspec.MsgspecError, UnicodeError):
         return None
 

@@ -51,6 +51,9 @@ class _Answer(msgspec.Struct, frozen=True):
     names: tuple[str, ...] = ()
 
 
+_decoder: Final = msgspec.json.Decoder(_Answer)
+
+
 class Together:
     """The rounds of one restore.
 
@@ -150,7 +153,7 @@ class Together:
             lambda: msgspec.json.encode(self._worst(subject, step)),
             Wait(self._patience + _GRACE_SECONDS, "the end of the restore", step),
         )
-        return msgspec.json.decode(decided, type=_Answer)
+        return _decoder.decode(decided)
 
     def _worst(self, subject: str, step: int) -> _Answer:
         missing = set(range(self._coordinator.world_size))
@@ -170,7 +173,7 @@ class Together:
                 return _Answer("stop", f"step {step}: {late}")
             for rank, data in messages.items():
                 missing.discard(rank)
-                answer = msgspec.json.decode(data, type=_Answer)
+                answer = _decoder.decode(data)
                 shared = set(answer.names) if shared is None else common(shared, set(answer.names))
                 if _GRAVITY[answer.outcome] > _GRAVITY[worst.outcome]:
                     where = f"rank {rank}: " if self._coordinator.world_size > 1 else ""

@@ -32,6 +32,9 @@ class _Agreed(msgspec.Struct, frozen=True):
     missing: tuple[int, ...] = ()
 
 
+_decoder: Final = msgspec.json.Decoder(_Agreed)
+
+
 class LastStep:
     """One decision of one manager. All ranks make one.
 
@@ -92,7 +95,7 @@ class LastStep:
             raise CommitTimeout(
                 self._asked, [caller], wait, "the last step, to be named by the first"
             )
-        agreed = msgspec.json.decode(heard, type=_Agreed)
+        agreed = _decoder.decode(heard)
         if agreed.missing:
             raise CommitTimeout(self._asked, agreed.missing, self._patience, "the promise to stop")
         self._step = agreed.step

@@ -33,7 +33,8 @@ class EntryMissing(RestoreError):
         step: int,
         sources: Mapping[str, str] | None = None,
         *,
-        way: str = "take it out of the state, restore another step, or let it keep what it has "
+        way: str = "give the name that it was saved under (rename=; ckpt show lists the names), "
+        "take it out of the state, restore another step, or let it keep what it has "
         "(strict=False)",
     ) -> None:
         """``way`` is what to do about it, if no state is restored."""
@@ -67,7 +68,9 @@ class ShapeMismatch(RestoreError):
         )
         listed = both(name, self.source)
         super().__init__(
-            f"{listed} is saved with shape {list(saved)}, the target has {list(wanted)}"
+            f"{listed} is saved with shape {list(saved)}, the target has {list(wanted)}: build the "
+            "target with the sizes of the saved one (ckpt show lists its shapes), or restore other "
+            "names alone (only=)"
         )
 
 

@@ -9,7 +9,8 @@ not change what it unpacks to, so the checksum inside would not cover them.
 
 from __future__ import annotations
 
-from typing import Final, TypeVar
+import threading
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -43,6 +44,8 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 _json = msgspec.json.Encoder(order="deterministic")
 _envelope = msgspec.json.Decoder(_Envelope)
 _version = msgspec.json.Decoder(_Version)
+_decoders: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {}
+_building = threading.Lock()
 
 
 def pack(record: msgspec.Struct) -> bytes:
@@ -75,9 +78,21 @@ def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
     if version != FORMAT:
         raise (FormatTooNew if version > FORMAT else FormatTooOld)(key, version, FORMAT)
     try:
-        return msgspec.json.decode(body, type=kind)
+        return _decoder_of(kind).decode(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
         raise ManifestCorrupt(key, str(error)[:200]) from None
+
+
+def _decoder_of(kind: type[Record]) -> msgspec.json.Decoder[Record]:
+    """Return the decoder of a kind of records.
+
+    msgspec 0.22 crashes if two threads use a struct type for the first time at once. All other
+    modules make the decoders of their structs when they are imported.
+    """
+    if (known := _decoders.get(kind)) is None:
+        with _building:
+            known = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    return known
 
 
 def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from operator import index
 from typing import Final, SupportsIndex, cast
 
@@ -113,11 +114,14 @@ def step_of(state: object, step: object, *, last: int | None) -> int:
     """
     if step is None:
         own = state.get("step") if isinstance(state, Mapping) else None
-        step = own if type(own) is int else 0 if last is None else last + 1
+        counts = isinstance(own, Integral) and not isinstance(own, bool)
+        step = own if counts else 0 if last is None else last + 1
     try:
         number = -1 if isinstance(step, bool) else index(cast(SupportsIndex, step))
     except TypeError:
         number = -1
     if not 0 <= number < 10**18:
-        raise ConfigError(f"step={step!r}: a step is a whole number from 0 on")
+        raise ConfigError(
+            f"step={step!r}: a step is a whole number from 0 on, with at most 18 digits"
+        )
     return number

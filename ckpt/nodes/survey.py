@@ -34,6 +34,7 @@ _START_SECONDS: Final = 600.0
 """How long ranks may take to come to the same restore."""
 
 _log = logging.getLogger("ckpt")
+_decoder: Final = msgspec.json.Decoder(Peer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class NodeSurvey:
         ranks = {first for tier in self._tiers if _is_part(tier) for first in _firsts(tier)}
         wait = Wait(_START_SECONDS, "what its node has")
         messages = gather(self._coordinator, self._subject, wait, ranks=ranks)
-        return [msgspec.json.decode(message, type=Peer) for message in messages.values()]
+        return [_decoder.decode(message) for message in messages.values()]
 
     def _elsewhere(self, found: Candidate, stores: Sequence[StorageBackend]) -> bool:
         for position in found.answering:

@@ -62,6 +62,9 @@ class _Finding(msgspec.Struct, frozen=True):
     not_finite: tuple[str, ...] = ()
 
 
+_decoder: Final = msgspec.json.Decoder(_Finding)
+
+
 @dataclass(frozen=True, slots=True)
 class _Seen:
     """The newest save: its chunk table, and where the trained tensors are in it."""
@@ -220,7 +223,7 @@ class Suspicions:
             )
 
         decided = leader_decides(coordinator, subject, decide, patience)
-        return msgspec.json.decode(decided, type=_Finding)
+        return _decoder.decode(decided)
 
 
 def _not_compared(ref: StepRef, error: CkptError) -> None:
@@ -228,7 +231,7 @@ def _not_compared(ref: StepRef, error: CkptError) -> None:
 
 
 def _decoded(messages: Iterable[bytes]) -> list[_Finding]:
-    return [msgspec.json.decode(message, type=_Finding) for message in messages]
+    return [_decoder.decode(message) for message in messages]
 
 
 def _together(findings: Sequence[_Finding]) -> _Finding:

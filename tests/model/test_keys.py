@@ -2,12 +2,21 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckpt.errors import ManifestCorrupt
-from ckpt.model.keys import MANIFEST, OWNER, StepRef, data_name, fragment_name, parse_folder
+from ckpt.errors import ConfigError, ManifestCorrupt
+from ckpt.model.keys import (
+    MANIFEST,
+    OWNER,
+    StepRef,
+    data_name,
+    fragment_name,
+    parse_folder,
+    step_of,
+)
 from ckpt.storage.api import check_key
 
 REF = StepRef(1200, "abc123")
@@ -69,6 +78,15 @@ def test_a_folder_is_ours_only_if_we_would_name_it_so(name):
 )
 def test_folders_of_others_are_not_ours(name):
     assert parse_folder(name) is None
+
+
+def test_the_step_of_a_state_may_be_any_integer_but_a_bool() -> None:
+    assert step_of({"step": 7}, None, last=1) == 7
+    assert step_of({"step": np.int64(7)}, None, last=1) == 7
+    assert step_of({"step": True}, None, last=1) == 2
+    assert step_of({"step": 7.0}, None, last=None) == 0
+    with pytest.raises(ConfigError, match="at most 18 digits"):
+        step_of({}, 10**18, last=1)
 
 
 def test_steps_order_by_number():
