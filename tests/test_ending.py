@@ -362,7 +362,7 @@ def test_an_error_that_goes_on_ends_close_soon(
     caplog: pytest.LogCaptureFixture,
     way: Callable[[Path], None],
 ) -> None:
-    slow(monkeypatch, 60.0)
+    slow(monkeypatch, 5.0)
     with pytest.raises((ValueError, SystemExit)):
         way(tmp_path)
     assert "this process ends" in caplog.text
@@ -409,7 +409,7 @@ def test_an_error_in_closing_leaves_no_handler_of_signals(
 def test_the_handle_of_a_save_that_was_given_up_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow(monkeypatch, 60.0)
+    slow(monkeypatch, 5.0)
     handles: list[PendingSave] = []
     with pytest.raises(ValueError, match="boom"):
         save_and_raise(tmp_path, ValueError("boom"), handles, exit_seconds=0.1)

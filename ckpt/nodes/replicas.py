@@ -155,13 +155,13 @@ class NodeReplicas:
         if not waits:
             self._copying.submit(self._copy, tier.index)
 
-    def copied(self) -> frozenset[StepRef]:
-        """Return the newest step of each tier whose copies this node keeps.
+    def copied(self, tier: OpenTier) -> frozenset[StepRef]:
+        """Return the newest step of a tier whose copies this node keeps, if there is one.
 
         Later steps may not have their copies in time. No retention rule may remove these.
         """
         with self._lock:
-            return frozenset(self._copied.values())
+            return frozenset(ref for index, ref in self._copied.items() if index == tier.index)
 
     def close(self, *, wait: bool) -> None:
         """Stop.

@@ -89,7 +89,7 @@ class JobSteps:
     Args:
         tiers: All tiers, nearest first.
         earlier: The steps that the backfill copies, if this rank has a backfill.
-        copied: Returns the steps of which this node keeps copies for other nodes.
+        copied: Returns the steps of a tier of which this node keeps copies for other nodes.
 
     Thread safety: all methods may be called from any thread. ``_changed`` guards all fields.
     """
@@ -98,7 +98,7 @@ class JobSteps:
         self,
         tiers: Sequence[OpenTier],
         earlier: EarlierSteps | None = None,
-        copied: Callable[[], frozenset[StepRef]] = frozenset[StepRef],
+        copied: Callable[[OpenTier], frozenset[StepRef]] | None = None,
     ) -> None:
         self._durable = tuple(tier for tier in tiers if not tier.in_memory)
         self._earlier, self._copied = earlier, copied
@@ -205,15 +205,16 @@ class JobSteps:
 
     # -- what other tiers have ---------------------------------------------------------------------
 
-    def protected(self) -> frozenset[StepRef]:
-        """Return the steps that no retention rule may remove from a nearer tier yet.
+    def protected(self, tier: OpenTier) -> frozenset[StepRef]:
+        """Return the steps that no retention rule may remove from ``tier`` yet.
 
         Raises:
             StorageError: The steps of an earlier job are to be listed, and the store does not
                 answer.
         """
         earlier = self._earlier.needed() if self._earlier is not None else frozenset[StepRef]()
-        return self.waiting() | earlier | self._copied()
+        copied = self._copied(tier) if self._copied is not None else frozenset[StepRef]()
+        return self.waiting() | earlier | copied
 
     def is_on_other_tier(self, here: OpenTier, ref: StepRef) -> bool:
         """Return whether a durable tier other than ``here`` has ``ref`` or a newer step of this
@@ -260,7 +261,7 @@ class TierSteps:
 
     def protected(self) -> frozenset[StepRef]:
         """Return the steps that no retention rule may remove."""
-        return self.steps.protected()
+        return self.steps.protected(self.tier)
 
     def is_elsewhere(self, ref: StepRef) -> bool:
         """Return whether another durable tier has ``ref``."""

@@ -132,7 +132,7 @@ class Saver:
         fills = self._is_leader and len(durable) > 1 and not durable[0].nodes
         patience = config.commit_timeout_seconds
         earlier = EarlierSteps(durable[0].backend, coordinator.attempt, patience) if fills else None
-        copied = self._replicas.copied if self._replicas else frozenset[StepRef]
+        copied = self._replicas.copied if self._replicas is not None else None
         self.steps = JobSteps(tiers, earlier, copied)
         self._slot_steps = SlotSteps(coordinator.rank)
         limit, ranks = config.staging_bytes, ranks_on_this_node()

@@ -312,7 +312,7 @@ class Snapshot:
         if self._error is None and self.window.whole:
             try:
                 self._ask_witness(None)
-            except Exception as error:  # noqa: BLE001 - those who wait for the save get it
+            except Exception as error:  # noqa: BLE001 - the callers that wait for the save get it
                 with self._settling:
                     self._error = (
                         error

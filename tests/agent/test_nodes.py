@@ -217,6 +217,7 @@ def test_folders_of_nodes_are_brought_to_the_shared_tier_as_it_takes_them(
     assert holds(cluster.shared, 2)
 
 
+@pytest.mark.torture
 def test_farther_shared_tiers_and_their_retention_are_left_to_the_agent_of_the_leader(
     cluster: Cluster,
 ) -> None:
@@ -245,6 +246,7 @@ def test_a_step_that_one_node_has_lost_is_not_listed_and_stays_in_the_memory_of_
     assert "000000003" in cluster.steps_in_memory(0)
 
 
+@pytest.mark.torture
 def test_a_step_that_one_node_has_lost_costs_no_other_step(cluster: Cluster) -> None:
     cluster.train(1, 3, "kill without step-000000003.*")
     assert until(lambda: whole(cluster.shared) == [2])

@@ -89,16 +89,22 @@ def test_steps_of_the_job_before_stay_until_the_backfill_is_done_with_them(tiers
         near.put(ref.manifest, [b"{}"])
     earlier = EarlierSteps(near, "b" * 12, 30)
     steps = JobSteps(tiers, earlier)
-    assert steps.protected() == frozenset(), "nothing was restored"
+    assert steps.protected(tiers[0]) == frozenset(), "nothing was restored"
     steps.set_restored(ONE)
-    assert steps.protected() == {ONE}, "before the first commit: all of other jobs"
+    assert steps.protected(tiers[0]) == {ONE}, "before the first commit: all of other jobs"
     assert earlier.begin() == ONE
     assert earlier.begin() is None, "a backfill begins once"
     earlier.set_left([ONE])
     steps.begin_waiting(THREE, "far")
-    assert steps.protected() == {ONE, THREE}
+    assert steps.protected(tiers[0]) == {ONE, THREE}
     earlier.set_left([])
-    assert steps.protected() == {THREE}
+    assert steps.protected(tiers[0]) == {THREE}
+
+
+def test_a_step_whose_copies_this_node_keeps_stays_on_that_tier_alone(tiers) -> None:
+    near, far = tiers
+    steps = JobSteps(tiers, copied=lambda tier: frozenset([ONE] if tier is near else []))
+    assert (steps.protected(near), steps.protected(far)) == ({ONE}, frozenset())
 
 
 def test_a_job_that_restored_nothing_has_nothing_to_fill(tiers) -> None:
