@@ -130,7 +130,7 @@ class NodeParts:
         return next((ref.step for ref in self._begun() if is_committed(self._target, ref)), -1)
 
     def _parts(self) -> dict[StepRef, _Part]:
-        """Return the steps of which this node has its part, newest first."""
+        """Return this node's part of each step that it has, newest step first."""
         found: dict[StepRef, _Part] = {}
         for store in self._stores:
             for held in Inventory(store, part=True).look():

@@ -1,5 +1,5 @@
-"""A short form of which rank holds which box of a tensor. What ten thousand ranks of a mesh hold is
-one box that is repeated.
+"""A short form for the boxes of a tensor and the ranks that hold them. The boxes of ten thousand
+ranks of a mesh are one box that is repeated.
 
 A *run* is a box on a rank, and *levels* that repeat it: ``count`` times, each so many ranks and so
 many elements further. A mesh gives one level for each of its dimensions. An irregular layout gives

@@ -89,7 +89,7 @@ class JobSteps:
     Args:
         tiers: All tiers, nearest first.
         earlier: The steps that the backfill copies, if this rank has a backfill.
-        copied: Returns the steps of a tier of which this node keeps copies for other nodes.
+        copied: Returns the steps of a tier whose files this node keeps for other nodes.
 
     Thread safety: all methods may be called from any thread. ``_changed`` guards all fields.
     """

@@ -166,7 +166,7 @@ def _cgroup_rooms() -> list[int]:
     rooms: list[int] = []
     for kind in (_V1, _V2):
         path = _own_cgroup(kind.controller)
-        # In a container this is often the path on the host, of which only the root is there.
+        # In a container this is often the path on the host, and only its root exists there.
         for group in (path, *path.parents):
             folder = f"{kind.mount}{group}"
             limits = [

@@ -97,7 +97,7 @@ class Cluster:
         return sorted(path.parent.name[5:14] for path in self.memory(node).glob("step-*/rank-*"))
 
     def train(self, first: int, last: int, end: str, numbers: int = NUMBERS) -> Ended:
-        """Four ranks that save, and end as they are told."""
+        """Run four ranks that save the steps, and then end in the way ``end`` names."""
         script = self.folder / "trainer.py"
         script.write_text(TRAINER)
         port = free_port()

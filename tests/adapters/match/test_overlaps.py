@@ -20,7 +20,7 @@ TARGETS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
     "another shape": lambda base: {"a": base, "b": base.view(-1)},
     "another dtype": lambda base: {"a": base, "b": base.view(torch.int32)},
     "an array": lambda base: {"a": base[:2], "b": base.numpy()[1:]},
-    "three of which two meet": lambda base: {"a": base, "b": base[:1], "c": base[2:]},
+    "the whole and two parts": lambda base: {"a": base, "b": base[:1], "c": base[2:]},
 }
 
 

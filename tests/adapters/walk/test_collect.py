@@ -350,7 +350,7 @@ def test_plain_values_of_all_kinds_come_back_as_they_were() -> None:
 
 
 def test_each_dtype_of_torch_is_a_value() -> None:
-    """Those too of which no tensor can be saved, as the settings of a quantisation have them."""
+    """Dtypes whose tensors cannot be saved are values too. Settings of a quantisation hold them."""
     dtypes = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
     assert len(dtypes) > len(DTYPES)
     assert round_trip({"dtypes": dtypes}, {"dtypes": None})["dtypes"] == dtypes
