@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -76,13 +76,20 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging
     far.open.set()
 
 
-def ended_threads(*names: str) -> bool:
-    """Whether no thread of such a name is left."""
-    return not any(thread.name.startswith(names) for thread in threading.enumerate())
+@pytest.fixture
+def ended_threads() -> Callable[..., bool]:
+    """Return whether no thread of such a name is left, apart from those that were there before."""
+    before = set(threading.enumerate())
+
+    def ended(*names: str) -> bool:
+        later = set(threading.enumerate()) - before
+        return not any(thread.name.startswith(names) for thread in later)
+
+    return ended
 
 
 def test_it_does_not_wait_for_a_far_tier_that_hangs(
-    place: Place, tmp_path: Path, hanging: Hanging
+    place: Place, tmp_path: Path, hanging: Hanging, ended_threads: Callable[..., bool]
 ) -> None:
     """What the trainer had begun there ends later, and harms nothing that the agent has done."""
     manager = CheckpointManager([tmp_path / "near", tmp_path / "far"], agent="required")
@@ -146,6 +153,7 @@ def test_it_waits_for_the_removal_of_a_save_that_was_aborted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
+    ended_threads: Callable[..., bool],
 ) -> None:
     """Else the agent could copy the step while the files of the aborted save are removed."""
     far, detached = Refusing(str(tmp_path / "far")), threading.Event()
