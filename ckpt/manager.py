@@ -11,14 +11,14 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import wait
 from datetime import datetime
 from functools import partial
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, NoReturn, Self, Unpack
 
 import torch
 from torch.optim import Optimizer
 
 from ckpt.adapters.match.renaming import Rename
 from ckpt.adapters.match.selection import Selection
-from ckpt.adapters.torch_private import is_tested, tested_range
+from ckpt.adapters.torch_private import warn_of_untested
 from ckpt.adapters.torch_store import find_coordinator
 from ckpt.adapters.walk.collect import Collected, collect
 from ckpt.adapters.walk.memory import Memory
@@ -57,7 +57,6 @@ from ckpt.staging.fence import Fence
 from ckpt.storage.tiers import Tiers, as_tiers, closed_on_error, open_tiers
 
 _log = logging.getLogger("ckpt")
-_warned: Final[set[str]] = set()
 _LIST_SECONDS: Final = 1.0  # How long a close waits for listings that a restore has given up
 _LEAVE_SECONDS: Final = 2.0  # How long a rank that leaves waits for the job's store
 _READERS: Final = 4  # A restore has the machine to itself, so it may use more threads than a save
@@ -98,7 +97,7 @@ class CheckpointManager:
         coordinator: Coordinator | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        _warn_of_untested(torch.__version__)
+        warn_of_untested(torch.__version__)
         self._config = with_settings(config or SaveConfig(), settings)
         self._jobs = Jobs(metadata or {})
         self._tiers = open_tiers(as_tiers(tiers))
@@ -619,6 +618,11 @@ class CheckpointManager:
         for tier in self._tiers:
             tier.backend.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a CheckpointManager cannot be copied or pickled: build one in each process"
+        )
+
     def __enter__(self) -> Self:
         return self
 
@@ -697,16 +701,3 @@ class CheckpointManager:
                 "this CheckpointManager was made before a fork: build one in the process that "
                 "uses it (spawn, not fork)"
             )
-
-
-def _warn_of_untested(version: str) -> None:
-    """Log a warning, once in a process, if ``version`` of torch is not of a tested release."""
-    release = ".".join(version.split(".")[:2])
-    if not is_tested(version) and release not in _warned:
-        _warned.add(release)
-        _log.warning(
-            "ckpt: torch %s is installed, and this version of ckpt was tested with torch %s only: "
-            "save and restore once and compare before you rely on it",
-            version,
-            tested_range(),
-        )

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
+import pickle
 import threading
 import time
 import uuid
@@ -705,6 +707,15 @@ def test_every_error_is_one_of_ours(memory: str) -> None:
         for state in ({"x": object()}, [], {"x": torch.empty(1, device="meta")}):
             with pytest.raises(CkptError):
                 manager.save_async(state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_manager_is_not_copied(memory: str, duplicate: Callable[[object], object]) -> None:
+    """A copy would share threads, slots and the ledger of saves with this one."""
+    with CheckpointManager(memory) as manager:
+        with pytest.raises(TypeError, match="build one in each process"):
+            duplicate(manager)
+        manager.save({"step": 1}, step=1)
 
 
 def test_a_torch_that_was_not_tested_is_warned_of_once(

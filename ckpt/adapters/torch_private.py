@@ -12,6 +12,7 @@ save reads of thousands of tensors (``Tensor._version``, ``DTensor._local_tensor
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from torch.optim import Optimizer
 
 from ckpt.errors import ConfigError
 
+_log = logging.getLogger("ckpt")
+_warned: Final[set[str]] = set()
 TESTED_TORCH: Final = ((2, 9), (2, 15))
 """The first and the last release of torch that the tests run on (docs/versions.md)."""
 REQUIRED: Final = (
@@ -64,6 +67,19 @@ def is_tested(version: str) -> bool:
     major, minor = version.split(".")[:2]
     first, last = TESTED_TORCH
     return first <= (int(major), int(minor)) <= last
+
+
+def warn_of_untested(version: str) -> None:
+    """Log a warning, once in a process, if ``version`` of torch is not of a tested release."""
+    release = ".".join(version.split(".")[:2])
+    if not is_tested(version) and release not in _warned:
+        _warned.add(release)
+        _log.warning(
+            "ckpt: torch %s is installed, and this version of ckpt was tested with torch %s only: "
+            "save and restore once and compare before you rely on it",
+            version,
+            tested_range(),
+        )
 
 
 def missing(name: str) -> ConfigError:
