@@ -9,8 +9,9 @@ of each source, ``Full`` all of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final, Protocol
 from zlib import crc32
@@ -63,6 +64,33 @@ are.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Spaced:
+    """Places of one size, equally spaced: ``offsets`` in the target, ``begin`` further on in the
+    source.
+
+    It makes them when they are iterated over. Thousands of objects, for each slot and each restore,
+    would bring forward the runs of the garbage collector, each of which holds up all threads for
+    0.1 s or more.
+    """
+
+    begin: int
+    offsets: range
+    nbytes: int
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __iter__(self) -> Iterator[Place]:
+        return ((self.begin + offset, offset, self.nbytes) for offset in self.offsets)
+
+    def __getitem__(self, which: slice) -> Spaced:
+        return Spaced(self.begin, self.offsets[which], self.nbytes)
+
+
+Places = Spaced | list[Place]
+
+
 class Sample:
     """The places at which the late copies of a batch are looked at.
 
@@ -76,22 +104,30 @@ class Sample:
         self.subsets: tuple[Subset, ...] = ()
 
     def build(self) -> None:
-        """Find the places in the sources, if that was not done before."""
-        if self.subsets:
-            return
-        places = [(copy, _places(copy)) for copy in sorted(self._copies, key=_kind)]
-        more = sum(len(found) - 1 for _, found in places)
-        count = 1 + more // PLACES_AT_ONCE
-        self.subsets = tuple(
-            Subset([(copy, found[k::count] or [found[k % len(found)]]) for copy, found in places])
-            for k in range(count)
-        )
+        """Find the places of the next subset in the sources, if that was not done before."""
+        if not self.subsets:
+            places = [(copy, _places(copy)) for copy in sorted(self._copies, key=_kind)]
+            more = sum(len(found) - 1 for _, found in places)
+            count = 1 + more // PLACES_AT_ONCE
+            self.subsets = tuple(
+                Subset(
+                    [
+                        (copy, found[k::count] or found[k % len(found) :][:1])
+                        for copy, found in places
+                    ]
+                )
+                for k in range(count)
+            )
+        self.subsets[self._after()].build()
 
     def next(self) -> Subset:
         """Return the subset for this save."""
         self.build()
-        self._turn = (self._turn + 1) % len(self.subsets)
+        self._turn = self._after()
         return self.subsets[self._turn]
+
+    def _after(self) -> int:
+        return (self._turn + 1) % len(self.subsets)
 
 
 class Subset:
@@ -101,22 +137,31 @@ class Subset:
     because a batch is only used while its sources are where they were.
     """
 
-    def __init__(self, places: Sequence[tuple[Copy, list[Place]]]) -> None:
+    def __init__(self, places: Sequence[tuple[Copy, Places]]) -> None:
         """``places``: of each copy those to read. Copies of one kind stand together."""
         self._places = places
+        self._addresses: list[tuple[int, Places]] = []
         self._host: list[Any] = []
         self._on_devices: list[list[torch.Tensor]] = []
         self._targets: list[Any] = []
         self._spans: dict[int, tuple[slice, slice]] = {}
         for kind, together in groupby(places, key=lambda pair: _kind(pair[0])):
             if kind == _HOST:
-                for copy, found in together:
-                    address = copy.source.data_ptr()
-                    self._host += [host_bytes(address + at, nbytes) for at, _, nbytes in found]
+                self._addresses = [(copy.source.data_ptr(), found) for copy, found in together]
             else:
                 self._on_devices.append(
                     [view for copy, found in together for view in _views(copy, found)]
                 )
+
+    def build(self) -> None:
+        """Make what reads the places in host memory, if that was not done before."""
+        if self._addresses:
+            self._host = [
+                host_bytes(address + at, nbytes)
+                for address, found in self._addresses
+                for at, _, nbytes in found
+            ]
+            self._addresses = []
 
     def __len__(self) -> int:
         """Return how many places it has."""
@@ -126,6 +171,7 @@ class Subset:
         """Return the bytes of all places of the sources now: those in host memory, and those on
         devices in the order of their current streams.
         """
+        self.build()
         with torch.no_grad():
             return b"".join(self._host), [torch.cat(views).flatten() for views in self._on_devices]
 
@@ -164,13 +210,16 @@ class Sampled:
     """
 
     def __init__(self, samples: Iterable[Sample]) -> None:
-        subsets = [sample.next() for sample in samples]
+        self._samples = list(samples)
+        subsets = [sample.next() for sample in self._samples]
         self._taken = [(subset, *subset.read()) for subset in subsets]
 
     def changed(self, copies: Sequence[Copy] | None, beside: Beside) -> str | None:
         self._taken = [
             (subset, host + _fetched(there, beside), []) for subset, host, there in self._taken
         ]
+        for sample in self._samples:
+            sample.build()  # So that the training thread need not, at the next save
         found = (subset.differs(taken, copies) for subset, taken, _ in self._taken)
         return next((name for name in found if name is not None), None)
 
@@ -191,21 +240,18 @@ class Full:
         return None
 
 
-def _places(copy: Copy) -> list[Place]:
+def _places(copy: Copy) -> Places:
     name, source, target, _, end, part, _ = copy
     nbytes = target.nbytes
     if not source.is_contiguous():
         return _elements(copy)
     begin = 0 if part is None else part.start * target.itemsize
     if nbytes <= WHOLE_BYTES:
-        return [(begin, 0, nbytes)]
+        return Spaced(begin, range(1), nbytes)
     count = max(1, nbytes // SPACING_BYTES)
     free = nbytes - (count - 1) * SPACING_BYTES - LINE_BYTES
     at = crc32(name.encode(), end) % (free + 1) // 64 * 64
-    return [
-        (begin + offset, offset, LINE_BYTES)
-        for offset in range(at, at + count * SPACING_BYTES, SPACING_BYTES)
-    ]
+    return Spaced(begin, range(at, at + count * SPACING_BYTES, SPACING_BYTES), LINE_BYTES)
 
 
 def _elements(copy: Copy) -> list[Place]:
@@ -234,19 +280,18 @@ def _kind(copy: Copy) -> tuple[str, bool]:
     return str(copy.source.device), copy.source.is_contiguous() and copy.target.nbytes > WHOLE_BYTES
 
 
-def _views(copy: Copy, places: list[Place]) -> list[torch.Tensor]:
+def _views(copy: Copy, places: Places) -> list[torch.Tensor]:
     """Return the places of a source on a device, as one view if they are equally spaced."""
     source = copy.source
-    if not source.is_contiguous():
+    if not isinstance(places, Spaced):
         at = [source.storage_offset() + begin // source.itemsize for begin, _, _ in places]
         return [source.as_strided((1,), (1,), offset).view(torch.uint8) for offset in at]
     flat = source.reshape(-1).view(torch.uint8)
-    begin, _, nbytes = places[0]
+    begin = places.begin + places.offsets.start
     if copy.target.nbytes <= WHOLE_BYTES:
-        return [flat[begin : begin + nbytes]]
-    spacing = places[1][0] - begin if len(places) > 1 else LINE_BYTES
+        return [flat[begin : begin + places.nbytes]]
     shape = (len(places), LINE_BYTES)
-    return [flat.as_strided(shape, (spacing, 1), flat.storage_offset() + begin)]
+    return [flat.as_strided(shape, (places.offsets.step, 1), flat.storage_offset() + begin)]
 
 
 def _fetched(tensors: Iterable[torch.Tensor], beside: Beside) -> bytes:

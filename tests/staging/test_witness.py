@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections.abc import Callable
@@ -152,6 +153,17 @@ def test_one_save_reads_a_bounded_number_of_places_and_successive_ones_all():
     assert len(every) == 300 * MIB // SPACING_BYTES
     assert {two - one for one, two in itertools.pairwise(every)} == {SPACING_BYTES}
     assert {sample.next() for _ in range(3)} == set(sample.subsets)
+
+
+def test_a_sample_keeps_few_objects():
+    """Thousands of them in each slot would make the garbage collector run after each restore."""
+    copy = copy_of(torch.empty(1200 * MIB, dtype=torch.uint8))
+    sample = Sample([copy])
+    gc.collect()
+    before = len(gc.get_objects())
+    sample.build()
+    assert len(gc.get_objects()) - before < 100 + PLACES_AT_ONCE
+    assert sum(map(len, sample.subsets)) > 4 * PLACES_AT_ONCE
 
 
 def test_a_change_that_is_made_at_each_save_is_seen_once_all_places_were_read():
