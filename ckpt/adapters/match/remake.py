@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import KindMismatch, ManifestCorrupt
+from ckpt.errors import FormatUnsupported, KindMismatch, ManifestCorrupt
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, decode
 
@@ -65,7 +65,12 @@ class Remaker:
 
 
 def torch_value(tag: str, node: Mapping[str, Node]) -> object:
-    """Return a plain value of torch's own. Raises ``ManifestCorrupt`` if the node is none."""
+    """Return a plain value of torch's own.
+
+    Raises:
+        FormatUnsupported: It is a dtype that this torch does not have.
+        ManifestCorrupt: The node is no such value.
+    """
     match tag:
         case "size":
             return torch.Size(node["v"])
@@ -73,5 +78,11 @@ def torch_value(tag: str, node: Mapping[str, Node]) -> object:
             return torch.device(node["v"])
         case "dtype" if isinstance(found := vars(torch).get(node["v"]), torch.dtype):
             return found
+        case "dtype":
+            raise FormatUnsupported(
+                "tree",
+                f"has the value {str(node['v'])[:40]!r}, a dtype that torch {torch.__version__} "
+                "lacks: restore with the torch that saved it",
+            )
         case _:
             raise ManifestCorrupt("tree", f"unknown node {tag[:40]!r}")

@@ -19,7 +19,7 @@ from ckpt import CheckpointManager, PerRank
 from ckpt.adapters.walk.collect import collect
 from ckpt.adapters.walk.memory import Memory
 from ckpt.adapters.walk.segments import Held, Segment
-from ckpt.errors import UnsupportedValue
+from ckpt.errors import FormatUnsupported, UnsupportedValue
 from ckpt.model.dtype import DTYPES
 from tests.adapters.saving import (
     assert_same,
@@ -354,6 +354,14 @@ def test_each_dtype_of_torch_is_a_value() -> None:
     dtypes = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
     assert len(dtypes) > len(DTYPES)
     assert round_trip({"dtypes": dtypes}, {"dtypes": None})["dtypes"] == dtypes
+
+
+def test_a_dtype_that_this_torch_lacks_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a checkpoint of a later torch."""
+    root = saved({"dtype": torch.uint4})
+    monkeypatch.delattr(torch, "uint4")
+    with pytest.raises(FormatUnsupported, match=r"'uint4', a dtype that torch .* lacks"):
+        restored(root, {"dtype": None})
 
 
 class Opaque:
