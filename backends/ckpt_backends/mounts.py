@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from typing import Final
 
@@ -27,6 +28,8 @@ _NETWORK: Final = frozenset(
         "virtiofs",
     ]
 )
+_ESCAPE: Final = re.compile(r"\\([0-7]{3})")
+"""What the kernel writes for a space, a tab, a line feed, a backslash and a number sign."""
 
 
 def on_network(path: str) -> bool:
@@ -42,7 +45,7 @@ def kind_of(path: str, mounts: str = MOUNTS) -> str:
     with suppress(OSError), open(mounts, encoding="utf-8", errors="surrogateescape") as table:
         for line in table:
             point, name = line.split()[1:3]
-            point = point.replace("\\040", " ")
+            point = _ESCAPE.sub(lambda found: chr(int(found[1], 8)), point)
             inside = path == point or path.startswith(point.rstrip("/") + "/")
             # Of two mounts on one point, the later one hides the earlier one.
             if inside and len(point) >= len(found):

@@ -47,6 +47,16 @@ def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     )
 
 
+@pytest.mark.parametrize("name", ["a b", "tab\there", "back\\slash", "#1", "\\040"])
+def test_a_mount_point_may_have_any_name(tmp_path: Path, name: str) -> None:
+    """The kernel writes some characters as three octal digits."""
+    mounts, point = tmp_path / "mounts", tmp_path / name
+    codes = {each: f"\\{ord(each):03o}" for each in " \t\n\\#"}
+    escaped = "".join(codes.get(each, each) for each in str(point))
+    mounts.write_text(f"none / ext4 rw 0 0\nfs {escaped} lustre rw 0 0\n")
+    assert kind_of(str(point / "run"), str(mounts)) == "lustre"
+
+
 def save(tier: Tier, *steps: int) -> None:
     with CheckpointManager(tier) as manager:
         for step in steps:
