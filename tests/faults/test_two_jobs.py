@@ -15,7 +15,7 @@ from tests.faults.conftest import Count
 from tests.kit.stores import whole
 from tests.kit.worlds import run_code, run_forks
 
-JOB = """
+JOB = r"""
 import os, sys, torch
 from ckpt import CheckpointManager, Tier
 from ckpt.coordination.owner import Owner
@@ -41,7 +41,7 @@ while saves > 0:
                 error = pending.exception(60)
                 if error is not None:
                     raise error
-                print("saved", step, flush=True)
+                os.write(1, f"saved {step}\n".encode())  # in one piece, beside lines of the log
                 step += 1
         except CkptError as error:
             lost += 1
