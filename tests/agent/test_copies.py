@@ -48,8 +48,8 @@ from tests.kit.worlds import run_code
 from tests.servers import KEY, SECRET, Server
 
 __all__ = ["gated", "mount"]
-ELEMENTS = 10 << 20
-"""40 MiB: several chunks, and several parts of an upload."""
+ELEMENTS = 6 << 20
+"""24 MiB: two chunks, and three parts of an upload."""
 ITSELF = "copies its file to"
 
 
