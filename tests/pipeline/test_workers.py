@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from concurrent.futures import wait
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -15,7 +16,8 @@ from ckpt.pipeline.workers import Once, Workers
 def os_threads() -> set[str]:
     names = set()
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/comm") as file:
+        # A thread may end meanwhile.
+        with suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
             names.add(file.read().strip())
     return names
 
