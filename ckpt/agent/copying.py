@@ -84,18 +84,19 @@ class _Service:
         """
         me = os.getpid()
         send(self._connection, Lent(Process(me, process_started(me) or 0)))
-        while self._has_come(_IDLE_SECONDS):
+        while self._connection in self._ready(_IDLE_SECONDS):
             request = msgspec.msgpack.decode(receive(self._connection), type=CopyFile)
             send(self._connection, self._copy(request))
 
-    def _has_come(self, seconds: float) -> bool:
-        """Return whether the trainer sends something, or closes the connection, in that time."""
-        ready = [key.fileobj for key, _ in self._selector.select(seconds)]
+    def _ready(self, seconds: float) -> set[object]:
+        """Return what can be read, once something can or that time is over.
+
+        Raises ``EOFError`` if the trainer has ended.
+        """
+        ready: set[object] = {key.fileobj for key, _ in self._selector.select(seconds)}
         if self._trainer in ready:
             raise EOFError
-        if self._copied in ready:
-            os.eventfd_read(self._copied)
-        return self._connection in ready
+        return ready
 
     def _copy(self, request: CopyFile) -> FileCopied | FileFailed:
         sent, unwanted = list[int](), threading.Event()
@@ -107,12 +108,16 @@ class _Service:
 
         copying = self._copier.submit(self._copy_file, request, count)
         copying.add_done_callback(lambda _: os.eventfd_write(self._copied, 1))
-        while not copying.done():
-            if self._has_come(REPORT_SECONDS):  # it sends nothing meanwhile, so it has left
+        # The event, and not the future, ends the loop: an event that came after the answer was taken
+        # for the end of the idle time, and the worker ended.
+        while self._copied not in (ready := self._ready(REPORT_SECONDS)):
+            if self._connection in ready:  # The trainer sends nothing meanwhile, so it has left
                 unwanted.set()
                 wait([copying], _ABORT_SECONDS)
                 raise EOFError
             send(self._connection, Progress(sum(sent)))
+        os.eventfd_read(self._copied)
+        send(self._connection, Progress(sum(sent)))
         try:
             return FileCopied(copying.result())
         except Exception as error:  # noqa: BLE001 - the trainer copies the file itself

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from bench.proxy import Proxy
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import Connection, connect, reach, status
+from ckpt.agent.copying import copy_files
 from ckpt.agent.messages import (
     AskWorker,
     CopyFile,
@@ -27,10 +30,12 @@ from ckpt.agent.messages import (
     FileFailed,
     Job,
     Lent,
+    Welcome,
     encode,
     fields_of,
 )
 from ckpt.agent.place import Place
+from ckpt.agent.reports import Order
 from ckpt.catalog.index import attempts, read_manifest, unfinished_of
 from ckpt.config import AgentMode
 from ckpt.coordination.api import Coordinator
@@ -38,6 +43,7 @@ from ckpt.errors import AgentError, CkptError, LeftToAgent, OutOfSpace, RootLost
 from ckpt.model.keys import StepRef, data_name
 from ckpt.model.manifest import Manifest
 from ckpt.pending import PendingSave
+from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, holders, job
 from tests.coordination.world import World
@@ -423,6 +429,37 @@ def test_a_detach_ends_the_copy_and_leaves_it_to_the_agent(
     await_state(place, "done")
     assert listed(far) == [1, 2]
     assert until(lambda: not unfinished(far))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # The end of the process closes its socket
+def test_a_worker_waits_for_requests_though_word_of_a_copy_comes_late(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took the end of a copy for the end of its patience, if that came after the answer."""
+    answered, write = threading.Event(), os.eventfd_write
+
+    def late(descriptor: int, value: int) -> None:
+        answered.wait(0.5)
+        write(descriptor, value)
+
+    monkeypatch.setattr("ckpt.agent.copying.os.eventfd_write", late)
+    with CheckpointManager(tmp_path / "near") as manager:
+        save(manager, 1, elements=1000)
+    ours, theirs = socket.socketpair()
+    theirs.sendall(encode(Welcome("1", os.getpid())))
+    order = Order(of_tiers(tmp_path, "near", "far"), "copy", connection=theirs.detach())
+    with Workers("test", 1) as workers, contextlib.closing(Connection(ours)) as trainer:
+        serving = workers.submit(copy_files, order)
+        assert isinstance(trainer.next_answer(60), Lent)
+        for _ in range(2):
+            trainer.send(request(tmp_path))
+            while not isinstance(trainer.next_answer(60), FileCopied):
+                pass
+            answered.set()
+            assert not trainer.has_ended(1)
+            assert not serving.done()
+    del serving
+    gc.collect()
 
 
 # -- requests that make no sense -------------------------------------------------------------------
