@@ -108,8 +108,8 @@ class _Service:
 
         copying = self._copier.submit(self._copy_file, request, count)
         copying.add_done_callback(lambda _: os.eventfd_write(self._copied, 1))
-        # The event, and not the future, ends the loop: an event that came after the answer was taken
-        # for the end of the idle time, and the worker ended.
+        # The event, and not the future, ends the loop: an event after the answer was taken for the
+        # end of the idle time, and the worker ended.
         while self._copied not in (ready := self._ready(REPORT_SECONDS)):
             if self._connection in ready:  # The trainer sends nothing meanwhile, so it has left
                 unwanted.set()
