@@ -100,7 +100,8 @@ class Server:
 def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """S3 as AWS answers it, in memory; any credentials are right. Holds the bucket ``bucket``."""
     port, folder = free_port(), tmp_path_factory.mktemp("moto")
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    program = Path(__file__).with_name("kit") / "atomic_moto.py"
+    command = [sys.executable, "-P", str(program), "-H", "127.0.0.1", "-p", str(port)]
     server = Server("moto_server", command, port, folder / "log").start()
     try:
         urllib.request.urlopen(

@@ -108,8 +108,8 @@ class _Service:
 
         copying = self._copier.submit(self._copy_file, request, count)
         copying.add_done_callback(lambda _: os.eventfd_write(self._copied, 1))
-        # The event, and not the future, ends the loop: an event after the answer was taken for the
-        # end of the idle time, and the worker ended.
+        # The loop waits for the event and not for the future, which is done a little earlier. An
+        # event that came after the answer would end the wait for the next request.
         while self._copied not in (ready := self._ready(REPORT_SECONDS)):
             if self._connection in ready:  # The trainer sends nothing meanwhile, so it has left
                 unwanted.set()

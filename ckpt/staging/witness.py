@@ -69,9 +69,9 @@ class Spaced:
     """Places of one size, equally spaced: ``offsets`` in the target, ``begin`` further on in the
     source.
 
-    It makes them when they are iterated over. Thousands of objects, for each slot and each restore,
-    would bring forward the runs of the garbage collector, each of which holds up all threads for
-    0.1 s or more.
+    It makes each place only while it is iterated over. A list would have thousands of objects for
+    each slot, made again after each restore. The garbage collector would then run more often, and
+    one full run stops all threads for 0.1 s or more.
     """
 
     begin: int
@@ -155,10 +155,11 @@ class Subset:
 
     def build(self) -> None:
         """Make what reads the places in host memory, if that was not done before."""
-        if self._addresses:
+        # Two threads may be here at once: each works on what it has seen.
+        if addresses := self._addresses:
             self._host = [
                 host_bytes(address + at, nbytes)
-                for address, found in self._addresses
+                for address, found in addresses
                 for at, _, nbytes in found
             ]
             self._addresses = []

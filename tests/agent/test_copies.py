@@ -274,7 +274,7 @@ def test_a_worker_that_is_silent_is_ended(
     monkeypatch.setattr("ckpt.agent.copier._END_SECONDS", 0.5)
     reached = going.progress
     assert until(lambda: going.progress > reached)
-    with contextlib.suppress(ProcessLookupError):  # ended already, as it was silent under load
+    with contextlib.suppress(ProcessLookupError):  # It has ended: it was silent under load
         os.kill(worker, signal.SIGSTOP)
     wire.bytes_per_second = 0.0
     going.result(100)
@@ -432,10 +432,10 @@ def test_a_detach_ends_the_copy_and_leaves_it_to_the_agent(
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # The end of the process closes its socket
-def test_a_worker_waits_for_requests_though_word_of_a_copy_comes_late(
+def test_a_worker_goes_on_if_the_event_of_a_finished_copy_comes_late(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It took the end of a copy for the end of its patience, if that came after the answer."""
+    """An event that came after the answer ended the wait for the next request, and the worker."""
     answered, write = threading.Event(), os.eventfd_write
 
     def late(descriptor: int, value: int) -> None:

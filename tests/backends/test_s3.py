@@ -47,9 +47,6 @@ class TestMoto(BackendConformance):
         options = {**RIGHT, "endpoint_url": moto_server.url, "config_kwargs": {"read_timeout": 5}}
         return lambda name: open_s3(f"s3://bucket/{test}/{name}", options)
 
-    def test_of_eight_racing_puts_exactly_one_wins(self) -> None:
-        pytest.skip("moto looks for the object and writes it in two steps: two were seen to win")
-
 
 class TestRclone(BackendConformance):
     """A real server, which ignores ``If-None-Match``."""

@@ -156,6 +156,12 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "refused with our error",
         "tests/fuzz/test_readers.py",
     ),
+    "fuzz-large": Fault(
+        "manifests and fragments of large worlds, in columns, mutated at random",
+        "records",
+        "read or refused with our error, within bounds",
+        "tests/fuzz/test_large_worlds.py",
+    ),
     "import": Fault(
         "files of `torch.save`, DCP and safetensors with changed bytes, most of them with right "
         "checksums, given to `ckpt import`",

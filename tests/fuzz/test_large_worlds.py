@@ -71,7 +71,7 @@ def test_a_manifest_by_reference_changed_anywhere_is_read_or_refused(
         except CkptError as refused:
             told(refused)
 
-    tally("fuzz", fuzz(examples, mutated(json.loads(msgspec.json.encode(OUTLINE))), check))
+    tally("fuzz-large", fuzz(examples, mutated(json.loads(msgspec.json.encode(OUTLINE))), check))
 
 
 @SCALE
@@ -83,7 +83,7 @@ def test_a_fragment_in_columns_changed_anywhere_is_read_or_refused(
     def check(changed: Any) -> None:
         read_or_refused(sealed(changed))
 
-    tally("fuzz", fuzz(examples, mutated(body), check))
+    tally("fuzz-large", fuzz(examples, mutated(body), check))
 
 
 def read_or_refused(data: bytes) -> None:
@@ -128,7 +128,7 @@ def test_columns_changed_anywhere_are_read_or_refused(examples: int, tally: Coun
         )
         read_or_refused(pack(packed))
 
-    tally("fuzz", fuzz(examples, mutated(columns), check))
+    tally("fuzz-large", fuzz(examples, mutated(columns), check))
 
 
 def _numbers(text: str) -> list[int]:
