@@ -17,6 +17,7 @@ from ckpt.errors import CkptError, StagingError, ThreadLimit
 from ckpt.pipeline.workers import Workers
 from ckpt.save.active_save import HandOver
 from ckpt.staging.fence import Fence
+from ckpt.staging.slots import SlotPool
 from ckpt.staging.snapshot import Snapshot
 from tests.overlap.jobs import train, trained
 
@@ -90,6 +91,7 @@ def after_the_copying_is_queued(patch: pytest.MonkeyPatch) -> None:
 
 @cut
 def as_slots_are_made_ahead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlotPool, "has_all", lambda *_: False)
     patch.setattr(Workers, "submit", on_group("slots", fail_before))
 
 

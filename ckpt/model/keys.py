@@ -114,7 +114,7 @@ def step_of(state: object, step: object, *, last: int | None) -> int:
     """
     if step is None:
         own = state.get("step") if isinstance(state, Mapping) else None
-        counts = isinstance(own, Integral) and not isinstance(own, bool)
+        counts = isinstance(own, int | Integral) and not isinstance(own, bool)
         step = own if counts else 0 if last is None else last + 1
     try:
         number = -1 if isinstance(step, bool) else index(cast(SupportsIndex, step))

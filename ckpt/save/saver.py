@@ -198,6 +198,8 @@ class Saver:
 
     def reserve_quietly(self, nbytes: int, devices: Devices = ()) -> None:
         """Do as ``reserve``, where a save makes the slots itself if this does not."""
+        if self.slots.has_all(nbytes):
+            return
         try:
             self.reserve(nbytes, devices=devices)
         except (ThreadLimit, RuntimeError) as error:  # A closing manager raises RuntimeError

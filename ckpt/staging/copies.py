@@ -76,6 +76,8 @@ def copy_now(copies: Sequence[Copy], devices: Iterable[torch.device] = ()) -> No
 
     From ``devices`` on its current streams, so after all that it has queued there.
     """
+    if not copies:
+        return
     streams = {
         device: torch.accelerator.current_stream(device)
         for device in devices

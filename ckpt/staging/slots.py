@@ -101,6 +101,17 @@ class SlotPool:
         """The size of all slots there are."""
         return sum(slot.capacity for slot in self.made)
 
+    def has_all(self, nbytes: int) -> bool:
+        """Return True if all slots for images of ``nbytes`` are there, so that ``reserve`` has
+        nothing to do.
+        """
+        with self._changed:
+            return self._budget is not None and (
+                self._budget.nbytes >= nbytes
+                and len(self._made) >= self._budget.slots
+                and all(slot.capacity >= self._budget.slot_bytes for slot in self._made)
+            )
+
     def plan(self, nbytes: int) -> None:
         """Decide now how many slots of ``nbytes`` there will be. Raises ``HostMemoryExhausted`` if
         there is no memory for one.

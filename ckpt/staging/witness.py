@@ -173,8 +173,7 @@ class Subset:
         devices in the order of their current streams.
         """
         self.build()
-        with torch.no_grad():
-            return b"".join(self._host), [torch.cat(views).flatten() for views in self._on_devices]
+        return b"".join(self._host), list(map(_gathered, self._on_devices))
 
     def differs(self, taken: bytes, copies: Sequence[Copy] | None) -> str | None:
         """Return the name of one of ``copies`` whose image is not as ``taken``; of any copy if that
@@ -293,6 +292,11 @@ def _views(copy: Copy, places: Places) -> list[torch.Tensor]:
         return [flat[begin : begin + places.nbytes]]
     shape = (len(places), LINE_BYTES)
     return [flat.as_strided(shape, (places.offsets.step, 1), flat.storage_offset() + begin)]
+
+
+def _gathered(views: list[torch.Tensor]) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat(views).flatten()
 
 
 def _fetched(tensors: Iterable[torch.Tensor], beside: Beside) -> bytes:

@@ -287,6 +287,23 @@ def test_slots_made_ahead_are_those_that_are_taken(pools):
     assert taken == ready
 
 
+def test_a_pool_knows_whether_all_its_slots_are_there(pools):
+    pool = pools(2)
+    assert not pool.has_all(MIB)
+    slot = take(pool, MIB)
+    assert not pool.has_all(MIB)
+    pool.reserve(MIB)
+    assert pool.has_all(MIB)  # Also while one is in use
+    assert not pool.has_all(3 * MIB)
+    os.unlink(slot.path)
+    pool.release(slot)
+    for taken in [take(pool, MIB), take(pool, MIB)]:  # One has replaced the slot that was lost
+        pool.release(taken)
+    assert pool.has_all(MIB)
+    pool.reserve(3 * MIB)
+    assert pool.has_all(3 * MIB)
+
+
 def test_a_slot_that_is_still_being_made_ahead_is_waited_for(pools):
     pool = pools(1)
     maker = threading.Thread(target=pool.reserve, args=[64 * MIB])

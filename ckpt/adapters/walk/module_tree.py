@@ -40,6 +40,7 @@ class ModuleTree:
         "_attributes",
         "_classes",
         "_dicts",
+        "_filled",
         "_kinds",
         "_modules",
         "_names",
@@ -55,9 +56,11 @@ class ModuleTree:
         self._classes = frozenset(self._kinds)
         self._attributes = list(map(_attributes, self._modules))
         self._tables: list[Any] = list(chain.from_iterable(map(_tables, self._attributes)))
-        self._dicts = [table for table in self._tables if not isinstance(table, set)]
         self._sizes = list(map(len, self._tables))
-        self._names = list(chain.from_iterable(self._tables))
+        # Most tables are empty. Their sizes show whether they still are.
+        self._filled = [table for table in self._tables if table]
+        self._dicts = [table for table in self._filled if not isinstance(table, set)]
+        self._names = list(chain.from_iterable(self._filled))
         self._values = list(chain.from_iterable(map(_values, self._dicts)))
 
     def is_usual(self) -> bool:
@@ -73,7 +76,7 @@ class ModuleTree:
                 and all(map(is_, map(_attributes, self._modules), self._attributes))
                 and all(map(is_, chain.from_iterable(map(_tables, self._attributes)), self._tables))
                 and list(map(len, self._tables)) == self._sizes
-                and all(map(is_, chain.from_iterable(self._tables), self._names))
+                and all(map(is_, chain.from_iterable(self._filled), self._names))
                 and all(map(is_, chain.from_iterable(map(_values, self._dicts)), self._values))
                 and self._inherits()
             )
