@@ -33,6 +33,7 @@ from ckpt.coordination.commit import LEADER
 from ckpt.coordination.owner import NO_PROCESS, Owner, process_started, read_owner
 from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError
 from ckpt.model.keys import OWNER, StepRef
+from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim, job_of
 from ckpt.retention.guard import FixedGuard
@@ -135,12 +136,27 @@ class Finish:
             raise CommitError(
                 "processes of the job live on this node: its steps wait for their end"
             )
-        near = self._durable[0]
-        stores = [root.tier.backend for root in (*self._memory, *self._on_node)]
-        parts = NodeParts(self._job, stores, self._copier(near, []), self._workers, self._report)
+        parts = self._parts()
         self._attempt(parts.bring)
-        if LEADER in self._job.here and not self._superseded and parts.all_have_ended():
+        if LEADER not in self._job.here or self._superseded:
+            return
+        if not (living := parts.lacks_ends()):
             self._run_whole()
+        elif self._is_behind():
+            raise CommitError(
+                f"what {self._durable[0].tier.url} has is not brought to farther tiers yet: "
+                f"rank(s) {rank_list(living)} have not ended, or their nodes have no agent"
+            )
+
+    def _parts(self) -> NodeParts:
+        stores = [root.tier.backend for root in (*self._memory, *self._on_node)]
+        copier = self._copier(self._durable[0], [])
+        return NodeParts(self._job, stores, copier, self._workers, self._report)
+
+    def _is_behind(self) -> bool:
+        """Return whether a farther tier lacks a step that the nearest shared tier has."""
+        line = self._own(self._durable[0])
+        return any(self._lacking(self._copier(far, []), line) for far in self._durable[1:])
 
     def clean(self) -> Ended:
         """Free the memory of the steps that durable tiers have, or have later ones of."""
@@ -330,11 +346,15 @@ class Finish:
         durable = max(
             (held.ref.step for each in self._durable for held in self._own(each)), default=-1
         )
+        parts = self._parts() if self._job.here and self._durable else None
         left = False
         for held in Inventory(root.tier.backend, part=bool(self._job.here)).look():
             if job_of(held.ref) != self._me.attempt:
                 left = True
-            elif (held.state == "incomplete" and not held.is_part) or held.ref.step <= durable:
+            elif held.ref.step <= durable or (
+                held.state == "incomplete"
+                and not (held.is_part and (parts is None or parts.may_be_whole(held.ref)))
+            ):
                 self._confirm(root)
                 remove(root.tier.backend, held, root.claim)
             else:

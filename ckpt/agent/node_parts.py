@@ -87,7 +87,7 @@ class NodeParts:
 
     def bring(self) -> None:
         """Bring what the shared tier lacks: the newest step in any case, and older ones if the tier
-        takes and keeps them.
+        takes and keeps them. Then note on the newest step there that the ranks have ended.
 
         Raises:
             CommitError: Not all of it is there, and another try may help.
@@ -110,11 +110,31 @@ class NodeParts:
             if ref in fresh or (ref.step > there and parts[ref].is_committed):
                 raise why
             _log.info("ckpt: %s", why)
+        self._note_newest()
 
-    def all_have_ended(self) -> bool:
-        """Return whether the newest step of the job on the shared tier says so of all ranks."""
-        newest = next((ref for ref in self._begun() if is_committed(self._target, ref)), None)
-        return newest is not None and noted_ends(self._folder(newest)) == self._ranks
+    def lacks_ends(self) -> set[int]:
+        """Return the ranks that are not known to have ended, by the newest step of the job on the
+        shared tier. They are all ranks if there is no step.
+        """
+        newest = self._newest()
+        return set(self._ranks) if newest is None else self._lacks_ends(self._folder(newest))
+
+    def may_be_whole(self, ref: StepRef) -> bool:
+        """Return whether the nodes may have ``ref`` together, of which this node has a part and no
+        manifest.
+
+        An agent notes the ranks of its node on each step that it wants to bring, and after that on
+        the newest step of the shared tier. So nothing more is to come once all ranks are noted on
+        that one.
+        """
+        if self.lacks_ends():
+            return True
+        return not noted_ends(self._folder(ref)) <= self._here
+
+    def _note_newest(self) -> None:
+        newest = self._newest()
+        if newest is not None and not self._here <= noted_ends(folder := self._folder(newest)):
+            note_ends(folder, self._here)
 
     # -- what is where -----------------------------------------------------------------------------
 
@@ -125,9 +145,13 @@ class NodeParts:
         """Return the steps of the job on the shared tier, committed or not, newest first."""
         return [ref for ref in attempts(self._target) if job_of(ref) == self._job.owner.attempt]
 
+    def _newest(self) -> StepRef | None:
+        """Return the newest step of the job that is a checkpoint on the shared tier."""
+        return next((ref for ref in self._begun() if is_committed(self._target, ref)), None)
+
     def _newest_there(self) -> int:
-        """Return the newest step of the job that is a checkpoint on the shared tier; else -1."""
-        return next((ref.step for ref in self._begun() if is_committed(self._target, ref)), -1)
+        newest = self._newest()
+        return -1 if newest is None else newest.step
 
     def _parts(self) -> dict[StepRef, _Part]:
         """Return this node's part of each step that it has, newest step first."""

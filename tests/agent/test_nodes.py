@@ -53,11 +53,18 @@ if "restore" in end:
 for step in range(first, last + 1):
     state[f"x{rank}"].fill_(10 * step + rank)
     save = manager.save_async(state, step)
-    save.result(60, tier=manager._tiers[0].url)
+    save.result(60, tier=manager._tiers[1 if "shared" in end else 0].url)
 dist.barrier()
 if "without" in end:
     for path in shm.glob(end.partition("without ")[2]) if rank == 2 else ():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+    dist.barrier()
+if "unmade" in end:
+    for path in shm.glob(f"step-{last:09}.*") if rank == 2 else ():
+        shutil.rmtree(path)
+    other = Path(str(shm)[:-1] + "0")
+    for path in other.glob(f"step-{last:09}.*/manifest.json") if rank == 0 else ():
+        path.unlink()
     dist.barrier()
 if "live" in end and node == "1":
     print("lives", flush=True)
@@ -227,6 +234,26 @@ def test_farther_shared_tiers_and_their_retention_are_left_to_the_agent_of_the_l
     cluster.await_end()
     assert whole(far) == [3]
     assert holds(far, 3)
+
+
+def test_farther_tiers_get_what_the_shared_tier_had_before_the_ranks_were_killed(
+    cluster: Cluster,
+) -> None:
+    far = cluster.folder / "far"
+    cluster.tiers[1]["every"] = 1
+    cluster.tiers.append({"url": str(far), "codec": "zstd:12"})  # It is far behind
+    cluster.train(1, 3, "kill shared", numbers=1_000_000)
+    assert until(lambda: whole(far)[-1:] == [3]), [cluster.job(node) for node in (0, 1)]
+    assert holds(far, 3, numbers=1_000_000)
+    assert [job.error for job in cluster.await_end()] == ["", ""]
+
+
+def test_what_no_node_has_committed_does_not_stay_in_memory(cluster: Cluster) -> None:
+    """One node has its part of the last step, and the other has nothing of it."""
+    cluster.train(1, 3, "kill unmade")
+    cluster.await_end()
+    assert whole(cluster.shared) == [2]
+    assert until(lambda: not any(cluster.memory(node).exists() for node in (0, 1)))
 
 
 def test_a_manifest_that_one_node_had_not_yet_put_is_no_obstacle(cluster: Cluster) -> None:
