@@ -47,6 +47,20 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "nothing; the save under way is finished or not listed",
         "tests/crash/test_kill_tiers.py",
     ),
+    "agent-deaths": Fault(
+        "SIGKILL of a trainer with an agent and three tiers, of the agent, or of both, at random "
+        "moments, also while the agent finishes",
+        "deaths",
+        "nothing that was committed; the step in memory too, unless the agent was killed",
+        "tests/agent/test_deaths.py",
+    ),
+    "node-deaths": Fault(
+        "SIGKILL of the ranks and agents of one or both of two nodes with three tiers, at random "
+        "moments; each sixth time a node is lost with its memory and its folder",
+        "deaths",
+        "nothing that was committed; with a node, what only the nodes had",
+        "tests/agent/test_node_deaths.py",
+    ),
     "ranks": Fault(
         "SIGKILL or SIGSTOP of one, two or all of four ranks under torchrun, or of its agent, at "
         "random moments of saves, restores and steps",
