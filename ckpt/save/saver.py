@@ -134,7 +134,7 @@ class Saver:
         earlier = EarlierSteps(durable[0].backend, coordinator.attempt, patience) if fills else None
         copied = self._replicas.copied if self._replicas is not None else None
         self.steps = JobSteps(tiers, earlier, copied)
-        self._slot_steps = SlotSteps(coordinator.rank)
+        self._slot_steps = SlotSteps(coordinator.rank, self.steps)
         limit, ranks = config.staging_bytes, ranks_on_this_node()
         self.slots = SlotPool(config.slots, ranks=ranks, limit=limit, contents=self._slot_steps)
         # Farther tiers wait at their own pace, each with its own connection to the other ranks.
@@ -495,6 +495,7 @@ class Saver:
             self.steps.set_durable(ref)
             if self._backfill is not None:
                 self._backfill.begin()
+        self.slots.look_again()
         with self._lock:
             first, self._swept = not self._swept, True
         if first:  # What an earlier job left in memory is outdated now

@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from ckpt.model.keys import StepRef, data_name, fragment_name
+from ckpt.save.job_steps import JobSteps
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 
@@ -24,20 +25,29 @@ class SlotSteps:
 
     Args:
         rank: This rank, whose files a step consists of.
+        job: Knows which steps durable tiers have.
 
-    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_steps``. No
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_steps`` and
+    ``_committed``. No
     request to a store is made under the lock; only the owner of a slot calls ``evict`` for it.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, job: JobSteps) -> None:
+        self._job = job
         self._names = (fragment_name(rank), data_name(rank, encoded=False))
         self._lock = threading.Lock()
         self._steps: dict[str, dict[str, _SlotStep]] = {}  # Path of the slot -> URL -> step
+        self._committed = -1
 
     def keep(self, path: str, tier: OpenTier, ref: StepRef) -> None:
         """Note that the slot ``path`` holds ``ref``, which ``tier`` keeps there."""
         with self._lock:
             self._steps.setdefault(path, {})[tier.url] = _SlotStep(tier.backend, ref)
+
+    def set_committed(self, ref: StepRef) -> None:
+        """Note that ``ref``, which a slot holds, is committed in memory."""
+        with self._lock:
+            self._committed = ref.step
 
     def forget(self, path: str, tier: OpenTier) -> None:
         """Note that ``tier`` keeps nothing in the slot ``path`` any more."""
@@ -64,6 +74,14 @@ class SlotSteps:
         """Return the step that the slot ``path`` holds; -1 if it holds none."""
         with self._lock:
             return max((step.ref.step for step in self._steps.get(path, {}).values()), default=-1)
+
+    def is_needed(self, path: str) -> bool:
+        """Return whether the slot ``path`` holds the newest step that is committed in memory, and
+        durable tiers have only older ones.
+        """
+        step, durable = self.step_in(path), self._job.durable_step
+        with self._lock:
+            return step >= 0 and step == self._committed and step > durable
 
     def kept_by(self, tier: OpenTier) -> dict[str, StepRef]:
         """Return the steps that ``tier`` keeps: path of the slot -> step."""

@@ -177,6 +177,8 @@ class TierWriter:
             self._clean_up(job)
             raise rebuild(verdict, job.ref.step)
         self._steps.set_committed(job.ref)
+        if self.in_memory:
+            self._slots.set_committed(job.ref)
         if self._quota is not None:
             self._quota.settle(job.ref, restored=self._steps.restored)
         return chunks

@@ -40,6 +40,10 @@ class SlotContents(Protocol):
         """Return the step that the file ``path`` holds; -1 if it holds none."""
         ...
 
+    def is_needed(self, path: str) -> bool:
+        """Return whether the file ``path`` holds the newest step, which is nowhere else."""
+        ...
+
 
 class NoContents:
     """Slots whose files hold nothing between two saves."""
@@ -48,6 +52,9 @@ class NoContents:
 
     def step_in(self, path: str) -> int:  # noqa: ARG002 - part of the protocol
         return -1
+
+    def is_needed(self, path: str) -> bool:  # noqa: ARG002 - part of the protocol
+        return False
 
 
 class SlotPool:
@@ -141,8 +148,9 @@ class SlotPool:
 
         If the budget chose waves, the slot is smaller than the image.
 
-        The first slot is waited for in any case. A slot whose file has vanished, or cannot grow
-        back to its length, is replaced by another.
+        A slot whose contents are needed is not free while another slot is in use, since the image
+        there may replace them. The first slot is waited for in any case. A slot whose file has
+        vanished, or cannot grow back to its length, is replaced by another.
 
         Raises:
             HostMemoryExhausted: There is no memory for it.
@@ -169,6 +177,11 @@ class SlotPool:
             if self._budget and slot.capacity < self._budget.slot_bytes:
                 self._let_go(slot)
             return not slot.shared and self._return()
+
+    def look_again(self) -> None:
+        """Let threads that wait for a slot look again, since some contents are not needed now."""
+        with self._changed:
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Make no more slots; one that is being made ahead is given up."""
@@ -237,6 +250,9 @@ class SlotPool:
         if not fitting:
             return None
         slot = min(fitting, key=lambda slot: self._contents.step_in(slot.path) if slot.path else -1)
+        is_another_in_use = len(self._made) + self._making > len(self._free)
+        if is_another_in_use and slot.path and self._contents.is_needed(slot.path):
+            return None
         self._free.remove(slot)
         return slot
 

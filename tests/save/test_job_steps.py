@@ -122,7 +122,7 @@ def test_a_step_in_a_slot_is_removed_manifest_first_and_stays_kept_if_that_fails
         inner.put(name, [b"x"])
     fault = Rule(verb="delete", key=names[1], nth=1, fault=Raise(AccessDenied(names[1])))
     backend = FaultyBackend(inner, [fault])
-    tier, slots = OpenTier(0, Tier(str(tmp_path)), backend), SlotSteps(0)
+    tier, slots = OpenTier(0, Tier(str(tmp_path)), backend), SlotSteps(0, JobSteps([]))
     slots.keep("/dev/shm/slot", tier, ONE)
     assert (slots.step_in("/dev/shm/slot"), slots.newest()) == (1, 1)
     assert slots.step_in("/dev/shm/other") == -1

@@ -111,6 +111,48 @@ def test_when_all_slots_are_taken_there_is_none_or_one_waits(pools):
     assert time.monotonic() - began >= 0.05
 
 
+class Needed(NoContents):
+    """One file holds what is nowhere else."""
+
+    path: str | None = None
+
+    def step_in(self, path: str) -> int:
+        return 7 if path == self.path else -1
+
+    def is_needed(self, path: str) -> bool:
+        return path == self.path
+
+
+def test_a_slot_with_what_is_nowhere_else_is_not_taken_while_another_is_in_use(pools):
+    contents = Needed()
+    pool = pools(2, contents=contents)
+    one, two = take(pool, MIB), take(pool, MIB)
+    contents.path = one.path
+    pool.release(one)
+    assert pool.acquire(MIB, wait=False) is None
+    found = []
+    waiter = threading.Thread(target=lambda: found.append(pool.acquire(MIB, wait=True)))
+    waiter.start()
+    pool.release(two)
+    waiter.join()
+    assert found == [two]
+    waiter = threading.Thread(target=lambda: found.append(pool.acquire(MIB, wait=True)))
+    waiter.start()
+    contents.path = None  # A newer image has been committed in the other slot
+    pool.look_again()
+    waiter.join()
+    assert found == [two, one]
+
+
+def test_a_slot_with_what_is_nowhere_else_is_taken_if_no_other_is_in_use(pools):
+    contents = Needed()
+    pool = pools(1, contents=contents)
+    slot = take(pool, MIB)
+    contents.path = slot.path
+    pool.release(slot)
+    assert take(pool, MIB) is slot
+
+
 def test_two_slots_share_no_memory(pools):
     pool = pools(2)
     one, two = take(pool, MIB), take(pool, MIB)
