@@ -8,6 +8,7 @@ Prints a line ``ended N STATUS`` after each; all else goes to LOG.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -40,5 +41,7 @@ if __name__ == "__main__":
         for end, run in itertools.groupby(sys.argv[2:], lambda word: word == "--")
         if not end
     ]
+    gc.collect()
+    gc.freeze()  # as in tests/kit/fork_server.py
     for number, arguments in enumerate(runs):
         print(f"ended {number} {launch(arguments)}", file=told)

@@ -12,6 +12,7 @@ the process ids, and the exit statuses.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import runpy
@@ -33,6 +34,8 @@ ckpt.CheckpointManager  # noqa: B018 - imported here, once
 
 def serve() -> None:
     """Run one request after the other, until the tests end."""
+    gc.collect()
+    gc.freeze()  # else each fork looks through all objects of torch as it ends, and copies them
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         running: dict[int, int] = {}
