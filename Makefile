@@ -11,12 +11,14 @@ BIN := $(VENV)/bin
 # Four workers, since many tests wait for other processes; one file after the other in the order
 # of tests/conftest.py.
 PARALLEL := -n 4 --dist loadfile --no-loadscope-reorder
+UNCOMPILED := /(tests|sklearn|fontTools|pip|torch/testing/_internal)/
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 INTEGRATIONS_STAMP := $(VENV)/.integrations-installed
 
-# The environment of whoever calls must not reach into ours.
-unexport PYTHONHOME
+# The environment of whoever calls must not reach into ours. Without compiled files each of the
+# workers of pytest, and each process that they start, compiles what it imports.
+unexport PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -108,13 +110,14 @@ clean: ## remove what the other targets made, except .venv and bench/results
 
 # The constraints are variables, since an isolated build reads no -c: the second name is for pip 25.3 and later.
 # pip compiles with one processor, compileall with all of them. The status of compileall says only
-# that some package has files of another Python.
+# that some package has files of another Python. It leaves out what no target imports much of:
+# Python compiles that when it is imported.
 # The second way of making it is for systems whose Python has no ensurepip: the pip outside puts one inside.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "making $(VENV): once, a few minutes, PyTorch is large"
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
 	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[dev]'
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
+	$(BIN)/python -m compileall -q -j 0 -x '$(UNCOMPILED)' $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
 
 # The frameworks that the integrations lead to.
