@@ -9,6 +9,7 @@ import torch
 
 from ckpt.adapters.tensors.layout import memories
 from ckpt.adapters.tensors.local_shards import Source
+from ckpt.model.dtype import DTYPES
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead
 from ckpt.staging.device import drain, is_ordered, on, refuse_capture
@@ -82,6 +83,9 @@ class TensorSink:
             memory[:] = data
             return
         raw = torch.frombuffer(data, dtype=torch.uint8)
+        # A decoded chunk may begin anywhere. Where torch converts, it takes elements as aligned.
+        if raw.data_ptr() % DTYPES[read.dtype].itemsize:
+            raw = raw.clone()
         plain = over(raw, read.dtype, read.box.shape)
         for index, target in enumerate(read.targets):
             # The values are converted from the dtype itself, not from the integers that stand for

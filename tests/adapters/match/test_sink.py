@@ -9,6 +9,7 @@ from ckpt.adapters.match.sink import TensorSink
 from ckpt.adapters.tensors.layout import leaf_of
 from ckpt.model.box import Box, split_rows
 from ckpt.plan.restore import ChunkRead, Target
+from ckpt.storage.api import aligned_memory
 
 
 def chunk(
@@ -94,3 +95,17 @@ def test_one_element_with_a_stride_is_filled() -> None:
     sink = TensorSink([leaf_of("x", target, ())], [target])
     sink.place(*chunk(torch.ones(1), "float32", Box((0,), (1,))))
     assert target.item() == 1
+
+
+@pytest.mark.parametrize("lead", [1, 4, 8])
+@pytest.mark.parametrize("wanted", [torch.complex64, torch.complex128])
+def test_a_chunk_may_begin_anywhere_in_memory(wanted: torch.dtype, lead: int) -> None:
+    source = torch.arange(34) * (1 + 2j)
+    source = source.to(torch.complex128)
+    target = torch.zeros(34, dtype=wanted)
+    sink = TensorSink([leaf_of("x", source, ())], [target])
+    read, data = chunk(source, "complex128", Box.whole((34,)))
+    room = aligned_memory(lead + data.nbytes)[lead:]
+    room[:] = data
+    sink.place(read, room)
+    assert torch.equal(target, source.to(wanted))
