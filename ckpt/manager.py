@@ -368,6 +368,7 @@ class CheckpointManager:
     # -- finding and restoring ---------------------------------------------------------------------
 
     @one_at_a_time("restore")
+    @torch.inference_mode(False)
     def restore(
         self,
         state: MutableMapping[str, Any],

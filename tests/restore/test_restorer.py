@@ -23,6 +23,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from tests.kit.damage import cut, empty, files, flip, garbage
 from tests.kit.states import assert_is, blank, state_of
+from tests.overlap.jobs import job, train, trained
 
 
 @pytest.fixture
@@ -340,3 +341,15 @@ def test_a_damaged_large_chunk_gives_way_to_the_step_before(tmp_path: Path, posi
     assert [step for step, _ in report.skipped] == [2]
     for name, tensor in large(1).items():
         assert torch.equal(target[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def test_tensors_that_a_restore_makes_in_inference_mode_can_be_trained(tmp_path: Path) -> None:
+    state, fresh = trained(), job(seed=5)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(state, 1)
+        with torch.inference_mode():
+            manager.restore(fresh)
+    for one in (state, fresh):
+        train(one, 2)
+    pairs = zip(state["model"].parameters(), fresh["model"].parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
