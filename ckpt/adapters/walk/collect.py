@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.adapters.tensors.adapted import adapted
+from ckpt.adapters.tensors.arrays import tensor_of
 from ckpt.adapters.tensors.layout import PLAIN, check_initialized
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.per_rank import PerRank
@@ -327,19 +328,7 @@ class _Walk:
         return stored
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Node:
-        if isinstance(array, np.ma.MaskedArray):
-            raise UnsupportedValue(
-                path, "masked array", "save its data and its mask as arrays of their own"
-            )
-        try:
-            plain = np.ascontiguousarray(array)
-            tensor = torch.from_numpy(plain if plain.flags.writeable else plain.copy()).reshape(
-                array.shape
-            )
-        except (TypeError, ValueError):
-            raise UnsupportedValue(
-                path, f"NumPy array of dtype {array.dtype}", "convert it to a numeric dtype"
-            ) from None
+        tensor = tensor_of(array, path)
         return {"$": "array", "n": self._tensor(path, tensor), "d": array.dtype.str}
 
     def _table(self, value: Mapping[Any, Any], path: str) -> Node:

@@ -287,8 +287,9 @@ def test_a_memory_map_is_an_array_like_any_other(tmp_path: Path) -> None:
         np.zeros(2, dtype=[("x", "f4"), ("y", "i4")]),
         np.zeros(2, dtype=np.longdouble),
         np.ma.masked_array([1.0, 2.0], mask=[True, False]),
+        np.ones((2, 2)).view(np.matrix),
     ],
-    ids=["big-endian", "str", "object", "datetime", "structured", "longdouble", "masked"],
+    ids=["big-endian", "str", "object", "datetime", "structured", "longdouble", "masked", "matrix"],
 )
 def test_an_array_that_bytes_cannot_hold_is_refused_with_its_path(
     array: np.ndarray[Any, Any],

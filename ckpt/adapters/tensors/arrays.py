@@ -1,0 +1,41 @@
+"""NumPy arrays as tensors."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ckpt.errors import UnsupportedValue
+
+_CLASSES: Final = (np.ndarray, np.memmap)
+
+
+def tensor_of(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
+    """Return the elements of the array at ``path`` of a state as a tensor of the same shape.
+
+    It has the memory of the array where that is possible.
+
+    Raises:
+        UnsupportedValue: A dtype that torch lacks, or a class whose meaning the elements alone do
+            not have.
+    """
+    if isinstance(array, np.ma.MaskedArray):
+        raise UnsupportedValue(
+            path, "masked array", "save its data and its mask as arrays of their own"
+        )
+    if type(array) not in _CLASSES:
+        raise UnsupportedValue(
+            path,
+            f"NumPy array of the class {type(array).__qualname__}",
+            "a restore could not make it again: save np.asarray() of it",
+        )
+    try:
+        plain = np.ascontiguousarray(array)
+        tensor = torch.from_numpy(plain if plain.flags.writeable else plain.copy())
+        return tensor.reshape(array.shape)
+    except (TypeError, ValueError):
+        raise UnsupportedValue(
+            path, f"NumPy array of dtype {array.dtype}", "convert it to a numeric dtype"
+        ) from None
