@@ -20,6 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,9 @@ from tests.servers import free_port
 NODES = (0, 0, 1, 1)
 KEPT = 5
 """Steps that stay on the shared tier from one death to the next."""
+
+AFTER_COMMIT: Final = 0.8
+"""How many of the deaths wait for the first commit of the job. The others may come before it."""
 
 Noted = set[tuple[str, int]]
 """(kind of tier, step) of each commit that a rank was notified of."""
@@ -240,11 +244,13 @@ def one(cluster: Cluster, death: Callable[[Victims], None], chance: random.Rando
     ranks = tuple(fork(partial(trainer, cluster, rank, port)) for rank in range(4))
     job = Victims(cluster, ranks, chance)
     cluster.await_each(ranks, "running")
-    job.pause(2.5)
+    if chance.random() < AFTER_COMMIT:
+        assert until(lambda: _committed(cluster.noted() - before)), tails(cluster)
+    job.pause(1.5)
     death(job)
     known = cluster.noted()
     assert not (wrong := {step for name, step in known if name == "wrong"}), wrong
-    own = [step for name, step in known - before if name in KINDS]
+    own = _committed(known - before)
     newest = max((step for name, step in known if name in KINDS), default=-1)
     if own and death in FINISHED:
         finished = partial(_has, cluster, newest)
@@ -255,6 +261,10 @@ def one(cluster: Cluster, death: Callable[[Victims], None], chance: random.Rando
         for name in orphans(pid):
             os.unlink(f"/dev/shm/{name}")
     return bool(own)
+
+
+def _committed(noted: Noted) -> list[int]:
+    return [step for name, step in noted if name in KINDS]
 
 
 def _has(cluster: Cluster, step: int) -> bool:
