@@ -72,7 +72,7 @@ def load(folder: Path, saved: str, mode: str) -> None:
         assert_same(full(net, optimizer), kept["expected"])
         assert state["history"] == [0.5, {"loss": (1, 2)}]
         assert torch.equal(state["common"], torch.arange(7.0))
-        assert torch.equal(state["columns"].full_tensor(), columns(1).full_tensor())
+        assert torch.equal(state["columns"].to_local(), columns(1).to_local())
         rank, world = dist.get_rank(), report.saved_world_size
         if rank < world:
             assert torch.equal(torch.rand(3), torch.load(folder / f"{saved}.{rank}.drawn"))

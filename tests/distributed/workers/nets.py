@@ -125,7 +125,7 @@ def columns(factor: float) -> DTensor:
     cut = distribute_tensor(factor * torch.arange(96.0).view(8, 12), mesh, [Shard(1)])
     try:
         return cut.view(-1)
-    except RuntimeError:  # torch 2.9 and 2.10 make no such view
+    except RuntimeError:  # torch 2.9 to 2.11 make no such view
         runs = _StridedShard(0, split_factor=8)
         return DTensor.from_local(cut.to_local().reshape(-1), mesh, [runs], run_check=False)
 
