@@ -76,7 +76,6 @@ OTHER_ENDS = {
     "bench/buddies.py": "calls os._exit, so that its memory stays as that of a killed process",
     "tests/distributed/workers/nodes_kill.py": "runs until it is killed",
     "tests/distributed/workers/raises.py": "tests the end by an exception",
-    "tests/versions/worker.py": "runs on other releases of torch, outside of `make test`",
 }
 
 

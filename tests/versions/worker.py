@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 
 STEPS = 3
@@ -142,11 +143,10 @@ def main() -> None:
         each: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(each, found)
         bad = [one for one in each if set(one.values()) != {"equal"}]
-        found, rank = (bad or each)[0], dist.get_rank()
-        dist.destroy_process_group()
-        if rank:
-            return
-    print(json.dumps(found))
+        found = (bad or each)[0]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps(found))
+    exit_rank()
 
 
 if __name__ == "__main__":
