@@ -21,6 +21,7 @@ ACROSS_PACKAGES = {
     "launch",
     "overlap",
     "safety",
+    "versions",
 }
 ACROSS_FILES = {
     "added_metrics",
