@@ -184,6 +184,7 @@ def test_a_wrong_rate_is_refused(rate) -> None:
 
 def test_the_agent_mends_beside_a_trainer_that_saves(often: Place, tiers, tmp_path: Path) -> None:
     events: list[Event] = []
+    urls = {tier.url for tier in tiers}
     observers: list[Observer] = [events.append, Journal(tiers[0].url)]
     with CheckpointManager(tiers, agent="required", observers=observers) as manager:
         manager.save(state(1), 1)
@@ -193,6 +194,7 @@ def test_the_agent_mends_beside_a_trainer_that_saves(often: Place, tiers, tmp_pa
             step += 1
             assert step < 1000
             manager.save(state(step), step)
+        assert until(lambda: {e.tier for e in events if isinstance(e, StepVerified)} == urls)
         assert until(lambda: scrub().mended == 1)
         assert until(lambda: not scrub().damaged)
         restored = state(0)
@@ -202,9 +204,7 @@ def test_the_agent_mends_beside_a_trainer_that_saves(often: Place, tiers, tmp_pa
     assert (mended.step, mended.tier, mended.damage) == (1, tiers[0].url, "")
     assert "was damaged, and is mended" in log(often)
     records = JournalReader(tiers[0].url).read()
-    assert {record.tier for record in records if record.event == "Verified"} == {
-        tier.url for tier in tiers
-    }
+    assert {record.tier for record in records if record.event == "Verified"} == urls
 
 
 TRAINER = """
