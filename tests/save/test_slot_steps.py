@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,10 +82,12 @@ def test_the_only_step_in_memory_stays_until_the_next_one_is_committed(
     monkeypatch.setattr(ckpt.storage.tiers, "open_backend", open_watched)
     monkeypatch.setattr(SlotSteps, "is_needed", asked)
     state = {"x": torch.zeros(1000)}
-    with CheckpointManager(f"shm://test-stays-{os.getpid()}") as manager:
+    name = f"test-stays-{os.getpid()}"
+    with CheckpointManager(f"shm://{name}") as manager:
         manager.save(state, 1)
         second = manager.save_async(state, 2)
         manager.save_async(state, 3).result()
         second.result()
         assert manager.latest_step() == 3
     assert opened[0].calls == ["put 2", "delete 1"]
+    shutil.rmtree(f"/dev/shm/ckpt-memory-{os.getuid()}-{name}")
