@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import uuid
 from pathlib import Path
 
@@ -60,12 +61,15 @@ def test_to_another_kind_of_store_and_back(cli: Cli, steps: dict[int, Written]) 
 def test_a_copy_that_was_cut_goes_on_where_it_was(
     cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = os.rename
+    true, other_is_there = os.rename, threading.Event()
 
     def cut(old: str, new: str, **where: object) -> None:
         if "rank-00001.safetensors" in str(new):
+            assert other_is_there.wait(60)  # Otherwise nothing may be there to go on with
             raise OSError(errno.EIO, "Input/output error")
         true(old, new)
+        if "rank-00000.safetensors" in str(new):
+            other_is_there.set()
 
     with monkeypatch.context() as patch:
         patch.setattr("os.rename", cut)
