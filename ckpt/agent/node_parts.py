@@ -87,7 +87,8 @@ class NodeParts:
 
     def bring(self) -> None:
         """Bring what the shared tier lacks: the newest step in any case, and older ones if the tier
-        takes and keeps them. Then note on the newest step there that the ranks have ended.
+        takes and keeps them. Note on each of them, and last on the newest step there, that the
+        ranks have ended.
 
         Raises:
             CommitError: Not all of it is there, and another try may help.
@@ -99,6 +100,7 @@ class NodeParts:
         fresh = {ref for ref in going if not self._here <= noted_ends(self._folder(ref))}
         for ref in fresh:
             note_ends(self._folder(ref), self._here)
+        self._note_newest()
         failed: dict[StepRef, CkptError] = {}
         for ref in going:
             try:
@@ -110,7 +112,6 @@ class NodeParts:
             if ref in fresh or (ref.step > there and parts[ref].is_committed):
                 raise why
             _log.info("ckpt: %s", why)
-        self._note_newest()
 
     def lacks_ends(self) -> set[int]:
         """Return the ranks that are not known to have ended, by the newest step of the job on the
@@ -120,12 +121,12 @@ class NodeParts:
         return set(self._ranks) if newest is None else self._lacks_ends(self._folder(newest))
 
     def may_be_whole(self, ref: StepRef) -> bool:
-        """Return whether the nodes may have ``ref`` together, of which this node has a part and no
-        manifest.
+        """Return False if no other node needs this node's part of ``ref``. This node has no
+        manifest of that step.
 
         An agent notes the ranks of its node on each step that it wants to bring, and after that on
-        the newest step of the shared tier. So nothing more is to come once all ranks are noted on
-        that one.
+        the newest step of the shared tier. Once all ranks are noted on the newest step, no agent
+        begins another one.
         """
         if self.lacks_ends():
             return True

@@ -53,7 +53,8 @@ if "restore" in end:
 for step in range(first, last + 1):
     state[f"x{rank}"].fill_(10 * step + rank)
     save = manager.save_async(state, step)
-    save.result(60, tier=manager._tiers[1 if "shared" in end else 0].url)
+    shared = "shared" in end and manager._tiers[1].takes(step)
+    save.result(60, tier=manager._tiers[1 if shared else 0].url)
 dist.barrier()
 if "without" in end:
     for path in shm.glob(end.partition("without ")[2]) if rank == 2 else ():
@@ -246,6 +247,17 @@ def test_farther_tiers_get_what_the_shared_tier_had_before_the_ranks_were_killed
     assert until(lambda: whole(far)[-1:] == [3]), [cluster.job(node) for node in (0, 1)]
     assert holds(far, 3, numbers=1_000_000)
     assert [job.error for job in cluster.await_end()] == ["", ""]
+
+
+def test_a_step_that_one_node_has_lost_keeps_no_older_step_from_farther_tiers(
+    cluster: Cluster,
+) -> None:
+    far = cluster.folder / "far"
+    cluster.tiers[1]["every"] = 2
+    cluster.tiers.append({"url": str(far), "every": 2, "codec": "zstd:12"})  # It is far behind
+    cluster.train(1, 3, "kill shared without step-000000003.*", numbers=1_000_000)
+    assert until(lambda: whole(far)[-1:] == [2]), [cluster.job(node) for node in (0, 1)]
+    assert holds(far, 2, numbers=1_000_000)
 
 
 def test_what_no_node_has_committed_does_not_stay_in_memory(cluster: Cluster) -> None:
