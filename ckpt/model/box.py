@@ -7,6 +7,7 @@ tiles a tensor or does not (``tiling_fault``).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def split_rows(box: Box, most: int) -> list[Box]:
     dim = next(d for d in range(len(box.shape)) if math.prod(box.shape[d + 1 :]) <= most)
     rows = max(1, most // math.prod(box.shape[dim + 1 :]))
     parts: list[Box] = []
-    for index in np.ndindex(*box.shape[:dim]):
+    for index in itertools.product(*map(range, box.shape[:dim])):
         for start in range(0, box.shape[dim], rows):
             length = min(rows, box.shape[dim] - start)
             offsets = (
@@ -98,6 +99,22 @@ def split_rows(box: Box, most: int) -> list[Box]:
             )
             parts.append(Box(offsets, (*(1 for _ in index), length, *box.shape[dim + 1 :])))
     return parts
+
+
+def flat_start(part: Box, whole: Box) -> int | None:
+    """Return where ``part`` begins in the row-major order of ``whole``, which contains it.
+
+    Returns None if the elements of ``part`` do not follow each other there.
+    """
+    start, row, is_whole = 0, 1, True
+    rows = zip(part.offsets, part.shape, whole.offsets, whole.shape, strict=True)
+    for offset, length, first, size in reversed(list(rows)):
+        if not is_whole and length != 1:
+            return None
+        start += (offset - first) * row
+        row *= size
+        is_whole = is_whole and length == size
+    return start
 
 
 def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:

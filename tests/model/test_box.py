@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ckpt.model.box import Box, even_slab, split_flat, split_rows, tiling_fault
+from ckpt.model.box import Box, even_slab, flat_start, split_flat, split_rows, tiling_fault
 from tests.model.boxes import (
     boxes_in,
     mask,
@@ -267,6 +267,17 @@ def test_a_flat_range_is_few_boxes_that_follow_each_other(data):
 def test_a_flat_range_beyond_the_tensor_is_refused():
     with pytest.raises(ValueError, match="elements 3 to 13 are not in a tensor of shape"):
         split_flat((3, 4), 3, 13)
+
+
+@given(st.data())
+def test_a_part_begins_where_its_elements_follow_each_other(data):
+    shape = data.draw(solid_shapes)
+    whole = data.draw(boxes_in(shape).filter(lambda box: box.numel))
+    inner = data.draw(boxes_in(whole.shape).filter(lambda box: box.numel))
+    offsets = tuple(a + b for a, b in zip(whole.offsets, inner.offsets, strict=True))
+    numbers = numbered(whole.shape)[inner.slices()].ravel()
+    is_run = np.array_equal(numbers, np.arange(numbers[0], numbers[0] + numbers.size))
+    assert flat_start(Box(offsets, inner.shape), whole) == (numbers[0] if is_run else None)
 
 
 @given(st.data())

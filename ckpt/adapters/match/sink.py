@@ -9,6 +9,7 @@ import torch
 
 from ckpt.adapters.tensors.layout import memories
 from ckpt.adapters.tensors.local_shards import Source
+from ckpt.model.box import flat_start
 from ckpt.model.dtype import DTYPES
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead
@@ -46,6 +47,8 @@ class TensorSink:
             ]
             for leaf, target, converted in zip(leaves, targets, self._converted, strict=True)
         ]
+        # The bytes of each box, once they were asked for
+        self._memories: dict[tuple[int, int], memoryview | None] = {}
         held = {memory.device for memories in self._locals for memory in memories}
         devices = [device for device in held if device.type != "cpu"]
         refuse_capture(devices, "restore")
@@ -60,19 +63,28 @@ class TensorSink:
         """Return the memory of this chunk in a target, if it is one piece of host memory."""
         if len(read.targets) != 1 or read.targets[0].part != read.box:
             return None
-        if self._converted[read.targets[0].leaf]:
+        target = read.targets[0]
+        piece = (target.leaf, target.piece)
+        if piece not in self._memories:
+            self._memories[piece] = self._memory(*piece)
+        memory, itemsize = self._memories[piece], self._leaves[target.leaf].itemsize
+        start = flat_start(read.box, self._leaves[target.leaf].boxes[target.piece])
+        if memory is None or start is None or read.box.numel * itemsize != read.nbytes:
             return None
-        region = self._region(read, 0)
-        if (
-            not region.is_cpu
-            or not region.is_contiguous()
-            or region.nbytes != read.nbytes
-            or region.is_conj()
-            or region.is_neg()
-        ):
+        found = memory[start * itemsize : start * itemsize + read.nbytes]
+        return found if found.nbytes == read.nbytes else None
+
+    def _memory(self, leaf: int, piece: int) -> memoryview | None:
+        """Return the bytes of a box of a target, if they are one piece of host memory in the order
+        of the box, and hold the stored values as they are.
+        """
+        held = self._locals[leaf][piece]
+        if self._converted[leaf] or not held.is_cpu or not held.is_contiguous():
             return None
-        # A region of one element is contiguous whatever its stride is.
-        flat = region.as_strided((region.numel(),), (1,))
+        if held.is_conj() or held.is_neg():
+            return None
+        # A tensor of one element is contiguous whatever its stride is.
+        flat = held.as_strided((held.numel(),), (1,))
         # Python 3.11 has no ``collections.abc.Buffer``.
         return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 

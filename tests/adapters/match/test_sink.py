@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from ckpt.adapters.match.sink import TensorSink
 from ckpt.adapters.tensors.layout import leaf_of
+from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.model.box import Box, split_rows
 from ckpt.plan.restore import ChunkRead, Target
 from ckpt.storage.api import aligned_memory
@@ -58,6 +60,26 @@ def test_a_chunk_in_one_piece_is_given_its_own_memory() -> None:
     memory[:] = b"\x01" * memory.nbytes
     assert target.view(torch.uint8).sum() == memory.nbytes
     assert target[3:5].view(torch.uint8).sum() == memory.nbytes
+
+
+@pytest.mark.parametrize("piece", [0, 1])
+def test_rows_of_each_piece_of_a_tensor_have_their_own_memory(piece: int) -> None:
+    memories = torch.zeros(3, 4), torch.zeros(4, 4)
+    target = LocalShards((12, 8), [((2, 0), memories[0]), ((8, 4), memories[1])])
+    sink = TensorSink([leaf_of("x", target, ())], [target])
+    first, column = target.boxes[piece].offsets
+
+    def direct(box: Box) -> memoryview | None:
+        held = Target(leaf=0, piece=piece, part=box)
+        read, _ = chunk(torch.zeros(12, 8), "float32", box)
+        return sink.direct(replace(read, targets=(held,)))
+
+    rows = direct(Box((first + 1, column), (2, 4)))
+    assert rows is not None
+    rows[:] = b"\x01" * rows.nbytes
+    assert memories[piece].view(torch.uint8).sum(dim=1).tolist()[1:3] == [16, 16]
+    assert memories[piece].view(torch.uint8).sum() == 32
+    assert direct(Box((first, column + 1), (2, 2))) is None
 
 
 ODD: dict[str, Callable[[], torch.Tensor]] = {
