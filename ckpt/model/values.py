@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, Final
 
 import msgspec
@@ -145,28 +146,32 @@ def _excess(tree: Node, nbytes: int) -> str:
 
     Takes time that grows linearly with it.
     """
-    level: list[tuple[int, Node]] = [(0, tree)] if type(tree) in _CONTAINERS else []
+    # A pair for each container would start the garbage collector, so these are two lists.
+    nodes = [tree] if type(tree) in _CONTAINERS else []
+    outside = [0] * len(nodes)  # Characters of the names around each of them
     left = (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
     for _ in range(_MAX_JSON_DEPTH):
-        if not level:
+        if not nodes:
             return ""
-        below: list[tuple[int, Node]] = []
-        for chars, node in level:
+        within: list[Node] = []
+        around: list[int] = []
+        for chars, node in zip(outside, nodes, strict=True):
             left -= chars * len(node)
-            if _CONTAINERS.isdisjoint(map(type, node.values() if isinstance(node, dict) else node)):
+            items = node.values() if isinstance(node, dict) else node
+            if _CONTAINERS.isdisjoint(map(type, items)):
                 continue
+            inner = list(map(_CONTAINERS.__contains__, map(type, items)))
+            within += compress(items, inner)
             if isinstance(node, dict):
-                found = ((chars + len(key) + 1, item) for key, item in node.items())
+                around += [chars + len(key) + 1 for key in compress(node, inner)]
             else:
-                within = chars + _chars_of_key(node)
-                found = ((within, item) for item in node)
-            below += [pair for pair in found if type(pair[1]) in _CONTAINERS]
+                around += [chars + _chars_of_key(node)] * sum(inner)
         if left < 0:
             return (
                 f"its names have more than {_NAME_CHARS_PER_BYTE} times as many characters as it "
                 "has bytes"
             )
-        level = below
+        nodes, outside = within, around
     return "nested too deeply"
 
 
