@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -174,7 +175,8 @@ class SlotPool:
         with self._changed:
             self._free.append(slot)
             self._changed.notify_all()
-            if self._budget and slot.capacity < self._budget.slot_bytes:
+            is_small = self._budget and slot.capacity < self._budget.slot_bytes
+            if is_small and not self._is_needed(slot):
                 self._let_go(slot)
             return not slot.shared and self._return()
 
@@ -213,9 +215,7 @@ class SlotPool:
         # /dev/shm must have room for one more slot, beside what is there.
         if capacity_of(known.nbytes) > room.shared:
             return False
-        own = sum(slot.capacity for slot in self._made)
-        in_shm = sum(slot.capacity for slot in self._made if slot.shared)
-        room = replace(room, memory=room.memory + own, shared=room.shared + in_shm)
+        room = _beside(room, self._made)
         self._budget = decide(known.nbytes, wanted=self._count, room=room)
         self._displaced = False
         _log.info("ckpt: %s", self._budget.sentence)
@@ -250,26 +250,38 @@ class SlotPool:
         if not fitting:
             return None
         slot = min(fitting, key=lambda slot: self._contents.step_in(slot.path) if slot.path else -1)
-        is_another_in_use = len(self._made) + self._making > len(self._free)
-        if is_another_in_use and slot.path and self._contents.is_needed(slot.path):
+        if self._is_any_in_use() and self._is_needed(slot):
             return None
         self._free.remove(slot)
         return slot
 
     def _may_make(self, nbytes: int) -> bool:
-        """Return True if one more slot of this size is due, and free those that are too small.
-        Holds the lock.
+        """Return True if one more slot of this size is due, and free those that are too small. One
+        whose contents are needed stays while another slot may be made or is in use. Holds the lock.
         """
-        for slot in [slot for slot in self._free if slot.capacity < self._slot_bytes(nbytes)]:
-            self._let_go(slot)
+        small = [slot for slot in self._free if slot.capacity < self._slot_bytes(nbytes)]
+        needed = list(filter(self._is_needed, small))
+        for slot in small:
+            if slot not in needed:
+                self._let_go(slot)
         if self._budget is None or self._budget.nbytes < nbytes:
-            self._budget = decide(nbytes, wanted=self._count, room=self._room())
+            # What is needed now will be let go of, before all slots are made.
+            self._budget = decide(nbytes, wanted=self._count, room=_beside(self._room(), needed))
             _log.log(
                 logging.INFO if self._budget.shared else logging.WARNING,
                 "ckpt: %s",
                 self._budget.sentence,
             )
+        if len(self._made) + self._making >= self._budget.slots and not self._is_any_in_use():
+            for slot in needed:  # No image that is under way will replace what is in it
+                self._let_go(slot)
         return len(self._made) + self._making < self._budget.slots
+
+    def _is_any_in_use(self) -> bool:
+        return len(self._made) + self._making > len(self._free)
+
+    def _is_needed(self, slot: Slot) -> bool:
+        return slot.path is not None and self._contents.is_needed(slot.path)
 
     def _slot_bytes(self, nbytes: int) -> int:
         """Return the size of the slot for an image of ``nbytes``."""
@@ -345,3 +357,10 @@ class SlotPool:
                 self._contents.evict(slot.path)
         finally:
             slot.close()
+
+
+def _beside(room: Room, slots: Sequence[Slot]) -> Room:
+    """Return the room that there is without ``slots``."""
+    nbytes = sum(slot.capacity for slot in slots)
+    in_shm = sum(slot.capacity for slot in slots if slot.shared)
+    return replace(room, memory=room.memory + nbytes, shared=room.shared + in_shm)

@@ -91,3 +91,24 @@ def test_the_only_step_in_memory_stays_until_the_next_one_is_committed(
         assert manager.latest_step() == 3
     assert opened[0].calls == ["put 2", "delete 1"]
     shutil.rmtree(f"/dev/shm/ckpt-memory-{os.getuid()}-{name}")
+
+
+def test_the_only_step_in_memory_stays_until_a_larger_one_is_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[Watched] = []
+
+    def open_watched(url: str, options: Mapping[str, object]) -> Watched:
+        opened.append(Watched(url, options))
+        return opened[-1]
+
+    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", open_watched)
+    with CheckpointManager(f"shm://test-grows-{os.getpid()}") as manager:
+        manager.save({"x": torch.zeros(1000)}, 1)
+        second = manager.save_async({"x": torch.zeros(3_000_000)}, 2)
+        assert (manager.latest_step(), opened[0].calls) == (1, [])
+        opened[0].go.set()
+        second.result()
+        manager.save({"x": torch.zeros(3_000_000)}, 3)
+        assert manager.latest_step() == 3
+    assert opened[0].calls == ["put 2", "delete 1"]

@@ -123,6 +123,41 @@ class Needed(NoContents):
         return path == self.path
 
 
+def test_a_small_slot_with_what_is_nowhere_else_stays_until_a_larger_image_may_replace_it(pools):
+    contents = Needed()
+    pool = pools(2, contents=contents)
+    one, two = take(pool, MIB), take(pool, MIB)
+    contents.path = one.path
+    pool.release(one)
+    pool.release(two)
+    larger = take(pool, 8 * MIB)
+    assert pool.made == [one, larger]
+    assert pool.acquire(8 * MIB, wait=False) is None  # The image in ``larger`` may be lost
+    contents.path = larger.path
+    assert take(pool, 8 * MIB) is not larger
+    assert one not in pool.made
+
+
+def test_a_small_slot_that_is_released_with_what_is_nowhere_else_stays(pools):
+    contents = Needed()
+    pool = pools(2, contents=contents)
+    one = take(pool, MIB)
+    larger = take(pool, 8 * MIB)
+    contents.path = one.path
+    pool.release(one)
+    assert pool.made == [one, larger]
+
+
+def test_the_only_slot_grows_whatever_it_holds(pools):
+    contents = Needed()
+    pool = pools(1, contents=contents)
+    one = take(pool, MIB)
+    contents.path = one.path
+    pool.release(one)
+    larger = take(pool, 8 * MIB)
+    assert pool.made == [larger]
+
+
 def test_a_slot_with_what_is_nowhere_else_is_not_taken_while_another_is_in_use(pools):
     contents = Needed()
     pool = pools(2, contents=contents)
