@@ -20,6 +20,7 @@ from ckpt.save.tier_queue import QueuedStep, TierQueue, Turn
 from ckpt.save.tier_writer import TierWriter
 from tests.coordination.world import World, WorldCoordinator
 from tests.kit.stores import whole
+from tests.kit.waiting import until
 
 
 class Served:
@@ -159,6 +160,7 @@ def test_a_store_of_the_job_that_is_gone_is_not_asked_without_a_pause():
     coordinator.verdict = gone  # type: ignore[method-assign]
     served = Served(TierQueue(1, coordinator, backlog=4, timeout=20))
     served.push(1, lambda: None)
+    assert until(lambda: asked)
     time.sleep(0.3)
     before, began = len(asked), time.monotonic()
     served.close()
