@@ -281,12 +281,12 @@ def test_a_rank_that_does_not_begin_a_save_holds_up_nobody(tmp_path, lazy):
                 with pytest.raises(ConfigError):
                     manager.save_async({"x": torch.ones(5)}, 2, metrics={"loss": "low"})
                 return None
-            return manager.save_async({"x": torch.ones(5)}, 2).exception(30)
+            return manager.save_async({"x": torch.ones(5)}, 2).exception(120)
 
     began = time.monotonic()
-    found = World(2, patience=3).run(save)
+    found = World(2, patience=60).run(save)
     assert isinstance(found[1 - lazy], PeerFailed)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 60
 
 
 def test_on_a_disk_that_is_really_full(tmp_path):

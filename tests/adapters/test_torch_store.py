@@ -47,8 +47,8 @@ def test_words_that_have_come_are_heard_and_others_are_not_waited_for(
 ) -> None:
     coordinator.post("x", b"mine")
     began = time.monotonic()
-    assert coordinator.collect("x", {0, 1}, timeout=5) == {0: b"mine"}
-    assert time.monotonic() - began < 4
+    assert coordinator.collect("x", {0, 1}, timeout=60) == {0: b"mine"}
+    assert time.monotonic() - began < 50
     coordinator.forget("x")
     assert coordinator.collect("x", {0, 1}, timeout=0.1) == {}
 

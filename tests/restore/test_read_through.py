@@ -285,10 +285,10 @@ def test_the_waits_for_others_do_not_add_up(
         if not subject.endswith(("/end", "list")):
             again.verdicts[subject] = b"0"
     began = time.monotonic()
-    array, cache, _, given = node.rank(written.ref, again.coordinator(1), ALL, patience=0.5)
+    array, cache, _, given = node.rank(written.ref, again.coordinator(1), ALL, patience=2)
     assert np.array_equal(array, ARRAY)
     assert (len(cache.fetched), len(given[1].reads)) == (0, 12)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 4 * 2
 
 
 def test_replicas_mend_a_damaged_file_once(
