@@ -51,7 +51,7 @@ def test_ranks_with_other_tiers_are_an_error(tmp_path: Path) -> None:
         ]
         agree(open_tiers(tiers), coordinator)
 
-    assert "rank 1 was given other tiers" in str(World(2).run(nodes)[0])
+    assert "rank 1 was given other tiers" in str(World(2, patience=0.3).run(nodes)[0])
 
 
 def test_a_store_that_all_see_is_not_local() -> None:

@@ -17,7 +17,7 @@ class World:
     ``patience`` shortens every wait, so that nobody waits for the dead.
     """
 
-    def __init__(self, size: int, *, patience: float = 0.3) -> None:
+    def __init__(self, size: int, *, patience: float = 6) -> None:
         self.size, self.patience = size, patience
         self.messages: dict[tuple[str, int], bytes] = {}
         self.verdicts: dict[str, bytes] = {}
