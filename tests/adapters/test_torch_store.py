@@ -70,10 +70,10 @@ def test_a_word_forgotten_between_two_requests_holds_nobody_up(
     store.set("x/2", "two")
     coordinator._store = Forgetful(store, f"x/{gone}")  # type: ignore[assignment]
     began = time.monotonic()
-    assert coordinator.collect("x", {1, 2}, timeout=3) == {
+    assert coordinator.collect("x", {1, 2}, timeout=60) == {
         3 - gone: b"one" if gone == 2 else b"two"
     }
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 15  # a get of what is not there waits for 20 s
 
 
 def test_the_first_verdict_stands_and_looking_does_not_make_one(
