@@ -105,8 +105,8 @@ def test_when_all_slots_are_taken_there_is_none_or_one_waits(pools):
     one, two = take(pool, MIB), take(pool, MIB)
     assert one is not two
     assert pool.acquire(MIB, wait=False) is None
-    threading.Timer(0.1, pool.release, [two]).start()
     began = time.monotonic()
+    threading.Timer(0.1, pool.release, [two]).start()
     assert pool.acquire(MIB, wait=True) is two
     assert time.monotonic() - began >= 0.05
 
