@@ -100,6 +100,8 @@ class Pruner:
     def _prune(self) -> None:
         with self._lock:
             self._queued = False
+        if self._done and self._rule.keeps_all:  # This was asked for while it was under way
+            return
         try:
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
             prune(self._tier.backend, self._rule, context, inventory=self._inventory)

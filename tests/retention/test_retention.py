@@ -281,6 +281,26 @@ def test_a_tier_that_keeps_all_is_looked_through_for_remains_once_in_a_job(tmp_p
     assert [call.verb for call in backend.calls].count("folders") == 2
 
 
+def test_saves_that_are_committed_during_the_look_for_remains_cause_no_other(tmp_path, monkeypatch):
+    backend, over = FaultyBackend(open_backend(str(tmp_path))), threading.Event()
+
+    class Slow:
+        def __getattr__(self, name):
+            return getattr(backend, name)
+
+        def folders(self, prefix: str):
+            if threading.current_thread().name.startswith("ckpt-prune"):
+                assert over.wait(60)
+            return backend.folders(prefix)
+
+    monkeypatch.setattr("ckpt.storage.tiers.open_backend", lambda url, options: Slow())
+    with CheckpointManager(str(tmp_path)) as manager:
+        for step in range(3):
+            manager.save({"x": torch.ones(3)}, step)
+        over.set()
+    assert [call.verb for call in backend.calls].count("folders") == 2
+
+
 def test_prune_says_why_remains_stay_and_which_option_another_one_adds_to(tmp_path, cli):  # noqa: F811
     root = tmp_path / "runs"
     saved(root, [1])
