@@ -27,9 +27,9 @@ class SlotSteps:
         rank: This rank, whose files a step consists of.
         job: Knows which steps durable tiers have.
 
-    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_steps`` and
-    ``_committed``. No
-    request to a store is made under the lock; only the owner of a slot calls ``evict`` for it.
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_steps``,
+    ``_voted`` and ``_committed``. No request to a store is made under the lock; only the owner of a
+    slot calls ``evict`` for it.
     """
 
     def __init__(self, rank: int, job: JobSteps) -> None:
@@ -37,12 +37,19 @@ class SlotSteps:
         self._names = (fragment_name(rank), data_name(rank, encoded=False))
         self._lock = threading.Lock()
         self._steps: dict[str, dict[str, _SlotStep]] = {}  # Path of the slot -> URL -> step
-        self._committed = -1
+        self._voted = self._committed = -1
 
     def keep(self, path: str, tier: OpenTier, ref: StepRef) -> None:
         """Note that the slot ``path`` holds ``ref``, which ``tier`` keeps there."""
         with self._lock:
             self._steps.setdefault(path, {})[tier.url] = _SlotStep(tier.backend, ref)
+
+    def set_voted(self, ref: StepRef) -> None:
+        """Note that this rank is about to vote for ``ref``, which a slot holds. If this rank sees
+        no verdict then, other ranks may have seen one.
+        """
+        with self._lock:
+            self._voted = ref.step
 
     def set_committed(self, ref: StepRef) -> None:
         """Note that ``ref``, which a slot holds, is committed in memory."""
@@ -76,12 +83,12 @@ class SlotSteps:
             return max((step.ref.step for step in self._steps.get(path, {}).values()), default=-1)
 
     def is_needed(self, path: str) -> bool:
-        """Return whether the slot ``path`` holds the newest step that is committed in memory, and
-        durable tiers have only older ones.
+        """Return whether the slot ``path`` holds the newest step that is committed in memory, or a
+        newer one that may be, and durable tiers have only older ones.
         """
         step, durable = self.step_in(path), self._job.durable_step
         with self._lock:
-            return step >= 0 and step == self._committed and step > durable
+            return step in (self._voted, self._committed) and step > durable
 
     def kept_by(self, tier: OpenTier) -> dict[str, StepRef]:
         """Return the steps that ``tier`` keeps: path of the slot -> step."""

@@ -166,6 +166,8 @@ class TierWriter:
             self._abort_all(job.ref, job.trial, str(error) or repr(error))
             self._clean_up(job)
             raise
+        if self.in_memory:
+            self._slots.set_voted(job.ref)
         # This raises if there is no verdict. The files may yet become a checkpoint.
         verdict = committer.commit(job.ref, vote)
         if isinstance(verdict, Unknown):

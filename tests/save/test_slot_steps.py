@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
+from ckpt.coordination.commit import Vote
+from ckpt.coordination.committer import Committer
+from ckpt.errors import CommitError
 from ckpt.model.keys import StepRef
 from ckpt.save.job_steps import JobSteps
 from ckpt.save.slot_steps import SlotSteps
@@ -33,6 +36,8 @@ def test_the_newest_step_in_memory_is_needed_until_a_newer_one_or_a_durable_tier
     slots.set_committed(ONE)
     slots.keep("/two", tier, TWO)
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (True, False)
+    slots.set_voted(TWO)  # Other ranks may know that it is committed
+    assert (slots.is_needed("/one"), slots.is_needed("/two")) == (True, True)
     slots.set_committed(TWO)
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (False, True)
     job.set_durable(TWO)
@@ -40,10 +45,12 @@ def test_the_newest_step_in_memory_is_needed_until_a_newer_one_or_a_durable_tier
 
 
 class Watched:
-    """A tier in memory that waits before it puts the manifest of the second step."""
+    """A tier in memory that holds the manifest of one step back until ``go`` is set, or until the
+    files of the step before are deleted.
+    """
 
-    def __init__(self, url: str, options: Mapping[str, object]) -> None:
-        self.inner = open_backend(url, options)
+    def __init__(self, url: str, options: Mapping[str, object], held: int = 2) -> None:
+        self.inner, self.held = open_backend(url, options), held
         self.calls: list[str] = []
         self.go = threading.Event()
 
@@ -51,38 +58,58 @@ class Watched:
         return getattr(self.inner, name)
 
     def put(self, key: str, data: Any, **how: Any) -> Any:
-        if key.startswith("step-000000002") and key.endswith("manifest.json"):
+        if key.startswith(f"step-{self.held:09}") and key.endswith("manifest.json"):
             assert self.go.wait(60)
-            self.calls.append("put 2")
+            self.calls.append(f"put {self.held}")
         return self.inner.put(key, data, **how)
 
     def delete(self, key: str) -> None:
-        if key.startswith("step-000000001") and key.endswith("manifest.json"):
-            self.calls.append("delete 1")
+        if key.startswith(f"step-{self.held - 1:09}") and key.endswith("manifest.json"):
+            self.calls.append(f"delete {self.held - 1}")
             self.go.set()
         self.inner.delete(key)
 
 
-def test_the_only_step_in_memory_stays_until_the_next_one_is_committed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def watch(patch: pytest.MonkeyPatch, held: int = 2) -> list[Watched]:
+    """Return the tiers in memory that are opened from now on."""
     opened: list[Watched] = []
 
-    def open_watched(url: str, options: Mapping[str, object]) -> Watched:
-        opened.append(Watched(url, options))
+    def open_watched(url: str, options: Mapping[str, object]) -> Any:
+        if not url.startswith("shm:"):
+            return open_backend(url, options)
+        opened.append(Watched(url, options, held))
         return opened[-1]
 
+    patch.setattr(ckpt.storage.tiers, "open_backend", open_watched)
+    return opened
+
+
+def go_when_needed(patch: pytest.MonkeyPatch, opened: Sequence[Watched]) -> None:
+    """Let the first of ``opened`` go on when a save waits for a slot that is needed."""
     is_needed = SlotSteps.is_needed
 
     def asked(steps: SlotSteps, path: str) -> bool:
         if found := is_needed(steps, path):
-            opened[0].go.set()  # The third save waits
+            opened[0].go.set()
         return found
 
-    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", open_watched)
-    monkeypatch.setattr(SlotSteps, "is_needed", asked)
+    patch.setattr(SlotSteps, "is_needed", asked)
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """The name of a tier in memory."""
+    name = f"test-slot-steps-{os.getpid()}"
+    yield name
+    shutil.rmtree(f"/dev/shm/ckpt-memory-{os.getuid()}-{name}", ignore_errors=True)
+
+
+def test_the_only_step_in_memory_stays_until_the_next_one_is_committed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = watch(monkeypatch)
+    go_when_needed(monkeypatch, opened)
     state = {"x": torch.zeros(1000)}
-    name = f"test-stays-{os.getpid()}"
     with CheckpointManager(f"shm://{name}") as manager:
         manager.save(state, 1)
         second = manager.save_async(state, 2)
@@ -90,20 +117,13 @@ def test_the_only_step_in_memory_stays_until_the_next_one_is_committed(
         second.result()
         assert manager.latest_step() == 3
     assert opened[0].calls == ["put 2", "delete 1"]
-    shutil.rmtree(f"/dev/shm/ckpt-memory-{os.getuid()}-{name}")
 
 
 def test_the_only_step_in_memory_stays_until_a_larger_one_is_committed(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[Watched] = []
-
-    def open_watched(url: str, options: Mapping[str, object]) -> Watched:
-        opened.append(Watched(url, options))
-        return opened[-1]
-
-    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", open_watched)
-    with CheckpointManager(f"shm://test-grows-{os.getpid()}") as manager:
+    opened = watch(monkeypatch)
+    with CheckpointManager(f"shm://{name}") as manager:
         manager.save({"x": torch.zeros(1000)}, 1)
         second = manager.save_async({"x": torch.zeros(3_000_000)}, 2)
         assert (manager.latest_step(), opened[0].calls) == (1, [])
@@ -112,3 +132,28 @@ def test_the_only_step_in_memory_stays_until_a_larger_one_is_committed(
         manager.save({"x": torch.zeros(3_000_000)}, 3)
         assert manager.latest_step() == 3
     assert opened[0].calls == ["put 2", "delete 1"]
+
+
+def test_a_step_without_a_verdict_stays_in_memory_until_a_newer_one_is_committed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks may have seen that it was committed, and have reported it."""
+    commit = Committer.commit
+
+    def without_a_verdict(self: Committer, ref: StepRef, vote: Vote, **how: Any) -> Any:
+        if ref.step == 2:
+            raise CommitError("the job's store is gone")
+        return commit(self, ref, vote, **how)
+
+    opened = watch(monkeypatch, held=3)
+    go_when_needed(monkeypatch, opened)
+    monkeypatch.setattr(Committer, "commit", without_a_verdict)
+    state = {"x": torch.zeros(1000)}
+    with CheckpointManager([f"shm://{name}", str(tmp_path)]) as manager:
+        manager.save(state, 1)
+        with pytest.raises(CommitError):
+            manager.save(state, 2)
+        third = manager.save_async(state, 3)
+        manager.save(state, 4)
+        third.result()
+    assert opened[0].calls == ["put 3", "delete 2"]
