@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -105,6 +107,49 @@ def test_a_state_that_is_being_restored_is_not_saved(root: str, handler: Any) ->
         assert [type(error) for error in raised] == [ConfigError]
         assert "save_async() was called inside of restore()" in str(raised[0])
         assert manager.steps() == [1]
+
+
+@pytest.mark.parametrize("call", ["save", "restore"])
+def test_ctrl_c_as_a_call_returns_leaves_the_manager_usable(call: str, root: str) -> None:
+    """Python raises the exception of a signal as a function begins, also in what ends the call."""
+    state = job()
+    with CheckpointManager(root, slots=1) as manager:
+        manager.save(state, 1)
+        calls = {"save": lambda: manager.save(state, 2), "restore": lambda: manager.restore(state)}
+        interrupted = 0
+        for turn in range(1, 100):
+            try:
+                with _interrupted_in("planned_stop.py", turn):
+                    calls[call]()
+            except KeyboardInterrupt:
+                interrupted += 1
+            else:
+                break
+            manager.save(state, 2 + turn)
+        assert interrupted > 1
+        assert manager.steps()[-1] == 2 + interrupted
+
+
+@contextmanager
+def _interrupted_in(file: str, turn: int) -> Iterator[None]:
+    """Raise ``KeyboardInterrupt`` as the function that is the ``turn``-th to begin in ``file``
+    begins.
+    """
+    reached = 0
+
+    def on_call(frame: FrameType, *_: object) -> None:
+        nonlocal reached
+        if frame.f_code.co_filename.endswith(file):
+            reached += 1
+            if reached == turn:
+                raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 class Interrupting:

@@ -42,8 +42,10 @@ _log = logging.getLogger("ckpt")
 _active: StopSignals | None = None
 
 
-class alone_in:  # noqa: N801 - read as a word of the with statement
-    """A block of a manager's method that may not begin inside of another such block in the same
+def one_at_a_time(
+    name: str,
+) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """Decorate a method of a manager that may not begin inside of another such method in the same
     thread: raises ``ConfigError``.
 
     A signal handler makes such calls. What it has interrupted holds locks and slots until the
@@ -52,39 +54,35 @@ class alone_in:  # noqa: N801 - read as a word of the with statement
     error. A manager that is closed, or closes, answers as always.
     """
 
-    def __init__(self, manager: Any, name: str) -> None:
-        self._manager, self._name = manager, name
-
-    def __enter__(self) -> None:
-        manager, thread = self._manager, threading.get_ident()
-        if (outer := manager._inside.get(thread)) is not None and not manager._closed:
-            refused = ConfigError(
-                f"{self._name}() was called inside of {outer}() in the same thread, as by a "
-                "signal handler: let manager.on_signals() handle the signal, or raise SystemExit "
-                "in the handler"
-            )
-            _log.error("ckpt: %s", refused)
-            raise refused
-        manager._inside[thread] = self._name
-
-    def __exit__(self, *_: object) -> None:
-        self._manager._inside.pop(threading.get_ident(), None)
-
-
-def one_at_a_time(
-    name: str,
-) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """Decorate a method of a manager with `alone_in`."""
-
     def guarded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
         @wraps(method)
         def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            with alone_in(self, name):
+            _check_alone(self, name)
+            thread = threading.get_ident()
+            # Ctrl-C raises where a function begins or has returned. So nothing is called between
+            # the method and the removal, or the manager would refuse every later call.
+            try:
+                self._inside[thread] = name
                 return method(self, *args, **kwargs)
+            finally:
+                self._inside.pop(thread, None)
 
         return call
 
     return guarded
+
+
+def _check_alone(manager: Any, name: str) -> None:
+    """Raise ``ConfigError`` if this thread is inside of a method of an open manager."""
+    outer = manager._inside.get(threading.get_ident())
+    if outer is not None and not manager._closed:
+        refused = ConfigError(
+            f"{name}() was called inside of {outer}() in the same thread, as by a signal "
+            "handler: let manager.on_signals() handle the signal, or raise SystemExit in the "
+            "handler"
+        )
+        _log.error("ckpt: %s", refused)
+        raise refused
 
 
 def as_deadline(value: object) -> float:
