@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt.catalog.index import find, read_packed
+from ckpt.catalog.index import find, is_committed, read_packed
 from ckpt.catalog.verify import Fault, VerifyReport, verify_step
 from ckpt.cli import output
 from ckpt.cli.options import (
@@ -50,7 +50,8 @@ def verify(
     with --all every step. For each damaged part the output names another tier that has it intact.
 
     Exit code 0: intact. 4: something is damaged; a table shows which bytes of which file. 7: there
-    is no such checkpoint. 3: a tier cannot be reached, and the others are intact.
+    is no such checkpoint, or it was removed meanwhile. 3: a tier cannot be reached, and the others
+    are intact.
 
     \b
     Examples:
@@ -75,9 +76,13 @@ def _one(place: Reached, step: int | None, *, all_steps: bool, json: bool) -> No
     refs = backend.ask(partial(find, backend, step))
     reports: list[VerifyReport] = []
     for ref in refs if all_steps or step is not None else refs[:1]:
-        reports.append(_verify(backend, ref))
+        if (report := _verify(backend, ref)) is None:
+            continue
+        reports.append(report)
         if not json:
-            _show(reports[-1])
+            _show(report)
+    if refs and not reports:
+        raise NoCheckpoint(backend.url, f"step {refs[0].step} was removed during the command")
     intact = all(report.intact for report in reports)
     if json:
         output.show_json(
@@ -91,9 +96,12 @@ def _one(place: Reached, step: int | None, *, all_steps: bool, json: bool) -> No
         raise typer.Exit(IntegrityError.exit_code)
 
 
-def _verify(backend: StorageBackend, ref: StepRef, label: str = "") -> VerifyReport:
+def _verify(backend: StorageBackend, ref: StepRef, label: str = "") -> VerifyReport | None:
+    """Return None for a step that a retention has removed meanwhile, since it is not damaged."""
     with workers_for(backend) as workers, output.progress(f"step {ref.step}{label}") as bar:
         report = verify_step(backend, ref, workers=workers, on_progress=bar)
+    if not report.intact and not is_committed(backend, ref):
+        return None
     fault = "" if report.intact else f"{output.count(len(report.faults), 'fault')} found"
     note_verified(backend.url, ref.step, fault)
     return report
@@ -189,7 +197,12 @@ def _check(tier: _Tier, refs: list[StepRef]) -> None:
         return
     try:
         for ref in refs:
-            tier.reports[ref] = _verify(tier.backend, ref, f" on {tier.url}")
+            report = _verify(tier.backend, ref, f" on {tier.url}")
+            if report is not None:
+                tier.reports[ref] = report
+        if refs and not tier.reports:
+            detail = f"step {refs[0].step} was removed during the command"
+            tier.error = NoCheckpoint(tier.url, detail)
     except CkptError as error:  # The step or the store may be gone
         tier.error = error
 

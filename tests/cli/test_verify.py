@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckpt.catalog.verify import VerifyReport, verify_step
+from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import Written, write_checkpoint
@@ -42,6 +45,32 @@ def test_all_steps_are_verified_though_one_is_damaged(cli: Cli, steps: dict[int,
         100: True,
     }
     assert ran.json["steps"][1]["faults"][0]["offset"] == 0
+
+
+@pytest.mark.parametrize("given", [(), (300,), ("--all",), ("--all", "--json")])
+def test_a_step_that_a_job_removes_meanwhile_is_not_damaged(
+    given: tuple[object, ...],
+    cli: Cli,
+    steps: dict[int, Written],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Retention removes the manifest first, and then the files."""
+
+    def removed_first(backend: StorageBackend, ref: StepRef, **options: Any) -> VerifyReport:
+        if ref.step == 300:
+            backend.delete(ref.manifest)
+            data_file(steps[300]).unlink()
+        return verify_step(backend, ref, **options)
+
+    monkeypatch.setattr("ckpt.cli.verify.verify_step", removed_first)
+    ran = cli("verify", *given)
+    assert "damaged" not in ran.out
+    if "--all" in given:
+        assert ran.code == 0
+        assert "300" not in ran.out
+    else:
+        assert ran.code == 7
+        assert "step 300 was removed during the command" in ran.err
 
 
 def test_all_and_a_step_exclude_each_other(cli: Cli, steps: dict[int, Written]) -> None:
