@@ -15,6 +15,7 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.errors import ConfigError, StagingError
+from ckpt.staging.fence import Fence
 from ckpt.staging.slot import Slot
 from tests.overlap.jobs import forward_backward, job
 from tests.overlap.window import assert_restores, content
@@ -128,6 +129,44 @@ def test_ctrl_c_as_a_call_returns_leaves_the_manager_usable(call: str, root: str
             manager.save(state, 2 + turn)
         assert interrupted > 1
         assert manager.steps()[-1] == 2 + interrupted
+
+
+def test_ctrl_c_before_a_slot_is_filled_gives_the_slot_back(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only slot would be lost otherwise, and the next save would wait for it for ever."""
+    state = job()
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with CheckpointManager(root, slots=1, on_busy="skip") as manager:
+        manager.save(state, 1)
+        monkeypatch.setattr(Slot, "pin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(state, 2)
+        assert manager.save_async(state, 3).exception() is None
+        assert manager.steps() == [1, 3]
+
+
+def test_ctrl_c_in_a_constructor_leaves_other_managers_usable(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error keeps what was made until then, where others find it."""
+
+    def interrupted() -> int:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with CheckpointManager(root) as manager:
+        state = job()
+        manager.save(state, 1)
+        monkeypatch.setattr("ckpt.staging.fence.os.getpid", interrupted)
+        with pytest.raises(KeyboardInterrupt) as kept:
+            Fence()
+        manager.restore(state)
+    assert kept
 
 
 @contextmanager

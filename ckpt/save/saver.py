@@ -212,7 +212,11 @@ class Saver:
         """
         slot = self.slots.acquire(nbytes, wait=wait)
         if slot is not None:
-            slot.pin(devices)
+            try:
+                slot.pin(devices)
+            except BaseException:  # Ctrl-C included
+                self.slots.release(slot)
+                raise
         return slot
 
     def _pin(self, devices: Devices) -> None:

@@ -45,14 +45,15 @@ class Fence:
         )
         self._in_flight: list[Snapshot] = []
         self._lock = threading.Lock()
-        with _registering:
-            _fences.add(self)
         self._pid = os.getpid()
         self._stop_listening: Callable[[], object] = bool
         self.captured = weakref.WeakSet[torch.optim.Optimizer]()
         """Optimizers whose step was captured in a graph. No hook notices when the graph is
         replayed.
         """
+        # Others may use it from here on, also if Ctrl-C ends the constructor.
+        with _registering:
+            _fences.add(self)
 
     def listen(self) -> None:
         """Notice captures by any optimizer of the process from now on, also before it is guarded.
