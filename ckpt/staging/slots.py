@@ -149,9 +149,9 @@ class SlotPool:
 
         If the budget chose waves, the slot is smaller than the image.
 
-        A slot whose contents are needed is not free while another slot is in use, since the image
-        there may replace them. The first slot is waited for in any case. A slot whose file has
-        vanished, or cannot grow back to its length, is replaced by another.
+        A slot whose contents are needed is not free while another slot may be made, or is in use,
+        since the image there may replace them. The first slot is waited for in any case. A slot
+        whose file has vanished, or cannot grow back to its length, is replaced by another.
 
         Raises:
             HostMemoryExhausted: There is no memory for it.
@@ -250,7 +250,7 @@ class SlotPool:
         if not fitting:
             return None
         slot = min(fitting, key=lambda slot: self._contents.step_in(slot.path) if slot.path else -1)
-        if self._is_any_in_use() and self._is_needed(slot):
+        if self._is_needed(slot) and (self._is_any_in_use() or not self._is_full()):
             return None
         self._free.remove(slot)
         return slot
@@ -272,10 +272,15 @@ class SlotPool:
                 "ckpt: %s",
                 self._budget.sentence,
             )
-        if len(self._made) + self._making >= self._budget.slots and not self._is_any_in_use():
+        if self._is_full() and not self._is_any_in_use():
             for slot in needed:  # No image that is under way will replace what is in it
                 self._let_go(slot)
-        return len(self._made) + self._making < self._budget.slots
+        return not self._is_full()
+
+    def _is_full(self) -> bool:
+        """Return whether there are as many slots as the budget allows."""
+        there = len(self._made) + self._making
+        return self._budget is not None and there >= self._budget.slots
 
     def _is_any_in_use(self) -> bool:
         return len(self._made) + self._making > len(self._free)

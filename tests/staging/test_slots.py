@@ -179,6 +179,15 @@ def test_a_slot_with_what_is_nowhere_else_is_not_taken_while_another_is_in_use(p
     assert found == [two, one]
 
 
+def test_another_slot_is_made_before_one_with_what_is_nowhere_else_is_taken(pools):
+    contents = Needed()
+    pool = pools(2, contents=contents)
+    one = take(pool, MIB)
+    contents.path = one.path
+    pool.release(one)
+    assert take(pool, MIB) is not one
+
+
 def test_a_slot_with_what_is_nowhere_else_is_taken_if_no_other_is_in_use(pools):
     contents = Needed()
     pool = pools(1, contents=contents)
