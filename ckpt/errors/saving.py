@@ -24,16 +24,16 @@ class StepExists(CommitError):
 
 
 class HistoryHidden(CommitError):
-    """The root holds newer steps that this job has not restored: a restore would take those, not
-    what is saved now.
+    """The root holds newer steps of earlier jobs: a restore would take those, not what is saved
+    now.
     """
 
     def __init__(self, step: int, newest: int, root: str) -> None:
         self.step, self.newest, self.root = step, newest, root
         super().__init__(
-            f"{root} holds step {newest}, which this job has not restored, and which a restart "
-            f"would take before step {step}: "
-            "restore first, or give this run a root of its own"
+            f"{root} holds step {newest} of an earlier job, which a restart would take before step "
+            f"{step}: restore it and save higher steps, restore an earlier one to go back, or give "
+            "this run a root of its own"
         )
 
 

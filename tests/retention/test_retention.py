@@ -259,17 +259,16 @@ def test_a_listing_that_lags_behind_costs_nothing(tmp_path):
     assert whole(tmp_path) == [2, 3]
 
 
-def test_steps_behind_those_of_another_run_are_refused_and_a_restore_settles_it(tmp_path):
+def test_steps_behind_those_of_another_run_are_refused_and_a_restore_settles_it(tmp_path, caplog):
     saved(tmp_path, [100, 200])
     with CheckpointManager(tmp_path) as manager:
-        with pytest.raises(
-            HistoryHidden, match=f"{tmp_path} holds step 200, which this job has not restored"
-        ):
+        with pytest.raises(HistoryHidden, match=f"{tmp_path} holds step 200 of an earlier job"):
             manager.save({"x": torch.ones(9)}, 1)
         manager.save({"x": torch.ones(9)}, 300)
     with CheckpointManager(tmp_path) as manager:
         manager.restore({"x": torch.zeros(9, dtype=torch.int64)}, step=100)
         manager.save({"x": torch.ones(9)}, 150)
+        assert f"{tmp_path} holds step 300, and this job continues from step 100" in caplog.text
     assert whole(tmp_path) == [100, 150, 200, 300]
 
 
