@@ -28,8 +28,8 @@ class SlotSteps:
         job: Knows which steps durable tiers have.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_steps``,
-    ``_voted`` and ``_committed``. No request to a store is made under the lock; only the owner of a
-    slot calls ``evict`` for it.
+    ``_in_doubt`` and ``_committed``. No request to a store is made under the lock; only the owner
+    of a slot calls ``evict`` for it.
     """
 
     def __init__(self, rank: int, job: JobSteps) -> None:
@@ -37,7 +37,8 @@ class SlotSteps:
         self._names = (fragment_name(rank), data_name(rank, encoded=False))
         self._lock = threading.Lock()
         self._steps: dict[str, dict[str, _SlotStep]] = {}  # Path of the slot -> URL -> step
-        self._voted = self._committed = -1
+        self._in_doubt: set[int] = set()
+        self._committed = -1
 
     def keep(self, path: str, tier: OpenTier, ref: StepRef) -> None:
         """Note that the slot ``path`` holds ``ref``, which ``tier`` keeps there."""
@@ -49,12 +50,13 @@ class SlotSteps:
         no verdict then, other ranks may have seen one.
         """
         with self._lock:
-            self._voted = ref.step
+            self._in_doubt.add(ref.step)
 
     def set_committed(self, ref: StepRef) -> None:
         """Note that ``ref``, which a slot holds, is committed in memory."""
         with self._lock:
             self._committed = ref.step
+            self._in_doubt = {step for step in self._in_doubt if step > ref.step}
 
     def forget(self, path: str, tier: OpenTier) -> None:
         """Note that ``tier`` keeps nothing in the slot ``path`` any more."""
@@ -88,7 +90,7 @@ class SlotSteps:
         """
         step, durable = self.step_in(path), self._job.durable_step
         with self._lock:
-            return step in (self._voted, self._committed) and step > durable
+            return (step == self._committed or step in self._in_doubt) and step > durable
 
     def kept_by(self, tier: OpenTier) -> dict[str, StepRef]:
         """Return the steps that ``tier`` keeps: path of the slot -> step."""

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from ckpt.errors import HostMemoryExhausted
+from ckpt.errors import CommitError, HostMemoryExhausted
 from ckpt.staging import slot_files
 from ckpt.staging.budget import Budget, Room, decide, measure
 from ckpt.staging.slot import NotWanted, Slot, SlotLost, capacity_of
@@ -155,6 +155,7 @@ class SlotPool:
 
         Raises:
             HostMemoryExhausted: There is no memory for it.
+            CommitError: The contents of several slots are needed, and no other slot may be made.
         """
         with self._changed:
             while (slot := self._take(nbytes)) is None:
@@ -249,9 +250,18 @@ class SlotPool:
         fitting = [slot for slot in self._free if slot.capacity >= self._slot_bytes(nbytes)]
         if not fitting:
             return None
-        slot = min(fitting, key=lambda slot: self._contents.step_in(slot.path) if slot.path else -1)
-        if self._is_needed(slot) and (self._is_any_in_use() or not self._is_full()):
+        others = [slot for slot in fitting if not self._is_needed(slot)]
+        if not others and (self._is_any_in_use() or not self._is_full()):
             return None
+        if not others and len(fitting) > 1:  # The save after the last commit has no verdict
+            raise CommitError(
+                "no slot is free: whether the last step in memory was committed cannot be seen, "
+                "since the job's store is gone; start the job again, and restore"
+            )
+        slot = min(
+            others or fitting,
+            key=lambda slot: self._contents.step_in(slot.path) if slot.path else -1,
+        )
         self._free.remove(slot)
         return slot
 

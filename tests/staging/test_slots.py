@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt.errors import HostMemoryExhausted, StorageError
+from ckpt.errors import CommitError, HostMemoryExhausted, StorageError
 from ckpt.staging import slot_files
 from ckpt.staging import slots as slots_module
 from ckpt.staging.slots import NoContents, SlotPool
@@ -112,15 +112,16 @@ def test_when_all_slots_are_taken_there_is_none_or_one_waits(pools):
 
 
 class Needed(NoContents):
-    """One file holds what is nowhere else."""
+    """The file ``path`` holds what is nowhere else, and so do ``others``."""
 
     path: str | None = None
+    others: tuple[str, ...] = ()
 
     def step_in(self, path: str) -> int:
-        return 7 if path == self.path else -1
+        return 7 if path == self.path else 8
 
     def is_needed(self, path: str) -> bool:
-        return path == self.path
+        return path in (self.path, *self.others)
 
 
 def test_a_small_slot_with_what_is_nowhere_else_stays_until_a_larger_image_may_replace_it(pools):
@@ -186,6 +187,29 @@ def test_another_slot_is_made_before_one_with_what_is_nowhere_else_is_taken(pool
     contents.path = one.path
     pool.release(one)
     assert take(pool, MIB) is not one
+
+
+def test_a_slot_with_what_is_nowhere_else_is_not_taken_before_another_that_is_free(pools):
+    contents = Needed()
+    pool = pools(2, contents=contents)
+    one, two = take(pool, MIB), take(pool, MIB)
+    contents.path = one.path
+    pool.release(one)
+    pool.release(two)
+    assert take(pool, MIB) is two
+
+
+def test_no_slot_is_taken_if_all_hold_what_is_nowhere_else(pools):
+    contents = Needed()
+    pool = pools(2, contents=contents)
+    one, two = take(pool, MIB), take(pool, MIB)
+    contents.path, contents.others = one.path, (two.path,)
+    pool.release(one)
+    pool.release(two)
+    with pytest.raises(CommitError, match="start the job again"):
+        take(pool, MIB)
+    contents.path = None
+    assert take(pool, MIB) is one
 
 
 def test_a_slot_with_what_is_nowhere_else_is_taken_if_no_other_is_in_use(pools):
