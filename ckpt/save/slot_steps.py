@@ -58,6 +58,11 @@ class SlotSteps:
             self._committed = ref.step
             self._in_doubt = {step for step in self._in_doubt if step > ref.step}
 
+    def set_aborted(self, ref: StepRef) -> None:
+        """Note that ``ref``, for which this rank has voted, is not committed in memory."""
+        with self._lock:
+            self._in_doubt.discard(ref.step)
+
     def forget(self, path: str, tier: OpenTier) -> None:
         """Note that ``tier`` keeps nothing in the slot ``path`` any more."""
         with self._lock:

@@ -176,6 +176,8 @@ class TierWriter:
                 f"({verdict.reason})"
             )
         if isinstance(verdict, Aborted):
+            if self.in_memory:
+                self._slots.set_aborted(job.ref)
             self._clean_up(job)
             raise rebuild(verdict, job.ref.step)
         self._steps.set_committed(job.ref)
