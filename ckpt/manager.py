@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import wait
@@ -36,6 +37,7 @@ from ckpt.elastic.planned_stop import (
     STOP_SIGNALS,
     StopSignals,
     as_deadline,
+    check_alone,
     one_at_a_time,
 )
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
@@ -543,7 +545,6 @@ class CheckpointManager:
             check_detach(self._config.agent, self._agent)
         self.close_after(ending_error(but=self._earlier), timeout, detach=detach)
 
-    @one_at_a_time("close")
     def close_after(
         self, error: BaseException | None, timeout: float | None = None, *, detach: bool = False
     ) -> None:
@@ -551,39 +552,45 @@ class CheckpointManager:
 
         None: nothing went wrong. With ``detach``, an agent finishes what farther tiers lack.
         """
-        # The memory, the threads and the root that a fork inherits belong to its parent.
-        if self._closed or os.getpid() != self._pid:
-            return
-        self._closed = True
-        self._saver.slots.stop()  # Stop first, so that no thread begins another slot
-        error = None if isinstance(error, END_OF_DATA) else error
-        reason = reason_of(error)
-        timeout = self._config.exit_seconds if reason and timeout is None else timeout
-        detach = detach or bool(reason and self._agent)
-        listed = self._closer.submit(self._listers.close)
-        done = self._closer.submit(self._detach if detach else self._finish, reason)
-        if in_time := wait_and_log(done, self._ledger.pending, timeout):
-            # Otherwise a tier that does not answer still keeps a listing thread busy.
-            if wait([listed], _LIST_SECONDS).done:
-                self._closer.close()
-        elif reason:
-            self._ledger.give_up(reason, timeout)
-            if self._coordinator.world_size > 1:
-                wait([self._closer.submit(self._coordinator.leave, reason)], _LEAVE_SECONDS)
-                # Threads that wait for other ranks end now.
-                wait([done], self._coordinator.look_seconds + _LEAVE_SECONDS)
-            self._fence.remove()
-        if self._stop is not None:
-            self._stop.close(error)
-        if in_time:
-            done.result()
-            if self._agent is not None and not detach:
-                self._agent.forget()
-        self._ledger.raise_unreported(kept=False)
-        left = in_time and detach  # The agent finishes what is left
-        lacking = None if left else missing_at_the_end(self._ledger.pending, timeout)
-        if (error := self._ledger.end_all(lacking)) is not None:
-            raise error
+        check_alone(self, "close")
+        thread = threading.get_ident()
+        try:
+            self._inside[thread] = "close"
+            # The memory, the threads and the root that a fork inherits belong to its parent.
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+            self._saver.slots.stop()  # Stop first, so that no thread begins another slot
+            error = None if isinstance(error, END_OF_DATA) else error
+            reason = reason_of(error)
+            timeout = self._config.exit_seconds if reason and timeout is None else timeout
+            detach = detach or bool(reason and self._agent)
+            listed = self._closer.submit(self._listers.close)
+            done = self._closer.submit(self._detach if detach else self._finish, reason)
+            if in_time := wait_and_log(done, self._ledger.pending, timeout):
+                # Otherwise a tier that does not answer still keeps a listing thread busy.
+                if wait([listed], _LIST_SECONDS).done:
+                    self._closer.close()
+            elif reason:
+                self._ledger.give_up(reason, timeout)
+                if self._coordinator.world_size > 1:
+                    wait([self._closer.submit(self._coordinator.leave, reason)], _LEAVE_SECONDS)
+                    # Threads that wait for other ranks end now.
+                    wait([done], self._coordinator.look_seconds + _LEAVE_SECONDS)
+                self._fence.remove()
+            if self._stop is not None:
+                self._stop.close(error)
+            if in_time:
+                done.result()
+                if self._agent is not None and not detach:
+                    self._agent.forget()
+            self._ledger.raise_unreported(kept=False)
+            left = in_time and detach  # The agent finishes what is left
+            lacking = None if left else missing_at_the_end(self._ledger.pending, timeout)
+            if (error := self._ledger.end_all(lacking)) is not None:
+                raise error
+        finally:  # As in ``one_at_a_time``, which would be one more frame in each traceback
+            self._inside.pop(thread, None)
 
     def _detach(self, reason: str) -> None:
         """Finish what only this process can, and leave the rest to the agent.

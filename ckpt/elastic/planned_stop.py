@@ -57,7 +57,7 @@ def one_at_a_time(
     def guarded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
         @wraps(method)
         def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            _check_alone(self, name)
+            check_alone(self, name)
             thread = threading.get_ident()
             # Ctrl-C raises where a function begins or has returned. So nothing is called between
             # the method and the removal, or the manager would refuse every later call.
@@ -72,7 +72,7 @@ def one_at_a_time(
     return guarded
 
 
-def _check_alone(manager: Any, name: str) -> None:
+def check_alone(manager: Any, name: str) -> None:
     """Raise ``ConfigError`` if this thread is inside of a method of an open manager."""
     outer = manager._inside.get(threading.get_ident())
     if outer is not None and not manager._closed:
