@@ -58,8 +58,8 @@ class SlotSteps:
             self._committed = ref.step
             self._in_doubt = {step for step in self._in_doubt if step > ref.step}
 
-    def set_aborted(self, ref: StepRef) -> None:
-        """Note that ``ref``, for which this rank has voted, is not committed in memory."""
+    def set_decided(self, ref: StepRef) -> None:
+        """Note that this rank has seen the verdict on ``ref``, which is the same on all ranks."""
         with self._lock:
             self._in_doubt.discard(ref.step)
 

@@ -170,14 +170,14 @@ class TierWriter:
             self._slots.set_voted(job.ref)
         # This raises if there is no verdict. The files may yet become a checkpoint.
         verdict = committer.commit(job.ref, vote)
+        if self.in_memory:
+            self._slots.set_decided(job.ref)
         if isinstance(verdict, Unknown):
             raise CommitError(
                 f"step {job.ref.step}: whether it was committed on {self.url} cannot be seen "
                 f"({verdict.reason})"
             )
         if isinstance(verdict, Aborted):
-            if self.in_memory:
-                self._slots.set_aborted(job.ref)
             self._clean_up(job)
             raise rebuild(verdict, job.ref.step)
         self._steps.set_committed(job.ref)

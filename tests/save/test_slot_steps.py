@@ -39,7 +39,7 @@ def test_the_newest_step_in_memory_is_needed_until_a_newer_one_or_a_durable_tier
     slots.set_voted(TWO)  # Other ranks may know that it is committed
     slots.set_voted(StepRef(3, "a" * 12))
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (True, True)
-    slots.set_aborted(TWO)
+    slots.set_decided(TWO)  # It was aborted
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (True, False)
     slots.set_committed(TWO)
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (False, True)
