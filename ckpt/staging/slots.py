@@ -251,13 +251,15 @@ class SlotPool:
         if not fitting:
             return None
         others = [slot for slot in fitting if not self._is_needed(slot)]
-        if not others and (self._is_any_in_use() or not self._is_full()):
-            return None
-        if not others and len(fitting) > 1:  # The save after the last commit has no verdict
-            raise CommitError(
-                "no slot is free: whether the last step in memory was committed cannot be seen, "
-                "since the job's store is gone; start the job again, and restore"
-            )
+        if not others:
+            is_any_small = not all(map(self._is_needed, self._free))  # It makes room for another
+            if is_any_small or self._is_any_in_use() or not self._is_full():
+                return None
+            if len(self._free) > 1:  # The save after the last commit has no verdict
+                raise CommitError(
+                    "no slot is free: whether the last step in memory was committed cannot be "
+                    "seen, since the job's store is gone; start the job again, and restore"
+                )
         slot = min(
             others or fitting,
             key=lambda slot: self._contents.step_in(slot.path) if slot.path else -1,

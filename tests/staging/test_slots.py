@@ -124,17 +124,34 @@ class Needed(NoContents):
         return path in (self.path, *self.others)
 
 
-def test_a_small_slot_with_what_is_nowhere_else_stays_until_a_larger_image_may_replace_it(pools):
+def with_needed(pools, count=2):
+    """A pool of which all slots are taken; the first holds what is nowhere else."""
     contents = Needed()
-    pool = pools(2, contents=contents)
-    one, two = take(pool, MIB), take(pool, MIB)
-    contents.path = one.path
+    pool = pools(count, contents=contents)
+    taken = [take(pool, MIB) for _ in range(count)]
+    contents.path = taken[0].path
+    return contents, pool, taken
+
+
+def test_a_small_slot_with_what_is_nowhere_else_stays_until_a_larger_image_may_replace_it(pools):
+    contents, pool, (one, two) = with_needed(pools)
     pool.release(one)
     pool.release(two)
     larger = take(pool, 8 * MIB)
     assert pool.made == [one, larger]
     assert pool.acquire(8 * MIB, wait=False) is None  # The image in ``larger`` may be lost
     contents.path = larger.path
+    assert take(pool, 8 * MIB) is not larger
+    assert one not in pool.made
+
+
+def test_a_small_slot_that_is_not_needed_any_more_makes_room_for_another(pools):
+    contents, pool, (one, two) = with_needed(pools)
+    pool.release(one)
+    pool.release(two)
+    larger = take(pool, 8 * MIB)
+    contents.path = larger.path  # It is committed
+    pool.release(larger)
     assert take(pool, 8 * MIB) is not larger
     assert one not in pool.made
 
@@ -150,20 +167,14 @@ def test_a_small_slot_that_is_released_with_what_is_nowhere_else_stays(pools):
 
 
 def test_the_only_slot_grows_whatever_it_holds(pools):
-    contents = Needed()
-    pool = pools(1, contents=contents)
-    one = take(pool, MIB)
-    contents.path = one.path
+    _, pool, (one,) = with_needed(pools, 1)
     pool.release(one)
     larger = take(pool, 8 * MIB)
     assert pool.made == [larger]
 
 
 def test_a_slot_with_what_is_nowhere_else_is_not_taken_while_another_is_in_use(pools):
-    contents = Needed()
-    pool = pools(2, contents=contents)
-    one, two = take(pool, MIB), take(pool, MIB)
-    contents.path = one.path
+    contents, pool, (one, two) = with_needed(pools)
     pool.release(one)
     assert pool.acquire(MIB, wait=False) is None
     found = []
@@ -190,20 +201,15 @@ def test_another_slot_is_made_before_one_with_what_is_nowhere_else_is_taken(pool
 
 
 def test_a_slot_with_what_is_nowhere_else_is_not_taken_before_another_that_is_free(pools):
-    contents = Needed()
-    pool = pools(2, contents=contents)
-    one, two = take(pool, MIB), take(pool, MIB)
-    contents.path = one.path
+    _, pool, (one, two) = with_needed(pools)
     pool.release(one)
     pool.release(two)
     assert take(pool, MIB) is two
 
 
 def test_no_slot_is_taken_if_all_hold_what_is_nowhere_else(pools):
-    contents = Needed()
-    pool = pools(2, contents=contents)
-    one, two = take(pool, MIB), take(pool, MIB)
-    contents.path, contents.others = one.path, (two.path,)
+    contents, pool, (one, two) = with_needed(pools)
+    contents.others = (two.path,)
     pool.release(one)
     pool.release(two)
     with pytest.raises(CommitError, match="start the job again"):
@@ -213,10 +219,7 @@ def test_no_slot_is_taken_if_all_hold_what_is_nowhere_else(pools):
 
 
 def test_a_slot_with_what_is_nowhere_else_is_taken_if_no_other_is_in_use(pools):
-    contents = Needed()
-    pool = pools(1, contents=contents)
-    slot = take(pool, MIB)
-    contents.path = slot.path
+    _, pool, (slot,) = with_needed(pools, 1)
     pool.release(slot)
     assert take(pool, MIB) is slot
 
