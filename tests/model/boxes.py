@@ -12,15 +12,18 @@ from ckpt.model.box import Box
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 solid_shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
+solid_shapes_with_rows = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 
 
 @st.composite
-def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
-    offsets = [draw(st.integers(0, size)) for size in shape]
+def boxes_in(draw: st.DrawFn, shape: Sequence[int], *, least: int = 0) -> Box:
+    """A box of at least ``least`` elements in each dimension of ``shape``."""
+    offsets = [draw(st.integers(0, size - least)) for size in shape]
     return Box(
         tuple(offsets),
         tuple(
-            draw(st.integers(0, size - start)) for start, size in zip(offsets, shape, strict=True)
+            draw(st.integers(least, size - start))
+            for start, size in zip(offsets, shape, strict=True)
         ),
     )
 
