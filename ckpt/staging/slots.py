@@ -248,8 +248,6 @@ class SlotPool:
 
     def _take(self, nbytes: int) -> Slot | None:
         fitting = [slot for slot in self._free if slot.capacity >= self._slot_bytes(nbytes)]
-        if not fitting:
-            return None
         others = [slot for slot in fitting if not self._is_needed(slot)]
         if not others:
             is_any_small = not all(map(self._is_needed, self._free))  # It makes room for another
@@ -260,6 +258,8 @@ class SlotPool:
                     "no slot is free: whether the last step in memory was committed cannot be "
                     "seen, since the job's store is gone; start the job again, and restore"
                 )
+            if not fitting:
+                return None
         slot = min(
             others or fitting,
             key=lambda slot: self._contents.step_in(slot.path) if slot.path else -1,
@@ -269,7 +269,8 @@ class SlotPool:
 
     def _may_make(self, nbytes: int) -> bool:
         """Return True if one more slot of this size is due, and free those that are too small. One
-        whose contents are needed stays while another slot may be made or is in use. Holds the lock.
+        whose contents are needed stays, unless it is the only slot that there may be. Holds the
+        lock.
         """
         small = [slot for slot in self._free if slot.capacity < self._slot_bytes(nbytes)]
         needed = list(filter(self._is_needed, small))
@@ -284,9 +285,8 @@ class SlotPool:
                 "ckpt: %s",
                 self._budget.sentence,
             )
-        if self._is_full() and not self._is_any_in_use():
-            for slot in needed:  # No image that is under way will replace what is in it
-                self._let_go(slot)
+        if self._is_full() and needed == self._made and len(needed) == 1 and not self._making:
+            self._let_go(needed[0])
         return not self._is_full()
 
     def _is_full(self) -> bool:

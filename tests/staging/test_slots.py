@@ -156,6 +156,33 @@ def test_a_small_slot_that_is_not_needed_any_more_makes_room_for_another(pools):
     assert one not in pool.made
 
 
+def test_a_small_slot_with_what_is_nowhere_else_stays_beside_a_larger_one_that_is_free(pools):
+    _, pool, (one, two) = with_needed(pools)
+    pool.release(one)
+    pool.release(two)
+    larger = take(pool, 8 * MIB)
+    pool.release(larger)  # Its image was not committed
+    pool.reserve(8 * MIB)
+    assert pool.made == [one, larger]
+    assert take(pool, 8 * MIB) is larger
+
+
+def test_small_slots_that_all_hold_what_is_nowhere_else_stay(pools):
+    contents, pool, (one, two) = with_needed(pools)
+    contents.others = (two.path,)
+    pool.release(one)
+    pool.release(two)
+    pool.plan(8 * MIB)
+    pool.reserve(8 * MIB)
+    for wait in (False, True):
+        with pytest.raises(CommitError, match="start the job again"):
+            pool.acquire(8 * MIB, wait=wait)
+    assert pool.made == [one, two]
+    contents.path = None
+    assert take(pool, 8 * MIB) not in (one, two)
+    assert two in pool.made
+
+
 def test_a_small_slot_that_is_released_with_what_is_nowhere_else_stays(pools):
     contents = Needed()
     pool = pools(2, contents=contents)
