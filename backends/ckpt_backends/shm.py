@@ -117,9 +117,12 @@ class ShmBackend(PosixBackend):
             self._top()
 
     def identity(self) -> str:
+        """Return the file system and the name, since a job that closes may remove the folder
+        between the start of two ranks.
+        """
         with mapped("", missing=StorageError):
             found = os.stat(self._top())
-        return f"{found.st_dev}:{found.st_ino}"
+        return f"{found.st_dev}:{_folder(self._name)}"
 
     def free_bytes(self) -> int:
         """Return what the file system leaves, or the machine's memory if that is less."""

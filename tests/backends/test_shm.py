@@ -54,3 +54,15 @@ class TestShm(BackendConformance):
             with pytest.raises(StorageError):
                 backend.adopt("step/x", str(path), 3)
         assert list(backend.list("")) == []
+
+    def test_a_folder_that_is_removed_and_made_again_keeps_its_identity(self, open_root):
+        """The ranks of a node may open it while a job that ends removes it."""
+        ending = open_root("x")
+        identity = ending.identity()
+        assert identity != open_root("y").identity()
+        inode = os.stat(ending._top()).st_ino
+        ending.close()
+        again = open_root("x")
+        assert os.stat(again._top()).st_ino != inode
+        assert again.identity() == identity
+        again.close()
