@@ -69,7 +69,9 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield the committed attempts at ``step`` (None: any), newest step first.
 
-    Of several attempts at a step, the youngest comes first.
+    Of several attempts at a step, the youngest comes first. After the last attempt, the stores are
+    listed once more, since a job may have removed these steps and saved newer ones. Attempts that
+    only the second listing finds follow then.
 
     Args:
         stores: The stores, nearest first.
@@ -82,7 +84,16 @@ def candidates(
     Raises:
         StorageError: A store could not be listed, and the others have no step.
     """
-    return _Listing(stores, workers, lists).candidates(step, finish)
+    seen: set[StepRef] = set()
+    for found in _Listing(stores, workers, lists).candidates(step, finish):
+        seen.add(found.ref)
+        yield found
+    if not seen:
+        return
+    with suppress(StorageError):  # The caller knows what was wrong with each attempt
+        for found in _Listing(stores, workers, lists).candidates(step, finish):
+            if found.ref not in seen:
+                yield found
 
 
 class _Listing:

@@ -18,6 +18,7 @@ from ckpt.cli.options import (
     JsonOption,
     RootOption,
     TimeoutOption,
+    naming_a_removed,
     open_root,
     source_and_other,
     workers_for,
@@ -27,6 +28,7 @@ from ckpt.errors import (
     ConfigError,
     FormatUnsupported,
     IntegrityError,
+    NoCheckpoint,
     ObjectExists,
     ObjectNotFound,
 )
@@ -74,7 +76,7 @@ def copy(
     SOURCE is never changed.
 
     Exit code 0: all of it is at DEST. 4: something in SOURCE is damaged; the other steps were
-    copied. 7: SOURCE has no such checkpoint. 3: a store failed.
+    copied. 7: SOURCE has no such checkpoint, or it was removed meanwhile. 3: a store failed.
 
     \b
     Examples:
@@ -94,9 +96,19 @@ def copy(
     done: list[_Copied] = []
     with workers_for(origin, destination) as workers:
         for ref in refs:
-            done.append(_copy(origin, ref, destination, workers, check=check))
-            if done[-1].error and not json:
-                output.warn(f"step {ref.step} was not copied: {done[-1].error}")
+            try:
+                with naming_a_removed([origin], ref):
+                    done.append(_copy(origin, ref, destination, workers, check=check))
+            except FormatUnsupported:
+                raise
+            except (IntegrityError, ObjectExists) as error:  # The other steps may be intact
+                done.append(_Copied(ref=ref, error=error))
+                if not json:
+                    output.warn(f"step {ref.step} was not copied: {error}")
+            except NoCheckpoint:
+                if len(refs) == 1:
+                    raise
+                output.warn(f"step {ref.step} was removed during the command")
     if json:
         output.show_json(
             {
@@ -146,15 +158,10 @@ def _copy(
     *,
     check: bool,
 ) -> _Copied:
-    try:
-        if not check and (nbytes := _size_there(source, ref, destination)) is not None:
-            return _Copied(ref=ref, nbytes=nbytes, skipped=True)
-        with output.progress(f"step {ref.step}") as bar:
-            report = fetch_step([source], StepFolder(destination, ref, workers), on_progress=bar)
-    except FormatUnsupported:
-        raise
-    except (IntegrityError, ObjectExists) as error:  # The other steps may be intact
-        return _Copied(ref=ref, error=error)
+    if not check and (nbytes := _size_there(source, ref, destination)) is not None:
+        return _Copied(ref=ref, nbytes=nbytes, skipped=True)
+    with output.progress(f"step {ref.step}") as bar:
+        report = fetch_step([source], StepFolder(destination, ref, workers), on_progress=bar)
     return _Copied(
         ref=ref, nbytes=report.nbytes, copied_bytes=report.copied_bytes, seconds=report.seconds
     )

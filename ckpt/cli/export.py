@@ -17,6 +17,7 @@ from ckpt.cli.options import (
     JsonOption,
     RootOption,
     TimeoutOption,
+    naming_a_removed,
     naming_the_one_before,
     open_root,
     size_bytes,
@@ -111,6 +112,7 @@ def export(
         workers_for(backend) as workers,
         output.progress(f"step {ref.step}") as bar,
         naming_the_one_before(refs, step),
+        naming_a_removed([backend], ref),
     ):
         reader = StepReader(
             backend, ref, backend.ask(partial(read_manifest, backend, ref)), workers

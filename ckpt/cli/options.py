@@ -10,9 +10,17 @@ from typing import Annotated, Final, TypeVar
 
 import typer
 
+from ckpt.catalog.index import is_committed
 from ckpt.cli.watched import Watched, open_watched, telling
 from ckpt.config import MEMORY, Tier, load_config, resolve_tier
-from ckpt.errors import CkptError, ConfigError, FormatUnsupported, IntegrityError, NoCheckpoint
+from ckpt.errors import (
+    CkptError,
+    ConfigError,
+    FormatUnsupported,
+    IntegrityError,
+    NoCheckpoint,
+    ObjectNotFound,
+)
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
@@ -196,6 +204,30 @@ def naming_the_one_before(refs: Sequence[StepRef], step: int | None) -> Generato
         if step is None and before is not None:
             error.args = (f"{error}; the step before it is there too: --step {before}",)
         raise
+
+
+@contextmanager
+def naming_a_removed(sources: Sequence[StorageBackend], ref: StepRef) -> Generator[None]:
+    """Raise ``NoCheckpoint`` in place of an error about damage inside of the block, if none of
+    ``sources`` has ``ref`` any more: a retention removed it, and it is not damaged.
+    """
+    try:
+        yield
+    except FormatUnsupported:
+        raise
+    except (IntegrityError, ObjectNotFound) as error:
+        if any(is_committed(source, ref) for source in sources):
+            raise
+        raise removed(sources, ref) from error
+
+
+def removed(sources: Sequence[StorageBackend], ref: StepRef) -> NoCheckpoint:
+    """Return the error about a step that a retention removed meanwhile."""
+    urls = ", ".join(source.url for source in sources)
+    return NoCheckpoint(
+        urls,
+        f"step {ref.step} was removed during the command; ckpt pin keeps a step while it is read",
+    )
 
 
 @dataclass(frozen=True, slots=True)

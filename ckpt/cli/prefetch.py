@@ -9,7 +9,7 @@ from ckpt.agent.prefetch import Prefetched
 from ckpt.agent.prefetch import prefetch as fill
 from ckpt.catalog.index import find
 from ckpt.cli import output
-from ckpt.cli.options import TIMEOUT_SECONDS, workers_for
+from ckpt.cli.options import TIMEOUT_SECONDS, naming_a_removed, workers_for
 from ckpt.cli.watched import open_watched
 from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import ConfigError, FormatUnsupported, IntegrityError
@@ -73,7 +73,7 @@ def _fill(far: Tier, near: Sequence[OpenTier], step: int | None) -> list[Prefetc
     with workers_for(source) as workers:
         for ref, before in zip(refs, [*refs[1:], None], strict=True):
             try:
-                with output.progress(f"step {ref.step}") as bar:
+                with output.progress(f"step {ref.step}") as bar, naming_a_removed([source], ref):
                     return fill(source, near, ref, workers, latest=step is None, on_progress=bar)
             except FormatUnsupported:  # A fallback to an older step would hide it
                 raise

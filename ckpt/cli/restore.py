@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt.catalog.candidates import candidates
+from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.index import attempts, find
 from ckpt.catalog.tiered_reader import Repair
 from ckpt.catalog.transfer import fetch_nearest
@@ -23,6 +23,7 @@ from ckpt.cli.options import (
     PlacesAndStepArgument,
     StepOption,
     TimeoutOption,
+    naming_a_removed,
     places_and_step,
     workers_for,
 )
@@ -76,9 +77,10 @@ def restore(
     folder is verified in its place, unless --to is given. The training script then needs no
     network: CheckpointManager("restored").
 
+    If a job removes the step during the command, the newest step is looked up once more.
+
     Exit code 0: it is there and intact. 4: all that was tried is damaged. 7: there is no
-    checkpoint.
-    3: the store failed.
+    checkpoint, or it was removed meanwhile. 3: the store failed.
 
     \b
     Examples:
@@ -178,19 +180,19 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
         while candidate is not None:
             ref, tried = candidate.ref, tried + 1
             asked = [sources[position] for position in candidate.answering]
-            with output.progress(f"step {ref.step}") as bar:
-                outcome = _try(asked, ref, destination, workers, bar)
-            if isinstance(outcome, _Found):
-                return outcome
-            candidate = next(found, None)
-            if candidate is None and tried == 1:
-                raise outcome
-            goes_on = "there is none before"
-            if candidate is not None:
-                goes_on = f"trying step {candidate.ref.step}, the one before"
-                if candidate.ref.step == ref.step:
-                    goes_on = f"trying another attempt at it, {candidate.ref.attempt}"
-            output.warn(f"step {ref.step} is damaged: {outcome}; {goes_on}")
+            try:
+                with output.progress(f"step {ref.step}") as bar, naming_a_removed(asked, ref):
+                    return _try(asked, ref, destination, workers, bar)
+            except FormatUnsupported:
+                raise  # This is not damage: a fallback to an older step would hide it
+            except (IntegrityError, NoCheckpoint) as error:
+                candidate = next(found, None)
+                if candidate is None and tried == 1:
+                    raise
+                what = f"is damaged: {error}"
+                if isinstance(error, NoCheckpoint):
+                    what = "was removed during the command"
+                output.warn(f"step {ref.step} {what}; {_next(ref, candidate)}")
     urls = ", ".join(source.url for source in sources)
     if not tried:
         if len(sources) == 1:
@@ -201,6 +203,17 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
         f"none of {tried} checkpoints in {urls} is intact; ckpt verify --all shows what is wrong "
         "with each"
     )
+
+
+def _next(ref: StepRef, candidate: Candidate | None) -> str:
+    """Return what follows after ``ref`` was tried."""
+    if candidate is None:
+        return "there is no other"
+    if candidate.ref.step == ref.step:
+        return f"trying another attempt at it, {candidate.ref.attempt}"
+    if candidate.ref.step > ref.step:
+        return f"trying step {candidate.ref.step}, which was saved meanwhile"
+    return f"trying step {candidate.ref.step}, the one before"
 
 
 def _attempts(store: StorageBackend) -> list[StepRef]:
@@ -214,11 +227,11 @@ def _try(
     destination: StorageBackend | None,
     workers: Workers,
     bar: OnProgress | None,
-) -> _Found | IntegrityError:
+) -> _Found:
     if destination is None:
         checked = verify_step(sources[0], ref, workers=workers, on_progress=bar)
         if checked.faults:
-            return checked.faults[0].error()
+            raise checked.faults[0].error()
         place = os.path.join(sources[0].url, ref.folder)
         return _Found(
             ref=ref,
@@ -228,13 +241,8 @@ def _try(
             seconds=checked.seconds,
         )
     repaired: list[Repair] = []
-    try:
-        folder = StepFolder(destination, ref, workers)
-        fetched = fetch_nearest(sources, folder, on_progress=bar, on_repair=repaired.append)
-    except FormatUnsupported:
-        raise  # This is not damage: a fallback to an older step would hide it
-    except IntegrityError as error:
-        return error
+    folder = StepFolder(destination, ref, workers)
+    fetched = fetch_nearest(sources, folder, on_progress=bar, on_repair=repaired.append)
     for repair in repaired:
         output.warn(
             f"step {ref.step}: {repair.tier} does not have it intact, taken from the next: "

@@ -22,6 +22,7 @@ from ckpt.cli.options import (
     RootOption,
     StepOption,
     TimeoutOption,
+    naming_a_removed,
     naming_the_one_before,
     open_root,
     place_and_step,
@@ -62,7 +63,7 @@ def show(
     backend = open_root(place, config, timeout=timeout)
     refs = backend.ask(partial(find, backend, wanted))
     ref = refs[0]
-    with naming_the_one_before(refs, wanted):
+    with naming_the_one_before(refs, wanted), naming_a_removed([backend], ref):
         manifest = backend.ask(partial(_read, backend, ref))
     if json:
         output.show_json(_as_json(manifest, f"{backend.url.rstrip('/')}/{ref.folder}"))

@@ -24,6 +24,7 @@ from ckpt.cli.options import (
     at_once,
     open_each,
     places_and_step,
+    removed,
     workers_for,
 )
 from ckpt.errors import CkptError, ConfigError, IntegrityError, NoCheckpoint
@@ -82,7 +83,7 @@ def _one(place: Reached, step: int | None, *, all_steps: bool, json: bool) -> No
         if not json:
             _show(report)
     if refs and not reports:
-        raise NoCheckpoint(backend.url, f"step {refs[0].step} was removed during the command")
+        raise removed([backend], refs[0])
     intact = all(report.intact for report in reports)
     if json:
         output.show_json(
@@ -201,8 +202,7 @@ def _check(tier: _Tier, refs: list[StepRef]) -> None:
             if report is not None:
                 tier.reports[ref] = report
         if refs and not tier.reports:
-            detail = f"step {refs[0].step} was removed during the command"
-            tier.error = NoCheckpoint(tier.url, detail)
+            tier.error = removed([tier.backend], refs[0])
     except CkptError as error:  # The step or the store may be gone
         tier.error = error
 

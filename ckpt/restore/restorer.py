@@ -270,39 +270,30 @@ class Restorer:
     # -- the leader's choice -----------------------------------------------------------------------
 
     def _proposals(self, step: int | None, neighbours: NodeSurvey) -> Iterator[_Proposal]:
-        """Yield the steps to try. They are listed once more if none can be restored, since another
-        job may have pruned these and saved newer ones.
-        """
+        """Yield the steps to try."""
         stores = neighbours.stores()
-        seen: set[StepRef] = set()
         passed: list[tuple[int, str]] = []
         finisher = Finisher(Owner.here(self._coordinator.attempt), self._workers)
-        for again in (False, True):
-            if again and not seen:
-                break
-            for found in candidates(
-                stores, step, workers=self._listers, finish=neighbours.unless_apart(finisher.finish)
-            ):
-                if found.ref in seen:
-                    continue
-                seen.add(found.ref)
-                if fault := neighbours.fault(found, stores):
-                    _log.warning(
-                        "ckpt: step %d is not whole, and another step is tried: %s",
-                        found.ref.step,
-                        fault,
-                    )
-                    passed.append((found.ref.step, fault))
-                    continue
-                yield _Proposal(
-                    found.ref.folder,
-                    found.nearest,
-                    found.answering,
-                    neighbours.peers(found.ref),
-                    tuple(passed),
-                    tuple(finisher.finished),
+        for found in candidates(
+            stores, step, workers=self._listers, finish=neighbours.unless_apart(finisher.finish)
+        ):
+            if fault := neighbours.fault(found, stores):
+                _log.warning(
+                    "ckpt: step %d is not whole, and another step is tried: %s",
+                    found.ref.step,
+                    fault,
                 )
-                passed.clear()
+                passed.append((found.ref.step, fault))
+                continue
+            yield _Proposal(
+                found.ref.folder,
+                found.nearest,
+                found.answering,
+                neighbours.peers(found.ref),
+                tuple(passed),
+                tuple(finisher.finished),
+            )
+            passed.clear()
         if passed:
             yield _Proposal("", 0, (), passed=tuple(passed), finished=tuple(finisher.finished))
 

@@ -5,9 +5,12 @@ import os
 import threading
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckpt.catalog.transfer import fetch_step
+from ckpt.catalog.verify import StepFolder
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import Written, write_checkpoint
@@ -49,6 +52,30 @@ def test_all_are_copied_and_what_is_there_is_skipped(cli: Cli, steps: dict[int, 
     }
     assert tree("there") == tree("runs")
     assert "0 B copied" in cli("copy", "runs", "there", "--all").out
+
+
+@pytest.mark.parametrize("given", [[], ["--step", 300], ["--all"]])
+def test_a_step_that_is_removed_meanwhile_is_not_called_damaged(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch, given: list[object]
+) -> None:
+    """Retention removes the manifest first, and then the files."""
+
+    def removed_first(sources: Any, folder: StepFolder, **options: Any) -> Any:
+        if folder.ref.step == 300:
+            sources[0].delete(folder.ref.manifest)
+            data_file(steps[300]).unlink()
+        return fetch_step(sources, folder, **options)
+
+    monkeypatch.setattr("ckpt.cli.copy.fetch_step", removed_first)
+    ran = cli("copy", "runs", "there", *given)
+    assert "step 300 was removed during the command" in ran.err
+    assert "damaged" not in ran.err
+    if "--all" in given:
+        assert ran.code == 0
+        assert results(cli, "runs", "there", "--all") == dict.fromkeys((200, 100), "already there")
+    else:
+        assert ran.code == 7
+        assert "ckpt pin" in ran.err
 
 
 def test_to_another_kind_of_store_and_back(cli: Cli, steps: dict[int, Written]) -> None:

@@ -5,10 +5,17 @@ import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckpt.catalog.transfer import fetch_nearest
+from ckpt.catalog.verify import verify_step
+from ckpt.errors import CkptError
+from ckpt.model.keys import StepRef
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import Written, write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli, data_file, flip
@@ -51,6 +58,59 @@ def test_from_elsewhere_it_goes_into_the_folder_restored(cli: Cli) -> None:
     assert ran.code == 0
     assert str(Path("restored/step-000000005.abc123").absolute()) in ran.out
     assert cli("ls", "--root", "restored").code == 0
+
+
+@pytest.mark.parametrize("to", [[], ["--to", "there"]])
+def test_the_steps_are_listed_again_if_a_job_removes_those_that_were_found(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch, to: list[str]
+) -> None:
+    """Retention removes the manifest first, and then the files."""
+    backend = open_backend("runs")
+
+    def goes_on(ref: StepRef) -> None:
+        if 400 not in steps:  # The job goes on while the first step is read
+            steps[400] = write_checkpoint(backend, 400, ARRAYS, world_size=3)
+            for step in (100, 200, 300):
+                backend.delete(steps[step].ref.manifest)
+                data_file(steps[step]).unlink()
+
+    monkeypatch.setattr("ckpt.cli.restore.verify_step", after(goes_on, verify_step))
+    monkeypatch.setattr("ckpt.cli.restore.fetch_nearest", after(goes_on, fetch_nearest))
+    ran = cli("restore", *to)
+    assert ran.code == 0
+    assert "step 400 is intact" in ran.out
+    assert "damaged" not in ran.err
+    assert "step 300 was removed during the command" in ran.err
+
+
+@pytest.mark.parametrize("given", [[], ["--step", 300], ["--to", "there"]])
+def test_a_step_that_is_removed_meanwhile_is_not_called_damaged(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch, given: list[object]
+) -> None:
+    backend = open_backend("runs")
+
+    def remove_all(ref: StepRef) -> None:
+        for step in (100, 200, 300):
+            with suppress(CkptError):
+                backend.delete(steps[step].ref.manifest)
+            data_file(steps[step]).unlink(missing_ok=True)
+
+    monkeypatch.setattr("ckpt.cli.restore.verify_step", after(remove_all, verify_step))
+    monkeypatch.setattr("ckpt.cli.restore.fetch_nearest", after(remove_all, fetch_nearest))
+    ran = cli("restore", *given)
+    assert ran.code == 7
+    assert "step 300 was removed during the command" in ran.err
+    assert "damaged" not in ran.err
+
+
+def after(first: Callable[[StepRef], None], work: Callable[..., Any]) -> Callable[..., Any]:
+    """``work`` on a step, after ``first`` with that step."""
+
+    def both(source: Any, step: Any, **options: Any) -> Any:
+        first(step if isinstance(step, StepRef) else step.ref)
+        return work(source, step, **options)
+
+    return both
 
 
 @pytest.mark.parametrize("to", [[], ["--to", "there"]])
