@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final
+from typing import BinaryIO, Final
 
 from ckpt.errors import AccessDenied, ConfigError, LinkRefused, ObjectNotFound, StorageError
 from ckpt.storage.api import ObjectInfo, check_key
@@ -134,6 +134,12 @@ class ShmBackend(PosixBackend):
     def close(self) -> None:
         """Let go of the folder. One with nothing in it is not left behind."""
         self._let_go()
+
+    def open_file(self, key: str) -> BinaryIO:
+        """Return the file of an object, open for reading. The caller closes it."""
+        path = self._readable(check_key(key))
+        with mapped(key):
+            return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", 0)
 
     def _top(self) -> str:
         """Return the path of the folder through its descriptor, so that no other folder can replace

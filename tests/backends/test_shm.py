@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.errors import StorageError
+from ckpt.errors import ObjectNotFound, StorageError
 from ckpt.storage.api import Adopting
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch
@@ -54,6 +54,17 @@ class TestShm(BackendConformance):
             with pytest.raises(StorageError):
                 backend.adopt("step/x", str(path), 3)
         assert list(backend.list("")) == []
+
+    def test_a_file_is_opened_by_its_key_and_no_other_is(self, backend):
+        backend.put("step/x", [b"0123456789"])
+        with backend.open_file("step/x") as file:
+            assert file.read() == b"0123456789"
+        Path(backend._top(), "step/link").symlink_to("x")
+        with pytest.raises(StorageError):
+            backend.open_file("step/link")
+        with pytest.raises(ObjectNotFound):
+            backend.open_file("step/y")
+        Path(backend._top(), "step/link").unlink()
 
     def test_a_folder_that_is_removed_and_made_again_keeps_its_identity(self, open_root):
         """The ranks of a node may open it while a job that ends removes it."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,6 +22,7 @@ from ckpt.errors import CommitError, ObjectNotFound, StorageError
 from ckpt.model.keys import StepRef
 from ckpt.nodes.server import _ANSWER, _MAGIC, _REQUEST, NodeServer, NodeStore, Peer, Step
 from ckpt.nodes.survey import NodeSurvey
+from ckpt.storage.api import ObjectInfo
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Nodes, OpenTier
 from tests.coordination.world import World
@@ -38,10 +40,11 @@ class Node:
     store: NodeStore
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    root = tmp_path / "tier"
-    backend = open_backend(str(root))
+@pytest.fixture(params=["folder", "memory"])
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
+    is_folder = request.param == "folder"
+    root = str(tmp_path / "tier") if is_folder else f"shm://test-{secrets.token_hex(6)}"
+    backend = open_backend(root)
     for ref in (REF, OTHER):
         backend.put(ref.key("rank-00002.safetensors"), [DATA])
         backend.put(ref.key("rank-00002.json"), [b"{}"])
@@ -53,8 +56,11 @@ def node(tmp_path: Path) -> Iterator[Node]:
     steps = {ref.folder: Step(True, {"rank-00002.safetensors": len(DATA)}) for ref in (REF, OTHER)}
     peer = Peer(2, ("127.0.0.1",), server.port, server.token.hex(), {1: steps})
     server.allow(REF)
-    yield Node(server, peer, NodeStore(1, str(root), [peer]))
+    yield Node(server, peer, NodeStore(1, root, [peer]))
     server.close()
+    for info in list(backend.list("")):
+        backend.delete(info.key)
+    backend.close()
 
 
 def read(store: NodeStore, key: str, offset: int, nbytes: int) -> bytes:
@@ -90,6 +96,37 @@ def test_any_range_of_the_chosen_step_is_read_and_its_size_is_told(node: Node) -
     assert read(node.store, REF.manifest, 0, 5) == b"truth"
     assert read(node.store, OTHER.manifest, 0, 5) == b"truth"
     assert sorted(node.store.folders("")) == [REF.folder, OTHER.folder]
+
+
+def test_a_file_in_memory_is_sent_without_a_copy(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    sendfile = socket.socket.sendfile
+
+    def counted(self: socket.socket, *args: Any) -> int:
+        sent.append(sendfile(self, *args))
+        return sent[-1]
+
+    monkeypatch.setattr(socket.socket, "sendfile", counted)
+    assert read(node.store, KEY, 5, len(DATA) - 6) == DATA[5:-1]
+    assert sent == ([len(DATA) - 6] if node.store.url.startswith("shm:") else [])
+
+
+def test_a_file_that_is_cut_while_it_is_sent_is_an_error(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NodeServer, "_check", lambda self, _tier, key: cut(self, key))
+
+    def cut(server: NodeServer, key: str) -> None:
+        """The size is known, and then the file becomes shorter."""
+        store = server._stores[1]
+        size = store.head(key).size
+        store.put(key, [DATA[:100]])
+        monkeypatch.setattr(store, "head", lambda key: ObjectInfo(key=key, size=size))
+
+    with pytest.raises(ObjectNotFound, match="no node that answers"):
+        read(node.store, KEY, 50, 1000)
 
 
 def test_beyond_the_end_is_an_error_not_less(node: Node) -> None:
