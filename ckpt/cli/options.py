@@ -20,6 +20,7 @@ from ckpt.errors import (
     IntegrityError,
     NoCheckpoint,
     ObjectNotFound,
+    StorageError,
 )
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
@@ -216,9 +217,17 @@ def naming_a_removed(sources: Sequence[StorageBackend], ref: StepRef) -> Generat
     except FormatUnsupported:
         raise
     except (IntegrityError, ObjectNotFound) as error:
-        if any(is_committed(source, ref) for source in sources):
+        if _may_be_there(sources, ref):
             raise
         raise removed(sources, ref) from error
+
+
+def _may_be_there(sources: Sequence[StorageBackend], ref: StepRef) -> bool:
+    """Return False if all sources answer and none has the step."""
+    try:
+        return any(is_committed(source, ref) for source in sources)
+    except StorageError:
+        return True
 
 
 def removed(sources: Sequence[StorageBackend], ref: StepRef) -> NoCheckpoint:

@@ -14,7 +14,7 @@ import pytest
 
 from ckpt.catalog.transfer import fetch_nearest
 from ckpt.catalog.verify import verify_step
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, StorageError
 from ckpt.model.keys import StepRef
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import Written, write_checkpoint
@@ -101,6 +101,20 @@ def test_a_step_that_is_removed_meanwhile_is_not_called_damaged(
     assert ran.code == 7
     assert "step 300 was removed during the command" in ran.err
     assert "damaged" not in ran.err
+
+
+def test_a_store_that_fails_after_damage_does_not_hide_the_damage(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def down(*_: object) -> bool:
+        raise StorageError("manifest.json", "the store is down")
+
+    for step in (100, 200, 300):
+        flip(data_file(steps[step]), 4100)
+    monkeypatch.setattr("ckpt.cli.options.is_committed", down)
+    ran = cli("restore")
+    assert ran.code == 4
+    assert "step 300 is damaged" in ran.err
 
 
 def after(first: Callable[[StepRef], None], work: Callable[..., Any]) -> Callable[..., Any]:
