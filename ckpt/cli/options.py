@@ -217,12 +217,12 @@ def naming_a_removed(sources: Sequence[StorageBackend], ref: StepRef) -> Generat
     except FormatUnsupported:
         raise
     except (IntegrityError, ObjectNotFound) as error:
-        if _may_be_there(sources, ref):
+        if may_be_there(sources, ref):
             raise
         raise removed(sources, ref) from error
 
 
-def _may_be_there(sources: Sequence[StorageBackend], ref: StepRef) -> bool:
+def may_be_there(sources: Sequence[StorageBackend], ref: StepRef) -> bool:
     """Return False if all sources answer and none has the step."""
     try:
         return any(is_committed(source, ref) for source in sources)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt.catalog.index import find, is_committed, read_packed
+from ckpt.catalog.index import find, read_packed
 from ckpt.catalog.verify import Fault, VerifyReport, verify_step
 from ckpt.cli import output
 from ckpt.cli.options import (
@@ -22,6 +22,7 @@ from ckpt.cli.options import (
     StepOption,
     TimeoutOption,
     at_once,
+    may_be_there,
     open_each,
     places_and_step,
     removed,
@@ -101,7 +102,7 @@ def _verify(backend: StorageBackend, ref: StepRef, label: str = "") -> VerifyRep
     """Return None for a step that a retention has removed meanwhile, since it is not damaged."""
     with workers_for(backend) as workers, output.progress(f"step {ref.step}{label}") as bar:
         report = verify_step(backend, ref, workers=workers, on_progress=bar)
-    if not report.intact and not is_committed(backend, ref):
+    if not report.intact and not may_be_there([backend], ref):
         return None
     fault = "" if report.intact else f"{output.count(len(report.faults), 'fault')} found"
     note_verified(backend.url, ref.step, fault)
