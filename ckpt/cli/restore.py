@@ -33,7 +33,7 @@ from ckpt.errors import ConfigError, FormatUnsupported, IntegrityError, NoCheckp
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.places import is_folder
+from ckpt.storage.places import is_folder, relation
 from ckpt.storage.tiers import open_tiers
 
 _DEFAULT_FOLDER = "restored"
@@ -162,6 +162,12 @@ def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watc
         return None
     if to is None and folders:
         return folders[0]
+    for folder in folders:
+        if to is not None and relation(to, folder.url) == "inside":
+            raise ConfigError(
+                f"--to {to} is inside of {folder.url}, where checkpoints are: name a folder beside "
+                "it"
+            )
     destination = open_watched(to or _DEFAULT_FOLDER, None, timeout)
     same = (
         len(sources) == 1

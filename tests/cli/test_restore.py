@@ -117,6 +117,15 @@ def test_a_store_that_fails_after_damage_does_not_hide_the_damage(
     assert "step 300 is damaged" in ran.err
 
 
+def test_a_folder_inside_of_the_root_is_refused(cli: Cli, steps: dict[int, Written]) -> None:
+    before = tree("runs")
+    ran = cli("restore", "--root", "runs", "--to", "runs/step")
+    assert ran.code == 2
+    assert "is inside of" in ran.err
+    assert tree("runs") == before
+    assert not Path("runs/step").exists()
+
+
 def after(first: Callable[[StepRef], None], work: Callable[..., Any]) -> Callable[..., Any]:
     """``work`` on a step, after ``first`` with that step."""
 
