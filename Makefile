@@ -48,7 +48,8 @@ coverage: $(STAMP) ## all tests, and which lines of the product they run; fails 
 	$(BIN)/python -m coverage combine -q && $(BIN)/python -m coverage report && exit $$status
 
 integrations: $(INTEGRATIONS_STAMP) ## the tests of the frameworks, with the real packages (installs them: 2 GB)
-	$(BIN)/python -m pytest $(PARALLEL) -rs tests/integrations tests/launch/test_kubernetes.py $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -rs tests/integrations tests/launch/test_kubernetes.py tests/launch/test_mpirun.py \
+		tests/examples/test_without_torch_distributed.py $(ARGS)
 
 torture: $(STAMP) ## minutes of kills and faults, hundreds at random moments
 	$(BIN)/python -m pytest -m torture --tally bench/results/reliability.json -o faulthandler_timeout=1800 $(ARGS)

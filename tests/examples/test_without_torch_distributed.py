@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests import processes
+from tests.kit import mpi
 from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,6 @@ ENVIRONMENT = {
 STEPS, EVERY = 120, 10
 MPI_SEGMENTS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 """Open MPI 5, and 4, leave their segments there if they are killed. The default is /dev/shm."""
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -51,7 +51,7 @@ def commands(script: str, root: Path) -> list[Command]:
     words = [sys.executable, str(ROOT / "examples" / script), "--root", str(root)]
     words += ["--steps", str(STEPS), "--save-every", str(EVERY)]
     if script == "train_mpi.py":
-        return [([*MPIRUN, *words], dict.fromkeys(MPI_SEGMENTS, str(root.parent)))]
+        return [([*mpi.TWO_RANKS, *words], dict.fromkeys(MPI_SEGMENTS, str(root.parent)))]
     return [(words, {})]
 
 
@@ -118,7 +118,7 @@ def check(folder: Path, one: Sequence[Command], two: Sequence[Command], again: A
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param("train_mpi.py", marks=needs("mpi4py", program="mpirun")),
+        pytest.param("train_mpi.py", marks=needs("mpi4py", program=mpi.TWO_RANKS[0])),
         pytest.param("train_jax.py", marks=needs("jax")),
         pytest.param("train_tensorflow.py", marks=needs("tensorflow")),
     ],

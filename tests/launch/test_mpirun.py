@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.kit import mpi
 from tests.launch import training
 from tests.launch.training import ROOT, losses, wait_until
 from tests.processes import ended
@@ -18,16 +18,12 @@ from tests.servers import free_port
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.distributed,
-    pytest.mark.skipif(
-        shutil.which("mpirun") is None,
-        reason="mpirun is not installed (apt install openmpi-bin)",
-    ),
+    pytest.mark.skipif(mpi.PROGRAM is None, reason=mpi.MISSING),
 ]
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
-    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
-    words += [str(ROOT / "deploy" / "mpi" / "rank.sh"), *training.command(folder)]
+    words = [*mpi.TWO_RANKS, str(ROOT / "deploy" / "mpi" / "rank.sh"), *training.command(folder)]
     env = {**os.environ, **training.ENVIRONMENT}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (folder / "output").open("ab") as output:

@@ -121,6 +121,7 @@ def tags(folder: Path, kind: str) -> None:
     engine.save_checkpoint(root, tag="best", client_state={"second": True})
     engine.save_checkpoint(root, tag="of/a run", save_latest=False)
     engine.checkpoint_engine.pending.result()
+    dist.barrier()  # Rank 0 writes the file
     assert (root / "latest").read_text() == "best"
     path, client = engine.load_checkpoint(root, tag="of/a run")
     assert (path is not None, "second" in client) == (True, False)
@@ -136,6 +137,7 @@ def tags(folder: Path, kind: str) -> None:
     # an older tag is loaded on purpose: the next save is the newest all the same
     other.save_checkpoint(root, tag="again")
     other.checkpoint_engine.pending.result()
+    dist.barrier()  # Rank 0 writes the file
     assert (root / "latest").read_text() == "again"
     other.destroy()
 
@@ -155,6 +157,7 @@ def farther(folder: Path, kind: str) -> None:
         shutil.rmtree(near)
     dist.barrier()
     other = engine_of(kind, 2, root, near, far)
+    dist.barrier()  # Rank 0 writes the file
     assert (root / "latest").read_text() == "first"
     assert (root / "aside").is_dir()
     assert other.load_checkpoint(root)[0] is not None
