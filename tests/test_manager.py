@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank, RngState, SaveConfig, Tier
-from ckpt.catalog.index import find, read_manifest
+from ckpt.catalog.index import committed, find, read_manifest
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -415,6 +415,25 @@ def test_a_step_is_saved_once(memory: str) -> None:
         target = {"x": 0}
         manager.restore(target, 3)
         assert target == {"x": 1}
+
+
+def test_a_run_that_forgets_to_restore_is_led_to_restore_first(tmp_path: Path) -> None:
+    """Another number, which a step of its own run needs, would hide the run that is there."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (8, 16):
+            manager.save({"x": step}, step)
+        with pytest.raises(StepExists, match="save under another step"):
+            manager.save({"x": 2}, 16)
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(StepExists, match=r"step 8 .* by an earlier job: restore first") as info:
+            manager.save({"x": 2}, 8)
+        assert "another step" not in str(info.value)
+        assert info.value.earlier
+        manager.restore({"x": 0}, 16)
+        with pytest.raises(StepExists, match="save the steps after the restored one"):
+            manager.save({"x": 2}, 16)
+        manager.save({"x": 2}, 24)
+    assert [ref.step for ref in sorted(committed(open_backend(str(tmp_path))))] == [8, 16, 24]
 
 
 def test_after_going_back_later_steps_may_be_lived_again_and_the_younger_wins(memory: str) -> None:

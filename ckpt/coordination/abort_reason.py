@@ -69,7 +69,7 @@ def abort_reason(error: CkptError) -> Aborted:
         case TensorIncomplete():
             return Aborted(reason=error.detail, failures={}, kind=kind, names=(error.name,))
         case StepExists():
-            return Aborted(reason=error.root, failures={}, kind=kind)
+            return Aborted(reason=error.root, failures={}, kind=kind, ranks=(int(error.earlier),))
         case HistoryHidden():
             return Aborted(reason=error.root, failures={}, kind=kind, ranks=(error.newest,))
         case TierNotShared():
@@ -99,7 +99,7 @@ def rebuild(verdict: Aborted, step: int) -> CkptError:
         case "TensorIncomplete":
             return TensorIncomplete(verdict.names[0], verdict.reason)
         case "StepExists":
-            return StepExists(step, verdict.reason)
+            return StepExists(step, verdict.reason, earlier=any(verdict.ranks))
         case "HistoryHidden":
             return HistoryHidden(step, verdict.ranks[0], verdict.reason)
         case "TierNotShared":

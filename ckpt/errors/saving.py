@@ -16,10 +16,15 @@ class CommitError(CkptError):
 class StepExists(CommitError):
     """Steps are immutable: one step is saved once."""
 
-    def __init__(self, step: int, root: str) -> None:
-        self.step, self.root = step, root
+    def __init__(self, step: int, root: str, *, earlier: bool = False) -> None:
+        """``earlier``: an earlier job saved the step, so another number may hide that job's run."""
+        self.step, self.root, self.earlier = step, root, earlier
         super().__init__(
-            f"step {step} is already saved in {root}: steps are immutable, save under another step"
+            f"step {step} is already saved in {root} by an earlier job: restore first and save the "
+            "steps after the restored one, or give this run a root of its own"
+            if earlier
+            else f"step {step} is already saved in {root}: steps are immutable, save under another "
+            "step"
         )
 
 

@@ -394,7 +394,7 @@ class TierWriter:
         except CkptError as error:
             return placed(error, self.url)
         if ref.step in taken:
-            return StepExists(ref.step, self.url)
+            return StepExists(ref.step, self.url, earlier=True)
         if not self.in_memory and (newest := max(taken, default=-1)) > ref.step:
             return HistoryHidden(ref.step, newest, self.url)
         return None

@@ -268,6 +268,7 @@ def test_when_nobody_can_tell_what_is_there_the_first_error_is_told(store):
         ReplicasDiverged("x", [0, 3]),
         TensorIncomplete("x", "a hole"),
         StepExists(5, "s3://b"),
+        StepExists(5, "s3://b", earlier=True),
         RootInUse("s3://b", "attempt x"),
         OutOfSpace("k", "full"),
         placed(TransientStorageError("k", "reset"), "s3://b"),
