@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Annotated, Any, Final
 
 import typer
 
-from ckpt.catalog.index import instead_of
+from ckpt.catalog.index import committed, instead_of
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.cli import output
 from ckpt.cli.options import (
@@ -24,11 +26,13 @@ from ckpt.cli.options import (
     open_each,
     places,
 )
-from ckpt.config import MEMORY
+from ckpt.config import MEMORY, Tier, resolve_tier
 from ckpt.errors import CkptError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.patterns import LEFT_OUT
 from ckpt.model.values import parse
+from ckpt.storage.registry import open_backend, stores_in_memory
+from ckpt.storage.tiers import urls_of
 
 
 def ls(
@@ -51,10 +55,13 @@ def ls(
 
     Only manifests are read: "committed" means that a checkpoint is complete, and `ckpt verify`
     shows whether its data is intact. "incomplete" is a save that is still under way or was cut
-    short. It is never restored. No retention removes a step that is "pinned" (`ckpt pin`).
+    short. It is never restored. No retention removes a step that is "pinned" (`ckpt pin`). If two
+    attempts at a step are committed, a restore takes the younger one, and the other is "older".
 
     The root "memory" stands for everything that this user's jobs have in the memory of this
-    machine. Each is listed under its URL, shm://NAME, by which the other commands find it.
+    machine. Each is listed under its URL, shm://NAME, by which the other commands find it, and -n
+    counts the steps of each. If there is one ROOT, and the memory tier before it has newer steps, a
+    line on standard error says so.
 
     \b
     Examples:
@@ -68,11 +75,13 @@ def ls(
     roots = places(where, root)
     reached_tiers = open_each(roots, config, timeout=timeout)
     tiers = at_once([partial(_look, reached) for reached in reached_tiers])
-    refs = sorted({ref for tier in tiers for ref in tier.steps})
-    refs = refs[-newest:] if newest else refs
-    if reverse:
-        refs.reverse()
+    if roots == [MEMORY] and len(tiers) > 1 and not json:
+        _each(tiers, newest, reverse=reverse)
+        return
+    refs = _chosen(tiers, newest, reverse=reverse)
     if len(tiers) == 1 and MEMORY not in roots:
+        if not json:
+            _note_memory(tiers[0], resolve_tier(roots[0] if roots else None, config).url)
         _one(tiers[0], refs, json=json)
     else:
         _several(tiers, refs, json=json)
@@ -97,6 +106,41 @@ def _look(reached: Reached) -> _Tier:
     except CkptError as error:
         return _Tier(reached.url, error=error)
     return _Tier(reached.url, {held.ref: held for held in found})
+
+
+def _chosen(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[StepRef]:
+    """Return the attempts to show. Of those at one step, the one that a restore takes is last."""
+
+    def age(ref: StepRef) -> tuple[int, bool, float, str]:
+        known = _known(tiers, ref)
+        return ref.step, known is not None, known.created_at if known else 0.0, ref.attempt
+
+    refs = sorted({ref for tier in tiers for ref in tier.steps}, key=age)
+    refs = refs[-newest:] if newest else refs
+    return refs[::-1] if reverse else refs
+
+
+def _older(tiers: Sequence[_Tier]) -> frozenset[StepRef]:
+    """Return the committed attempts that a restore takes after a younger one at the same step."""
+    refs = [ref for ref in _chosen(tiers, None, reverse=False) if _known(tiers, ref)]
+    return frozenset(one for one, next_ in pairwise(refs) if one.step == next_.step)
+
+
+def _note_memory(shown: _Tier, url: str) -> None:
+    """Say if the memory before the tier ``url`` has newer steps than ``shown``.
+
+    Only memory is looked at: another tier may be far away.
+    """
+    memory = urls_of([Tier(MEMORY), Tier(url)])[0]
+    if memory not in stores_in_memory():  # To open it would make it
+        return
+    with suppress(CkptError), closing(open_backend(memory)) as store:
+        newest = max((ref.step for ref in committed(store)), default=-1)
+        if newest > max((ref.step for ref in shown.steps if _known([shown], ref)), default=-1):
+            output.note(
+                f"{memory} has newer steps, up to {newest}: "
+                f"`ckpt ls {memory} {shown.url}` shows both"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +187,33 @@ def _one(tier: _Tier, refs: Sequence[StepRef], *, json: bool) -> None:
     if tier.error:
         raise tier.error
     if json:
-        steps = [_as_json(tier, ref) for ref in refs]
+        older = _older([tier])
+        steps = [_as_json(tier, ref, older) for ref in refs]
         output.show_json({"root": tier.url, "steps": steps})
         return
     cells = {ref: _size_and_state(tier, ref) for ref in refs}
     _show([tier], refs, _FACTS, ("size", "state"), cells)
+
+
+def _each(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> None:
+    """Show a table for each tier: they belong to different jobs. The job that has committed last
+    comes last.
+    """
+    failed = [tier for tier in tiers if tier.error and not isinstance(tier.error, NoCheckpoint)]
+    for tier in failed:
+        output.warn(f"{tier.url} cannot be listed: {tier.error}")
+    shown = sorted(
+        (tier for tier in tiers if tier.steps),
+        key=lambda tier: max(held.created_at for held in tier.steps.values()),
+        reverse=reverse,
+    )
+    if not shown and (error := (failed or tiers)[0].error):
+        raise error
+    for number, tier in enumerate(shown):
+        if number:
+            output.show_line()
+        output.show_line(tier.url, style="bold")
+        _one(tier, _chosen([tier], newest, reverse=reverse), json=False)
 
 
 def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None:
@@ -184,8 +250,9 @@ def _show(
     """Show a row for each step: facts about it, then its cells below ``titles``, and metadata."""
     known = [_known(tiers, ref) for ref in refs]
     columns = ["step", "attempt", *(fact.title for fact in facts), *titles]
+    older = _older(tiers)
     rows = [
-        [str(ref.step), ref.attempt, *(fact.cell(held) for fact in facts), *cells[ref]]
+        [str(ref.step), _attempt(ref, older), *(fact.cell(held) for fact in facts), *cells[ref]]
         for ref, held in zip(refs, known, strict=True)
     ]
     urls = [tier.url for tier in tiers if tier.url in titles]
@@ -199,16 +266,21 @@ def _show(
     output.show_table(columns, rows, right=numbers, elided=("metadata",))
 
 
+def _attempt(ref: StepRef, older: Collection[StepRef]) -> str:
+    return f"{ref.attempt}, older" if ref in older else ref.attempt
+
+
 def _show_several_as_json(
     tiers: list[_Tier], failed: Sequence[_Tier], refs: Sequence[StepRef]
 ) -> None:
+    older = _older(tiers)
     output.show_json(
         {
             "tiers": [
                 {"root": tier.url, "error": str(tier.error) if tier in failed else None}
                 for tier in tiers
             ],
-            "steps": [_across_as_json(tiers, ref) for ref in refs],
+            "steps": [_across_as_json(tiers, ref, older) for ref in refs],
         }
     )
     if not refs:
@@ -236,11 +308,14 @@ def _cell(tier: _Tier, ref: StepRef, known: StoredStep | None) -> str:
     return f"incomplete: {held.finished_ranks}{of} {ranks}, {output.size(held.nbytes)}"
 
 
-def _across_as_json(tiers: list[_Tier], ref: StepRef) -> dict[str, object]:
+def _across_as_json(
+    tiers: list[_Tier], ref: StepRef, older: Collection[StepRef]
+) -> dict[str, object]:
     known = _known(tiers, ref)
     return {
         "step": ref.step,
         "attempt": ref.attempt,
+        "older": ref in older,
         **_facts_as_json(known),
         "metadata": _metadata(known),
         "tiers": {
@@ -320,13 +395,14 @@ def _bytes_and_pins(held: StoredStep) -> dict[str, object]:
     }
 
 
-def _as_json(tier: _Tier, ref: StepRef) -> dict[str, object]:
+def _as_json(tier: _Tier, ref: StepRef, older: Collection[StepRef]) -> dict[str, object]:
     held = tier.steps[ref]
     state, detail = _state(held)
     known = held if held.state == "committed" else None
     return {
         "step": ref.step,
         "attempt": ref.attempt,
+        "older": ref in older,
         "state": state,
         "detail": detail or None,
         **_facts_as_json(known),

@@ -145,6 +145,11 @@ def warn(text: str) -> None:
     _tell("warning", "yellow", text)
 
 
+def note(text: str) -> None:
+    """Print a remark on one line of standard error."""
+    _tell("note", "dim", text)
+
+
 def fail(error: Exception, *, as_json: bool) -> None:
     """Print an error on one line of standard error.
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,7 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
     assert ran.json["steps"][-1] == {
         "step": 300,
         "attempt": "abc123",
+        "older": False,
         "state": "committed",
         "detail": None,
         "committed_at": "2023-11-14T22:18:20.000+00:00",
@@ -70,6 +72,24 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
         "codecs": [],
         "pinned_until": None,
     }
+
+
+def test_of_two_attempts_at_a_step_the_younger_is_last_and_the_other_is_older(
+    cli: Cli, backend: StorageBackend
+) -> None:
+    """A restore takes the younger one, whatever the names are."""
+    for number, attempt in enumerate(("bbbbbb", "aaaaaa", "cccccc")):
+        write_checkpoint(backend, 5, ARRAYS, attempt=attempt, created_at=1.7e9 + number % 2)
+    write_checkpoint(backend, 5, ARRAYS, attempt="dddddd", commit=False)
+    write_checkpoint(backend, 4, ARRAYS)
+    rows = [row.split() for row in cli("ls").out.splitlines()[1:]]
+    assert [row[1] for row in rows] == ["abc123", "dddddd", "bbbbbb,", "cccccc,", "aaaaaa"]
+    assert [row[2] == "older" for row in rows] == [False, False, True, True, False]
+    assert cli("show", 5, "--json").json["attempt"] == "aaaaaa"
+    for words in (["ls"], ["ls", "runs", "empty"]):
+        found = {step["attempt"]: step["older"] for step in cli(*words, "--json").json["steps"]}
+        assert {attempt for attempt, is_older in found.items() if is_older} == {"bbbbbb", "cccccc"}
+        assert cli(*words).out.count(", older") == 2
 
 
 def test_a_folder_that_is_missing_or_empty_says_so(cli: Cli) -> None:
@@ -232,6 +252,53 @@ def test_memory_shows_all_that_lies_in_this_machines_with_its_url(cli: Cli, memo
     # who takes one place says how to find it
     assert "--root memory" in cli("show", "--root", "memory").err
     assert cli("show", "--root", memory).code == 0
+
+
+def test_newer_steps_in_the_memory_before_a_tier_are_named(cli: Cli, memory: str) -> None:
+    disk = str(Path("disk").absolute())
+    told = f"note: {memory} has newer steps, up to 2: `ckpt ls {memory} {disk}` shows both\n"
+    for words in (["ls"], ["ls", "disk"], ["ls", "--root", "disk"]):
+        ran = cli(*words)
+        assert (ran.code, ran.err) == (0, told)
+        assert [row.split()[0] for row in ran.out.splitlines()[1:]] == ["1"]
+    both = cli("ls", memory, disk)
+    assert [row.split()[0] for row in both.out.splitlines()[1:]] == ["1", "2"]
+    for words in (["ls", "--json"], ["ls", memory, disk], ["ls", memory]):
+        assert cli(*words).err == ""
+    write_checkpoint(open_backend("disk"), 2, ARRAYS)
+    assert cli("ls").err == ""
+
+
+def test_steps_that_only_memory_has_are_named_beside_the_error(cli: Cli, memory: str) -> None:
+    shutil.rmtree("disk")
+    ran = cli("ls")
+    assert ran.code == 7
+    assert f"note: {memory} has newer steps, up to 2" in ran.err
+
+
+def test_several_stores_in_memory_have_a_table_each(
+    cli: Cli, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = "shm://another-of-test-ls"
+    monkeypatch.setattr("ckpt_backends.shm.stores", lambda: [memory, other])
+    backend = open_backend(other)
+    try:
+        for step in (7, 8, 9):
+            write_checkpoint(backend, step, ARRAYS)
+        ran = cli("ls", "memory", "-n", 2)
+        found = cli("ls", "memory", "--json").json
+    finally:
+        for info in list(backend.list("")):
+            backend.delete(info.key)
+        backend.close()
+    assert (ran.code, ran.err) == (0, "")
+    first, last = ran.out.split("\n\n")
+    for text, url, steps in ((first, memory, ["1", "2"]), (last, other, ["8", "9"])):
+        heading, header, *rows = text.splitlines()
+        assert heading == url
+        assert header.split()[-2:] == ["size", "state"]
+        assert [row.split()[0] for row in rows] == steps
+    assert [tier["root"] for tier in found["tiers"]] == [memory, other]
 
 
 def test_without_any_memory_it_says_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
