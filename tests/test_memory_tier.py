@@ -315,6 +315,18 @@ os.kill(os.getpid(), 9)
             manager.save({"x": torch.ones(3)}, step)
     assert told in caplog.text
     assert caplog.text.count("lost with this machine's memory, in which step 14 is") == 1
+    assert caplog.text.count("save the last step to a durable tier too") == 1
+
+
+def test_closing_names_only_the_newest_step_that_is_in_memory_only(near, caplog):
+    """The step before it is in the other slot: that is no second warning."""
+    tiers, _ = near
+    with CheckpointManager([Tier("memory"), Tier(tiers[1].url, every=100)]) as manager:
+        for step in (0, 1, 2, 3):
+            manager.save({"x": torch.ones(3)}, step)
+    told = [record.message for record in caplog.records if "a durable tier too" in record.message]
+    assert len(told) == 1
+    assert "step 3 is in memory only" in told[0]
 
 
 def test_closing_says_so_also_where_nothing_was_saved(near, caplog):

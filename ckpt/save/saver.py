@@ -12,7 +12,6 @@ serve it in another order on each rank, and the ranks would wait for each other 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -294,10 +293,11 @@ class Saver:
         # What these tiers kept for a farther tier need not stay any more.
         for writer in self._durable[: 0 if self._left.is_set() else -1]:
             writer.prune_later()
-        if self._is_leader and not self._left.is_set():
-            self._warn_of_steps_in_memory()
+        tells = self._is_leader and not self._left.is_set()
+        if tells and self._warn_of_steps_in_memory():
+            tells = False  # One line of this is enough
         for writer in self._writers:
-            writer.close(self.steps.durable_step)
+            writer.close(self.steps.durable_step, tells=tells)
         if self._replicas is not None:
             self._replicas.close(wait=not leaves)
 
@@ -349,34 +349,35 @@ class Saver:
         self._reserver.close(cancel=True)
         self._streamer.close()
 
-    def _warn_of_steps_in_memory(self) -> None:
+    def _warn_of_steps_in_memory(self) -> bool:
         """Log a warning if only memory has the step that this job continued from, or all steps of
-        this job.
+        this job. Returns whether it did.
         """
         durable, in_memory = self._durable, any(writer.in_memory for writer in self._writers)
         durable_step = self.steps.durable_step
         restored = -1 if self.steps.restored is None else self.steps.restored
         kept = max(restored, self._slot_steps.newest())
         if not in_memory or not durable or kept < 0 or max(restored, 0) <= durable_step:
-            return
-        # If the store does not answer, the log has shown it before.
-        with contextlib.suppress(CkptError):
+            return False
+        try:
             newest = max(durable_step, *(writer.newest_committed() for writer in durable))
-            if newest < 0:
-                _log.warning(
-                    "ckpt: no durable tier has any step of this run: "
-                    "all of it is lost with this machine's memory, in which step %d is",
-                    kept,
-                )
-            elif newest < restored:
-                _log.warning(
-                    "ckpt: the newest durable step is %d, older than %d, which this job went on "
-                    "from: "
-                    "all after it is lost with this machine's memory, in which step %d is",
-                    newest,
-                    restored,
-                    kept,
-                )
+        except CkptError:  # The log has shown before that the store does not answer
+            return False
+        if newest >= max(restored, 0):
+            return False
+        found = (
+            "no durable tier has any step of this run: all of it"
+            if newest < 0
+            else f"the newest durable step is {newest}, older than {restored}, which this job went "
+            "on from: all after it"
+        )
+        _log.warning(
+            "ckpt: %s is lost with this machine's memory, in which step %d is: save the last step "
+            "to a durable tier too",
+            found,
+            kept,
+        )
+        return True
 
     # -- on the streaming thread, and on those of the queues ---------------------------------------
 

@@ -318,28 +318,31 @@ class TierWriter:
         self._detached = True
         _LEAVING.call(self.root.detach)
 
-    def close(self, durable_step: int) -> None:
+    def close(self, durable_step: int, *, tells: bool = True) -> None:
         """Stop the threads and release the root.
 
         Args:
             durable_step: Steps up to this one need not stay in memory.
+            tells: Whether a log line names the newest step that stays in memory alone.
         """
         self._files.close()
         self._workers.close()
         self._readers.close()
         if self._pruner is not None:
             self._pruner.close()
-        for path, ref in self._slots.kept_by(self.tier).items():
+        kept = self._slots.kept_by(self.tier)
+        for path, ref in kept.items():
             if ref.step <= durable_step:
                 with contextlib.suppress(CkptError):
                     self._slots.evict(path)
-            elif not self._detached:
-                _log.warning(
-                    "ckpt: step %d is in memory only (%s), which it keeps taking: save the last "
-                    "step to a durable tier too",
-                    ref.step,
-                    self.url,
-                )
+        newest = max((ref.step for ref in kept.values()), default=-1)
+        if tells and newest > durable_step and not self._detached:
+            _log.warning(
+                "ckpt: step %d is in memory only (%s), which it keeps taking: save the last step "
+                "to a durable tier too",
+                newest,
+                self.url,
+            )
         with contextlib.suppress(CkptError):
             for ref in self._unclean:
                 self._files.discard_unfinished(ref)
