@@ -177,6 +177,11 @@ class Restorer:
             _apply(landed.matched, ref)
             return self._report(ref, landed, time.perf_counter() - began, skipped)
         if not skipped and step is None:
+            if self._coordinator.rank == LEADER:  # A first start is normal, so this is no warning
+                _log.info(
+                    "ckpt: nothing is restored: there is no checkpoint in %s",
+                    ", ".join(tier.url for tier in self._tiers),
+                )
             return None
         raise NoCheckpoint(
             ", ".join(tier.url for tier in self._tiers), _why_none(step, skipped, self._overwritten)

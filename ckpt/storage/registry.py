@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Final, cast
 
-from ckpt.errors import UnknownScheme
+from ckpt.errors import ConfigError, UnknownScheme
+from ckpt.model.keys import parse_folder
 from ckpt.storage.api import StorageBackend
 
 BackendFactory = Callable[[str, Mapping[str, object]], StorageBackend]
@@ -50,9 +51,20 @@ def open_backend(url: str, options: Mapping[str, object] | None = None) -> Stora
     Raises:
         UnknownScheme: No backend serves the scheme.
         MissingExtra: The package of the backend is not installed.
+        ConfigError: It is the folder of a step, which is inside of a root.
     """
+    _check_root(url)
     scheme = scheme_of(url)
     return _factory(url, scheme)(url, dict(options or {}))
+
+
+def _check_root(url: str) -> None:
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if (ref := parse_folder(name)) is not None:
+        raise ConfigError(
+            f"{url} is the folder of step {ref.step}, and not a root: give {parent or '.'}, and "
+            f"the step as {ref.step}"
+        )
 
 
 def stores_in_memory() -> list[str]:

@@ -16,7 +16,14 @@ from torch import nn
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank, RngState
 from ckpt.cli.main import main
-from ckpt.errors import NoCheckpoint, OutOfSpace, RestoreError, StorageError, TransientStorageError
+from ckpt.errors import (
+    ConfigError,
+    NoCheckpoint,
+    OutOfSpace,
+    RestoreError,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.events import Event, StepDamaged
 from ckpt.model.readable import rate
 from ckpt.storage.registry import open_backend
@@ -205,6 +212,39 @@ def test_nothing_to_restore_is_none_and_creates_nothing(tmp_path: Path) -> None:
             with pytest.raises(NoCheckpoint):
                 manager.restore(blank(), 1)
     assert not (tmp_path / "missing").exists()
+
+
+def test_the_log_names_the_places_in_which_nothing_was_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A root with a typing error looks like a first start, which is normal."""
+    near, far = tmp_path / "runs" / "gtp", tmp_path / "far"
+    with CheckpointManager([near, far]) as manager, caplog.at_level(logging.INFO, "ckpt"):
+        assert manager.restore(blank()) is None
+        [told] = [record for record in caplog.records if "restored" in record.message]
+        assert told.levelno == logging.INFO
+        assert told.message == (
+            f"ckpt: nothing is restored: there is no checkpoint in {near}, {far}"
+        )
+
+
+def test_the_folder_of_a_step_is_no_root_and_the_error_names_the_root(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [folder] = root.glob("step-000000002.*")
+    for given in (folder, f"{folder}/", f"file://{folder}"):
+        place = str(given).rstrip("/").rpartition("/")[0]
+        told = f"is the folder of step 2, and not a root: give {place}, and the step as 2"
+        with pytest.raises(ConfigError, match=told):
+            CheckpointManager(given)
+        with pytest.raises(ConfigError, match=told):
+            ckpt.open(given)
+        monkeypatch.setattr("sys.argv", ["ckpt", "show", str(given)])
+        assert main() == ConfigError.exit_code
+        assert told in capsys.readouterr().err
+    monkeypatch.chdir(root)
+    with pytest.raises(ConfigError, match=r"give \., and"):
+        CheckpointManager(folder.name)
 
 
 def test_a_tier_that_cannot_be_listed_is_an_error_not_an_empty_one(
