@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -32,6 +33,9 @@ from ckpt.storage.api import (
 )
 
 _RETRY: Final = RetryPolicy()
+_LOOKED_AT: Final = 8
+"""How many attempts an error asks for to name steps that are there. A store may be far."""
+_NAMED: Final = 5
 
 
 def attempts(backend: StorageBackend) -> list[StepRef]:
@@ -149,6 +153,15 @@ def born(backend: StorageBackend, ref: StepRef) -> float:
         return 0.0
 
 
+def _newest_there(backend: StorageBackend, refs: Sequence[StepRef]) -> str:
+    """Return the newest committed steps as words; empty if none of the newest is committed."""
+    newest = dict.fromkeys(ref.step for ref in refs[:_LOOKED_AT] if is_committed(backend, ref))
+    if not newest:
+        return ""
+    named = list(map(str, newest))[:_NAMED]
+    return f"; the newest {'are' if len(named) > 1 else 'is'} {', '.join(named)}"
+
+
 def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -> str:
     """Return what there is in the place of ``step`` (None: any). ``refs`` are the attempts
     there.
@@ -156,7 +169,7 @@ def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -
     if step is not None and any(ref.step == step for ref in refs):
         return f"step {step} was begun, but never committed"
     if refs and step is not None:
-        return f"step {step} is not there"
+        return f"step {step} is not there{_newest_there(backend, refs)}"
     if refs:
         return f"{len(refs)} save(s) were begun, none was committed"
     stranger = next((info for info in backend.list("") if info.key != OWNER), None)

@@ -124,7 +124,14 @@ def test_a_store_that_stutters_is_asked_again(backend: StorageBackend) -> None:
             r"1 save\(s\) were begun, none was committed",
         ),
         (["step-000000004.abc123/rank-00000.json"], 4, "step 4 was begun, but never committed"),
-        (["step-000000004.abc123/manifest.json"], 5, "step 5 is not there"),
+        (["step-000000004.abc123/manifest.json"], 5, "step 5 is not there; the newest is 4$"),
+        (
+            [f"step-{step:09d}.abc123/manifest.json" for step in range(10)]
+            + ["step-000000009.def456/manifest.json", "step-000000010.abc123/rank-00000.json"],
+            12,
+            "step 12 is not there; the newest are 9, 8, 7, 6, 5$",
+        ),
+        (["step-000000004.abc123/rank-00000.json"], 12, "step 12 is not there$"),
     ],
 )
 def test_where_nothing_is_found_the_error_says_what_is_there_instead(

@@ -48,5 +48,5 @@ def test_an_error_with_json_is_json_too(cli: Cli, steps: dict[int, Written]) -> 
     ran = cli("show", 7, "--json")
     assert ran.code == 7
     assert ran.json["error"] == "NoCheckpoint"
-    assert ran.json["detail"] == "step 7 is not there"
+    assert ran.json["detail"] == "step 7 is not there; the newest are 300, 200, 100"
     assert ran.err.startswith("error: ")
