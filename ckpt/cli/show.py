@@ -283,6 +283,13 @@ def _flat(
             isinstance(item, dict | list | _Tagged) for item in fields.values()
         ):
             yield path, clip(f"<{tag}{''.join(f' {item}' for item in fields.values())}>")
+        case _Tagged(tag="optimizer", fields={"groups": list(groups), "state": dict(state)}):
+            for index, group in enumerate(groups):
+                yield from _settings(join(join(path, "param_groups"), str(index)), group, text)
+            for name, item in state.items():  # Each has its whole name
+                yield from _flat(name if isinstance(name, str) else join(path, name), item, text)
+            if "extra" in value.fields:
+                yield from _flat(join(path, "extra"), value.fields["extra"], text)
         case _Tagged(fields=fields):
             for key, item in fields.items():
                 yield from _flat(path if key in ("v", "values") else join(path, key), item, text)
@@ -296,6 +303,21 @@ def _flat(
             return
         case _:
             yield path or ".", (text or short)(value)
+
+
+def _settings(
+    path: str, group: Any, text: Callable[[Any], str] | None
+) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a group of an optimizer, by names below that of the settings as a part
+    of a state.
+    """
+    if not isinstance(group, dict) or "values" not in group:
+        yield from _flat(path, group, text)
+        return
+    yield from _flat(path, group["values"], text)
+    for key, item in group.items():
+        if key != "values":
+            yield from _flat(join(path, key), item, text)
 
 
 def short(value: Any) -> str:

@@ -91,8 +91,10 @@ def unfitting(patterns: Iterable[str]) -> ConfigError:
     names = ", ".join(map(repr, patterns))
     return ConfigError(
         f"no name of the state fits {names}: names are as `ckpt show` prints them, in "
-        "a model parted by dots; an optimizer's settings are optimizer/param_groups; a list or an "
-        "object is saved as a whole"
+        "a model parted by dots; an optimizer's state is taken for a parameter as a whole "
+        "(optimizer/model/weight), and its settings together (a restore takes them as "
+        "optimizer/param_groups, a save with any of the state); a list or an object is saved as a "
+        "whole"
     )
 
 

@@ -1,7 +1,23 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import CheckpointManager
+from ckpt.errors import ConfigError
 from tests.checkpoints import Written
 from tests.cli.conftest import Cli
+
+
+class WithPlainState(torch.optim.SGD):
+    """An optimizer that keeps a value that is no tensor of each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["kind"] = "plain"
 
 
 def test_a_step_shows_tensors_values_and_metadata(cli: Cli, steps: dict[int, Written]) -> None:
@@ -14,10 +30,30 @@ def test_a_step_shows_tensors_values_and_metadata(cli: Cli, steps: dict[int, Wri
     assert lines["count"] == "count float64 scalar 8 B 1 0"
     assert lines["model/head"] == "model/head model/embed"
     assert lines["epoch"] == "epoch 3"
-    assert lines["optimizer/groups/0/values/lr"] == "optimizer/groups/0/values/lr 0.01"
+    assert lines["optimizer/param_groups/0/lr"] == "optimizer/param_groups/0/lr 0.01"
     assert lines["rng"] == "rng <one per rank: 0-1>"
     assert lines["team"] == "team 'speech'"
     assert "rank-00000" not in ran.out
+
+
+def test_the_names_of_an_optimizer_begin_with_those_that_only_takes(cli: Cli) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = WithPlainState(model.parameters(), lr=0.125)
+    state = {"model": model, "nested": {"optimizer": optimizer}}
+    optimizer.step()
+    with CheckpointManager("runs") as manager:
+        manager.save(state, 1)
+        shown = [line.split()[0] for line in cli("show").out.splitlines() if "optimizer" in line]
+        assert "nested/optimizer/param_groups/0/lr" in shown
+        assert "nested/optimizer/model/weight/kind" in shown
+        for name in ("param_groups/0/lr", "model/weight/kind"):
+            with pytest.raises(ConfigError, match=r"for a parameter as a whole .* together"):
+                manager.restore(state, only=f"nested/optimizer/{name}")
+        optimizer.param_groups[0]["lr"] = 1.0
+        manager.restore(state, only="nested/optimizer/model/weight")
+        assert optimizer.param_groups[0]["lr"] == 1.0
+        manager.restore(state, only="nested/optimizer/param_groups")
+    assert optimizer.param_groups[0]["lr"] == 0.125
 
 
 def test_files_are_shown_on_demand(cli: Cli, steps: dict[int, Written]) -> None:
