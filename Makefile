@@ -113,11 +113,13 @@ clean: ## remove what the other targets made, except .venv and bench/results
 # pip compiles with one processor, compileall with all of them. The status of compileall says only
 # that some package has files of another Python. It leaves out what no target imports much of:
 # Python compiles that when it is imported.
+# At a terminal, pip shows what it downloads; a log needs none of that.
 # The second way of making it is for systems whose Python has no ensurepip: the pip outside puts one inside.
 $(STAMP): pyproject.toml constraints.txt
-	@echo "making $(VENV): once, a few minutes, PyTorch is large"
+	@echo "making $(VENV): once; pip installs PyTorch and the test servers, which takes some minutes"
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
-	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --no-compile -e '.[dev]'
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $$([ -t 1 ] || echo -q) --no-compile -e '.[dev]'
+	@echo "compiling what pip has installed"
 	$(BIN)/python -m compileall -q -j 0 -x '$(UNCOMPILED)' $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
 

@@ -225,14 +225,15 @@ def tabulate(outcomes: list[Outcome]) -> Table:
     table.add_column("")
     for outcome in outcomes:
         table.add_column(outcome.parallel, justify="right")
+    # The repr of a float has as many decimals as make it that float and no other.
     rows: dict[str, Callable[[Outcome], str]] = {
         "saves": lambda o: str(o.saves),
         "stall per save, median": lambda o: f"{o.stall_ms:.2f} ms",
         "time to durable, median": lambda o: f"{o.durable_s:.2f} s",
         "killed during": lambda o: f"step {o.killed_step}, {'un' * o.killed_uncommitted}committed",
         "resumed from": lambda o: f"step {o.resumed_step}",
-        "last loss, reference": lambda o: o.reference_loss.hex(),
-        "last loss, resumed": lambda o: o.resumed_loss.hex(),
+        "last loss, reference": lambda o: repr(o.reference_loss),
+        "last loss, resumed": lambda o: repr(o.resumed_loss),
         "losses equal bit for bit": lambda o: f"{o.equal_losses} of {o.compared}",
     }
     for heading, cell in rows.items():
