@@ -27,6 +27,7 @@ from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
 from ckpt.adapters.tensors.wrapped import apart, is_wrapper, kind_of
 from ckpt.adapters.tensors.zero import Keeper, keeper_of
+from ckpt.adapters.walk.advice import advice_for
 from ckpt.adapters.walk.choice import Choice
 from ckpt.adapters.walk.items import Part
 from ckpt.adapters.walk.memory import Memory, OptimizerItems, Structure
@@ -254,7 +255,8 @@ class _Walk:
                 return {"$": "object", "v": encode(kept, path, hook)}
             finally:
                 self._is_remade = before
-        raise UnsupportedValue(path, f"{type(value).__module__}.{type(value).__qualname__}")
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise UnsupportedValue(path, kind, advice_for(value))
 
     def made(self, value: object, path: str) -> Node:
         """Return the node of a value that a restore makes. It is the hook of ``encode`` there,

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import argparse
 import collections
+import dataclasses
+import datetime as dt
+import enum
+import functools
 import gc
 import re
 import warnings
@@ -406,6 +411,42 @@ def test_what_only_pickle_could_save_is_refused_with_its_path(value: object, pat
         assert refused.value.name == path
         assert manager.steps() == []
         manager.save({"v": 1}, 0)  # nothing of the refusal is left
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Settings:
+    depth: int = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"),
+    [
+        (lambda: None, "leave it out of the state"),
+        (functools.partial(max), "leave it out of the state"),
+        (Opaque, "leave it out of the state"),
+        (Colour.RED, "save its .value"),
+        (Settings(), "dataclasses.asdict(...)"),
+        (argparse.Namespace(), "vars(...)"),
+        (Point(1, 2), "._asdict()"),
+        (collections.defaultdict(list), "dict(...)"),
+        (Path("x"), "str(...)"),
+        (dt.datetime(2026, 1, 1, tzinfo=dt.UTC), ".isoformat()"),
+        (torch.Generator(), "save its state as a plain value"),
+        (np.random.default_rng(), "save its state as a plain value"),
+        (iter([1]), "the position that it has reached"),
+        (Opaque(), "give it state_dict()/load_state_dict(), or save its parts as plain values"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
+)
+def test_the_refusal_says_what_to_do_about_this_kind_of_value(value: object, advice: str) -> None:
+    """A function cannot be given a state_dict, and has no parts."""
+    refused = pytest.raises(UnsupportedValue, match=re.escape(advice))
+    with CheckpointManager(new_root()) as manager, refused:
+        manager.save({"v": {"inner": value}}, 0)
 
 
 class Failing:

@@ -1,0 +1,59 @@
+"""What to do about a value that cannot be saved, by its kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import enum
+import os
+import random
+import types
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
+from typing import Final
+
+import numpy as np
+import torch
+
+_IN_CODE: Final = (
+    "it is made by code, so leave it out of the state, and make it again before the restore"
+)
+_RANDOM: Final = (
+    "save its state as a plain value; RngState() has the global states of Python, NumPy and torch"
+)
+_CODE: Final = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    type,
+    partial,
+)
+
+
+def advice_for(value: object) -> str:
+    """Return what to do about ``value``, which has no ``state_dict``; empty for what suits all."""
+    match value:
+        case enum.Enum():
+            return "save its .value, and make it again of that"
+        case _ if isinstance(value, _CODE):
+            return _IN_CODE
+        case Iterator():
+            return "save the position that it has reached, as a plain value"
+        case torch.Generator() | random.Random() | np.random.Generator() | np.random.RandomState():
+            return _RANDOM
+        case os.PathLike():
+            return "save it as a string: str(...)"
+        case dt.date() | dt.time():  # A datetime is a date
+            return "save it as a string: .isoformat()"
+        case Namespace() | types.SimpleNamespace():
+            return "save it as a dict: vars(...)"
+        case tuple() if hasattr(value, "_asdict"):
+            return "save it as a dict: ._asdict()"
+        case dict():
+            return "save it as a plain dict: dict(...)"
+        case _ if dataclasses.is_dataclass(value):
+            return "save it as a dict: dataclasses.asdict(...)"
+        case _:
+            return ""
