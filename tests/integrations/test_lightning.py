@@ -429,18 +429,26 @@ def block(part: str) -> str:
     return str(found)
 
 
-def test_the_ten_lines_of_the_page_run_and_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_lines_of_the_page_run_and_a_second_run_visibly_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """They run as the page says, and are not changed so that there is something to resume."""
     monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"`python (boring\.py [0-9]+)`", PAGE.read_text())
+    assert len(commands) == 2
     lines = block("BoringModel").replace('accelerator="cpu"', 'accelerator="cpu", **QUIET')
-    quiet = {"QUIET": {"enable_progress_bar": False, "enable_model_summary": False}}
-    exec(lines, quiet)
-    assert steps(tmp_path / "runs/boring") == [128]
-    names: dict[str, Any] = dict(quiet)
-    exec(lines.replace("max_epochs=2", "max_epochs=3"), names)
-    assert names["trainer"].global_step == 192
-    assert names["trainer"].fit_loop.epoch_progress.total.completed == 3
+    for command, (begin, end) in zip(commands, ((0, 128), (128, 256)), strict=True):
+        monkeypatch.setattr("sys.argv", command.split())
+        names: dict[str, Any] = {
+            "QUIET": {"enable_progress_bar": False, "enable_model_summary": False}
+        }
+        capsys.readouterr()
+        exec(lines, names)
+        told = capsys.readouterr().out
+        assert f"begins at step {begin}\n" in told
+        assert f"ends at step {end}\n" in told
+        assert steps(tmp_path / "runs/boring") == [end]
+    assert names["trainer"].fit_loop.epoch_progress.total.completed == 4
 
 
 def test_the_weights_alone_are_restored_as_the_page_shows(
