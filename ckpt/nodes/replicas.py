@@ -55,6 +55,9 @@ _TRIES: Final = 3
 its buddy.
 """
 
+_LOOK_SECONDS: Final = 1.0
+"""How long a node waits, after each copy, to hear that the others have their first copies."""
+
 _log = logging.getLogger("ckpt")
 
 
@@ -77,8 +80,8 @@ class NodeReplicas:
         observers: They get an event for each step that was copied.
 
     Thread safety: ``committed`` may be called from any thread, ``close`` by the owner, once.
-    ``_lock`` guards ``_newest`` and ``_copied``. The other fields are set once, or belong to the
-    thread that copies.
+    ``_lock`` guards ``_newest``, ``_copied``, ``_restored`` and ``_outdate``. The other fields are
+    set once, or belong to the thread that copies.
     """
 
     def __init__(
@@ -98,6 +101,8 @@ class NodeReplicas:
         self._lock = threading.Lock()
         self._newest: dict[int, StepRef] = {}
         self._copied: dict[int, StepRef] = {}
+        self._restored: StepRef | None = None
+        self._outdate: dict[int, Callable[[], None]] = {}
         self._tiers = {tier.index: _ring_of(tier, nodes, coordinator.rank) for tier in tiers}
 
     @classmethod
@@ -141,27 +146,43 @@ class NodeReplicas:
                 server.close()
             raise
 
-    def committed(self, tier: OpenTier, ref: StepRef) -> None:
+    def keeps_earlier(self, tier: OpenTier) -> bool:
+        """Return whether ``committed`` calls ``outdate`` for this tier."""
+        return tier.index in self._tiers
+
+    def set_restored(self, ref: StepRef) -> None:
+        """Note that the job goes on from ``ref``, which stays until a step has its copies."""
+        with self._lock:
+            self._restored = ref
+
+    def committed(self, tier: OpenTier, ref: StepRef, outdate: Callable[[], None]) -> None:
         """Note that ``ref`` is a checkpoint on ``tier``. Return at once.
 
         The other nodes may read this node's files of it from now on, and this node copies theirs.
+
+        Args:
+            outdate: Called in the background once all nodes have the copies of a step of this job.
+                The steps of earlier jobs are needed until then, since the loss of a node may cost
+                all steps of this one. A node that fails to copy several steps is not waited for.
         """
         if tier.index not in self._tiers:
             return
         self._server.allow(ref, tier.index)
         with self._lock:
             waits = tier.index in self._newest
-            self._newest[tier.index] = ref
+            self._newest[tier.index], self._outdate[tier.index] = ref, outdate
         if not waits:
             self._copying.submit(self._copy, tier.index)
 
     def copied(self, tier: OpenTier) -> frozenset[StepRef]:
-        """Return the newest step of a tier whose copies this node keeps, if there is one.
+        """Return the newest step of a tier whose copies this node keeps, or the step that the job
+        has restored, if there is one.
 
         Later steps may not have their copies in time. No retention rule may remove these.
         """
         with self._lock:
-            return frozenset(ref for index, ref in self._copied.items() if index == tier.index)
+            found = self._copied.get(tier.index, self._restored)
+        return frozenset() if found is None or tier.index not in self._tiers else frozenset({found})
 
     def close(self, *, wait: bool) -> None:
         """Stop.
@@ -188,6 +209,10 @@ class NodeReplicas:
             nbytes = self._try(ring, ref)
         except Exception as error:  # noqa: BLE001 - nothing that fails here may cost a save
             ring.missed(ref, error)
+            if ring.fails and ring.unheard:
+                self._say_first(ring)  # The others need not wait for this node
+                ring.unheard.clear()
+                self._end_earlier(index)
             return
         seconds = time.perf_counter() - began
         if nbytes is not None:
@@ -196,6 +221,8 @@ class NodeReplicas:
             self._observers.notify(
                 NodeReplicated(step=ref.step, tier=ring.tier.url, nbytes=nbytes, seconds=seconds)
             )
+            if ring.unheard and self._all_have_copied(ring):
+                self._end_earlier(index)
 
     def _try(self, ring: _Ring, ref: StepRef) -> int | None:
         """Copy a step, and try again while there is no newer one. Raises as ``_Ring.copy`` does."""
@@ -208,6 +235,33 @@ class NodeReplicas:
                 if self._pace.stopped or not is_newest:
                     raise
         return ring.copy(ref, self._writing, self._pace)
+
+    def _end_earlier(self, index: int) -> None:
+        with self._lock:
+            outdate = self._outdate[index]
+        outdate()
+
+    def _all_have_copied(self, ring: _Ring) -> bool:
+        """Return whether each node has copied a step of this job, as this one has. If one is not
+        heard of now, this is asked again after the next step.
+        """
+        self._say_first(ring)
+        deadline = time.monotonic() + _LOOK_SECONDS
+        try:
+            while ring.unheard and (left := deadline - time.monotonic()) > 0:
+                ring.unheard -= self._coordinator.collect(
+                    ring.first, set(ring.unheard), timeout=left
+                ).keys()
+        except CkptError as error:
+            _log.debug("ckpt: whether other nodes have copied a step is unknown: %s", error)
+        return not ring.unheard
+
+    def _say_first(self, ring: _Ring) -> None:
+        """Post once that this node has copied a step of this job, or that it cannot."""
+        if (rank := self._coordinator.rank) in ring.unheard:
+            with suppress(CkptError):
+                self._coordinator.post(ring.first, b"")
+                ring.unheard.discard(rank)
 
     def _meet_buddies(self, deadline: float) -> None:
         """Post that this node copies nothing more, and return when its buddies have posted it.
@@ -234,6 +288,8 @@ class _Ring:
         here: The number of this node.
         sources: How the nodes are reached whose files this node keeps, by their number.
         keepers: The lowest ranks of the nodes that keep this node's files.
+        unheard: The lowest ranks of the nodes that are not known to have copied a step of this job.
+            It is empty if the steps of earlier jobs may go.
     """
 
     tier: OpenTier
@@ -241,6 +297,7 @@ class _Ring:
     here: int
     sources: Mapping[int, Peer]
     keepers: Sequence[int]
+    unheard: set[int]
     _kept: dict[StepRef, list[str]] = field(default_factory=dict[StepRef, list[str]])
     _missed: int = 0
     _lacking: StepRef | None = None
@@ -308,6 +365,16 @@ class _Ring:
             raise OutOfSpace(
                 self.tier.url, f"copies of {size(nbytes)} would leave no room for the next save"
             )
+
+    @property
+    def first(self) -> str:
+        """The subject of the messages that a node has copied a step of this job."""
+        return f"{_SUBJECT}/first{self.tier.index}"
+
+    @property
+    def fails(self) -> bool:
+        """Whether the last steps were not copied."""
+        return self._missed >= _MISSED
 
     def missed(self, ref: StepRef, error: Exception) -> None:
         """Note that a step was not copied."""
@@ -412,4 +479,5 @@ def _ring_of(tier: OpenTier, known: Mapping[int, _Node], rank: int) -> _Ring:
             node: known[lowest[node]].peer for node, keepers in enumerate(chosen) if here in keepers
         },
         keepers=[lowest[node] for node in chosen[here]],
+        unheard=set(lowest) if tier.in_memory else set(),
     )

@@ -242,6 +242,8 @@ class Saver:
         needed any more.
         """
         self.steps.set_restored(ref)
+        if self._replicas is not None:
+            self._replicas.set_restored(ref)
         self.suspicions.forget()
         for writer in self._writers:
             writer.sweep(ref)
@@ -300,6 +302,10 @@ class Saver:
             writer.close(self.steps.durable_step, tells=tells)
         if self._replicas is not None:
             self._replicas.close(wait=not leaves)
+            with self._lock:
+                sweeps = self._writers if self._swept else ()
+            for writer in sweeps:
+                writer.sweep()
 
     def detach(self, *, leaves: bool) -> None:
         """Finish what only this process can, and leave the rest to the agent. ``finish`` follows.
@@ -495,7 +501,7 @@ class Saver:
 
     def _on_commit(self, writer: TierWriter, ref: StepRef) -> None:
         if self._replicas is not None:
-            self._replicas.committed(writer.tier, ref)
+            self._replicas.committed(writer.tier, ref, partial(self._sweep, writer))
         if not writer.in_memory:
             self.steps.set_durable(ref)
             if self._backfill is not None:
@@ -505,9 +511,15 @@ class Saver:
             first, self._swept = not self._swept, True
         if first:  # What an earlier job left in memory is outdated now
             for each in self._writers:
-                each.sweep()
+                if self._replicas is None or not self._replicas.keeps_earlier(each.tier):
+                    each.sweep()
             self.slots.reconsider()
         writer.prune_later()
+
+    def _sweep(self, writer: TierWriter) -> None:
+        """Free what earlier jobs have left on a tier in memory."""
+        writer.sweep()
+        self.slots.reconsider()
 
     # -- the queues before farther tiers -----------------------------------------------------------
 

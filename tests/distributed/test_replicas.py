@@ -17,7 +17,7 @@ WORKER = WORKERS / "replicas.py"
 
 
 @pytest.mark.parametrize(
-    "scene", ["on_disk", "in_racks", "on_two_buddies", "behind", "slow_to_hear"]
+    "scene", ["on_disk", "in_racks", "on_two_buddies", "behind", "restored_stays", "slow_to_hear"]
 )
 def test_a_step_outlives_the_nodes_whose_buddies_are_left(tmp_path: Path, scene: str) -> None:
     assert world(4, WORKER, tmp_path, scene).count("ALL WELL") == 4
@@ -55,4 +55,18 @@ def test_the_memory_of_a_lost_node_comes_back_from_its_buddy(killed: Path, lost:
         if node != lost:
             shutil.copytree(copy, Path("/dev/shm", copy.name))
     assert len(memories(killed)) == 3
+    assert world(4, WORKER, killed, "come_back").count("ALL WELL") == 4
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_what_a_job_goes_on_from_stays_until_a_later_step_has_its_copies(
+    killed: Path, lost: int
+) -> None:
+    """A node is lost when the first step of the next job is committed, and not yet copied."""
+    for memory in memories(killed):
+        shutil.rmtree(memory)
+    for copy in sorted(killed.iterdir()):
+        shutil.copytree(copy, Path("/dev/shm", copy.name))
+    world(4, WORKER, killed, "die_without_copies")
+    shutil.rmtree(memories(killed)[lost])
     assert world(4, WORKER, killed, "come_back").count("ALL WELL") == 4

@@ -273,12 +273,34 @@ def behind(root: Path) -> None:
     assert restored(tiers(without(base, 1))) == 1
 
 
+def restored_stays(root: Path) -> None:
+    """The step that a job goes on from stays while no later step has its copies."""
+    base = root / "restored"
+    with CheckpointManager(tiers(base, replicas=1)) as manager:
+        save(manager)
+    model, optimizer = nets.build("fsdp", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Ring, "copy", without_copies)
+        with CheckpointManager(tiers(base, replicas=1)) as manager:
+            report = manager.restore({"model": model, "optimizer": optimizer, "step": -1})
+            assert report is not None
+            assert report.step == 3
+            save(manager, (4, 5, 6))
+    dist.barrier()
+    assert restored(tiers(without(base, 1))) == 3
+
+
+def without_copies(ring: _Ring, ref: StepRef, *how: Any) -> int | None:
+    del ring, how
+    raise TransientStorageError(ref.folder, "the buddy is slow")
+
+
 def slow_to_hear(root: Path) -> None:
     """Rank 1 learns of a commit later than its buddy asks for the files."""
     patched, waits = NodeReplicas.committed, [threading.Timer(0, int)]
 
-    def later(self: NodeReplicas, tier: OpenTier, ref: StepRef) -> None:
-        waits[0] = threading.Timer(7, patched, (self, tier, ref))
+    def later(self: NodeReplicas, tier: OpenTier, ref: StepRef, outdate: Callable) -> None:
+        waits[0] = threading.Timer(7, patched, (self, tier, ref, outdate))
         waits[0].start()
 
     base = root / "slow"
@@ -328,6 +350,19 @@ def die_in_memory(root: Path) -> None:
     save(manager)
     assert copied.acquire(timeout=60)
     dist.barrier()
+    os._exit(0)
+
+
+def die_without_copies(root: Path) -> None:
+    """Go on from the last step, and save another one that gets no copies."""
+    _Ring.copy = without_copies  # type: ignore[assignment,method-assign]
+    model, optimizer = nets.build("fsdp", 1)
+    state = {"model": model, "optimizer": optimizer, "step": -1}
+    manager = CheckpointManager(in_memory(root))
+    report = manager.restore(state)
+    assert report is not None
+    assert report.step == STEPS[-1]
+    save(manager, (STEPS[-1] + 1,))
     os._exit(0)
 
 
