@@ -61,6 +61,14 @@ FAULTS: Final[Mapping[str, Fault]] = {
         "nothing that was committed; with a node, what only the nodes had",
         "tests/agent/test_node_deaths.py",
     ),
+    "nodes-removed": Fault(
+        "loss of one of several nodes with its cable, ranks, agent and memory (namespaces of its "
+        "own), while the others keep copies (`replicas=1`): at rest, or in the midst of saves",
+        "nodes",
+        "nothing that had its copies; in the midst of saves, at most the one step that had none "
+        "yet",
+        "tests/agent/test_removed_nodes.py",
+    ),
     "ranks": Fault(
         "SIGKILL or SIGSTOP of one, two or all of four ranks under torchrun, or of its agent, at "
         "random moments of saves, restores and steps",
