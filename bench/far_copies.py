@@ -85,7 +85,8 @@ def _train(args: argparse.Namespace, wire: str, folder: str) -> None:
     far: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     busy: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     for block in range(args.blocks + 1):
-        for kind in _KINDS[:: 1 if block % 2 else -1]:
+        turn = block % len(_KINDS)  # No kind follows itself: its last save may still be cleaned up
+        for kind in _KINDS[turn:] + _KINDS[:turn]:
             began, used = time.perf_counter(), time.process_time()
             pending = managers[kind].save_async({**state, "step": block}, block)
             stall = time.perf_counter() - began
