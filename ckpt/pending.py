@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ckpt.checks import is_number
 from ckpt.errors import CkptError, ConfigError, SaveSkipped, StepsMissing, StorageError
+from ckpt.locks import Condition
 
 if TYPE_CHECKING:
     from ckpt.staging.snapshot import Snapshot
@@ -65,7 +65,7 @@ class PendingSave:
         self._left = set(self._names)
         self._ends: dict[str, CkptError | None] = {}
         self._refused: dict[str, CkptError] = {}
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._pid = os.getpid()
         self._finished = False
         self._error: CkptError | None = None

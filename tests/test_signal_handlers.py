@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -167,6 +169,41 @@ def test_ctrl_c_in_a_constructor_leaves_other_managers_usable(
             Fence()
         manager.restore(state)
     assert kept
+
+
+def test_no_signal_handler_runs_between_the_taking_of_a_lock_and_its_block(root: str) -> None:
+    """An exception of the handler would leave the lock taken, and the close would hang. A handler
+    runs only between instructions of Python code.
+    """
+    taken: list[str] = []
+
+    def on_call(frame: FrameType, *_: object) -> None:
+        caller = frame
+        while caller.f_code.co_filename == threading.__file__ and caller.f_back is not None:
+            if caller.f_code is threading.Thread.start.__code__:
+                return
+            caller = caller.f_back
+        if frame.f_code.co_name == "__enter__" and caller is not frame:
+            file = caller.f_code.co_filename
+            if "ckpt" in Path(file).parent.parts:
+                taken.append(f"{file}:{caller.f_lineno}")
+
+    state = job()
+    with CheckpointManager(root) as manager:
+        stop = manager.on_stop_request()
+        sys.settrace(on_call)
+        try:
+            manager.save(state, 1)
+            manager.save_async(state, 2).wait_staged()
+            forward_backward(state, 0)
+            state["optimizer"].step()
+            manager.fence()
+            manager.restore(state)
+            stop.requested(3)
+            manager.save_async(state, 3).result()
+        finally:
+            sys.settrace(None)
+    assert not taken
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import msgspec
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.gather import Wait, gather
 from ckpt.errors import CkptError, CommitTimeout
+from ckpt.locks import Event
 
 _LISTEN_SECONDS: Final = 3600.0
 _PARTED: Final = b"0"
@@ -55,7 +56,7 @@ class LastStep:
         self._asked = -1
         self._promise: int | None = None
         self._step = -1
-        self._known = threading.Event()
+        self._known = Event()
         self._over = False
 
     def requested(self, step: int) -> bool:

@@ -70,7 +70,7 @@ class Workers:
         self._nice, self._cpus = nice, frozenset(cpus) if cpus is not None else None
         self._settle = partial(_settle, name, nice, self._cpus)
         self._queue: _Queue = SimpleQueue()
-        self._idle = threading.Semaphore(0)
+        self._idle = SimpleQueue[None]()  # One item for each idle thread; see ``ckpt.locks``
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -94,7 +94,7 @@ class Workers:
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the threads of {self.name!r} are closed")
-            has_thread = self._idle.acquire(blocking=False) or self._start_one()
+            has_thread = self._take_idle() or self._start_one()
             if has_thread:
                 self._queue.put(task)
         if not has_thread:
@@ -110,7 +110,15 @@ class Workers:
         with self._lock:
             for _ in range(0 if self._closed else count - len(self._threads)):
                 self._start_one()
-                self._idle.release()
+                self._idle.put(None)
+
+    def _take_idle(self) -> bool:
+        """Return True if a thread is idle, which gets work now."""
+        try:
+            self._idle.get_nowait()
+        except Empty:
+            return False
+        return True
 
     def _start_one(self) -> bool:
         """Start one more thread, if there may be one. The caller holds the lock.
@@ -195,13 +203,13 @@ class Workers:
         self.close(cancel=exc[0] is not None)
 
 
-def _run(queue: _Queue, idle: threading.Semaphore, settle: Callable[[], None]) -> None:
+def _run(queue: _Queue, idle: SimpleQueue[None], settle: Callable[[], None]) -> None:
     """Work off the queue. A thread knows the queue and not the group, which may end before it."""
     settle()
     while (task := queue.get()) is not None:
         task.run()
         del task
-        idle.release()
+        idle.put(None)
     queue.put(None)  # The next thread ends, too
 
 

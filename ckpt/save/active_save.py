@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import CkptError, LeftToAgent, PeerFailed, SaveSkipped, StagingError
 from ckpt.events import Observers, SaveCommitted, SaveStaged, TierMissed
+from ckpt.locks import Event
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import Once, Workers
 from ckpt.save.ledger import SaveLedger
@@ -88,7 +89,7 @@ class SaveOutcome:
 
     def __init__(self, pending: SaveRecord, reports: Reports, slot_bytes: int) -> None:
         self.pending = pending
-        self.staged = threading.Event()
+        self.staged = Event()
         """Set once the observers know that the state is in host memory, so that events come in
         order.
         """

@@ -14,6 +14,7 @@ from typing import Final
 
 from ckpt.catalog.index import attempts
 from ckpt.errors import CkptError
+from ckpt.locks import Condition
 from ckpt.model.keys import StepRef
 from ckpt.retention.claim import job_of
 from ckpt.storage.api import StorageBackend
@@ -102,7 +103,7 @@ class JobSteps:
     ) -> None:
         self._durable = tuple(tier for tier in tiers if not tier.in_memory)
         self._earlier, self._copied = earlier, copied
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._waiting: dict[str, set[StepRef]] = {}
         self._newest: dict[str, StepRef] = {}
         self._restored: int | None = None

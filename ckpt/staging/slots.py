@@ -14,13 +14,13 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from ckpt.errors import CommitError, HostMemoryExhausted
+from ckpt.locks import Condition
 from ckpt.staging import slot_files
 from ckpt.staging.budget import Budget, Room, decide, measure
 from ckpt.staging.slot import NotWanted, Slot, SlotLost, capacity_of
@@ -94,7 +94,7 @@ class SlotPool:
         """Whether /dev/shm had no room for a slot that belongs there. One log line says so, until
         there is room again.
         """
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._serials = itertools.count(1)
         slot_files.remove_orphans()
 

@@ -31,6 +31,7 @@ import torch
 
 from ckpt.config import CheckMode
 from ckpt.errors import CkptError, StagingError, TensorChanged
+from ckpt.locks import Event
 from ckpt.staging.copies import Copy, Events, Late, copy_now, devices_of, groups
 from ckpt.staging.digest import digest, digest_of, folded
 from ckpt.staging.window import Window
@@ -135,9 +136,9 @@ class Snapshot:
         self._guards = [(batch, list(map(_version, batch.guarded))) for batch in batches]
         self._settling = threading.Lock()
         self._begun = threading.Lock()
-        self._landed = threading.Event()
-        self._launched = threading.Event()
-        self._compared = threading.Event()
+        self._landed = Event()
+        self._launched = Event()
+        self._compared = Event()
         self._error: CkptError | None = None
         self._eager_devices = frozenset[torch.device]().union(
             *(batch.eager_devices for batch in batches)

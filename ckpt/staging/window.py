@@ -8,9 +8,8 @@ room for later ones. So a state of any size can be staged, in waves.
 
 from __future__ import annotations
 
-import threading
-
 from ckpt.errors import CkptError, StagingError
+from ckpt.locks import Condition
 
 
 class Window:
@@ -32,7 +31,7 @@ class Window:
         self._landed = 0
         self._uses = (_Prefix(), _Prefix())
         self._error: CkptError | None = None
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     @property
     def whole(self) -> bool:
