@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 
-class Condition(threading.Condition):
+class Condition:
     """A `threading.Condition` of which ``with`` calls the methods of the lock itself.
 
     These are C code, which no handler interrupts.
@@ -20,7 +20,9 @@ class Condition(threading.Condition):
 
     def __init__(self) -> None:
         self._held = threading.RLock()
-        super().__init__(self._held)
+        self._condition = threading.Condition(self._held)
+        self.wait, self.wait_for = self._condition.wait, self._condition.wait_for
+        self.notify_all = self._condition.notify_all
 
     @property
     def __enter__(self) -> Any:
