@@ -75,6 +75,7 @@ OTHER_ENDS = {
     "tests/distributed/workers/alarm.py": "calls os._exit, since the other rank is dead",
     "bench/buddies.py": "calls os._exit, so that its memory stays as that of a killed process",
     "tests/agent/node_deaths.py": "its ranks are killed, or end by os._exit (tests/crash)",
+    "tests/agent/removed_nodes.py": "its ranks are killed, or end by os._exit (tests/crash)",
     "tests/distributed/workers/nodes_kill.py": "runs until it is killed",
     "tests/distributed/workers/raises.py": "tests the end by an exception",
 }
