@@ -303,7 +303,8 @@ class Saver:
         if self._replicas is not None:
             self._replicas.close(wait=not leaves)
             with self._lock:
-                sweeps = self._writers if self._swept else ()
+                # A rank that leaves may do so since a node is lost, before a step has its copies.
+                sweeps = self._writers if self._swept and not leaves else ()
             for writer in sweeps:
                 writer.sweep()
 

@@ -58,15 +58,18 @@ def test_the_memory_of_a_lost_node_comes_back_from_its_buddy(killed: Path, lost:
     assert world(4, WORKER, killed, "come_back").count("ALL WELL") == 4
 
 
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize(
+    ("ends", "lost"),
+    [("die_without_copies", 0), ("die_without_copies", 2), ("leave_without_copies", 2)],
+)
 def test_what_a_job_goes_on_from_stays_until_a_later_step_has_its_copies(
-    killed: Path, lost: int
+    killed: Path, ends: str, lost: int
 ) -> None:
     """A node is lost when the first step of the next job is committed, and not yet copied."""
     for memory in memories(killed):
         shutil.rmtree(memory)
     for copy in sorted(killed.iterdir()):
         shutil.copytree(copy, Path("/dev/shm", copy.name))
-    world(4, WORKER, killed, "die_without_copies")
+    world(4, WORKER, killed, ends)
     shutil.rmtree(memories(killed)[lost])
     assert world(4, WORKER, killed, "come_back").count("ALL WELL") == 4

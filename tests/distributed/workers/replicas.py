@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -354,16 +355,25 @@ def die_in_memory(root: Path) -> None:
 
 
 def die_without_copies(root: Path) -> None:
-    """Go on from the last step, and save another one that gets no copies."""
+    """Go on from the last step, save another one that gets no copies, and die."""
+    go_on_without_copies(CheckpointManager(in_memory(root)))
+    os._exit(0)
+
+
+def leave_without_copies(root: Path) -> None:
+    """Go on from the last step, save another one that gets no copies, and end by an exception."""
+    with suppress(ZeroDivisionError), CheckpointManager(in_memory(root)) as manager:
+        go_on_without_copies(manager)
+        raise ZeroDivisionError
+
+
+def go_on_without_copies(manager: CheckpointManager) -> None:
     _Ring.copy = without_copies  # type: ignore[assignment,method-assign]
     model, optimizer = nets.build("fsdp", 1)
-    state = {"model": model, "optimizer": optimizer, "step": -1}
-    manager = CheckpointManager(in_memory(root))
-    report = manager.restore(state)
+    report = manager.restore({"model": model, "optimizer": optimizer, "step": -1})
     assert report is not None
     assert report.step == STEPS[-1]
     save(manager, (STEPS[-1] + 1,))
-    os._exit(0)
 
 
 def come_back(root: Path) -> None:
