@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Condition:
-    """A `threading.Condition` of which ``with`` calls the methods of the lock itself.
+    """A `threading.Condition` whose ``with`` statement calls the methods of the lock directly.
 
     These are C code, which no handler interrupts.
     """

@@ -128,7 +128,7 @@ class Job:
         return frozenset((what, int(step), int(rank)) for what, step, rank, _ in found)
 
     def by_all(self, what: str, ranks: Sequence[int]) -> int | None:
-        """Return the newest step of which each of ``ranks`` has noted ``what``."""
+        """Return the newest step for which every one of ``ranks`` has noted ``what``."""
         noted = self.noted()
         steps = [
             {step for which, step, by in noted if (which, by) == (what, rank)} for rank in ranks

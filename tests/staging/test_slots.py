@@ -125,7 +125,7 @@ class Needed(NoContents):
 
 
 def with_needed(pools, count=2):
-    """A pool of which all slots are taken; the first holds what is nowhere else."""
+    """A pool whose slots are all taken. The contents of the first slot are nowhere else."""
     contents = Needed()
     pool = pools(count, contents=contents)
     taken = [take(pool, MIB) for _ in range(count)]
