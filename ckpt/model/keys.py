@@ -106,6 +106,11 @@ def fragment_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
+def rank_of(name: str) -> int:
+    """Return the rank of a data file or of a fragment of this name."""
+    return int(name.partition(".")[0].removeprefix("rank-"))
+
+
 def step_of(state: object, step: object, *, last: int | None) -> int:
     """Return the step to save: the one given, else ``state["step"]``, else the one after ``last``.
 

@@ -19,7 +19,7 @@ from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.gather import Wait, gather
 from ckpt.errors import CkptError, IntegrityError, StorageError
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import StepRef, rank_of
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import size
 from ckpt.model.reference import carried_fragments, fill
@@ -245,7 +245,7 @@ class NodeSurvey:
             for peer in peers:
                 step = peer.tiers.get(tier.index, {}).get(ref.folder)
                 for name in step.files if step else ():
-                    rank = int(name.partition(".")[0].removeprefix("rank-"))
+                    rank = rank_of(name)
                     found[rank] = min(found.get(rank, 1), int(peer in others))
         return found
 

@@ -1,9 +1,9 @@
-"""Choose, for each node, the nodes that keep copies of its files."""
+"""Choose the nodes that keep copies of other nodes' files."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 
 
@@ -39,6 +39,42 @@ def buddies(domains: Sequence[str], replicas: int) -> tuple[tuple[int, ...], ...
             chosen.append(other)
         found[node] = tuple((chosen + second)[:replicas])
     return tuple(found)
+
+
+def missing_copies(
+    holders: Mapping[int, Collection[int]],
+    homes: Mapping[int, int],
+    domains: Sequence[str],
+    replicas: int,
+) -> dict[int, tuple[int, ...]]:
+    """Return for each file the nodes that need a copy of it, so that ``1 + replicas`` nodes have
+    it.
+
+    The node of the file's own rank comes first, and then the buddies of that node. Those in a
+    domain that has no copy yet are preferred.
+
+    Args:
+        holders: For each file the nodes that have it. A file that no node has gets no copy.
+        homes: For each file the node of its rank.
+        domains: The failure domain of each node.
+        replicas: How many copies of a file there are beside the first.
+    """
+    # As many of them as may already have the file, and those that need it.
+    order = buddies(domains, 2 * replicas + 1)
+    found: dict[int, tuple[int, ...]] = {}
+    for file, having in holders.items():
+        if not having:
+            continue
+        used = {domains[node] for node in having}
+        free = [node for node in (homes[file], *order[homes[file]]) if node not in having]
+        chosen: list[int] = []
+        while free and len(having) + len(chosen) <= replicas:
+            node = next((node for node in free if domains[node] not in used), free[0])
+            free.remove(node)
+            chosen.append(node)
+            used.add(domains[node])
+        found[file] = tuple(chosen)
+    return found
 
 
 def _ring(domains: Sequence[str]) -> list[int]:

@@ -17,7 +17,16 @@ WORKER = WORKERS / "replicas.py"
 
 
 @pytest.mark.parametrize(
-    "scene", ["on_disk", "in_racks", "on_two_buddies", "behind", "restored_stays", "slow_to_hear"]
+    "scene",
+    [
+        "on_disk",
+        "in_racks",
+        "on_two_buddies",
+        "behind",
+        "restored_stays",
+        "restored_again",
+        "slow_to_hear",
+    ],
 )
 def test_a_step_outlives_the_nodes_whose_buddies_are_left(tmp_path: Path, scene: str) -> None:
     assert world(4, WORKER, tmp_path, scene).count("ALL WELL") == 4
@@ -72,4 +81,19 @@ def test_what_a_job_goes_on_from_stays_until_a_later_step_has_its_copies(
         shutil.copytree(copy, Path("/dev/shm", copy.name))
     world(4, WORKER, killed, ends)
     shutil.rmtree(memories(killed)[lost])
+    assert world(4, WORKER, killed, "come_back").count("ALL WELL") == 4
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (3, 0), (0, 2)])
+def test_a_step_that_a_job_goes_on_from_gets_its_copies_again(
+    killed: Path, first: int, second: int
+) -> None:
+    """A node is lost with its memory, and after the next start another one."""
+    for memory in memories(killed):
+        shutil.rmtree(memory)
+    for node, copy in enumerate(sorted(killed.iterdir())):
+        if node != first:
+            shutil.copytree(copy, Path("/dev/shm", copy.name))
+    world(4, WORKER, killed, "die_after_restore")
+    shutil.rmtree(memories(killed)[second])
     assert world(4, WORKER, killed, "come_back").count("ALL WELL") == 4

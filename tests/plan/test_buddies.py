@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt.plan.buddies import buddies
+from ckpt.plan.buddies import buddies, missing_copies
 
 DOMAINS = st.lists(st.sampled_from("abcd"), min_size=1, max_size=24)
 
@@ -62,3 +62,49 @@ def test_of_a_few_nodes(
     domains: list[str], replicas: int, expected: tuple[tuple[int, ...], ...]
 ) -> None:
     assert buddies(domains, replicas) == expected
+
+
+@st.composite
+def lost(draw: st.DrawFn) -> tuple[dict[int, set[int]], dict[int, int], list[str], int]:
+    """The nodes that have each file, its home, the domains, and the number of replicas."""
+    domains = draw(DOMAINS)
+    nodes = st.integers(0, len(domains) - 1)
+    holders = draw(st.lists(st.sets(nodes, max_size=4), max_size=12))
+    homes = [draw(nodes) for _ in holders]
+    return dict(enumerate(holders)), dict(enumerate(homes)), domains, draw(st.integers(1, 4))
+
+
+@given(lost())
+def test_every_file_that_is_left_gets_back_its_copies(
+    found: tuple[dict[int, set[int]], dict[int, int], list[str], int],
+) -> None:
+    holders, homes, domains, replicas = found
+    added = missing_copies(holders, homes, domains, replicas)
+    assert added.keys() == {file for file, having in holders.items() if having}
+    for file, nodes in added.items():
+        having = holders[file]
+        assert len(set(nodes)) == len(nodes)
+        assert not having & set(nodes)
+        wanted = min(1 + replicas, len(domains)) if len(set(domains)) == 1 else 1 + replicas
+        if len(having) >= wanted:
+            assert nodes == ()
+        elif len(set(domains)) == 1:
+            assert len(having) + len(nodes) == wanted
+
+
+@given(st.integers(2, 8), st.integers(1, 3), st.data())
+def test_a_node_that_comes_back_empty_gets_what_it_had(
+    nodes: int, replicas: int, data: st.DataObject
+) -> None:
+    domains = ["rack"] * nodes
+    chosen = buddies(domains, replicas)
+    gone = data.draw(st.integers(0, nodes - 1))
+    before = {node: {node, *chosen[node]} for node in range(nodes)}
+    after = {node: having - {gone} for node, having in before.items()}
+    added = missing_copies(after, {node: node for node in before}, domains, replicas)
+    assert all(after[node] | set(added[node]) == before[node] for node in before if after[node])
+
+
+def test_a_copy_goes_to_another_rack_than_that_of_the_node_that_has_the_file() -> None:
+    racks = ["a", "a", "b", "b"]
+    assert missing_copies({7: [1]}, {7: 0}, racks, 1) == {7: (2,)}

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, TransientStorageError
 from ckpt.events import Event, NodeReplicated
 from ckpt.model.keys import StepRef
-from ckpt.nodes.replicas import NodeReplicas, _Ring
+from ckpt.nodes.replicas import NodeReplicas
+from ckpt.nodes.ring import Ring
 from ckpt.nodes.server import NodeServer
 from ckpt.storage.api import Upload
 from ckpt.storage.tiers import OpenTier, open_tiers
@@ -184,13 +186,13 @@ def unfaithful(root: Path) -> None:
         return False
 
     base, events = root / "unfaithful", list[Event]()
-    missed, miss = threading.Semaphore(0), _Ring.missed
+    missed, miss = threading.Semaphore(0), Ring.missed
 
-    def note(self: _Ring, ref: StepRef, error: Exception) -> None:
+    def note(self: Ring, ref: StepRef, error: Exception) -> None:
         miss(self, ref, error)
         missed.release()
 
-    _Ring.missed = note  # type: ignore[method-assign]
+    Ring.missed = note  # type: ignore[method-assign]
     messages = logged()
     for number, (name, wrong) in enumerate(
         [("_answer", corrupt), ("_answer", silent), ("_knows_token", strange)], 1
@@ -250,9 +252,9 @@ def no_room(root: Path) -> None:
 
 def behind(root: Path) -> None:
     """Copies of later steps do not come in time. The last step that has its copies stays."""
-    base, copied, copy = root / "behind", threading.Semaphore(0), _Ring.copy
+    base, copied, copy = root / "behind", threading.Semaphore(0), Ring.copy
 
-    def failing(self: _Ring, ref: StepRef, *how: Any) -> int | None:
+    def failing(self: Ring, ref: StepRef, *how: Any) -> int | None:
         if ref.step > 1:
             raise TransientStorageError(ref.folder, "the buddy is slow")
         return copy(self, ref, *how)
@@ -262,7 +264,7 @@ def behind(root: Path) -> None:
             copied.release()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Ring, "copy", failing)
+        patch.setattr(Ring, "copy", failing)
         with CheckpointManager(tiers(base, replicas=1), observers=[observe]) as manager:
             save(manager, (1,))
             assert copied.acquire(timeout=60)
@@ -281,7 +283,7 @@ def restored_stays(root: Path) -> None:
         save(manager)
     model, optimizer = nets.build("fsdp", 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Ring, "copy", without_copies)
+        patch.setattr(Ring, "copy", without_copies)
         with CheckpointManager(tiers(base, replicas=1)) as manager:
             report = manager.restore({"model": model, "optimizer": optimizer, "step": -1})
             assert report is not None
@@ -291,7 +293,33 @@ def restored_stays(root: Path) -> None:
     assert restored(tiers(without(base, 1))) == 3
 
 
-def without_copies(ring: _Ring, ref: StepRef, *how: Any) -> int | None:
+def restored_again(root: Path) -> None:
+    """A node is lost, and comes back empty; when its files are there again, another one is lost."""
+    base = root / "again"
+    with CheckpointManager(tiers(base, replicas=1)) as manager:
+        save(manager)
+    for first, second in ((1, 2), (3, 0), (2, 3), (0, 2)):
+        cut = without(base, first)
+        restore_and_wait(CheckpointManager(tiers(cut, replicas=1))).close()
+        dist.barrier()
+        assert files(cut, 3) == files(base, 3), (first, files(cut, 3))
+        assert len(list(cut.glob("node*/step-000000003.*/manifest.json"))) == 4
+        assert restored(tiers(without(cut, second))) == 3
+
+
+def restore_and_wait(manager: CheckpointManager) -> CheckpointManager:
+    """Go on from the last step, and wait until a node that lacked files of it has them."""
+    model, optimizer = nets.build("fsdp", 1)
+    report = manager.restore({"model": model, "optimizer": optimizer, "step": -1})
+    assert report is not None
+    assert report.step == STEPS[-1]
+    assert manager._saver._replicas is not None
+    assert futures.wait([manager._saver._replicas._copying.submit(int)], 60).done
+    dist.barrier()
+    return manager
+
+
+def without_copies(ring: Ring, ref: StepRef, *how: Any) -> int | None:
     del ring, how
     raise TransientStorageError(ref.folder, "the buddy is slow")
 
@@ -300,7 +328,9 @@ def slow_to_hear(root: Path) -> None:
     """Rank 1 learns of a commit later than its buddy asks for the files."""
     patched, waits = NodeReplicas.committed, [threading.Timer(0, int)]
 
-    def later(self: NodeReplicas, tier: OpenTier, ref: StepRef, outdate: Callable) -> None:
+    def later(
+        self: NodeReplicas, tier: OpenTier, ref: StepRef, outdate: Callable[[], None]
+    ) -> None:
         waits[0] = threading.Timer(7, patched, (self, tier, ref, outdate))
         waits[0].start()
 
@@ -354,6 +384,12 @@ def die_in_memory(root: Path) -> None:
     os._exit(0)
 
 
+def die_after_restore(root: Path) -> None:
+    """Go on from the last step, get the copies of it again, and die."""
+    restore_and_wait(CheckpointManager(in_memory(root)))
+    os._exit(0)
+
+
 def die_without_copies(root: Path) -> None:
     """Go on from the last step, save another one that gets no copies, and die."""
     go_on_without_copies(CheckpointManager(in_memory(root)))
@@ -368,7 +404,7 @@ def leave_without_copies(root: Path) -> None:
 
 
 def go_on_without_copies(manager: CheckpointManager) -> None:
-    _Ring.copy = without_copies  # type: ignore[assignment,method-assign]
+    Ring.copy = without_copies  # type: ignore[assignment,method-assign]
     model, optimizer = nets.build("fsdp", 1)
     report = manager.restore({"model": model, "optimizer": optimizer, "step": -1})
     assert report is not None

@@ -1,0 +1,140 @@
+"""Copies of the files of one step from other nodes into the folder of this node.
+
+Each chunk is checked before the file appears. A fragment is written after its file, because it
+states that the file is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ckpt.catalog.fragments import load_fragment
+from ckpt.catalog.transfer import copy_files
+from ckpt.catalog.verify import StepFolder
+from ckpt.errors import CkptError, OutOfSpace, StorageError
+from ckpt.model.keys import StepRef
+from ckpt.model.manifest import Fragment, Manifest, StoredFile
+from ckpt.model.readable import size
+from ckpt.nodes.server import NodeStore, Peer, Step
+from ckpt.pipeline.pace import Pace
+from ckpt.pipeline.reader import ChunkReader, Sink, runs_of
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.restore import ChunkRead
+from ckpt.storage.api import HasSpace, StorageBackend
+from ckpt.storage.tiers import OpenTier
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """What copies are made with.
+
+    Attributes:
+        workers: The threads that write.
+        pace: The rate.
+    """
+
+    workers: Workers
+    pace: Pace
+
+
+@dataclass(slots=True)
+class StepCopies:
+    """The copies of one step that this node makes on a tier.
+
+    Attributes:
+        tier: The tier.
+        manifest: The manifest of the step.
+        own_bytes: The size of the files of this node, which the next save needs, too.
+        kept: The keys of what was written, in the order of writing.
+
+    Thread safety: one thread.
+    """
+
+    tier: OpenTier
+    manifest: Manifest
+    own_bytes: int
+    kept: list[str] = field(default_factory=list[str])
+
+    @property
+    def ref(self) -> StepRef:
+        return StepRef(self.manifest.step, self.manifest.attempt)
+
+    def fetch(self, peer: Peer, ranks: frozenset[int], how: Copying) -> int:
+        """Copy the files and fragments of ``ranks`` from the node ``peer``, and return the size of
+        the files.
+
+        Raises:
+            CkptError: A file cannot be read there or written here.
+        """
+        backend, ref, files = self.tier.backend, self.ref, self.manifest.file_map()
+        theirs = [part for part in self.manifest.fragments if part.rank in ranks]
+        sizes = {files[part.rank].name: files[part.rank].size for part in theirs}
+        store = reading(self.tier, peer, ref, sizes)
+        parts = [
+            (part.name, *load_fragment(store, ref, self.manifest, part, files[part.rank]))
+            for part in theirs
+        ]
+        stored = [found for _, fragment, _ in parts if (found := _stored(ref, fragment))]
+        self._check_room(sum(file.size for file in stored))
+        self.kept += [file.key for file in stored]
+        folder = StepFolder(backend, ref, how.workers, RetryPolicy(patience_seconds=0))
+        copy_files(_fetch(store, stored, how.pace), stored, folder, on_bytes=how.pace.spend)
+        for name, _, data in parts:
+            self.kept.append(ref.key(name))
+            backend.put(ref.key(name), [data])
+        return sum(file.size for file in stored)
+
+    def _check_room(self, nbytes: int) -> None:
+        """Raise ``OutOfSpace`` if copies of ``nbytes`` would take the room of the next save."""
+        backend = self.tier.backend
+        if isinstance(backend, HasSpace) and backend.free_bytes() < nbytes + self.own_bytes:
+            raise OutOfSpace(
+                self.tier.url, f"copies of {size(nbytes)} would leave no room for the next save"
+            )
+
+    def remove(self) -> None:
+        """Remove what was written, the fragments first."""
+        remove(self.tier.backend, self.kept)
+
+
+def remove(backend: StorageBackend, kept: Sequence[str]) -> None:
+    """Remove objects in the opposite order of their writing, as far as the store does it."""
+    for key in reversed(kept):
+        with suppress(CkptError):
+            backend.delete(key)
+
+
+def reading(tier: OpenTier, peer: Peer, ref: StepRef, files: Mapping[str, int]) -> NodeStore:
+    """Return a store that has the manifest of a step and the given files, by their sizes, on the
+    node ``peer``.
+    """
+    announced = {tier.index: {ref.folder: Step(listed=True, files=dict(files))}}
+    return NodeStore(tier.index, tier.url, [msgspec.structs.replace(peer, tiers=announced)])
+
+
+def _fetch(
+    store: NodeStore, files: Sequence[StoredFile], pace: Pace
+) -> Callable[[Sequence[ChunkRead], Sink], int]:
+    """Return what reads chunks of ``files`` from another node."""
+    reader, of_rank = ChunkReader(store, RetryPolicy()), {file.rank: file for file in files}
+
+    def fetch(reads: Sequence[ChunkRead], sink: Sink) -> int:
+        for run in runs_of(reads):
+            if pace.stopped:
+                raise StorageError("replicas", "the copying of other nodes' files has ended")
+            for _, error in reader.read(run, of_rank[run.rank], sink):
+                raise error
+        return 0
+
+    return fetch
+
+
+def _stored(ref: StepRef, fragment: Fragment) -> StoredFile | None:
+    if fragment.file is None:
+        return None
+    return StoredFile.of(ref, fragment.file, next(iter(fragment.encoded), None))
