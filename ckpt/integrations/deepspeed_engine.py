@@ -48,6 +48,7 @@ from ckpt.integrations.stored import Failed, fill, opened, reader_of
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.box import Box
+from ckpt.model.keys import StepRef
 from ckpt.model.values import following, parse
 from ckpt.pending import PendingSave
 from ckpt.plan.leaf import Leaf
@@ -202,8 +203,8 @@ class CkptEngine:
 
         Raises:
             NoCheckpoint: No step has the tag.
-            RestoreError: DeepSpeed's own engine has written the file, or the state cannot be loaded
-                by so many ranks.
+            RestoreError: DeepSpeed's own engine has written the file, the ranks load different
+                steps, or the state cannot be loaded by so many ranks.
             IntegrityError, StorageError: Bytes are intact on no tier.
         """
         if self._looked_at is not None and self._looked_at[0] == path:
@@ -225,6 +226,7 @@ class CkptEngine:
             described = self._tagged(tag, _described(backends, found))
             contents = _read(backends, described, part, torch.device(device))
         if isinstance(contents, dict) and "dp_world_size" in contents:
+            self._check_step(tag, described.found.ref)
             self._check_world(int(contents["dp_world_size"]))
             self._looked_at = (path, contents)
         return contents
@@ -306,6 +308,21 @@ class CkptEngine:
                         _write(path, _note(part), sync=False)
                 if each.is_latest:
                     latest.name(each.found.ref.step, each.tag)
+
+    def _check_step(self, tag: str, ref: StepRef) -> None:
+        """Compare what the ranks load. Each of them reads ``latest`` itself, and a save that is
+        committed meanwhile changes it.
+        """
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (tag, ref.step, ref.attempt))
+        other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if other is not None:
+            raise RestoreError(
+                f"the ranks load different steps: rank 0 has read step {found[0][1]} with the tag "
+                f"{found[0][0]!r}, and rank {other} step {found[other][1]} with "
+                f"{found[other][0]!r}. A save was committed during the load: let all ranks call "
+                "engine.checkpoint_engine.pending.result() and dist.barrier() first, and load again"
+            )
 
     def _check_world(self, saved: int) -> None:
         """Raise or log what DeepSpeed does not load onto another number of ranks."""

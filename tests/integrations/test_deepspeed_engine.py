@@ -54,7 +54,8 @@ def test_tags_and_tiers(tmp_path: Path, count: int) -> None:
 
 def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:
     ranks(1, tmp_path, "refused:1-bf16", "not_made:1-bf16")
-    ranks(2, tmp_path, "peer:0-fp32", "save:2-bf16", "save:3-bf16")
+    ranks(2, tmp_path, "peer:0-fp32", "apart:0-fp32", "apart:2-bf16", "apart:3-bf16")
+    ranks(2, tmp_path, "save:2-bf16", "save:3-bf16")
     ranks(1, tmp_path, "other_world:2-bf16", "other_world:3-bf16")
 
 

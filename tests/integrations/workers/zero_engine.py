@@ -250,6 +250,25 @@ def peer(folder: Path, kind: str) -> None:
     engine.destroy()
 
 
+def apart(folder: Path, kind: str) -> None:
+    """A save is committed when rank 0 has read ``latest``, and rank 1 has not."""
+    root = folder / f"apart-{kind}"
+    engine = engine_of(kind, 1, root)
+    for step, tag in enumerate(("older", "newer")):
+        zero.train(engine, step, 1)
+        engine.save_checkpoint(root, tag=tag)
+        engine.checkpoint_engine.pending.result()
+        dist.barrier()
+    before = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    with pytest.raises(RestoreError, match=r"step 1 with the tag 'older', and rank 1 step 2 with"):
+        engine.load_checkpoint(root, tag=("older", "newer")[dist.get_rank()])
+    if not kind.startswith("3"):  # There a load puts the parts of the parameters away first
+        for one, two in zip(before, engine.module.parameters(), strict=True):
+            assert torch.equal(one, two)
+    assert engine.load_checkpoint(root)[0] is not None
+    engine.destroy()
+
+
 def not_made(folder: Path, kind: str) -> None:
     """Engines and roots for which no `CkptEngine` can be made."""
     engine = zero.engine_of(kind, seed=1)
@@ -343,7 +362,7 @@ def train(folder: Path, kind: str, steps: str, dies: str = "") -> None:
 ORDERS: dict[str, Callable[..., None]] = {
     each.__name__: each
     for each in (
-        *(same, partly, tags, farther, exported, refused, peer, not_made),
+        *(same, partly, tags, farther, exported, refused, peer, apart, not_made),
         *(save, other_world, weights_of_3, train),
     )
 }
