@@ -81,6 +81,7 @@ class Entry:
             tiers=tuple(map(redact, self.urls)),
             processes=tuple(process.pid for process in self.job.processes),
             since=self.since,
+            in_parts=bool(self.job.here),
             next_at=time.time() + self.next_at - time.monotonic() if planned else 0.0,
             step=copying.step if now else -1,
             to=copying.to,

@@ -22,7 +22,7 @@ from ckpt.coordination.owner import Owner
 from ckpt.errors import AgentError
 from ckpt.version import __version__
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 """Counts the changes of the messages between two releases."""
 VERSION: Final = f"{__version__}-{PROTOCOL}"
 MOST_BYTES: Final = 4 << 20
@@ -207,7 +207,8 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
             "kept": durable tiers have the steps, and the memory is freed at ``next_at``. For a job
             that is over: "done", "closed" by its trainer, "superseded" by another job, or "given
             up" after a day or when the agent was stopped.
-        tiers: The URLs of the tiers, without credentials.
+        tiers: The URLs of the tiers, nearest first, without credentials.
+        in_parts: Whether other nodes have parts of the steps.
         processes: The process ids of the trainer on this node.
         since: When the state began, in seconds since 1970.
         next_at: When the next try begins, in seconds since 1970; 0 if none is planned.
@@ -225,6 +226,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     tiers: tuple[str, ...]
     processes: tuple[int, ...]
     since: float
+    in_parts: bool = False
     next_at: float = 0.0
     step: int = -1
     to: str = ""

@@ -16,6 +16,7 @@ from ckpt.catalog.tiered_reader import Repair
 from ckpt.catalog.transfer import fetch_nearest
 from ckpt.catalog.verify import OnProgress, StepFolder, verify_step
 from ckpt.cli import output
+from ckpt.cli.nearer import nearer_tiers
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigOption,
@@ -77,6 +78,9 @@ def restore(
     folder is verified in its place, unless --to is given. The training script then needs no
     network: CheckpointManager("restored").
 
+    If one remote tier is named, or one folder with --to, the agent of this node is asked where else
+    on this machine the job has its steps. Newer steps and nearer bytes are taken from there.
+
     If a job removes the step during the command, the newest step is looked up once more.
 
     Exit code 0: it is there and intact. 4: all that was tried is damaged. 7: there is no
@@ -101,7 +105,10 @@ def restore(
                 f"{source.url} does not exist, so nothing is read from there (--to names where to "
                 "copy)"
             )
-    found = _first_intact(sources, step, _destination(sources, to, timeout))
+    destination = _destination(sources, to, timeout)
+    if len(sources) == 1 and destination is not None:
+        sources = [*nearer_tiers(sources[0], destination, timeout), *sources]
+    found = _first_intact(sources, step, destination)
     seconds, nbytes = found.seconds, found.nbytes
     if json:
         output.show_json(
