@@ -307,6 +307,24 @@ def restored_again(root: Path) -> None:
         assert restored(tiers(without(cut, second))) == 3
 
 
+def saved(root: Path) -> None:
+    with CheckpointManager(tiers(root, replicas=1)) as manager:
+        save(manager)
+
+
+def on_fewer(root: Path) -> None:
+    """Node 1 of four is lost, and three ranks go on. Each file is on two nodes again."""
+    here = (0, 2, 3)[dist.get_rank()]
+    place = Tier(str(root / f"node{here}"), local=True, keep_last=2, replicas=1)
+    restore_and_wait(CheckpointManager(place)).close()
+    dist.barrier()
+    having = files(root, 3)
+    assert all(sum(rank in node for node in having) >= 2 for rank in range(4)), having
+    for other in (0, 2, 3):
+        left = [rank for node in range(4) if node != other for rank in having[node]]
+        assert set(left) == {0, 1, 2, 3}, (other, having)
+
+
 def restore_and_wait(manager: CheckpointManager) -> CheckpointManager:
     """Go on from the last step, and wait until a node that lacked files of it has them."""
     model, optimizer = nets.build("fsdp", 1)
