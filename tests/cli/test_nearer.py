@@ -29,11 +29,13 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 @pytest.fixture
 def manager(cli: Cli, place: Place) -> Iterator[CheckpointManager]:
     """A job whose step 3 is on its near tiers alone."""
+    memory = memory_folder(*TIERS)
     with CheckpointManager(TIERS, agent="required") as found:
         for step in (1, 2, 3):
             found.save({"values": torch.full((1000,), float(step)), "step": step})
         assert until(lambda: list(Path("far").glob("step-000000002.*/manifest.json")))
         yield found
+    shutil.rmtree(memory, ignore_errors=True)
 
 
 def test_the_newest_step_comes_from_the_tier_that_has_it(
