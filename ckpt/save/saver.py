@@ -243,6 +243,9 @@ class Saver:
         """
         self.steps.set_restored(ref)
         if self._replicas is not None:
+            for writer in self._writers:
+                if self._replicas.keeps_earlier(writer.tier):
+                    writer.root.bring(ref)  # A node that lacks files of it gets them now
             self._replicas.set_restored(ref)
         self.suspicions.forget()
         for writer in self._writers:

@@ -154,7 +154,7 @@ def trainer(job: Job, rank: int) -> None:
     tiers, leads = job.cluster.tiers(), rank % job.cluster.each == 0
     memory = urls_of(tiers)[0]
     descriptor = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    copied = threading.Semaphore(0)
+    copied, begun = threading.Semaphore(0), set[int]()
 
     def note(what: str, step: int) -> None:
         os.write(descriptor, f"{what} {step} {rank} .\n".encode())
@@ -162,7 +162,7 @@ def trainer(job: Job, rank: int) -> None:
     def notice(event: Event) -> None:
         if isinstance(event, SaveCommitted) and event.tier.endswith(memory):
             note("committed", event.step)
-        elif isinstance(event, NodeReplicated):
+        elif isinstance(event, NodeReplicated) and event.step in begun:
             note("copied", event.step)
             copied.release()
 
@@ -179,6 +179,7 @@ def trainer(job: Job, rank: int) -> None:
             if job.steps is not None and step > first + job.steps:
                 break
             state[key].copy_(content(rank, step))
+            begun.add(step)  # A step that was restored gets back its copies, too
             manager.save_async(state, step).result(60, tier=memory)
             if leads:
                 assert copied.acquire(timeout=60), step

@@ -102,4 +102,4 @@ def test_a_step_that_a_job_goes_on_from_gets_its_copies_again(
             shutil.copytree(copy, Path("/dev/shm", copy.name))
     world(4, WORKER, killed, "die_after_restore")
     shutil.rmtree(memories(killed)[second])
-    assert world(4, WORKER, killed, "come_back").count("ALL WELL") == 4
+    assert world(4, WORKER, killed, "go_on").count("ALL WELL") == 4

@@ -305,6 +305,12 @@ def restored_again(root: Path) -> None:
         assert files(cut, 3) == files(base, 3), (first, files(cut, 3))
         assert len(list(cut.glob("node*/step-000000003.*/manifest.json"))) == 4
         assert restored(tiers(without(cut, second))) == 3
+    cut = without(base, 1, 3)
+    with CheckpointManager(tiers(cut, replicas=1)) as manager:
+        restore_and_wait(manager)
+        save(manager, (4, 5, 6))
+    dist.barrier()
+    assert files(cut, 3) == [[], [], [], []], files(cut, 3)  # They go when newer ones replace them
 
 
 def saved(root: Path) -> None:
@@ -437,6 +443,16 @@ def come_back(root: Path) -> None:
     dist.barrier()
     found = list(Path("/dev/shm").glob(f"ckpt-memory-*-{root.name}-*/step-*/*"))
     assert {path.parent.name[:14] for path in found} <= {"step-000000007"}, found
+
+
+def go_on(root: Path) -> None:
+    """Go on from the last step in one job. What it left on each node goes, on new nodes too."""
+    with CheckpointManager(in_memory(root)) as manager:
+        restore_and_wait(manager)
+        save(manager, (7,))
+    dist.barrier()
+    found = list(Path("/dev/shm").glob(f"ckpt-memory-*-{root.name}-*/step-*/*"))
+    assert {path.parent.name[:14] for path in found} == {"step-000000007"}, found
 
 
 def main() -> None:
