@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpt.adapters.tensors.per_rank import PerRank, RngState
     from ckpt.adapters.walk.trainable import trainable
     from ckpt.catalog.watching import watch
-    from ckpt.config import SaveConfig, Tier
+    from ckpt.config import SaveConfig, Tier, Tls
     from ckpt.errors import CkptError
 
     # Other modules, such as gzip, have an ``open`` too.
@@ -41,6 +41,7 @@ _HOMES = {
     "RngState": "ckpt.adapters.tensors.per_rank",
     "SaveConfig": "ckpt.config",
     "Tier": "ckpt.config",
+    "Tls": "ckpt.config",
     "declare_part": "ckpt.adapters.tensors.declared",
     "join": "ckpt.adapters.joined",
     "join_horovod": "ckpt.adapters.joined",
@@ -61,6 +62,7 @@ __all__ = [
     "RngState",
     "SaveConfig",
     "Tier",
+    "Tls",
     "__version__",
     "declare_part",
     "join",

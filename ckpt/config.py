@@ -21,6 +21,11 @@
     on_busy = "wait"                   # see SaveConfig
     chunk_mib = 16
 
+    [tls]                              # encrypts what nodes exchange
+    certificate = "/etc/ckpt/node.pem"
+    key = "/etc/ckpt/node.key"
+    authority = "/etc/ckpt/authority.pem"
+
     [metadata]                         # kept in every manifest
     team = "speech"
 """
@@ -220,6 +225,40 @@ class Tier:
         return None if self.capacity is None else as_bytes("capacity", self.capacity)
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """The files, all in PEM form, with which nodes encrypt what they exchange. The paths are the
+    same on each node or not; the content of the first two is that of the node.
+
+    Attributes:
+        certificate: The certificate of this node, and those between it and the authority.
+        key: Its private key, without a passphrase.
+        authority: The certificates that the other nodes' certificates must be signed by. Any
+            process that has such a certificate counts as a node.
+    """
+
+    certificate: str | os.PathLike[str]
+    key: str | os.PathLike[str]
+    authority: str | os.PathLike[str]
+
+    def __new__(cls, *args: object, **fields: object) -> Self:
+        """Raise the error of ``ckpt.toml`` for unknown fields, as ``Tier`` does."""
+        known_only("Tls.", fields, tuple(cls.__dataclass_fields__))
+        del args
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value: object = getattr(self, name)
+            if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+                raise ConfigError(f"{name}={shown(value)}: tls needs the path of a file")
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The path of each file, by what it holds."""
+        return {name: os.path.expanduser(getattr(self, name)) for name in self.__dataclass_fields__}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveConfig:
     """How saves are made. Every field has a default that suits most jobs.
@@ -270,6 +309,8 @@ class SaveConfig:
             fails; "required" raises `AgentError` then.
         scrub_mb_per_s: The rate in MB/s at which the agent verifies the steps of the job, when it
             has nothing else to do; 0 for not at all.
+        tls: The files with which nodes that have tiers of their own encrypt what they exchange, in
+            restores too; None: they do not encrypt it.
     """
 
     on_busy: OnBusy = "wait"
@@ -291,6 +332,7 @@ class SaveConfig:
     exit_seconds: float = 10.0
     agent: AgentMode = "off"
     scrub_mb_per_s: float = 10.0
+    tls: Tls | None = None
 
     def __post_init__(self) -> None:
         one_of("on_busy", self.on_busy, get_args(OnBusy))
@@ -337,6 +379,10 @@ class SaveConfig:
                 )
             for cpu in self.cpus:
                 whole("cpus", cpu, 0, 1 << 16)
+        if not isinstance(self.tls, Tls | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"tls={shown(self.tls)}: give ckpt.Tls(certificate=..., key=..., authority=...)"
+            )
 
 
 class Settings(TypedDict, total=False):
@@ -361,6 +407,7 @@ class Settings(TypedDict, total=False):
     exit_seconds: float
     agent: AgentMode
     scrub_mb_per_s: float
+    tls: Tls | None
 
 
 def with_settings(config: SaveConfig, settings: Settings) -> SaveConfig:
@@ -567,7 +614,7 @@ def debug_wanted() -> bool:
 
 
 def _config(table: Mapping[str, Any], place: str) -> Config:
-    known_only("", table, ("root", "tiers", "save", "metadata"))
+    known_only("", table, ("root", "tiers", "save", "tls", "metadata"))
     if "root" in table and "tiers" in table:
         raise ConfigError(
             "root and tiers exclude each other: make the root the first of the [[tiers]]"
@@ -575,11 +622,12 @@ def _config(table: Mapping[str, Any], place: str) -> Config:
     rows: object = table.get("tiers", [{"url": table["root"]}] if "root" in table else [])
     if not isinstance(rows, list):
         raise ConfigError("tiers is a list: write [[tiers]], with two brackets")
-    metadata = _table("metadata", table)
+    metadata, folder = _table("metadata", table), os.path.dirname(place)
     json_only("metadata", metadata)
+    tls = _tls(_table("tls", table), folder) if "tls" in table else None
     return Config(
-        tiers=tuple(_tier(row, os.path.dirname(place)) for row in rows),
-        save=_save(_table("save", table)),
+        tiers=tuple(_tier(row, folder) for row in rows),
+        save=replace(_save(_table("save", table)), tls=tls),
         metadata=metadata,
         path=place,
     )
@@ -598,6 +646,12 @@ def _tier(row: object, folder: str) -> Tier:
     if folder and "://" not in tier.url and "::" not in tier.url and not tier.url.startswith("~"):
         return replace(tier, url=os.path.join(folder, tier.url))
     return tier
+
+
+def _tls(table: Mapping[str, Any], folder: str) -> Tls:
+    known_only("tls.", table, tuple(Tls.__dataclass_fields__))
+    tls = Tls(**{name: table.get(name, "") for name in Tls.__dataclass_fields__})
+    return Tls(**{name: os.path.join(folder, path) for name, path in tls.paths.items()})
 
 
 def _save(table: Mapping[str, Any]) -> SaveConfig:

@@ -106,7 +106,7 @@ class CheckpointManager:
         self._ledger = SaveLedger(self._observers, self._config)
         with closed_on_error(self._tiers):
             self._coordinator = Leaving(coordinator or find_coordinator())
-            self._tiers = agree(self._tiers, self._coordinator)
+            self._tiers = agree(self._tiers, self._coordinator, self._config.tls)
             notices = MemoryNotices(tier.url for tier in self._tiers if tier.in_memory)
             reports = Reports(self._ledger, self._observers, notices)
             notify = self._observers.notify

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.config import Config, SaveConfig, Tier, debug_wanted, load_config, resolve_tier
+from ckpt.config import Config, SaveConfig, Tier, Tls, debug_wanted, load_config, resolve_tier
 from ckpt.errors import ConfigError
 
 
@@ -43,6 +43,10 @@ def test_a_whole_file_is_read() -> None:
         threads = 4
         nice = 0
         cpus = [2, 3]
+        [tls]
+        certificate = "/etc/ckpt/node.pem"
+        key = "/etc/ckpt/node.key"
+        authority = "/etc/ckpt/authority.pem"
         [metadata]
         team = "speech"
         tags = ["a", 1, true]
@@ -61,6 +65,7 @@ def test_a_whole_file_is_read() -> None:
         threads=4,
         nice=0,
         cpus=frozenset({2, 3}),
+        tls=Tls("/etc/ckpt/node.pem", "/etc/ckpt/node.key", "/etc/ckpt/authority.pem"),
     )
     assert config.metadata == {"team": "speech", "tags": ["a", 1, True]}
 
@@ -79,13 +84,29 @@ def test_relative_folders_in_a_file_elsewhere_are_relative_to_it(tmp_path: Path)
     assert urls == [str(tmp_path / "deep" / "runs"), "/abs", "s3://b/p", "~/runs"]
 
 
+def test_relative_files_of_tls_are_relative_to_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    (tmp_path / "deep").mkdir()
+    file = tmp_path / "deep" / "job.toml"
+    file.write_text('tls = {certificate = "node.pem", key = "~/node.key", authority = "/a.pem"}')
+    tls = load_config(file).save.tls
+    assert tls == Tls(str(tmp_path / "deep" / "node.pem"), "/home/someone/node.key", "/a.pem")
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
         ("rot = 'x'", "ckpt.toml: rot is not a setting: did you mean root?"),
         ("[save]\nchunk_mb = 3", "save.chunk_mb is not a setting: did you mean chunk_mib?"),
         ("[[tiers]]\nuri = 'x'", "tiers.uri is not a setting: did you mean url?"),
-        ("zzzz = 1", "known are root, tiers, save, metadata"),
+        ("zzzz = 1", "known are root, tiers, save, tls, metadata"),
+        ("tls = 'x'", r"write \[tls\]"),
+        ("[tls]", "certificate='': tls needs the path of a file"),
+        ("[tls]\ncertificate = 'x'", "key='': tls needs the path of a file"),
+        ("[tls]\ncertificate = 3", "certificate=3: tls needs the path of a file"),
+        ("[tls]\ncert = 'x'", "tls.cert is not a setting: did you mean certificate?"),
         ("root = 'a'\n[[tiers]]\nurl = 'b'", "exclude each other"),
         ("root = ''", "a tier needs a folder or a URL"),
         ("root = 3", "a tier needs a folder or a URL"),
@@ -142,6 +163,8 @@ def test_a_file_that_is_not_text_is_refused() -> None:
         {"slots": 17},
         {"nice": 2.0},
         {"commit_timeout_seconds": float("nan")},
+        {"tls": "/etc/ckpt/node.pem"},
+        {"tls": {"certificate": "x"}},
     ],
 )
 def test_a_save_config_checks_itself(wrong: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ PUBLIC = {
     "RngState",
     "SaveConfig",
     "Tier",
+    "Tls",
     "__version__",
     "declare_part",
     "join",

@@ -21,18 +21,20 @@ from typing import Final
 
 import msgspec
 
+from ckpt.config import Tls
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.committer import OneTier
 from ckpt.coordination.gather import Wait, gather, leader_decides
 from ckpt.coordination.long_message import drop, receive, send
 from ckpt.coordination.owner import Owner
-from ckpt.errors import CkptError, CommitError, TransientStorageError
+from ckpt.errors import CkptError, CommitError, ConfigError, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef
 from ckpt.storage.api import Rooted, StorageBackend
 from ckpt.storage.tiers import Nodes, OpenTier
+from ckpt.tls import encryption_of
 
 _START_SECONDS: Final = 300.0
 """How many seconds ranks may need to reach the same point of their start."""
@@ -43,43 +45,94 @@ _SENT_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 1.0
 
 
-def agree(tiers: Sequence[OpenTier], coordinator: Coordinator) -> tuple[OpenTier, ...]:
+class _Rank(msgspec.Struct, frozen=True):
+    """A rank: the identities of its local tiers, whether it has TLS, and why it cannot use it."""
+
+    tiers: list[str]
+    tls: bool
+    fault: str
+
+
+class _Decided(msgspec.Struct, frozen=True):
+    """The node of each rank for each local tier; or what is wrong with the ranks' TLS."""
+
+    nodes: list[tuple[int, ...]]
+    fault: str
+
+
+def agree(
+    tiers: Sequence[OpenTier], coordinator: Coordinator, tls: Tls | None = None
+) -> tuple[OpenTier, ...]:
     """Return ``tiers``, each local one with the nodes of the job if there are several.
 
-    All ranks call it once, with the same tiers.
+    All ranks call it once, with the same tiers. They may have different files of ``tls``.
 
     Raises:
+        ConfigError: Some rank has no ``tls`` where others have it, or cannot use its files. All
+            ranks raise it.
         CommitTimeout: A rank has not posted its tiers in time, or the leader has not answered.
     """
     local = [tier for tier in tiers if tier.local]
     if coordinator.world_size == 1 or not local:
+        encryption_of(tls)
         return tuple(tiers)
-    coordinator.post("nodes", msgspec.json.encode([_identity(tier.backend) for tier in local]))
-    decided = leader_decides(
+    encryption, fault = None, ""
+    try:
+        encryption = encryption_of(tls)
+    except ConfigError as error:  # The other ranks raise it, too
+        fault = str(error)
+    mine = _Rank([_identity(tier.backend) for tier in local], tls is not None, fault)
+    coordinator.post("nodes", msgspec.json.encode(mine))
+    answer = leader_decides(
         coordinator,
         "nodes",
-        lambda: msgspec.json.encode(_number(_identities(coordinator, len(local)))),
+        lambda: msgspec.json.encode(_decide(_ranks(coordinator, len(local)))),
         Wait(_START_SECONDS + 30, "which ranks share a node"),
     )
     coordinator.forget("nodes")
-    numbers = msgspec.json.decode(decided, type=list[tuple[int, ...]])
+    decided = msgspec.json.decode(answer, type=_Decided)
+    if decided.fault:
+        raise ConfigError(decided.fault)
     found = {
-        tier.index: Nodes(of) if max(of) else None for tier, of in zip(local, numbers, strict=True)
+        tier.index: Nodes(of, encryption) if max(of) else None
+        for tier, of in zip(local, decided.nodes, strict=True)
     }
     return tuple(replace(tier, nodes=found.get(tier.index)) for tier in tiers)
 
 
-def _identities(coordinator: Coordinator, count: int) -> list[list[str]]:
-    """Return of each rank the identities of its ``count`` local tiers."""
-    found: list[list[str]] = []
+def _ranks(coordinator: Coordinator, count: int) -> list[_Rank]:
+    """Return what each rank has posted, with ``count`` local tiers."""
+    found: list[_Rank] = []
     messages = gather(coordinator, "nodes", Wait(_START_SECONDS, "the manager"))
     for rank, message in messages.items():
-        found.append(msgspec.json.decode(message, type=list[str]))
-        if len(found[-1]) != count:
+        found.append(msgspec.json.decode(message, type=_Rank))
+        if len(found[-1].tiers) != count:
             raise CommitError(
                 f"rank {rank} was given other tiers than rank {LEADER}: give all ranks the same"
             )
     return found
+
+
+def _decide(ranks: Sequence[_Rank]) -> _Decided:
+    return _Decided(_number([rank.tiers for rank in ranks]), _fault(ranks))
+
+
+def _fault(ranks: Sequence[_Rank]) -> str:
+    """Return why the nodes of these ranks could not encrypt alike; empty if they can."""
+    having = [number for number, rank in enumerate(ranks) if rank.tls]
+    lacking = [number for number, rank in enumerate(ranks) if not rank.tls]
+    if having and lacking:
+        return (
+            f"tls is set on rank(s) {_named(having)} and not on rank(s) {_named(lacking)}: set it "
+            "on all ranks, or on none"
+        )
+    # Ranks of one node have the same files, so that only the first such rank is quoted.
+    faulty = [number for number, rank in enumerate(ranks) if rank.fault]
+    return f"{ranks[faulty[0]].fault} (on rank(s) {_named(faulty)})" if faulty else ""
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:16])) + (" ..." if len(ranks) > 16 else "")
 
 
 def _number(identities: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:

@@ -114,7 +114,9 @@ def reading(tier: OpenTier, peer: Peer, ref: StepRef, files: Mapping[str, int]) 
     node ``peer``.
     """
     announced = {tier.index: {ref.folder: Step(listed=True, files=dict(files))}}
-    return NodeStore(tier.index, tier.url, [msgspec.structs.replace(peer, tiers=announced)])
+    encryption = tier.nodes.encryption if tier.nodes else None
+    known = msgspec.structs.replace(peer, tiers=announced)
+    return NodeStore(tier.index, tier.url, [known], encryption)
 
 
 def _fetch(

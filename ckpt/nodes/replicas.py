@@ -117,7 +117,12 @@ class NodeReplicas:
             return None
         mine = [tier for tier, nodes in apart if coordinator.rank in nodes.firsts]
         stores = {tier.index: tier.backend for tier in mine}
-        server = NodeServer(stores, nice=config.nice, cpus=config.cpus) if mine else None
+        encryption = apart[0][1].encryption
+        server = (
+            NodeServer(stores, nice=config.nice, cpus=config.cpus, encryption=encryption)
+            if mine
+            else None
+        )
         try:
             nodes = _exchange([nodes for _, nodes in apart], server, coordinator)
             if server is None:

@@ -4,7 +4,8 @@ buddies copy them.
 The lowest rank of each node serves. A request has one fixed form: a token that only the job's ranks
 know, the tier, a key, an offset and a length. Each connection carries one request. Other nodes can
 read manifests, and the files of the steps that are being restored or copied. They can write
-nothing. What arrives is checked chunk by chunk, as from any store.
+nothing. What arrives is checked chunk by chunk, as from any store. With ``encryption`` each
+connection is TLS, and both ends show a certificate before the request.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import secrets
 import selectors
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -39,6 +41,7 @@ from ckpt.storage.api import (
     aligned_memory,
     check_key,
 )
+from ckpt.tls import Encryption, reason_of
 
 _MAGIC: Final = b"ckp1"
 _TOKEN_BYTES: Final = 32
@@ -58,10 +61,11 @@ _ALLOWED: Final = 256
 """Steps of a tier that may be read at once. A restore reads one. Buddies copy the last ones, and a
 slow one may be many steps behind.
 """
+_NOTES: Final = 64  # Any process that reaches the port can cause one
 _PAUSE_SECONDS: Final = 0.1
 _CONNECT_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 5.0
-"""How long a caller may take to send a request, which fits into one packet."""
+"""How long a caller may take for the handshake and a request, which fits into one packet."""
 _ANSWER_SECONDS: Final = 60.0
 """How long either side waits for the other's next bytes."""
 
@@ -112,6 +116,9 @@ class NodeServer:
     One thread listens and reads requests, without waiting for any single connection. Only a
     connection that has shown the token takes one of the threads that read files and answer.
 
+    Args:
+        encryption: Encrypts all connections; None: none is encrypted.
+
     Threads: ``allow`` and ``close`` from the owner.
     """
 
@@ -121,8 +128,9 @@ class NodeServer:
         *,
         nice: int = 0,
         cpus: frozenset[int] | None = None,
+        encryption: Encryption | None = None,
     ) -> None:
-        self._stores = stores
+        self._stores, self._encryption = stores, encryption
         self._allowed = {tier: deque[str](maxlen=_ALLOWED) for tier in stores}
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self.served_bytes = 0
@@ -156,7 +164,9 @@ class NodeServer:
             self._changed.notify_all()
             for connection in self._open:
                 with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    # The same method of SSLSocket would end the encryption first, and a thread that
+                    # answers could then send plain bytes.
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
         with suppress(OSError):  # It may be closed already
             self._wake.send(b"x")
         self._workers.close()
@@ -211,26 +221,59 @@ class NodeServer:
             self._drop(selector, from_there[0])
         elif len(self._waiting) >= _WAITING:
             self._drop(selector, next(iter(self._waiting.values())))
+        try:
+            if self._encryption is not None:
+                connection = self._encryption.accept(connection)
+        except OSError:  # The connection has gone again
+            connection.close()
+            return
         self._waiting[connection] = _Caller(connection, host, time.monotonic() + _REQUEST_SECONDS)
         selector.register(connection, selectors.EVENT_READ)
 
     def _hear(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
         try:
-            piece = caller.connection.recv(caller.missing())
-        except BlockingIOError:
+            self._hear_all(caller)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            selector.modify(caller.connection, selectors.EVENT_READ)
             return
-        except OSError:
-            piece = b""
-        caller.sent += piece
-        head = bytes(caller.sent[: len(_MAGIC)])
-        if not piece or not _MAGIC.startswith(head) or not self._knows_token(caller.sent):
+        except ssl.SSLWantWriteError:
+            selector.modify(caller.connection, selectors.EVENT_WRITE)
+            return
+        except OSError as error:
+            self._note(caller, error)
             self._drop(selector, caller)
-        elif len(caller.sent) >= _REQUEST.size and not caller.missing():
-            selector.unregister(caller.connection)
-            del self._waiting[caller.connection]
-            with self._changed:
-                self._open.add(caller.connection)
-            self._workers.submit(self._serve, caller)
+            return
+        selector.unregister(caller.connection)
+        del self._waiting[caller.connection]
+        with self._changed:
+            self._open.add(caller.connection)
+        self._workers.submit(self._serve, caller)
+
+    def _hear_all(self, caller: _Caller) -> None:
+        """Receive the rest of the request.
+
+        It reads until nothing is left, since no selector sees bytes that are decrypted already.
+
+        Raises:
+            BlockingIOError, SSLWantReadError, SSLWantWriteError: Call it again when there is more.
+            OSError: The caller has gone, or is none of the job's.
+        """
+        if isinstance(caller.connection, ssl.SSLSocket):
+            caller.connection.do_handshake()  # Does nothing if it is done
+        while missing := caller.missing():
+            piece = caller.connection.recv(missing)
+            caller.sent += piece
+            head = bytes(caller.sent[: len(_MAGIC)])
+            if not piece or not _MAGIC.startswith(head) or not self._knows_token(caller.sent):
+                raise ConnectionAbortedError("it does not know the token")
+
+    def _note(self, caller: _Caller, error: OSError) -> None:
+        """Log once why a node cannot connect. Connections that only end are no news."""
+        if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
+            return
+        text = f"a connection from {caller.host} was refused: {reason_of(error)}"
+        if self._encryption is not None and self._encryption.is_new(text, most=_NOTES):
+            _log.warning("ckpt: %s", text)
 
     def _knows_token(self, sent: bytearray) -> bool:
         """Return False once the token is certainly wrong.
@@ -282,7 +325,8 @@ class NodeServer:
             connection.sendall(_ANSWER.pack(_MAGIC, _FAILED, 0))
             return
         connection.sendall(_ANSWER.pack(_MAGIC, _OK, size))
-        if length and offset < size and isinstance(store, OpensFiles):
+        is_plain = not isinstance(connection, ssl.SSLSocket)  # The kernel does not encrypt
+        if length and offset < size and is_plain and isinstance(store, OpensFiles):
             with suppress(CkptError), store.open_file(key) as file:
                 self.served_bytes += connection.sendfile(file, offset, min(length, size - offset))
             return  # The other side notices an answer that ends too soon
@@ -317,10 +361,15 @@ class NodeStore:
     """One tier as the other nodes have it, to be read only. Threads: any, at once.
 
     A node that does not answer is asked once more, and then not again: its files are not there.
+
+    Args:
+        encryption: Encrypts the connections; None: they are not encrypted.
     """
 
-    def __init__(self, tier: int, url: str, peers: Sequence[Peer]) -> None:
-        self._tier, self._peers = tier, peers
+    def __init__(
+        self, tier: int, url: str, peers: Sequence[Peer], encryption: Encryption | None = None
+    ) -> None:
+        self._tier, self._peers, self._encryption = tier, peers, encryption
         self.url = f"{url} of other nodes"
         self.capabilities = Capabilities(put_if_absent=False, shared=True)
         self._dead: set[int] = set()
@@ -397,10 +446,14 @@ class NodeStore:
             except OSError as error:
                 if again:
                     self._dead.add(peer.rank)
-                    _log.warning(
-                        "ckpt: the node of rank %d does not give its files: %s", peer.rank, error
-                    )
+                    self._warn(peer, error)
         raise ObjectNotFound(key, f"the node of rank {peer.rank} does not answer")
+
+    def _warn(self, peer: Peer, error: OSError) -> None:
+        text = f"the node of rank {peer.rank} does not give its files: {reason_of(error)}"
+        # Copies are tried for each step, and the reason stays until someone corrects the files.
+        if self._encryption is None or self._encryption.is_new(text):
+            _log.warning("ckpt: %s", text)
 
     def _request(self, peer: Peer, key: str, offset: int, out: memoryview) -> int:
         name = key.encode()
@@ -409,7 +462,8 @@ class NodeStore:
         )
         head = memoryview(bytearray(_ANSWER.size))
         with self._connect(peer) as connection:
-            connection.sendall(request + name)
+            with suppress(ConnectionError, ssl.SSLEOFError):  # What was received has the reason
+                connection.sendall(request + name)
             _fill(connection, head)
             magic, outcome, size = _ANSWER.unpack(head)
             if magic != _MAGIC:
@@ -432,8 +486,10 @@ class NodeStore:
             except OSError as error:
                 failure = error
             else:
-                connection.settimeout(_ANSWER_SECONDS)
                 self._reached[peer.rank] = address
+                if self._encryption is not None:
+                    connection = self._encryption.connect(connection)
+                connection.settimeout(_ANSWER_SECONDS)
                 return connection
         raise failure
 

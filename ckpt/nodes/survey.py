@@ -80,8 +80,11 @@ class NodeSurvey:
         self._server: NodeServer | None = None
 
     def __enter__(self) -> Self:
-        if any(tier.nodes for tier in self._mine):
-            self._server = NodeServer({tier.index: tier.backend for tier in self._mine})
+        if spanning := [tier.nodes for tier in self._mine if tier.nodes]:
+            self._server = NodeServer(
+                {tier.index: tier.backend for tier in self._mine},
+                encryption=spanning[0].encryption,
+            )
         try:
             if self._mine:
                 self._coordinator.post(self._subject, msgspec.json.encode(self._peer()))
@@ -127,9 +130,7 @@ class NodeSurvey:
             CommitTimeout: Some node has not posted what it has.
         """
         return [
-            Union(tier.backend, NodeStore(tier.index, tier.url, self._others(tier, self._peers())))
-            if tier.nodes
-            else tier.backend
+            Union(tier.backend, self._store(tier, self._peers())) if tier.nodes else tier.backend
             for tier in self._tiers
         ]
 
@@ -221,12 +222,7 @@ class NodeSurvey:
             return Sources(tuple(tiers), frozenset(), {})
         after = tiers.index(spanning[-1]) + 1
         others = tuple(
-            OpenTier(
-                tier.index,
-                Tier("nodes://"),
-                NodeStore(tier.index, tier.url, self._others(tier, peers)),
-            )
-            for tier in spanning
+            OpenTier(tier.index, Tier("nodes://"), self._store(tier, peers)) for tier in spanning
         )
         partial = {place for place, tier in enumerate(tiers) if tier.nodes}
         partial |= set(range(after, after + len(others)))
@@ -248,6 +244,10 @@ class NodeSurvey:
                     rank = rank_of(name)
                     found[rank] = min(found.get(rank, 1), int(peer in others))
         return found
+
+    def _store(self, tier: OpenTier, peers: Sequence[Peer]) -> NodeStore:
+        encryption = tier.nodes.encryption if tier.nodes else None
+        return NodeStore(tier.index, tier.url, self._others(tier, peers), encryption)
 
     def _others(self, tier: OpenTier, peers: Sequence[Peer]) -> list[Peer]:
         """Return those of ``peers`` that are other nodes than this one, as ``tier`` numbers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckpt.codec.registry import NO_CODEC
 from ckpt.config import MEMORY, Tier
@@ -14,6 +15,9 @@ from ckpt.model.checksum import checksum
 from ckpt.storage.api import Adopting, StorageBackend
 from ckpt.storage.places import is_folder, is_object_store, relation
 from ckpt.storage.registry import open_backend
+
+if TYPE_CHECKING:  # Commands that list tiers do not pay for the import of ssl
+    from ckpt.tls import Encryption
 
 Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
 """A folder or URL, a `Tier`, or several of these, nearest first."""
@@ -24,9 +28,11 @@ class Nodes:
     """The nodes that share a local tier.
 
     ``of`` gives for each rank the number of its node. Nodes are numbered by their lowest ranks.
+    ``encryption`` is that of their connections, if they are encrypted.
     """
 
     of: tuple[int, ...]
+    encryption: Encryption | None = field(default=None, compare=False, repr=False)
 
     @property
     def firsts(self) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ WORKER = WORKERS / "replicas.py"
         "restored_stays",
         "restored_again",
         "slow_to_hear",
+        "encrypted",
     ],
 )
 def test_a_step_outlives_the_nodes_whose_buddies_are_left(tmp_path: Path, scene: str) -> None:
@@ -38,7 +39,18 @@ def test_fewer_nodes_go_on_with_copies_of_all_files(tmp_path: Path) -> None:
     assert world(3, WORKER, tmp_path, "on_fewer").count("ALL WELL") == 3
 
 
-@pytest.mark.parametrize("scene", ["unfaithful", "full_disk", "no_room", "leaves", "not_local"])
+@pytest.mark.parametrize(
+    "scene",
+    [
+        "unfaithful",
+        "full_disk",
+        "no_room",
+        "leaves",
+        "not_local",
+        "strange_certificate",
+        "tls_on_some",
+    ],
+)
 def test_a_copy_that_cannot_be_made_costs_no_save(tmp_path: Path, scene: str) -> None:
     assert world(4, WORKER, tmp_path, scene).count("ALL WELL") == 4
 

@@ -25,7 +25,9 @@ from ckpt.nodes.survey import NodeSurvey
 from ckpt.storage.api import ObjectInfo
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Nodes, OpenTier
+from ckpt.tls import Encryption, encryption_of
 from tests.coordination.world import World
+from tests.kit.certificates import Authority
 from tests.kit.waiting import until
 
 REF, OTHER = StepRef(5, "abc123"), StepRef(6, "abc123")
@@ -38,11 +40,14 @@ class Node:
     server: NodeServer
     peer: Peer
     store: NodeStore
+    encryption: Encryption | None
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(params=["folder", "memory", "folder and TLS", "memory and TLS"])
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
-    is_folder = request.param == "folder"
+    is_folder = request.param.startswith("folder")
+    tls = Authority(tmp_path).issue("node") if "TLS" in request.param else None
+    encryption = encryption_of(tls)
     root = str(tmp_path / "tier") if is_folder else f"shm://test-{secrets.token_hex(6)}"
     backend = open_backend(root)
     for ref in (REF, OTHER):
@@ -52,11 +57,11 @@ def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
         backend.put(f"{ref.folder}/notes.txt", [b"secret"])
     backend.put("writer.json", [b"secret"])
     (tmp_path / "beside").write_text("secret")
-    server = NodeServer({1: backend})
+    server = NodeServer({1: backend}, encryption=encryption)
     steps = {ref.folder: Step(True, {"rank-00002.safetensors": len(DATA)}) for ref in (REF, OTHER)}
     peer = Peer(2, ("127.0.0.1",), server.port, server.token.hex(), {1: steps})
     server.allow(REF)
-    yield Node(server, peer, NodeStore(1, root, [peer]))
+    yield Node(server, peer, NodeStore(1, root, [peer], encryption), encryption)
     server.close()
     for info in list(backend.list("")):
         backend.delete(info.key)
@@ -74,15 +79,15 @@ def asked(
 ) -> bytes:
     """What comes back for a request, whoever makes it."""
     name = key.encode()
-    with socket.create_connection(("127.0.0.1", node.server.port), 5) as connection:
-        connection.settimeout(10)
+    with connect(node) as connection:
         connection.sendall(
             _REQUEST.pack(magic, token or node.server.token, tier, 0, 4, len(name)) + name
         )
         got = b""
         # what it did not care to read is thrown away, and the connection with it
         with suppress(OSError):
-            connection.shutdown(socket.SHUT_WR)
+            if node.encryption is None:  # Python would read on without TLS
+                connection.shutdown(socket.SHUT_WR)
             while piece := connection.recv(1 << 16):
                 got += piece
     return got
@@ -110,7 +115,8 @@ def test_a_file_in_memory_is_sent_without_a_copy(
 
     monkeypatch.setattr(socket.socket, "sendfile", counted)
     assert read(node.store, KEY, 5, len(DATA) - 6) == DATA[5:-1]
-    assert sent == ([len(DATA) - 6] if node.store.url.startswith("shm:") else [])
+    is_plain_memory = node.store.url.startswith("shm:") and node.encryption is None
+    assert sent == ([len(DATA) - 6] if is_plain_memory else [])
 
 
 def test_a_file_that_is_cut_while_it_is_sent_is_an_error(
@@ -211,7 +217,8 @@ def test_a_node_that_is_gone_is_asked_twice_and_not_again(
 def test_the_next_address_and_the_next_node_are_tried(node: Node) -> None:
     dead = msgspec.structs.replace(node.peer, rank=0, port=1)
     other = msgspec.structs.replace(node.peer, addresses=("127.0.0.1.invalid", "127.0.0.1"))
-    assert read(NodeStore(1, "here", [dead, other]), KEY, 3, 5) == DATA[3:8]
+    store = NodeStore(1, "here", [dead, other], node.encryption)
+    assert read(store, KEY, 3, 5) == DATA[3:8]
 
 
 def test_nothing_is_written_through_it(node: Node) -> None:
@@ -269,6 +276,8 @@ def test_a_process_with_too_many_files_open_does_not_spin(
 
 def connect(node: Node) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", node.server.port), 5)
+    if node.encryption is not None:
+        connection = node.encryption.connect(connection)
     connection.settimeout(10)
     return connection
 

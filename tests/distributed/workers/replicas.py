@@ -6,12 +6,14 @@ import logging
 import os
 import shutil
 import socket
+import ssl
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,20 @@ import pytest
 import torch.distributed as dist
 
 from bench.rank_exit import exit_rank
-from ckpt import CheckpointManager, Tier
+from ckpt import CheckpointManager, Tier, Tls
 from ckpt.catalog.inventory import Inventory
 from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, TransientStorageError
 from ckpt.events import Event, NodeReplicated
 from ckpt.model.keys import StepRef
 from ckpt.nodes.replicas import NodeReplicas
 from ckpt.nodes.ring import Ring
-from ckpt.nodes.server import NodeServer
+from ckpt.nodes.server import NodeServer, NodeStore, Peer
 from ckpt.storage.api import Upload
 from ckpt.storage.tiers import OpenTier, open_tiers
 from ckpt_backends.posix import PosixBackend
 from tests.distributed.workers import nets
 from tests.distributed.workers.nets import assert_same, full, step
+from tests.kit.certificates import Authority
 
 STEPS = (1, 2, 3)
 
@@ -60,12 +63,12 @@ def save(
         after()
 
 
-def restored(places: Sequence[Tier]) -> int | None:
+def restored(places: Sequence[Tier], tls: Tls | None = None) -> int | None:
     """The step that is restored, when it is what was saved; None if there is none."""
     model, optimizer = nets.build("fsdp", 1)
     step(model, optimizer, 99)
     state = {"model": model, "optimizer": optimizer, "step": -1}
-    with CheckpointManager(places) as manager:
+    with CheckpointManager(places, tls=tls) as manager:
         try:
             report = manager.restore(state)
         except NoCheckpoint:
@@ -381,6 +384,92 @@ def leaves(root: Path) -> None:
     except ZeroDivisionError:
         pass
     assert time.monotonic() - began < 50  # it waits for 60 s where no word comes
+
+
+def certificate(root: Path) -> Tls:
+    """The files of this node. The authority of all nodes has issued them on rank 0."""
+
+    def issue() -> None:
+        authority = Authority(root)
+        for node in range(4):
+            authority.issue(f"node{node}")
+
+    alone(issue)
+    stem = str(root / f"authority-node{dist.get_rank()}")
+    return Tls(f"{stem}.pem", f"{stem}.key", root / "authority.pem")
+
+
+def encrypted(root: Path) -> None:
+    """With TLS a step outlives a node as without it, and no connection is plain."""
+    tls, base = certificate(root), root / "encrypted"
+    messages, opened = logged(), list[type]()
+    answer, connect = NodeServer._answer, NodeStore._connect
+
+    def answered(self: NodeServer, connection: socket.socket, request: bytearray) -> None:
+        opened.append(type(connection))
+        answer(self, connection, request)
+
+    def connected(self: NodeStore, peer: Peer) -> socket.socket:
+        opened.append(type(found := connect(self, peer)))
+        return found
+
+    NodeServer._answer = answered  # type: ignore[method-assign]
+    NodeStore._connect = connected  # type: ignore[method-assign]
+    with CheckpointManager(tiers(base, replicas=1), tls=tls, chunk_bytes=1 << 14) as manager:
+        save(manager)
+    dist.barrier()
+    assert files(base, 3) == [[0, 3], [0, 1], [1, 2], [2, 3]]
+    copied = len(opened)
+    for lost in (0, 1):
+        assert restored(tiers(without(base, lost)), tls=tls) == 3
+    assert 0 < copied < len(opened)
+    cut = without(base, 2)  # The node comes back empty
+    restore_and_wait(CheckpointManager(tiers(cut, replicas=1), tls=tls)).close()
+    dist.barrier()
+    assert files(cut, 3) == files(base, 3)
+    assert {*opened} == {ssl.SSLSocket}
+    assert not [message for message in messages if "refused" in message], messages
+
+
+def strange_certificate(root: Path) -> None:
+    """The node of rank 1 has a certificate of another authority: no other node copies from it, nor
+    does it copy from them. No save fails, and a restore takes the shared tier.
+    """
+    rank, shared = dist.get_rank(), Tier(str(root / "shared"))
+    tls = certificate(root)
+    messages, base = logged(), root / "strange"
+    if rank == 1:
+        tls = Authority(root, "other").issue("node")
+    places = [*tiers(base, replicas=1), shared]
+    with CheckpointManager(places, tls=tls) as manager:
+        save(manager)
+    dist.barrier()
+    assert files(base, 3) == [[0, 3], [1], [2], [2, 3]]
+    there = without(base, 1)
+    assert restored([*tiers(there), shared], tls=tls) == 3
+    dist.barrier()
+    if rank in (1, 2):
+        assert (
+            f"ckpt: the node of rank {rank - 1} does not give its files: its certificate is "
+            "refused: self-signed certificate in certificate chain"
+        ) in messages, messages
+    assert any("was refused: it refuses the connection: unknown ca" in text for text in messages)
+
+
+def tls_on_some(root: Path) -> None:
+    """All ranks raise one error, and write nothing."""
+    tls = certificate(root)
+    with pytest.raises(ConfigError) as found:
+        CheckpointManager(
+            tiers(root / "some", replicas=1), tls=tls if dist.get_rank() in (0, 3) else None
+        )
+    assert "tls is set on rank(s) 0, 3 and not on rank(s) 1, 2" in str(found.value)
+    with pytest.raises(ConfigError, match=r"nowhere/key cannot be read: .* \(on rank\(s\) 2\)"):
+        CheckpointManager(
+            tiers(root / "some"),
+            tls=replace(tls, key="/nowhere/key") if dist.get_rank() == 2 else tls,
+        )
+    assert not list((root / "some").glob("node*/step-*"))
 
 
 def not_local(root: Path) -> None:

@@ -1,0 +1,198 @@
+"""What encrypts the connections between nodes: TLS 1.3, where both ends show a certificate."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import ssl
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
+
+from ckpt.config import Tls
+from ckpt.errors import ConfigError
+
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Contexts:
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+    @classmethod
+    def of(cls, tls: Tls) -> Self:
+        """Read the files, and let both ends meet in memory.
+
+        Raises:
+            ConfigError: A file cannot be read, or the files do not fit each other.
+        """
+        for name, path in tls.paths.items():
+            try:
+                with open(path, "rb") as file:
+                    file.read(1)
+            except (OSError, ValueError) as error:  # ValueError: a null byte
+                why = getattr(error, "strerror", "") or error
+                raise ConfigError(f"tls: the {name} {path} cannot be read: {why}") from None
+        found = cls(
+            _context(ssl.PROTOCOL_TLS_SERVER, tls.paths),
+            _context(ssl.PROTOCOL_TLS_CLIENT, tls.paths),
+        )
+        # A session is not resumed, and an answer needs no tickets before it.
+        found.server.num_tickets = 0
+        found.check(tls)
+        return found
+
+    def check(self, tls: Tls) -> None:
+        """Raise ``ConfigError`` if nodes with these files would refuse each other."""
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self.client.wrap_bio(to_client, to_server)
+        server = self.server.wrap_bio(to_server, to_client, server_side=True)
+        try:
+            for end in (client, server, client, server):
+                with suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        except ssl.SSLError as error:
+            paths = tls.paths
+            raise ConfigError(
+                f"tls: the certificate {paths['certificate']} cannot be used with the authority "
+                f"{paths['authority']}: {_text(error)}"
+            ) from None
+
+
+class Encryption:
+    """Encrypts the connections of this process to other nodes, and from them.
+
+    Files that have changed are read again, so that certificates can be renewed while a job runs.
+
+    Raises:
+        ConfigError: A file cannot be read, or the files do not fit each other.
+
+    Thread safety: any thread may call the methods. ``_lock`` guards all fields.
+    """
+
+    def __init__(self, tls: Tls) -> None:
+        self._tls, self._lock = tls, threading.Lock()
+        self._seen = _state(tls)
+        self._contexts = _Contexts.of(tls)
+        self._noted: set[str] = set()
+
+    def accept(self, connection: socket.socket) -> ssl.SSLSocket:
+        """Return the server's end of a connection whose handshake is still to be done."""
+        _send_at_once(connection)
+        context = self._current().server
+        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+
+    def connect(self, connection: socket.socket) -> ssl.SSLSocket:
+        """Return the client's end after the handshake, which the connection's time limit bounds.
+
+        Raises:
+            ConnectionError: The other end has no certificate of the authority, or uses no TLS.
+        """
+        try:
+            _send_at_once(connection)
+            return self._current().client.wrap_socket(connection)
+        except (ssl.SSLEOFError, ConnectionResetError):
+            raise ConnectionError("it has ended the handshake: does it use TLS, too?") from None
+        except OSError as error:
+            raise ConnectionError(reason_of(error)) from error
+
+    def is_new(self, note: str, *, most: int | None = None) -> bool:
+        """Return whether this is to be logged: it was not, and there are fewer than ``most``."""
+        with self._lock:
+            if note in self._noted or (most is not None and len(self._noted) >= most):
+                return False
+            self._noted.add(note)
+            return True
+
+    def _current(self) -> _Contexts:
+        with self._lock:
+            if (state := _state(self._tls)) != self._seen:
+                self._seen = state
+                try:
+                    self._contexts = _Contexts.of(self._tls)
+                    _log.info("ckpt: the files of tls have changed and were read again")
+                except (ConfigError, OSError) as error:  # Perhaps not all of them are renewed yet
+                    _log.warning("ckpt: the files of tls have changed and are not used: %s", error)
+            return self._contexts
+
+
+def _send_at_once(connection: socket.socket) -> None:
+    """Do not hold a small message back until the one before it is acknowledged: the request follows
+    the end of the handshake, and would wait for 40 ms.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def encryption_of(tls: Tls | None) -> Encryption | None:
+    """Return what encrypts as ``tls`` says; None if nothing is encrypted.
+
+    Raises:
+        ConfigError: A file cannot be read, or the files do not fit each other.
+    """
+    return None if tls is None else Encryption(tls)
+
+
+def reason_of(error: OSError) -> str:
+    """Return why a connection has failed, for the log."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused: {_text(error)}"
+    if not isinstance(error, ssl.SSLError) or not error.reason:
+        return str(error)
+    if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        return "it does not use TLS"
+    if "_ALERT_" in error.reason:  # The other end has said what is wrong
+        return f"it refuses the connection: {_text(error).partition('alert ')[2]}"
+    return _text(error)
+
+
+def _text(error: ssl.SSLError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    return error.reason.replace("_", " ").lower() if error.reason else str(error)
+
+
+def _context(side: int, paths: dict[str, str]) -> ssl.SSLContext:
+    certificate, key, authority = paths["certificate"], paths["key"], paths["authority"]
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Nodes reach each other by addresses that they learn when the job starts, and no certificate
+    # names those. The authority is that of the nodes alone, and a token names the process.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    if not _loads(authority):
+        raise ConfigError(f"tls: the authority {authority} holds no certificate in PEM form")
+    context.load_verify_locations(authority)
+    if not _loads(certificate):
+        raise ConfigError(f"tls: the certificate {certificate} holds no certificate in PEM form")
+    try:
+        # Without a function, OpenSSL would wait for a passphrase at the terminal.
+        context.load_cert_chain(certificate, key, password=lambda: "")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            why = f"does not belong to the certificate {certificate}"
+        else:
+            why = "holds no private key in PEM form without a passphrase"
+        raise ConfigError(f"tls: the key {key} {why}") from None
+    return context
+
+
+def _loads(path: str) -> bool:
+    """Return whether a file holds a certificate."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
+    except ssl.SSLError:
+        return False
+    return True
+
+
+def _state(tls: Tls) -> tuple[tuple[int, int, int], ...]:
+    """Return what differs once a file was replaced or written to."""
+    found: list[tuple[int, int, int]] = []
+    for path in tls.paths.values():
+        with suppress(OSError):
+            status = os.stat(path)
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(found)
