@@ -114,7 +114,7 @@ def test_a_stopped_rank_fails_one_save_by_its_name_and_holds_up_nobody(folder: P
     told = [
         note["stopped"] for rank in range(4) for note in notes(folder, rank) if "stopped" in note
     ]
-    assert len(told) == 4
+    assert len(told) == 4, (folder / "log").read_text()[-8000:]
     assert all("rank(s) 3" in words for words in told), told
 
 

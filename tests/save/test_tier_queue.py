@@ -225,10 +225,10 @@ def test_a_step_that_no_nearer_tier_takes_is_served_in_the_order_of_all_ranks(
         mine = Staged(world, coordinator.rank)
         mine.third = begun[1][3]
         tiers = [Tier(str(tmp_path / "a"), every=2), Tier(str(tmp_path / "b"))]
-        with CheckpointManager(tiers, coordinator=mine, commit_timeout_seconds=3) as manager:
+        with CheckpointManager(tiers, coordinator=mine, commit_timeout_seconds=15) as manager:
             state = {f"x{mine.rank}": torch.ones(1000)}
             saves = [manager.save_async(state, 2)]
-            saves[0].result(10, tier=tiers[0].url)
+            saves[0].result(30, tier=tiers[0].url)
             if mine.rank == 0 and leader_first:
                 assert begun[0][2].wait(10)
             saves.append(manager.save_async(state, 3))
@@ -273,7 +273,7 @@ def test_a_middle_tier_that_fails_keeps_no_rank_with_fewer_slots_from_the_next_s
         ]
         slots = 2 - rank
         with CheckpointManager(
-            tiers, coordinator=coordinator, slots=slots, commit_timeout_seconds=3
+            tiers, coordinator=coordinator, slots=slots, commit_timeout_seconds=15
         ) as manager:
             saves = [manager.save_async({f"x{rank}": torch.ones(1000)}, step) for step in (2, 3)]
             return [save.exception(30) for save in saves]

@@ -34,7 +34,7 @@ def main() -> None:
     with CheckpointManager(
         Path(sys.argv[1]),
         observers=[die_after_step_2] if RANK else [],
-        commit_timeout_seconds=3.0,
+        commit_timeout_seconds=8,
         slots=1,
         on_suspicious="warn",
     ) as manager:
@@ -42,11 +42,11 @@ def main() -> None:
         manager.save(state, 1)
         began = time.monotonic()
         manager.save(state, 2)  # it ends when its slot is free
-        assert time.monotonic() - began < 10, time.monotonic() - began
+        assert time.monotonic() - began < 50, time.monotonic() - began  # the comparison waits 60 s
         error = manager.save_async(state, 3).exception(30)
         assert isinstance(error, CommitTimeout), error
         began = time.monotonic()
-    assert time.monotonic() - began < 20, time.monotonic() - began
+    assert time.monotonic() - began < 50, time.monotonic() - began
     print("WELL", flush=True)
     os._exit(0)
 

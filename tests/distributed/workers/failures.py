@@ -42,9 +42,12 @@ RANK = 0
 
 @contextlib.contextmanager
 def manager_on(
-    path: Path, *faults: tuple[int, str, str, Fault], **settings: Any
+    path: Path, *faults: tuple[int, str, str, Fault], seconds: float = 40, **settings: Any
 ) -> Iterator[CheckpointManager]:
-    """A manager that waits 3 seconds; a fault (rank, verb, key, what) is one rank's alone."""
+    """Yield a manager that waits some seconds for ranks.
+
+    A fault (rank, verb, key, what) is one rank's alone.
+    """
     rules = [
         Rule(verb=verb, key=key, fault=fault) for rank, verb, key, fault in faults if rank == RANK
     ]  # type: ignore[arg-type]
@@ -52,7 +55,7 @@ def manager_on(
         open_backend(url, options), rules
     )
     try:
-        with CheckpointManager(path, commit_timeout_seconds=3, **settings) as manager:
+        with CheckpointManager(path, commit_timeout_seconds=seconds, **settings) as manager:
             yield manager
     finally:
         ckpt.storage.tiers.open_backend = open_backend
@@ -132,7 +135,7 @@ def one_rank_raises(folder: Path) -> None:
             works(manager, state, 1)
             bad = {**state, "y": object()} if culprit == RANK else {**state, "y": 1}
             kind = UnsupportedValue if culprit == RANK else PeerFailed
-            began = time.monotonic()
+            # No rank waits for one that has failed, else this is a CommitTimeout.
             fails(
                 kind,
                 "'y'",
@@ -141,7 +144,6 @@ def one_rank_raises(folder: Path) -> None:
                 state=bad,
                 step=2,
             )
-            assert time.monotonic() - began < 2.5  # nobody waits for a rank that has said it fails
             works(manager, state, 2)  # the same step, tried again
             works(manager, state, 3)
             if culprit == RANK:
@@ -178,12 +180,12 @@ def one_store_fails(folder: Path) -> None:
 
 def one_rank_is_silent(folder: Path) -> None:
     state = {"x": torch.ones(10)}
-    with manager_on(folder / "silent") as manager:
+    with manager_on(folder / "silent", seconds=6) as manager:
         works(manager, state, 1)
         if RANK == 0:
             began = time.monotonic()
-            fails(CommitTimeout, "rank(s) 1", "3 s", manager=manager, state=state, step=2)
-            assert 2.9 < time.monotonic() - began < 6
+            fails(CommitTimeout, "rank(s) 1", "6 s", manager=manager, state=state, step=2)
+            assert time.monotonic() - began > 5.9
         dist.barrier()
         works(manager, state, 3)
         assert manager.steps() == [1, 3]
