@@ -1,4 +1,4 @@
-"""``ckpt agent``: run, ask or stop the agent of this user on this node."""
+"""``ckpt agent``: run, start, ask or stop the agent of this user on this node."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Action(StrEnum):
     """What to do with the agent."""
 
     run = "run"
+    start = "start"
     status = "status"
     stop = "stop"
     prefetch = "prefetch"
@@ -66,7 +67,8 @@ def agent(
     r"""Run, ask or stop the agent, which finishes what a trainer of this user on this node leaves.
 
     A manager with agent="auto" starts an agent by itself. "run" stays in the foreground, for
-    systemd and the like. "status" shows the jobs that the agent knows, and what it copies. "stop"
+    systemd and the like. "start" starts an agent in a session of its own, if none runs, and returns
+    when it listens. "status" shows the jobs that the agent knows, and what it copies. "stop"
     asks the agent to end, and waits until it has finished the jobs whose trainers have ended, and
     has freed their memory. It names the jobs that could not be finished.
 
@@ -74,9 +76,9 @@ def agent(
     node before the trainer starts, so that its restore is local. A tier that has a later step, or
     the same, stays as it is. Nothing is removed to make room.
 
-    Exit code 10: there is no agent, it does not answer, or it has not finished all jobs. prefetch:
-    7: there is no such step. 4: it is damaged. 3: there is no room, or a store has failed. 5: the
-    job of a near tier is alive.
+    Exit code 10: there is no agent, it could not be started, it does not answer, or it has not
+    finished all jobs. prefetch: 7: there is no such step. 4: it is damaged. 3: there is no room, or
+    a store has failed. 5: the job of a near tier is alive.
 
     \b
     Examples:
@@ -95,6 +97,8 @@ def agent(
     match action:
         case Action.run:
             _run(idle)
+        case Action.start:
+            _start(as_json=json)
         case Action.status:
             _status(as_json=json)
         case Action.stop:
@@ -119,6 +123,18 @@ def _run(idle: float | None) -> None:
 
     if not run(idle):
         raise AgentError("an agent of this user already runs on this node: ckpt agent status")
+
+
+def _start(*, as_json: bool) -> None:
+    from ckpt.agent.client import reach
+    from ckpt.agent.place import Place
+
+    found = reach(Place.of_this_user())
+    found.close()
+    if as_json:
+        output.show_json({"version": found.welcome.version, "pid": found.welcome.pid})
+    else:
+        output.show_line(f"agent {found.welcome.version}, process {found.welcome.pid}")
 
 
 def _status(*, as_json: bool) -> None:

@@ -437,3 +437,14 @@ def test_an_agent_that_finishes_for_another_lets_it_listen_but_not_work(place: P
     assert connection.stopped().given_up == ()
     assert connection.next_news() is None
     connection.close()
+
+
+def test_a_command_starts_the_agent_once(place: Place, cli: Cli) -> None:
+    first = cli("agent", "start", "--json")
+    assert (first.code, first.json) == (0, {"version": VERSION, "pid": holders(place, "listen")[0]})
+    assert cli("agent", "start").out == f"agent {VERSION}, process {first.json['pid']}\n"
+    Path(place.folder).chmod(0o755)
+    refused = cli("agent", "start")
+    Path(place.folder).chmod(0o700)
+    assert refused.code == 10
+    assert "chmod 700" in refused.err
