@@ -75,8 +75,13 @@ def missing() -> list[str]:
 
 
 @contextmanager
-def started(folder: Path) -> Iterator[Cluster]:
-    """After the block, the three daemons have ended, and the jobs with them."""
+def started(folder: Path, *more: str) -> Iterator[Cluster]:
+    """After the block, the three daemons have ended, and the jobs with them.
+
+    Args:
+        folder: Where the cluster has its files.
+        more: Further lines of its configuration.
+    """
     cluster, host = Cluster(folder), socket.gethostname()
     for name in ("state", "spool"):
         (folder / name).mkdir()
@@ -90,6 +95,7 @@ def started(folder: Path) -> Iterator[Cluster]:
             controller=free_port(),
             node=free_port(),
         )
+        + "".join(f"{line}\n" for line in more)
     )
     munged = ["munged", "--foreground", "--force", f"--key-file={folder}/key"]
     munged += [f"--socket={folder}/munge.socket", f"--pid-file={folder}/munged.pid"]
