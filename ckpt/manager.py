@@ -219,9 +219,9 @@ class CheckpointManager:
     ) -> PendingSave:
         """Save ``state`` as ``step`` in the background.
 
-        On return, everything in ``state`` may be changed except for tensors of its optimizers. The
-        optimizers' own ``step()`` may change those, since it waits for the copy. For any other
-        change see ``fence`` and ``overlap="off"``.
+        On return, everything in ``state`` may be changed except for the parameters and the state of
+        its optimizers. The optimizers' own ``step()`` may change those, since it waits for the
+        copy. For any other change see ``fence`` and ``overlap="off"``.
 
         Args:
             state: A nested dict of tensors, DTensors, modules, optimizers, NumPy arrays, objects
@@ -529,8 +529,8 @@ class CheckpointManager:
         Args:
             timeout: How many seconds to wait. Saves that are not finished then are given up.
                 Threads that wait for a store end by themselves.
-            detach: Whether to return once the nearest durable tier has the last step. The agent
-                takes the steps farther. All ranks give the same.
+            detach: Whether to return once the nearest durable tier has all steps that it takes. The
+                agent takes the steps farther. All ranks give the same.
 
         Raises:
             ConfigError: ``detach``, and the manager has ``agent="off"``. It is still open.

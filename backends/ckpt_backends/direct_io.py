@@ -70,8 +70,8 @@ def pwrite_all(fd: int, offset: int, data: memoryview) -> None:
 class DirectWriter:
     """Writes to one file, past the page cache where memory and file system allow it.
 
-    Threads: ``write`` from any, at once, on disjoint ranges. ``sync`` and ``close`` from one, when
-    no ``write`` runs.
+    Thread safety: several threads may call ``write`` at the same time, on disjoint ranges. One
+    thread calls ``sync`` and ``close``, when no ``write`` runs.
     """
 
     def __init__(self, path: str, fd: int, size: int, *, direct: bool = True) -> None:

@@ -120,7 +120,8 @@ def secrets_of(options: Mapping[str, object]) -> tuple[str, ...]:
 class StorageBackendOnFsspec:
     """An fsspec file system as a store.
 
-    Threads: every method from any thread; asynchronous file systems share fsspec's one loop.
+    Thread safety: any thread may call all methods. Asynchronous file systems share fsspec's one
+    loop.
 
     ``put(if_absent=True)`` on a file system without a conditional put looks first and writes then:
     enough for one leader at a time, not for a race; ``capabilities.put_if_absent`` says which it
@@ -286,7 +287,7 @@ class _StreamUpload:
     thrown away then and the next call sends all parts again; their memory is there until
     ``finish``, the contract says so.
 
-    Threads: one call at a time.
+    Thread safety: one call at a time.
     """
 
     def __init__(self, backend: StorageBackendOnFsspec, key: str, size: int) -> None:

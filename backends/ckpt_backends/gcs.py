@@ -140,8 +140,8 @@ def _on_google(host: str) -> bool:
 class GCSBackend(StorageBackendOnFsspec):
     """A prefix of a bucket.
 
-    Threads: every method from any thread, at once, but one ``Upload`` takes one ``write`` at a
-    time.
+    Thread safety: several threads may call all methods at the same time. One
+    ``Upload`` takes one ``write`` at a time.
     """
 
     def __init__(self, fs: Any, root: str, url: str, *, secrets: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ class Server(Protocol):
 
 
 class ResumableUpload:
-    """Threads: one call at a time."""
+    """Thread safety: one call at a time."""
 
     def __init__(self, backend: Server, key: str, size: int, location: str) -> None:
         self._backend, self._key, self._size, self._location = backend, key, size, location

@@ -25,7 +25,9 @@ _SECONDS: Final = 10.0
 
 
 class Striping:
-    """Threads: ``apply`` from any. It never raises: a checkpoint on one target is a checkpoint too.
+    """Thread safety: any thread may call ``apply``.
+
+    It never raises: a checkpoint on one target is a checkpoint too.
 
     Args:
         root: Of the store; need not be there yet.

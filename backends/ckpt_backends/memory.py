@@ -71,7 +71,7 @@ def forget_memory(name: str) -> None:
 
 
 class MemoryBackend:
-    """One prefix of a named store. Threads: every method from any thread, at once."""
+    """One prefix of a named store. Several threads may call all methods at the same time."""
 
     def __init__(self, store: _Store, url: str, prefix: str, *, shared: bool) -> None:
         self._store, self.url = store, url
@@ -141,7 +141,7 @@ class MemoryBackend:
 class _MemoryUpload:
     """Copies each part into place at once.
 
-    Threads: as ``Upload`` says; ``write`` at once is fine.
+    Thread safety: several threads may call ``write`` at the same time. See ``Upload`` for the rest.
     """
 
     def __init__(self, backend: MemoryBackend, key: str, size: int) -> None:

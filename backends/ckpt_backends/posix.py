@@ -99,8 +99,8 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
 class PosixBackend(RootedFolder):
     """A folder as a store.
 
-    Threads: every method from any thread, at once. No descriptor stays open between calls; a thread
-    that reads keeps a buffer of 2 MiB until it ends.
+    Thread safety: several threads may call all methods at the same time. No
+    descriptor stays open between calls. A thread that reads keeps a buffer of 2 MiB until it ends.
     """
 
     def __init__(
@@ -363,7 +363,7 @@ class _Paths:
 class _PosixUpload:
     """One file on its way, under its temporary name.
 
-    Threads: as ``Upload`` says; ``write`` at once is fine.
+    Thread safety: several threads may call ``write`` at the same time. See ``Upload`` for the rest.
     """
 
     def __init__(

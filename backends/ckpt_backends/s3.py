@@ -185,7 +185,11 @@ class S3Place:
 
 
 class S3Backend(StorageBackendOnFsspec):
-    """A prefix of a bucket. Threads: every method from any thread, at once; not across ``fork``."""
+    """A prefix of a bucket.
+
+    Thread safety: several threads may call all methods at the same time, but no process that was
+    forked.
+    """
 
     def __init__(
         self,
@@ -390,7 +394,10 @@ class S3Backend(StorageBackendOnFsspec):
 
 
 class _S3Upload:
-    """A multipart upload. Threads: as ``Upload`` says; ``write`` at once is fine."""
+    """A multipart upload.
+
+    Thread safety: several threads may call ``write`` at the same time. See ``Upload`` for the rest.
+    """
 
     def __init__(
         self, backend: S3Backend, key: str, size: int, *, upload_id: str, part_bytes: int

@@ -27,7 +27,8 @@ _RECEIVE_BYTES: Final = 1 << 20
 class S3Bulk:
     """Parts and ranges of one bucket.
 
-    Threads: any, at once; not across ``fork``. Nothing is made before the first call.
+    Thread safety: several threads may use it at the same time, but no process that was forked.
+    Nothing is made before the first call.
 
     Args:
         config: Of botocore's ``Config``.

@@ -43,7 +43,9 @@ class Bucket(Protocol):
 
 
 class ObstoreWriter:
-    """Opens uploads to one bucket. Threads: any, at once; not across ``fork``.
+    """Opens uploads to one bucket.
+
+    Thread safety: several threads may use it at the same time, but no process that was forked.
 
     Raises:
         ImportError: obstore is not installed.

@@ -23,7 +23,7 @@ _LEADS: Final = re.compile(r"(.*/)?rank-0+\.[a-z.]+")
 
 
 class Orphans:
-    """Threads: any.
+    """Thread safety: any thread may use it.
 
     Args:
         call: A request about the bucket; raises ``StorageError``.

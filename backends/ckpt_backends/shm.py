@@ -97,7 +97,7 @@ class ShmBackend(PosixBackend):
     empty: it lists nothing, has no object, and raises ``AccessDenied`` for what is written. A job
     goes on without it; one log line says so.
 
-    Threads: every method from any thread, at once.
+    Thread safety: several threads may call all methods at the same time.
     """
 
     def __init__(self, name: str) -> None:

@@ -68,7 +68,7 @@ _serial = itertools.count()
 class TorchStoreCoordinator:
     """A coordinator over the default process group's store.
 
-    All ranks build one, in the same order. Threads: any.
+    All ranks build one, in the same order. Any thread may use it.
 
     Args:
         group: The rank and the number of ranks in a group that has its own messages; all ranks of

@@ -170,8 +170,8 @@ def connect(place: Place) -> Connection | None:
 def reach(place: Place) -> Connection:
     """Return a connection to an agent of this version, which is started if there is none.
 
-    An agent of an older version is asked to finish, and is replaced. A newer one is not, or two
-    versions on one node would replace each other again and again.
+    An agent of an older version is asked to end, and is replaced. A newer agent is not replaced.
+    Otherwise two versions on one node would replace each other again and again.
 
     Raises:
         AgentError: None could be started, or one of a newer version runs.

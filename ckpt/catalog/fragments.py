@@ -91,11 +91,11 @@ def filled(
 
 
 Read = Callable[[Manifest, FragmentRef, File | None], Fragment]
-"""Gives a fragment of a manifest. Threads: any."""
+"""Gives a fragment of a manifest. Any thread may call it."""
 
 
 class Parts:
-    """Threads: the owner's.
+    """Thread safety: the thread of the owner uses it.
 
     Attributes:
         manifest: As it was read.

@@ -53,7 +53,7 @@ class Piece:
 class StepReader:
     """A committed step, opened for reading.
 
-    Threads: one at a time; it reads with ``workers``.
+    Thread safety: one thread at a time may use it. It reads with ``workers``.
 
     Attributes:
         read_bytes: How many bytes were fetched so far.
@@ -145,7 +145,7 @@ class StepReader:
 
 
 class _MemorySink:
-    """Fills plain memory. Threads: any; chunks do not overlap."""
+    """Fills plain memory. Any thread may use it, since chunks do not overlap."""
 
     def __init__(self, leaves: Sequence[Leaf], outs: Sequence[memoryview]) -> None:
         self._boxes = [leaf.boxes[0] for leaf in leaves]

@@ -72,7 +72,9 @@ time.
 
 
 class TieredReader:
-    """Threads: ``read`` and ``manifest`` from the owner; all else from any.
+    """Reads a checkpoint from all tiers: each chunk from the nearest that has it intact.
+
+    Thread safety: the owner calls ``read`` and ``manifest``. Any thread may call the rest.
 
     Args:
         sources: Nearest first.

@@ -202,7 +202,7 @@ class _Nowhere:
 
 
 class Meter:
-    """Counts bytes for ``on_progress``. Threads: ``add`` from any."""
+    """Counts bytes for ``on_progress``. Any thread may call ``add``."""
 
     def __init__(self, total: int, on_progress: OnProgress | None) -> None:
         self.total, self.done = total, 0

@@ -168,8 +168,8 @@ def _copy(
 
 
 def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBackend) -> int | None:
-    """Return the bytes of the step if the destination has the same chunks in any encoding, else
-    None.
+    """Return the size of the step in bytes if the destination has the same chunks in any encoding,
+    else None.
     """
     _, packed = read_packed(source, ref)
     try:

@@ -53,7 +53,10 @@ def watch(backend: StorageBackend, timeout: float) -> Watched:
 
 
 class Watched:
-    """A ``StorageBackend`` that knows for how long it has not answered. Threads: as the backend."""
+    """A ``StorageBackend`` that knows for how long it has not answered.
+
+    The same threads may use it as the backend that it wraps.
+    """
 
     def __init__(self, backend: StorageBackend, timeout: float) -> None:
         self.backend, self._timeout = backend, timeout

@@ -8,7 +8,7 @@ gets mantissa bits instead. With them, Huffman codes lose less by their whole nu
 zstd finds fewer matches that are not worth their cost. The lowest plane then has free bits, and is
 stored without them. docs/format.md has the layout.
 
-Threads: everything from any thread; zstd and NumPy release the GIL while they work.
+Any thread may call everything here. zstd and NumPy release the GIL while they work.
 """
 
 from __future__ import annotations

@@ -26,11 +26,14 @@ Encode = Callable[[memoryview, int], list[memoryview]]
 """Takes a chunk, and the bytes of one of its numbers (1 if it has no floating point numbers).
 
 Returns pieces to be put one after another; shorter than the chunk in all, or else the chunk itself.
-The pieces are valid until this thread encodes the next chunk. Threads: any, at once.
+The pieces are valid until this thread encodes the next chunk. Several threads may call it at the
+same time.
 """
 
 Decode = Callable[[memoryview, memoryview], None]
-"""Takes an encoded chunk, and fills memory of the length of the chunk. Threads: any, at once.
+"""Takes an encoded chunk, and fills memory of the length of the chunk.
+
+Several threads may call it at the same time.
 
 Raises ``ValueError`` if that is no encoding of a chunk of this length. The caller compares the
 checksum.

@@ -315,7 +315,7 @@ class _Commit:
     def _gather(self, ranks: frozenset[int], until: float) -> Event:
         """Wait for votes of ``ranks``, or for the outcome.
 
-        Ranks that have read the outcome remove their votes, so that the outcome is looked for too.
+        Ranks that have read the outcome remove their votes, so this looks for the outcome too.
         """
         while True:
             left = max(0.0, until - time.monotonic())

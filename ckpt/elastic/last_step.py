@@ -27,7 +27,12 @@ _PARTED: Final = b"0"
 
 
 class _Agreed(msgspec.Struct, frozen=True):
-    """The agreed step, or the ranks that have not answered."""
+    """What the ranks have agreed on.
+
+    Attributes:
+        step: The last step.
+        missing: The ranks that have not answered. If there are any, ``step`` has no meaning.
+    """
 
     step: int = -1
     missing: tuple[int, ...] = ()
@@ -39,8 +44,8 @@ _decoder: Final = msgspec.json.Decoder(_Agreed)
 class LastStep:
     """One decision of one manager. All ranks make one.
 
-    Threads: ``requested`` from the training thread; ``listen`` and ``agree`` from one background
-    thread each; ``part`` from the owner.
+    Thread safety: the training thread calls ``requested``, one background thread each calls
+    ``listen`` and ``agree``, and the owner calls ``part``.
 
     Args:
         patience: Seconds that ranks wait for each other's promises. A rank that does not answer is

@@ -73,7 +73,7 @@ def one_at_a_time(
 
 
 def check_alone(manager: Any, name: str) -> None:
-    """Raise ``ConfigError`` if this thread is inside of a method of an open manager."""
+    """Raise ``ConfigError`` if ``manager`` is open and this thread is inside one of its methods."""
     outer = manager._inside.get(threading.get_ident())
     if outer is not None and not manager._closed:
         refused = ConfigError(

@@ -258,7 +258,7 @@ def _numpy_dtype(array: Any) -> np.dtype[Any] | None:
 
 
 def _library(array: Any) -> str:
-    """Return the package that an array is of."""
+    """Return the name of the library that made the array, such as ``jax``."""
     found = type(array).__module__.partition(".")[0]
     return "jax" if found == "jaxlib" else found
 

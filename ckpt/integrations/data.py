@@ -27,7 +27,7 @@ class _Position(Checked):
     """How a loader is built that takes its samples from here."""
 
     def __init__(self, order: Mapping[str, int | bool | str], place: tuple[int, int]) -> None:
-        """``order`` is what the order of the samples depends on, besides the epoch."""
+        """``order``: the settings that decide the order of the samples, besides the epoch."""
         self._order = dict(order)
         self._rank, self._world_size = place
         self._epoch = self._consumed = self._batch_size = 0
@@ -157,7 +157,8 @@ class _Position(Checked):
         """Take the position, saved on any number of ranks.
 
         Raises:
-            RestoreError: What the order depends on differs. Nothing has changed.
+            RestoreError: The saved position belongs to another order of the samples, such as that
+                of another seed or length. Nothing has changed.
         """
         self.check_saved(state_dict)
         self._epoch, self._consumed = state_dict["epoch"], state_dict["consumed"]
@@ -204,7 +205,7 @@ class ElasticSampler(_Position, Sampler[int]):
         ConfigError: A value is wrong, or a launcher has started several ranks and there is no
             process group yet.
 
-    Threads: the training thread.
+    Thread safety: the training thread calls all methods.
     """
 
     _built = "DataLoader(data, batch_size=..., sampler=sampler)"
@@ -302,7 +303,7 @@ class ElasticStream(_Position, IterableDataset[Any]):
     generators, the number of its shards, and its length unless it reads files or a generator; of
     other datasets the length if they have one.
 
-    Threads: the training thread.
+    Thread safety: the training thread calls all methods.
     """
 
     _built = "DataLoader(stream, batch_size=...)"

@@ -141,7 +141,7 @@ def mix_in(strategy: Strategy, readers: Sequence[Reader]) -> None:
     """Make ``strategy`` a ``CkptStrategy``.
 
     Raises:
-        ConfigError: ckpt cannot save for it.
+        ConfigError: ckpt supports no strategy of this class.
     """
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
         raise ConfigError(

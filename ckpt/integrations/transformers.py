@@ -370,8 +370,8 @@ class _StepDamaged(Exception):
 class _Run:
     """The saves of one ``train()``; as an observer it writes the folder of each committed step.
 
-    Threads: the training thread, and background threads for events. The text of a step is added
-    before its save begins, and taken out once.
+    Thread safety: the training thread uses it, and background threads do for events. The text of a
+    step is added before its save begins, and taken out once.
     """
 
     manager: CheckpointManager

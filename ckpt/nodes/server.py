@@ -119,7 +119,7 @@ class NodeServer:
     Args:
         encryption: Encrypts all connections; None: none is encrypted.
 
-    Threads: ``allow`` and ``close`` from the owner.
+    Thread safety: the owner calls ``allow`` and ``close``.
     """
 
     def __init__(
@@ -358,7 +358,9 @@ class NodeServer:
 
 
 class NodeStore:
-    """One tier as the other nodes have it, to be read only. Threads: any, at once.
+    """One tier as the other nodes have it, to be read only.
+
+    Several threads may use it at the same time.
 
     A node that does not answer is asked once more, and then not again: its files are not there.
 

@@ -57,9 +57,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         at: When it was written, in seconds since 1970.
         event: The class of the event.
-        seconds: The stall, the time to the commit, or that of the restore or the copying.
+        seconds: The stall, the time from the call to the commit, or how long the restore, the
+            copying or the verification took.
         error: The class of the error.
-        reason: The message of the error, or why a repair was made.
+        reason: The message of the error, why a nearer tier could not give a file, or what a
+            verification found damaged.
     """
 
     at: float
@@ -78,8 +80,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Journal:
     """An observer that writes the events of a run beside its root.
 
-    Rank 0 writes all events. Other ranks write failures, damage and repairs. There are at most two
-    files of 4 MiB for each rank that writes.
+    Rank 0 writes every event that its manager sends. Other ranks write failures, damage and
+    repairs. There are at most two files of 4 MiB for each rank that writes.
 
     Args:
         root: The folder of the run. The journal is in the folder of the same name with ``.journal``

@@ -111,7 +111,7 @@ def read_plan(
 
 
 class ChunkReader:
-    """Reads the files of one store. Threads: any."""
+    """Reads the files of one store. Any thread may use it."""
 
     def __init__(self, backend: StorageBackend, retry: RetryPolicy) -> None:
         self._backend, self._retry = backend, retry

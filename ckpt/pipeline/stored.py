@@ -18,7 +18,10 @@ from ckpt.storage.api import StorageBackend, fresh_memory
 _LOCKS: Final = 16
 
 Read = Callable[[Sequence[ChunkRead], Sink], object]
-"""Reads chunks that follow each other, and raises if one of them is not intact. Threads: any."""
+"""Reads chunks that follow each other, and raises if one of them is not intact.
+
+Any thread may call it.
+"""
 
 
 class StoredImage:
@@ -26,7 +29,7 @@ class StoredImage:
     used. A chunk of which a part is asked for stays in memory until all of it has been: parts that
     are written need not begin where chunks do.
 
-    Threads: any.
+    Thread safety: any thread may use it.
 
     Args:
         chunks: All chunks of the file (see ``plan.restore.chunks_of``).

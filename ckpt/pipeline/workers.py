@@ -53,7 +53,7 @@ class Workers:
     hold up the end of the process: an owner whose work must be finished closes the group before
     (see ``close_at_exit``).
 
-    Threads: ``submit`` from any thread; ``close`` from the owner.
+    Thread safety: any thread may call ``submit``. The owner calls ``close``.
 
     Args:
         name: Shown by ``ps -eT`` and in stack dumps, at most 12 characters.
@@ -236,7 +236,7 @@ def _set_os_name(name: str) -> None:
 class Once:
     """A call that happens at most once: either it begins, or ``revoke`` came before.
 
-    Threads: any.
+    Thread safety: any thread may use it.
     """
 
     def __init__(self, call: Callable[[], object]) -> None:

@@ -61,7 +61,7 @@ def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tup
     """Return the ranks of ``replicas`` that share the writing of one copy with ``rank``.
 
     They are all of them, or those of its node if nodes are given. A lone rank gets an empty tuple.
-    Every replica decides alike. If nodes hold unequal numbers of replicas, each node writes all of
+    Every replica decides alike. If nodes hold unequal numbers of replicas, each rank writes all of
     it, since parts that are cut in different ways are no copies of each other.
     """
     if not node_of or rank not in replicas:

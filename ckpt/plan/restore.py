@@ -111,7 +111,8 @@ class ChunkRead:
 class RestorePlan:
     """Reads in file order.
 
-    ``wanted_bytes`` is what lands in the target, ``read_bytes`` what is fetched for it.
+    ``wanted_bytes`` are the bytes that the targets need. ``read_bytes`` are those that are read
+    from the store, where chunks may be encoded.
     """
 
     reads: tuple[ChunkRead, ...]
@@ -176,8 +177,6 @@ def _check(leaf: Leaf, tensor: Tensor) -> None:
 def _check_whole(leaf: Leaf, tensor: Tensor) -> None:
     """Check that the boxes that are read cover what is wanted exactly once. The manifest only
     proves that its boxes have the volume of the tensor.
-
-    Here those that are read must cover what is wanted, once.
     """
     for box in leaf.boxes:
         parts = [part for shard in tensor.shards if (part := box.intersect(shard.box))]

@@ -64,8 +64,9 @@ class Backfill:
         self._watcher = Workers("backfill", 1, nice=config.nice, cpus=config.cpus)
 
     def begin(self) -> None:
-        """Start to copy, since a first step was committed. Only the first call has an effect.
-        Returns at once.
+        """Start to copy. The job calls it when it has committed a step.
+
+        Only the first call has an effect. It returns at once.
         """
         if (restored := self._earlier.begin()) is not None:
             self._watcher.submit(self._run, restored)

@@ -428,8 +428,10 @@ class TierWriter:
         return self._taken
 
     def _clean_up(self, job: SaveJob) -> None:
-        """Remove this rank's files and unfinished writes of a save that was aborted for good, or
-        that it has no part in. A step that is left to the agent stays as it is.
+        """Remove this rank's files and unfinished writes of a save that was aborted, or in which
+        this rank has no part.
+
+        After ``leave`` nothing is removed, since the agent may work on the step.
         """
         with self._cleaning:
             if not self._left.is_set():

@@ -158,9 +158,10 @@ class ScannedImage:
 
     Attributes:
         image: The image itself.
-        found: The names. It is complete when the image has been written once.
+        found: The names of the tensors that hold NaN or Inf. It is complete when the image has been
+            written once.
 
-    Thread safety: that of the image.
+    Thread safety: the same threads may use it as ``image``.
     """
 
     image: Source

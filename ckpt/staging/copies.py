@@ -102,8 +102,8 @@ class Late:
     The side streams come after what the *current* streams of the thread that builds this hold by
     then.
 
-    Threads: built and ``hold_current_streams`` by the training thread; the rest by the one that
-    copies.
+    Thread safety: the training thread builds it and calls ``hold_current_streams``. The thread that
+    copies calls the rest.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:

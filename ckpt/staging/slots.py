@@ -149,9 +149,10 @@ class SlotPool:
 
         If the budget chose waves, the slot is smaller than the image.
 
-        A slot whose contents are needed is not free while another slot may be made, or is in use,
-        since the image there may replace them. The first slot is waited for in any case. A slot
-        whose file has vanished, or cannot grow back to its length, is replaced by another.
+        A slot whose contents are needed is not taken while another slot may be made or is in use:
+        the image in that other slot may replace these contents. Even without ``wait``, the call
+        waits while another thread makes the first slot. A slot whose file has vanished, or cannot
+        grow back to its length, is replaced by another.
 
         Raises:
             HostMemoryExhausted: There is no memory for it.

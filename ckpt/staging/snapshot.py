@@ -104,9 +104,9 @@ def _beside_nothing(_: torch.Tensor) -> AbstractContextManager[None]:
 class Snapshot:
     """One image being filled.
 
-    Threads: built and ``copy_eager`` by the training thread; ``copy_late`` once, by a background
-    thread (by the training thread if ``foreground``); ``fence`` and
-    ``wait_landed`` by any.
+    Thread safety: the training thread builds it and calls ``copy_eager``. A background thread calls
+    ``copy_late`` once; the training thread does so if ``foreground`` is set. Any thread may call
+    ``fence`` and ``wait_landed``.
 
     Attributes:
         window: What has landed; it can be streamed while the rest is copied.

@@ -15,8 +15,8 @@ from ckpt.locks import Condition
 class Window:
     """The part of one image that is in memory.
 
-    Threads: ``wait_room``, ``land`` and ``fail`` from the one that copies; ``view``, ``written``,
-    ``hashed`` and ``lost`` from any that stream; ``abandon`` from any.
+    Thread safety: the thread that copies calls ``wait_room``, ``land`` and ``fail``. Threads that
+    stream call ``view``, ``written``, ``hashed`` and ``lost``. Any thread may call ``abandon``.
 
     Args:
         memory: The buffer. A ring's length must be a multiple of every part's.

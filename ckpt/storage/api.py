@@ -92,9 +92,9 @@ class Capabilities:
 class Upload(Protocol):
     """One large object on its way. Nothing is visible under its key before ``finish`` returns.
 
-    Threads: ``write`` from any thread (at once only if ``Capabilities.parallel_parts``); ``finish``
-    or ``abort`` once, by the owner,
-    when no ``write`` runs. A ``write`` that raised may be repeated with the same arguments, and so
+    Thread safety: any thread may call ``write``, and several at the same time if
+    ``Capabilities.parallel_parts`` is set. The owner calls ``finish`` or ``abort`` once, when no
+    ``write`` runs. A ``write`` that raised may be repeated with the same arguments, and so
     may a ``finish`` that raised ``TransientStorageError``.
     """
 
@@ -151,7 +151,7 @@ class StorageBackend(Protocol):
         Room is reserved where the store can.
 
         Raises:
-            OutOfSpace: Known already now to be too large.
+            OutOfSpace: It is known already that the object does not fit.
         """
         ...
 

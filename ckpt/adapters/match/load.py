@@ -55,12 +55,12 @@ def match(
     """Fit ``manifest`` to ``state``, as far as ``selection`` goes; changes neither.
 
     Raises:
-        EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch, OptimizerMismatch: They do not
-            fit.
-        ConfigError: A ``PerRank`` value under another world size, without a policy; a renaming that
-            fails.
-        RestoreError: The state is no dict, the tree is none that we write, or an object of the
-            state fails.
+        EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch, OptimizerMismatch: The manifest
+            does not fit the state.
+        ConfigError: A ``PerRank`` value was saved under another world size and has no
+            ``on_resize``, or a renaming fails.
+        RestoreError: The state is no dict, the manifest has a tree that ckpt does not write, or an
+            object of the state fails.
     """
     if not isinstance(state, MutableMapping):
         way = "a state is a dict: {'model': model, 'optimizer': optimizer, ...}"

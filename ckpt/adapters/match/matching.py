@@ -61,7 +61,7 @@ class Matched:
 
 
 class Matching:
-    """Threads: one."""
+    """Thread safety: one thread uses it."""
 
     def __init__(self, saved: Saved, selection: Selection, parameters: Parameters) -> None:
         """``parameters`` are those of the modules in the state."""

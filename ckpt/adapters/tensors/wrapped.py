@@ -94,7 +94,7 @@ class Layer:
     def node(self, name: str, stored: Callable[[str], str]) -> Node:
         """Return the node of the tree for the wrapper ``name``.
 
-        ``stored``: from the name of an innermost tensor to that of its bytes.
+        ``stored`` returns the name of the bytes for the name of an innermost tensor.
         """
         inner = {
             attribute: part.node(join(name, attribute), stored)

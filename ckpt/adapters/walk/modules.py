@@ -183,7 +183,7 @@ def canonical(module: nn.Module) -> Callable[[str], str]:
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[str]:
-    """Return the prefixes that end in a wrapper's own segment, longest first."""
+    """Return the prefixes that end in what a wrapper adds to a name, longest first."""
     found: list[str] = []
     for name, child in module.named_modules(remove_duplicate=False):
         lead = f"{name}." if name else ""
@@ -319,8 +319,8 @@ class Parameters:
         return (Part(self.alone.get(id(parameter)) or placeless(group, position)),)
 
     def holders_of(self, parameter: Source) -> tuple[int, ...]:
-        """Return the ranks that are known to have a parameter of its name; none if no module of the
-        state holds it.
+        """Return the ranks that are known to have a parameter with the same name; none if no module
+        of the state holds ``parameter``.
         """
         for items in self._items.values():
             if id(parameter) in items.holders:

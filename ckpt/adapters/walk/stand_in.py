@@ -19,7 +19,7 @@ from ckpt.adapters.walk.items import ModuleItems
 
 
 class StandIn(ABC):
-    """Threads: the training thread."""
+    """The training thread calls all methods."""
 
     @abstractmethod
     def look(self) -> None:
@@ -37,9 +37,9 @@ class StandIn(ABC):
 
 
 class Refilled(ABC):
-    """An object whose ``state_dict()`` must not be written to.
+    """An object with a ``state_dict()`` that a restore must not fill in place.
 
-    It is a ``Stateful`` of torch's checkpoints, too.
+    A subclass must also be a ``Stateful`` of ``torch.distributed.checkpoint``.
     """
 
     @abstractmethod

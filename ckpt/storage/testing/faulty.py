@@ -141,7 +141,9 @@ class _Ledger:
 
 
 class FaultyBackend:
-    """``inner`` with faults. Threads: as ``inner``; the counting of calls is exact.
+    """``inner`` with faults.
+
+    The same threads may use it as ``inner``. The counting of calls is exact.
 
     After a crash, open a new ``FaultyBackend`` (or use ``inner``): that is the restarted process,
     which finds what the dead one left.
@@ -228,7 +230,7 @@ class FaultyBackend:
 
 
 class _FaultyUpload:
-    """An upload of ``FaultyBackend``. Threads: as the upload it wraps."""
+    """An upload of ``FaultyBackend``. The same threads may use it as the upload that it wraps."""
 
     def __init__(self, backend: FaultyBackend, key: str, inner: Upload) -> None:
         self._backend, self._key, self._inner = backend, key, inner
