@@ -1,4 +1,4 @@
-"""Metrics of one rank for Prometheus."""
+"""Metrics of one rank for Prometheus and OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from ckpt.events import (
     TierMissed,
 )
 from ckpt.observe.backlog import Backlog
+from ckpt.observe.otlp import sender
 from ckpt.observe.series import make_series, prometheus
 from ckpt.observe.space import FolderSpace
 from ckpt.storage.places import is_folder
@@ -45,10 +46,14 @@ class Metrics:
             ``ckpt-RANK.prom``, is replaced after each event.
         run: The label ``run`` of all series.
         rank: The label ``rank``; None for the rank that the launcher names.
+        otlp: Send the same metrics to a receiver of OpenTelemetry: the URL of the receiver
+            (``http://HOST:4318/v1/metrics``), or True for the one that the variables
+            ``OTEL_EXPORTER_OTLP_*`` name. None: send if ``OTEL_EXPORTER_OTLP_METRICS_ENDPOINT`` or
+            ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set, or log why not. False: do not send.
 
     Raises:
-        MissingExtra: prometheus-client is not installed.
-        ConfigError: The port is taken, or ``textfile`` is no folder.
+        MissingExtra: prometheus-client is not installed, or a package that ``otlp`` needs.
+        ConfigError: The port is taken, ``textfile`` is no folder, or ``otlp`` cannot be used.
 
     Thread safety: all methods may be called from any thread. The registry guards itself, and the
     fields that change are single values.
@@ -66,6 +71,7 @@ class Metrics:
         textfile: str | os.PathLike[str] | None = None,
         run: str = "",
         rank: int | None = None,
+        otlp: bool | str | None = None,
     ) -> None:
         rank = rank_of_this_process() if rank is None else rank
         self.registry, self._series = make_series(run, rank)
@@ -77,11 +83,14 @@ class Metrics:
         if textfile is not None:
             self._file = os.path.join(os.fspath(textfile), f"ckpt-{rank}.prom")
             self._write_first()
+        self._sender = sender(self.registry, otlp)
         self._server: Any = None
         self.port: int | None = None
         if port is not None:
             whole("port", port, 0, 65535)
             self._serve(host, port + local_rank_of_this_process() if port else 0)
+        if self._sender is not None:
+            self._sender.start()
 
     def __call__(self, event: Event) -> None:
         """Count an event."""
@@ -119,7 +128,13 @@ class Metrics:
             self._write()
 
     def close(self) -> None:
-        """Stop serving. The end of the process does the same."""
+        """Stop serving, and send the last values as OTLP, which takes 5 s at most.
+
+        The end of the process stops both, and sends nothing.
+        """
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

@@ -1,0 +1,296 @@
+"""Send the metrics of a Prometheus registry to a receiver of OpenTelemetry (OTLP over HTTP).
+
+HTTP and not gRPC: its client is requests, whose connections belong to one thread. The library of
+gRPC has threads of its own, which a trainer that forks must not have.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, Final
+
+from ckpt.checks import shown
+from ckpt.errors import CkptError, ConfigError, MissingExtra
+from ckpt.errors.text import redact
+from ckpt.pipeline.workers import Workers
+from ckpt.version import __version__
+
+_log = logging.getLogger("ckpt")
+_ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_PROTOCOL: Final = "http/protobuf"
+_INTERVAL: Final = "OTEL_METRIC_EXPORT_INTERVAL"
+_EXPORTER: Final = "opentelemetry.exporter.otlp.proto.http.metric_exporter"
+_DAY_SECONDS: Final = 86400.0
+_CLOSE_SECONDS: Final = 5.0
+"""How long ``close`` waits for the receiver."""
+_MOST_CHARACTERS: Final = 500
+_NANOSECONDS: Final = 1_000_000_000
+
+
+def sender(registry: Any, otlp: bool | str | None) -> Sender | None:
+    """Return what sends the metrics of ``registry`` from its ``start`` on, or None if nothing is to
+    be sent.
+
+    Args:
+        registry: The `prometheus_client.CollectorRegistry`.
+        otlp: As for `Metrics`.
+
+    Raises:
+        MissingExtra: The packages are missing, and ``otlp`` is True or a URL.
+        ConfigError: The variables or the URL cannot be used, and ``otlp`` is True or a URL.
+    """
+    if otlp is False or (otlp is None and not _is_asked_for()):
+        return None
+    try:
+        return Sender(registry, otlp if isinstance(otlp, str) else None)
+    except CkptError as error:
+        if otlp is not None:
+            raise
+        _log.warning(
+            "ckpt: metrics are not sent as OTLP, for which the environment asks: %s "
+            "(Metrics(otlp=False) leaves this message out)",
+            error,
+        )
+        return None
+
+
+class Sender:
+    """A thread that sends all metrics of a registry again and again. It keeps none of them.
+
+    A receiver that is away or slow costs one warning. It never holds up the caller or the end of
+    the process.
+
+    Args:
+        registry: The `prometheus_client.CollectorRegistry`.
+        endpoint: The URL of the receiver; None for that of the environment.
+
+    Thread safety: ``close`` may be called by any thread.
+    """
+
+    def __init__(self, registry: Any, endpoint: str | None) -> None:
+        """Raises ``MissingExtra`` or ``ConfigError``."""
+        self._registry, self._started = registry, time.time_ns()
+        self._sdk, exporter = _packages()
+        self._interval_seconds = _interval_seconds()
+        self._endpoint = endpoint or next(filter(None, map(_variable, _ENDPOINTS)), "localhost")
+        try:
+            _check(endpoint)
+            self._exporter = exporter(endpoint=endpoint)
+        except (ValueError, OSError, RuntimeError, ImportError) as error:
+            raise ConfigError(
+                f"the variables OTEL_EXPORTER_OTLP_* cannot be used: {redact(str(error))}"
+            ) from None
+        self._resource = _resource(self._sdk)
+        self._said = _LogOfThread()
+        self._warned = False
+        self._ends = threading.Event()
+        self._workers = Workers("otlp", 1)
+        self._work: Future[None] | None = None
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._work = self._workers.submit(self._run)
+
+    def close(self) -> None:
+        """Send the last values, and wait for that 5 s at most."""
+        self._ends.set()
+        if self._work is not None:
+            wait([self._work], _CLOSE_SECONDS)
+        self._exporter.shutdown()
+
+    def _run(self) -> None:
+        log = logging.getLogger(_EXPORTER)
+        self._said.thread = threading.get_ident()
+        log.addFilter(self._said)
+        try:
+            while not self._ends.wait(self._interval_seconds):
+                self._send()
+            self._send()
+        finally:
+            log.removeFilter(self._said)
+
+    def _send(self) -> None:
+        """Send all values. Never raises."""
+        self._said.first = ""
+        try:
+            sent = self._exporter.export(self._data())
+            failed = sent is not self._sdk.MetricExportResult.SUCCESS
+            why = self._said.first
+        except Exception as error:  # noqa: BLE001 - a receiver never disturbs the training
+            failed, why = True, repr(error)
+        if failed and not self._warned:
+            self._warned = True
+            _log.warning(
+                "ckpt: metrics could not be sent to %s, and are sent again every %g s, without a "
+                "further message: %s",
+                redact(self._endpoint),
+                self._interval_seconds,
+                redact(why)[:_MOST_CHARACTERS],
+            )
+
+    def _data(self) -> Any:
+        sdk = self._sdk
+        found = list(_metrics(sdk, self._registry.collect(), self._started, time.time_ns()))
+        scope = sdk.ScopeMetrics(sdk.InstrumentationScope("ckpt", __version__), found, "")
+        return sdk.MetricsData([sdk.ResourceMetrics(self._resource, [scope], "")])
+
+
+class _LogOfThread(logging.Filter):
+    """Keeps what one thread logs out of the log. Other users of the exporter have its logger too.
+
+    Attributes:
+        thread: The thread.
+        first: What it has logged first since this was emptied. Later lines are about retries.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread, self.first = 0, ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.thread != self.thread:
+            return True
+        self.first = self.first or record.getMessage()
+        return False
+
+
+# -- from one model to the other -------------------------------------------------------------------
+
+
+def _metrics(sdk: Any, families: Iterable[Any], started: int, now: int) -> Iterator[Any]:
+    """Yield each metric that has a value, with its name and labels as Prometheus has them."""
+    for family in families:
+        begun = {
+            _labels(sample): int(sample.value * _NANOSECONDS)
+            for sample in family.samples
+            if sample.name == f"{family.name}_created"
+        }
+        cumulative = sdk.AggregationTemporality.CUMULATIVE
+        name = family.name
+        match family.type:
+            case "counter":
+                name += "_total"
+                points = [
+                    sdk.NumberDataPoint(
+                        dict(sample.labels), begun.get(_labels(sample), started), now, sample.value
+                    )
+                    for sample in family.samples
+                    if sample.name == name
+                ]
+                data = sdk.Sum(points, cumulative, is_monotonic=True)
+            case "gauge":
+                points = [
+                    sdk.NumberDataPoint(dict(sample.labels), 0, now, sample.value)
+                    for sample in family.samples
+                    if not math.isnan(sample.value)  # there is none now: the folder is away
+                ]
+                data = sdk.Gauge(points)
+            case "histogram":
+                points = [
+                    sdk.HistogramDataPoint(
+                        attributes=dict(labels),
+                        start_time_unix_nano=begun.get(labels, started),
+                        time_unix_nano=now,
+                        **histogram,
+                    )
+                    for labels, histogram in _histograms(family).items()
+                ]
+                data = sdk.Histogram(points, cumulative)
+            case _:
+                continue
+        if points:
+            yield sdk.Metric(name, family.documentation, "", data)
+
+
+_Labels = tuple[tuple[str, str], ...]
+
+
+def _labels(sample: Any) -> _Labels:
+    return tuple(sorted((name, text) for name, text in sample.labels.items() if name != "le"))
+
+
+def _histograms(family: Any) -> dict[_Labels, dict[str, Any]]:
+    """Return the fields of each histogram. Prometheus adds the counts of lower buckets to each."""
+    found: dict[_Labels, dict[str, Any]] = {}
+    for sample in family.samples:
+        fields = found.setdefault(
+            _labels(sample),
+            {"bucket_counts": [], "explicit_bounds": [], "count": 0, "min": None, "max": None},
+        )
+        match sample.name.removeprefix(family.name):
+            case "_bucket":
+                fields["bucket_counts"].append(int(sample.value) - fields["count"])
+                fields["count"] = int(sample.value)
+                if sample.labels["le"] != "+Inf":
+                    fields["explicit_bounds"].append(float(sample.labels["le"]))
+            case "_sum":
+                fields["sum"] = sample.value
+            case _:
+                pass  # the count is that of the last bucket
+    return found
+
+
+# -- what OpenTelemetry defines --------------------------------------------------------------------
+
+
+def _packages() -> tuple[Any, Any]:
+    """Return the names that are used of the SDK, and the exporter. Raises ``MissingExtra``."""
+    try:
+        names = vars(import_module("opentelemetry.sdk.metrics.export"))
+        resource = import_module("opentelemetry.sdk.resources").Resource
+        scope = import_module("opentelemetry.sdk.util.instrumentation").InstrumentationScope
+        exporter = import_module(_EXPORTER).OTLPMetricExporter
+    except ImportError:
+        package = "opentelemetry-exporter-otlp-proto-http"
+        raise MissingExtra("Metrics(otlp=...)", package, "otlp") from None
+    return SimpleNamespace(**names, Resource=resource, InstrumentationScope=scope), exporter
+
+
+def _resource(sdk: Any) -> Any:
+    """Return what the environment says of this process. The service is "ckpt" if it does not."""
+    found = sdk.Resource.create()
+    if str(found.attributes.get("service.name", "")).startswith("unknown_service"):
+        found = found.merge(sdk.Resource({"service.name": "ckpt"}))
+    return found
+
+
+def _is_asked_for() -> bool:
+    exporters = _variable("OTEL_METRICS_EXPORTER")
+    return (
+        any(map(_variable, _ENDPOINTS))
+        and _variable("OTEL_SDK_DISABLED").lower() != "true"
+        and (not exporters or "otlp" in [name.strip() for name in exporters.split(",")])
+    )
+
+
+def _check(endpoint: str | None) -> None:
+    """Raise ``ConfigError`` if the URL, or what the environment asks for, is not OTLP over HTTP."""
+    way = "give the URL of a receiver of OTLP over HTTP, such as http://HOST:4318/v1/metrics"
+    if endpoint is not None:
+        if not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp={shown(redact(endpoint))}: {way}")
+        return
+    name = next(filter(_variable, _PROTOCOLS), "")
+    if name and _variable(name) != _PROTOCOL:
+        raise ConfigError(f"{name}={_variable(name)!r}, and ckpt knows {_PROTOCOL!r} only: {way}")
+
+
+def _interval_seconds() -> float:
+    text = _variable(_INTERVAL) or "60000"
+    if not text.isdecimal() or not int(text):
+        raise ConfigError(f"{_INTERVAL}={text!r}: give a number of milliseconds, such as 60000")
+    return min(int(text) / 1e3, _DAY_SECONDS)
+
+
+def _variable(name: str) -> str:
+    # These variables are not settings of ckpt: the library of OpenTelemetry reads them as well.
+    return os.environ.get(name, "").strip()  # noqa: TID251
