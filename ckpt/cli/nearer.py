@@ -24,7 +24,8 @@ def nearer_tiers(root: Watched, destination: Watched, timeout: float) -> list[Wa
 
     The agent knows the tiers of the jobs that have run here. A job counts if the root names it as
     its owner, or has a step of it: two object stores may have the same URL. A job with tiers on
-    several nodes does not count, since this machine has a part of its steps.
+    several nodes does not count, since this machine has a part of its steps. A tier counts if the
+    last job there is one of the root's, since another experiment may have taken the tier.
 
     Args:
         root: The root that the user has named.
@@ -43,6 +44,7 @@ def nearer_tiers(root: Watched, destination: Watched, timeout: float) -> list[Wa
                     for url in job.tiers[: _place_of(root, job)]
                     if _is_here(url) and relation(url, destination.url) == "apart"
                 ]
+                found = [tier for tier in found if tier.ask(partial(_last_job, tier)) in names]
                 if found:
                     places = ", ".join(store.url for store in found)
                     output.note(f"the agent knows nearer tiers of this job: {places}")
@@ -60,6 +62,14 @@ def _jobs_of(root: Watched) -> set[str]:
     """Return the attempts of the jobs that have the root or a step there."""
     owner = read_owner(root)
     return {job_of(ref) for ref in attempts(root)} | ({owner.attempt} if owner else set())
+
+
+def _last_job(tier: Watched) -> str | None:
+    """Return the attempt of the job that has a tier, else that of its newest step."""
+    if (owner := read_owner(tier)) is not None:
+        return owner.attempt
+    newest = next(iter(attempts(tier)), None)
+    return None if newest is None else job_of(newest)
 
 
 def _is_here(url: str) -> bool:

@@ -92,6 +92,7 @@ def test_a_folder_in_its_place_is_verified_alone(cli: Cli, manager: CheckpointMa
 def test_a_tier_of_the_job_that_is_the_destination_is_no_source(
     cli: Cli, manager: CheckpointManager
 ) -> None:
+    assert until(lambda: not list(Path("near").glob("step-000000002.*")))  # The job keeps one
     ran = cli("restore", "2", "--root", "far", "--to", "near", "--json")
     assert (ran.code, ran.json["copied"]) == (0, True), ran.err
     assert str(Path("near").resolve()) not in ran.err
@@ -103,3 +104,21 @@ def test_without_an_agent_the_root_alone_is_read(
     monkeypatch.setenv("CKPT_AGENT_FOLDER", str(tmp_path / "none"))
     ran = cli("restore", "--latest", "--root", "far", "--to", "there", "--json")
     assert (ran.code, ran.json["step"]) == (0, 2)
+
+
+def test_a_near_folder_that_another_job_has_taken_is_not_read(
+    cli: Cli, manager: CheckpointManager, place: Place
+) -> None:
+    """Someone emptied the near folder for the next experiment, and kept the store of this one."""
+    manager.close()
+    await_state(place, "closed", "done")
+    for each in ("near", memory_folder(*TIERS)):
+        shutil.rmtree(each, ignore_errors=True)
+    with CheckpointManager(["near", "other"]) as other:
+        other.save({"values": torch.zeros(1000), "step": 50})
+        for _ in range(2):  # While that job runs, and afterwards
+            ran = cli("restore", "--root", "far", "--to", "there", "--json")
+            assert (ran.code, ran.json["step"]) == (0, 2), ran.err
+            assert "nearer" not in ran.err
+            shutil.rmtree("there")
+            other.close()
