@@ -173,6 +173,10 @@ def _context(side: int, paths: dict[str, str]) -> ssl.SSLContext:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             why = f"does not belong to the certificate {certificate}"
+        elif (error.reason or "").endswith(("_TOO_SMALL", "_TOO_WEAK")):
+            raise ConfigError(
+                f"tls: the certificate {certificate} cannot be used: {_text(error)}"
+            ) from None
         else:
             why = "holds no private key in PEM form without a passphrase"
         raise ConfigError(f"tls: the key {key} {why}") from None
@@ -192,7 +196,7 @@ def _state(tls: Tls) -> tuple[tuple[int, int, int], ...]:
     """Return what differs once a file was replaced or written to."""
     found: list[tuple[int, int, int]] = []
     for path in tls.paths.values():
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # ValueError: a null byte
             status = os.stat(path)
             found.append((status.st_ino, status.st_mtime_ns, status.st_size))
     return tuple(found)

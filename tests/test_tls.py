@@ -60,6 +60,25 @@ def test_a_file_that_is_none_is_named(
     assert not list((tmp_path / "runs").glob("*"))
 
 
+@pytest.mark.parametrize("name", ["certificate", "key", "authority"])
+def test_a_path_that_cannot_be_one_is_named(
+    tmp_path: Path, authority: Authority, name: str
+) -> None:
+    tls = replace(authority.issue("node"), **{name: "node\0pem"})
+    with pytest.raises(ConfigError, match=f"tls: the {name} .* cannot be read: embedded null byte"):
+        CheckpointManager(tmp_path / "runs", tls=tls)
+
+
+def test_a_certificate_that_is_too_weak_is_named_as_such(
+    tmp_path: Path, authority: Authority
+) -> None:
+    tls = authority.issue("node", rsa_bits=1024)
+    with pytest.raises(
+        ConfigError, match=f"the certificate {tls.certificate} .*: ee key too small"
+    ):
+        CheckpointManager(tmp_path / "runs", tls=tls)
+
+
 def test_a_key_of_another_certificate_is_named(tmp_path: Path, authority: Authority) -> None:
     tls = replace(authority.issue("node"), key=authority.issue("other").key)
     with pytest.raises(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ckpt.config import Tls
@@ -46,9 +46,10 @@ class Authority:
         days: int = 1,
         passphrase: str = "",
         usages: tuple[x509.ObjectIdentifier, ...] = (),
+        rsa_bits: int = 0,
     ) -> Tls:
         """The files of a new node. With ``days`` below 0 its certificate has expired."""
-        key = _new_key()
+        key = rsa.generate_private_key(65537, rsa_bits) if rsa_bits else _new_key()
         builder = _builder(_name(name), self._subject, key.public_key(), days=days)
         builder = builder.add_extension(
             x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("192.0.2.1"))]),
@@ -88,7 +89,11 @@ def _name(text: str) -> x509.Name:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, *, days: int
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey,
+    *,
+    days: int,
 ) -> x509.CertificateBuilder:
     now = dt.datetime.now(dt.UTC)
     return (
