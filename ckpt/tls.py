@@ -75,7 +75,7 @@ class Encryption:
 
     def __init__(self, tls: Tls) -> None:
         self._tls, self._lock = tls, threading.Lock()
-        self._seen = _state(tls)
+        self._used = self._unfit = _state(tls)
         self._contexts = _Contexts.of(tls)
         self._noted: set[str] = set()
 
@@ -109,13 +109,19 @@ class Encryption:
 
     def _current(self) -> _Contexts:
         with self._lock:
-            if (state := _state(self._tls)) != self._seen:
-                self._seen = state
+            if (state := _state(self._tls)) != self._used:
                 try:
                     self._contexts = _Contexts.of(self._tls)
+                except (ConfigError, OSError) as error:
+                    # They are tried again. Perhaps not all of them are renewed yet, or are not
+                    # valid or readable yet, and ``state`` does not show when they are.
+                    if state != self._unfit:
+                        text = "ckpt: the files of tls have changed and are not used: %s"
+                        _log.warning(text, error)
+                    self._unfit = state
+                else:
+                    self._used = state
                     _log.info("ckpt: the files of tls have changed and were read again")
-                except (ConfigError, OSError) as error:  # Perhaps not all of them are renewed yet
-                    _log.warning("ckpt: the files of tls have changed and are not used: %s", error)
             return self._contexts
 
 

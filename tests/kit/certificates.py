@@ -47,10 +47,13 @@ class Authority:
         passphrase: str = "",
         usages: tuple[x509.ObjectIdentifier, ...] = (),
         rsa_bits: int = 0,
+        begins_in: dt.timedelta = -10 * DAY,
     ) -> Tls:
         """The files of a new node. With ``days`` below 0 its certificate has expired."""
         key = rsa.generate_private_key(65537, rsa_bits) if rsa_bits else _new_key()
-        builder = _builder(_name(name), self._subject, key.public_key(), days=days)
+        builder = _builder(
+            _name(name), self._subject, key.public_key(), days=days, begins_in=begins_in
+        )
         builder = builder.add_extension(
             x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("192.0.2.1"))]),
             critical=False,
@@ -94,6 +97,7 @@ def _builder(
     key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey,
     *,
     days: int,
+    begins_in: dt.timedelta = -10 * DAY,
 ) -> x509.CertificateBuilder:
     now = dt.datetime.now(dt.UTC)
     return (
@@ -102,6 +106,6 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - 10 * DAY)
+        .not_valid_before(now + begins_in)
         .not_valid_after(now + days * DAY)
     )

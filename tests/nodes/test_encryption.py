@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import logging
 import secrets
 import socket
@@ -545,6 +546,29 @@ def test_renewed_files_are_used_by_a_server_that_runs(
         assert read(node.store(earlier)) == DATA
     finally:
         node.server.close()
+
+
+def test_files_that_do_not_fit_yet_are_tried_again(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The clock of the authority is ahead, or another command gives the job the right to read."""
+    caplog.set_level(logging.INFO)
+    encryption = Encryption(job.authority.issue("node"))
+    node = Node(job, job.serve(encryption))
+    try:
+        job.authority.issue("node", begins_in=dt.timedelta(seconds=5))
+
+        def are_used() -> bool:
+            assert read(node.store(encryption), 0, 5) == DATA[:5]
+            return "the files of tls have changed and were read again" in caplog.text
+
+        assert not are_used()
+        assert until(are_used)
+    finally:
+        node.server.close()
+    (warning,) = warnings(caplog)
+    assert "are not used: " in warning
+    assert "certificate is not yet valid" in warning
 
 
 def test_what_strangers_cause_does_not_fill_the_log(here: Encryption) -> None:
