@@ -27,6 +27,10 @@ _log = logging.getLogger("ckpt")
 _ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS: Final = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _PROTOCOL: Final = "http/protobuf"
+_PROVIDERS: Final = (
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_METRICS_CREDENTIAL_PROVIDER",
+    "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER",
+)
 _INTERVAL: Final = "OTEL_METRIC_EXPORT_INTERVAL"
 _EXPORTER: Final = "opentelemetry.exporter.otlp.proto.http.metric_exporter"
 _DAY_SECONDS: Final = 86400.0
@@ -84,7 +88,7 @@ class Sender:
         self._endpoint = endpoint or next(filter(None, map(_variable, _ENDPOINTS)), "localhost")
         try:
             _check(endpoint)
-            self._exporter = exporter(endpoint=endpoint)
+            self._exporter = exporter(endpoint=endpoint, session=_session())
         except (ValueError, OSError, RuntimeError, ImportError) as error:
             raise ConfigError(
                 f"the variables OTEL_EXPORTER_OTLP_* cannot be used: {redact(str(error))}"
@@ -253,6 +257,17 @@ def _packages() -> tuple[Any, Any]:
         package = "opentelemetry-exporter-otlp-proto-http"
         raise MissingExtra("Metrics(otlp=...)", package, "otlp") from None
     return SimpleNamespace(**names, Resource=resource, InstrumentationScope=scope), exporter
+
+
+def _session() -> Any:
+    """Return a session that does not read the bodies of answers, which may have no end. None if
+    the environment names another one.
+    """
+    if any(map(_variable, _PROVIDERS)):
+        return None
+    session = import_module("requests").Session()
+    session.stream = True
+    return session
 
 
 def _resource(sdk: Any) -> Any:

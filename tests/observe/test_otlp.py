@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import SimpleQueue
@@ -42,12 +42,15 @@ CUMULATIVE = 2
 
 
 class Receiver:
-    """An OTLP receiver on loopback: it parses each request, and answers with ``status``."""
+    """An OTLP receiver on loopback: it parses each request, and answers with ``status``. An
+    ``endless`` answer goes on until the other side closes the connection.
+    """
 
-    def __init__(self, status: int = 200) -> None:
+    def __init__(self, status: int = 200, endless: bool = False) -> None:
         self.requests: SimpleQueue[Any] = SimpleQueue()
         self.headers: dict[str, str] = {}
         self.count = 0
+        self.ends = threading.Event()
         receiver = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -62,9 +65,13 @@ class Receiver:
                 answer = ExportMetricsServiceResponse().SerializeToString()
                 self.send_response(status if self.path == "/v1/metrics" else 404)
                 self.send_header("Content-Type", "application/x-protobuf")
-                self.send_header("Content-Length", str(len(answer)))
+                if not endless:
+                    self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
                 self.wfile.write(answer)
+                with suppress(OSError):
+                    while endless and not receiver.ends.wait(0.01):
+                        self.wfile.write(b"more")
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -82,13 +89,14 @@ class Receiver:
 
 
 @contextmanager
-def receiving(status: int = 200) -> Iterator[Receiver]:
-    receiver = Receiver(status)
+def receiving(status: int = 200, endless: bool = False) -> Iterator[Receiver]:
+    receiver = Receiver(status, endless)
     thread = threading.Thread(target=receiver.server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield receiver
     finally:
+        receiver.ends.set()
         receiver.server.shutdown()
         receiver.server.server_close()
         thread.join()
@@ -310,6 +318,14 @@ def test_a_receiver_that_fails_costs_one_warning(
     (said,) = warnings(caplog)
     assert f"could not be sent to http://{'' if status else '***@'}127.0.0.1:" in said
     assert "secret" not in said
+
+
+def test_an_answer_without_an_end_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "20")
+    with receiving(endless=True) as drips:
+        metrics = Metrics(otlp=drips.url)
+        assert until(lambda: drips.count >= 3, 20)
+        metrics.close()
 
 
 def test_another_exporter_keeps_its_log(
