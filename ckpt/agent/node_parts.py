@@ -10,13 +10,17 @@ The newest step may differ from node to node: the ranks may have been killed whe
 manifest, and others not yet. So an agent also brings its part of a step that another agent has
 begun. Only an agent whose node has the manifest commits, because the manifest proves that the save
 was committed.
+
+A node may be lost with its agent. Then its ranks are not noted, or their files do not come. If this
+node is a buddy of that node and has copies of these files, its agent brings them after it has
+waited for the other agent. If the copies are those of an older step, it brings the older step.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,10 +28,17 @@ from ckpt.agent.messages import Job
 from ckpt.agent.reports import Copied, OnReport, progress_of
 from ckpt.catalog.index import attempts, is_committed, own_objects, read_packed
 from ckpt.catalog.inventory import Inventory, StoredStep
-from ckpt.catalog.parts import commit_parts, copy_rank, note_ends, noted_ends
+from ckpt.catalog.parts import (
+    brought_ranks,
+    commit_parts,
+    copy_rank,
+    mark_to_bring,
+    note_ends,
+    noted_ends,
+)
 from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.errors import CkptError, CommitError, IntegrityError
-from ckpt.model.keys import StepRef, fragment_name
+from ckpt.model.keys import StepRef, data_name, fragment_name, is_fragment, rank_of
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
@@ -48,10 +59,12 @@ class _Part:
     Attributes:
         stored: The step as the nearest tier of the node with all of the part has it.
         stores: The tiers of the node that have all of the part, nearest first.
+        copies: The ranks of other nodes of whose files these tiers have copies.
     """
 
     stored: StoredStep
     stores: tuple[StorageBackend, ...]
+    copies: frozenset[int]
 
     @property
     def is_committed(self) -> bool:
@@ -101,17 +114,25 @@ class NodeParts:
         for ref in fresh:
             note_ends(self._folder(ref), self._here)
         self._note_newest()
-        failed: dict[StepRef, CkptError] = {}
-        for ref in going:
-            try:
-                self._bring(parts[ref])
-            except (CommitError, IntegrityError) as error:
-                failed[ref] = error
+        failed = self._try(parts[ref] for ref in going)
+        if (older := self._older(parts, failed)) is not None:
+            note_ends(self._folder(older.stored.ref), self._here)
+            failed |= self._try([older])
         there = self._newest_there()
         for ref, why in failed.items():
             if ref in fresh or (ref.step > there and parts[ref].is_committed):
                 raise why
             _log.info("ckpt: %s", why)
+
+    def _try(self, parts: Iterable[_Part]) -> dict[StepRef, CkptError]:
+        """Bring parts, and return why those that could not be brought were not."""
+        failed: dict[StepRef, CkptError] = {}
+        for part in parts:
+            try:
+                self._bring(part)
+            except (CommitError, IntegrityError) as error:
+                failed[part.stored.ref] = error
+        return failed
 
     def lacks_ends(self) -> set[int]:
         """Return the ranks that are not known to have ended, by the newest step of the job on the
@@ -126,9 +147,10 @@ class NodeParts:
 
         An agent notes the ranks of its node on each step that it wants to bring, and after that on
         the newest step of the shared tier. Once all ranks are noted on the newest step, no agent
-        begins another one.
+        begins another one. Nor does the agent of a node that is lost, whose files others brought.
         """
-        if self.lacks_ends():
+        newest = self._newest()
+        if newest is None or self._unsettled(self._folder(newest)):
             return True
         return not noted_ends(self._folder(ref)) <= self._here
 
@@ -161,12 +183,9 @@ class NodeParts:
             for held in Inventory(store, part=True).look():
                 is_own = job_of(held.ref) == self._job.owner.attempt
                 if is_own and (held.state == "committed" or held.is_part) and self._has_all(held):
-                    known = found.get(held.ref)
-                    found[held.ref] = (
-                        _Part(known.stored, (*known.stores, store))
-                        if known
-                        else _Part(held, (store,))
-                    )
+                    known = found.get(held.ref) or _Part(held, (), frozenset())
+                    copies = known.copies | self._copies(held)
+                    found[held.ref] = _Part(known.stored, (*known.stores, store), copies)
         return dict(sorted(found.items(), reverse=True))
 
     def _has_all(self, held: StoredStep) -> bool:
@@ -175,6 +194,31 @@ class NodeParts:
         """
         names = {info.key.rpartition("/")[2] for info in held.objects}
         return all(fragment_name(rank) in names for rank in self._here)
+
+    def _copies(self, held: StoredStep) -> frozenset[int]:
+        """Return the ranks of other nodes whose files are among those of a step."""
+        names = {info.key.rpartition("/")[2] for info in held.objects}
+        return frozenset(
+            rank
+            for rank in {rank_of(name) for name in names if is_fragment(name)} - self._here
+            if names & {data_name(rank), data_name(rank, encoded=True)}
+        )
+
+    def _older(self, parts: dict[StepRef, _Part], failed: Collection[StepRef]) -> _Part | None:
+        """Return the newest step that this node's copies may make whole, if a newer step was not
+        brought since the agents of other nodes are silent.
+        """
+        silent = self._unsettled(self._folder(max(failed))) if failed else set[int]()
+        there = self._newest_there()
+        return next(
+            (
+                part
+                for ref, part in parts.items()
+                if ref not in failed and ref.step > there
+                if part.is_committed and part.copies & silent
+            ),
+            None,
+        )
 
     def _going(self, parts: dict[StepRef, _Part]) -> list[StepRef]:
         """Return the steps to bring, newest first."""
@@ -195,14 +239,11 @@ class NodeParts:
         """
         ref, target, folder = part.stored.ref, self._target, self._folder(part.stored.ref)
         began = time.perf_counter()
-        if not self._await(lambda: is_committed(target, ref) or not self._lacks_ends(folder)):
-            missing = rank_list(self._lacks_ends(folder))
-            raise CommitError(
-                f"step {ref.step} is not brought to {target.url} yet: rank(s) {missing} have not "
-                "ended, or their nodes do not have the step, or have no agent"
-            )
+        brings = self._settle(part, folder)
         if not is_committed(target, ref):
-            self._copy(part, folder)
+            copying = time.perf_counter()
+            self._copy(part, folder, self._here | brings)
+            self._replace_silent(part, folder, time.perf_counter() - copying)
         manifest = self._manifest(part)
         while not is_committed(target, ref):
             lacking = self._lacks_fragments(folder)
@@ -223,11 +264,66 @@ class NodeParts:
         seconds = time.perf_counter() - began
         _log.info("ckpt: step %d is on %s now, in %.2f s", ref.step, target.url, seconds)
 
-    def _copy(self, part: _Part, folder: StepFolder) -> None:
-        """Copy the files of the ranks of this node."""
+    def _settle(self, part: _Part, folder: StepFolder) -> set[int]:
+        """Wait until no rank removes files of the step on the shared tier: each has ended, or the
+        agent of another node brings its files.
+
+        Returns:
+            The ranks of other nodes whose files this node is to bring.
+
+        Raises:
+            CommitError: Some ranks may still remove files, and this node has no copies of theirs.
+        """
+        ref, url = folder.ref, self._target.url
+
+        def is_settled() -> bool:
+            return is_committed(self._target, ref) or not self._unsettled(folder)
+
+        if self._await(is_settled):
+            return set()
+        if brings := mark_to_bring(folder, part.copies & self._unsettled(folder)):
+            self._log_silent(ref, brings)
+            self._deadline = time.monotonic() + _PATIENCE_SECONDS
+            if self._await(is_settled):
+                return brings
+        missing = rank_list(self._unsettled(folder))
+        raise CommitError(
+            f"step {ref.step} is not brought to {url} yet: rank(s) {missing} have not "
+            "ended, or their nodes do not have the step, or have no agent"
+        )
+
+    def _replace_silent(self, part: _Part, folder: StepFolder, seconds: float) -> None:
+        """Bring files that the agents of other nodes were to bring and have not brought, as far as
+        this node has copies.
+
+        Args:
+            seconds: How long the files of this node have taken. The others may take as long.
+        """
+
+        def is_whole() -> bool:
+            return is_committed(self._target, folder.ref) or not self._lacks_fragments(folder)
+
+        if part.copies:
+            self._deadline = max(self._deadline, time.monotonic() + seconds)
+        if self._await(is_whole) or not (brings := part.copies & self._lacks_fragments(folder)):
+            return
+        self._log_silent(folder.ref, brings)
+        self._copy(part, folder, brings)
+        self._deadline = time.monotonic() + _PATIENCE_SECONDS
+
+    def _log_silent(self, ref: StepRef, ranks: Collection[int]) -> None:
+        _log.info(
+            "ckpt: step %d: the agent of rank(s) %s is silent: their files come from the copies on "
+            "this node",
+            ref.step,
+            rank_list(ranks),
+        )
+
+    def _copy(self, part: _Part, folder: StepFolder, ranks: Collection[int]) -> None:
+        """Copy the files of ranks."""
         on_progress = progress_of(part.stored.ref.step, self._target.url, self._report)
         meter = Meter(part.stored.staged_bytes or part.stored.stored_bytes, on_progress)
-        for rank in sorted(self._here):
+        for rank in sorted(ranks):
             self._copier.confirm()
             copy_rank(part.stores, folder, rank, self._copier.tier.tier.codec, meter.add)
 
@@ -243,6 +339,10 @@ class NodeParts:
 
     def _lacks_ends(self, folder: StepFolder) -> set[int]:
         return self._ranks - noted_ends(folder)
+
+    def _unsettled(self, folder: StepFolder) -> set[int]:
+        """Return the ranks that may remove files of a step on the shared tier."""
+        return self._lacks_ends(folder) - brought_ranks(folder)
 
     def _lacks_fragments(self, folder: StepFolder) -> set[int]:
         names = {info.key.rpartition("/")[2] for info in own_objects(self._target, folder.ref)}

@@ -34,7 +34,7 @@ from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CommitError, JobUnseen, ManifestCorrupt, RootInUse
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.keys import StepRef, fragment_name, is_fragment, noted_rank
+from ckpt.model.keys import StepRef, fragment_name, is_about_rank, is_fragment
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of
 from ckpt.model.readable import rank_list
@@ -171,7 +171,7 @@ def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
 
 
 def _of_leader(name: str) -> bool:
-    if noted_rank(name) is not None:  # an agent's
+    if is_about_rank(name):
         return False
     return name.startswith(fragment_name(LEADER).removesuffix("json")) or not name.startswith(
         "rank-"

@@ -9,7 +9,11 @@ nothing but the store, so they meet in the folder of the step there:
    copy earlier: it would make a set of fragments complete that is being removed.
 3. A process that knows the manifest from elsewhere, and finds all fragments, puts it.
 
-The notes stay with the step, and are removed with it.
+If a node is lost, its ranks are not noted, or their files do not come. A process that has copies of
+these files brings them. A rank that is not noted may live, so the process first puts a marker that
+keeps the rank from clearing its files away (``ckpt.coordination.claim_marker``).
+
+The notes and these markers stay with the step, and are removed with it.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ from ckpt.catalog.index import own_objects
 from ckpt.catalog.transfer import Recoding, check_files, commit_copy
 from ckpt.catalog.verify import StepFolder, size_faults
 from ckpt.codec.registry import encoder_of
+from ckpt.coordination.claim_marker import claim_rank_to_bring, is_marker_to_bring
 from ckpt.errors import CkptError, CommitError, IntegrityError, ManifestCorrupt, ObjectNotFound
 from ckpt.model.encoding import pack
-from ckpt.model.keys import fragment_name, noted_rank
+from ckpt.model.keys import fragment_name, marked_rank, noted_rank
 from ckpt.model.manifest import Encoding, Manifest, StoredFile
 from ckpt.model.packed import read_fragment
 from ckpt.pipeline.stored import StoredImage
@@ -48,6 +53,29 @@ def noted_ends(folder: StepFolder) -> set[int]:
     """Return the ranks that are noted."""
     names = [info.key.rpartition("/")[2] for info in own_objects(folder.backend, folder.ref)]
     return {rank for name in names if (rank := noted_rank(name)) is not None}
+
+
+def brought_ranks(folder: StepFolder) -> set[int]:
+    """Return the ranks whose files processes of other nodes bring."""
+    marked = {
+        marked_rank(info.key.rpartition("/")[2])
+        for info in own_objects(folder.backend, folder.ref)
+        if is_marker_to_bring(info.size)
+    }
+    return {rank for rank in marked if rank is not None}
+
+
+def mark_to_bring(folder: StepFolder, ranks: Collection[int]) -> set[int]:
+    """Note that this process brings the files of ``ranks``, which are not noted.
+
+    Returns:
+        Those that do not clear their files away from now on. The others do so just now, or were
+        killed while they did.
+    """
+    if not folder.backend.capabilities.put_if_absent:
+        return set()  # The rank and this process could not tell who was first
+    ask = partial(claim_rank_to_bring, folder.backend, folder.ref)
+    return {rank for rank in ranks if folder.retry.call(partial(ask, rank))}
 
 
 class RankPart:

@@ -11,6 +11,11 @@ marker when the manifest exists, and a rank checks for the manifest while its ow
 place. A process that removes a checkpoint puts a third kind of marker before it removes the
 manifest, and deletes the marker last. So no manifest ever names a file that is removed after it, in
 any order of instructions, and with any process stopped for any time.
+
+On a tier that nodes share, a rank first puts a marker of its own, and deletes it last. If a node is
+lost, the agent of another node puts such a marker before it brings the files of a rank of that
+node. Ranks share the marker of the step, so it does not say whether one of them is still removing
+its files. The marker of the rank does.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ _REMOVE: Final = b""
 """An empty object: it fits on a full disk."""
 _REMOVED: Final = b"removed\n"
 _FINISHED: Final = b"finished from outside of its job\n"
+_BROUGHT: Final = b"brought from a copy on another node\n"
 
 
 def claim_for_finish(backend: StorageBackend, ref: StepRef) -> bool:
@@ -33,7 +39,7 @@ def claim_for_finish(backend: StorageBackend, ref: StepRef) -> bool:
 
     If it stands, no rank of the job removes files of the save. Look for the files after this call.
     """
-    return _claim(backend, ref, _FINISHED)
+    return _claim(backend, ref.claim_marker, _FINISHED)
 
 
 def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
@@ -41,7 +47,7 @@ def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
 
     If it stands, the save is no checkpoint and never becomes one.
     """
-    if not _claim(backend, ref, _REMOVE):
+    if not _claim(backend, ref.claim_marker, _REMOVE):
         return False
     if is_there(backend, ref.manifest):
         # A finisher was faster, and has deleted its marker already.
@@ -57,7 +63,7 @@ def claim_committed_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
     The marker comes before the manifest goes. A removal that is cut off leaves the marker, and the
     next removal completes it.
     """
-    return _claim(backend, ref, _REMOVED)
+    return _claim(backend, ref.claim_marker, _REMOVED)
 
 
 def is_removal_marker(marker_bytes: int) -> bool:
@@ -65,14 +71,38 @@ def is_removal_marker(marker_bytes: int) -> bool:
     return marker_bytes == len(_REMOVED)
 
 
+def claim_rank_to_bring(backend: StorageBackend, ref: StepRef, rank: int) -> bool:
+    """Put the marker of an agent that brings a rank's files from a copy, and return whether it
+    stands.
+
+    If it stands, the rank does not remove its files of the save from now on. The marker stays.
+    """
+    return _claim(backend, ref.rank_marker(rank), _BROUGHT)
+
+
+def is_marker_to_bring(marker_bytes: int) -> bool:
+    """Return True if a rank's marker of this size is that of an agent."""
+    return marker_bytes == len(_BROUGHT)
+
+
+def claim_rank_to_remove(backend: StorageBackend, ref: StepRef, rank: int) -> bool:
+    """Put the marker of a rank that removes its files, and return whether it stands."""
+    return _claim(backend, ref.rank_marker(rank), _REMOVE)
+
+
+def release_rank(backend: StorageBackend, ref: StepRef, rank: int) -> None:
+    """Delete the marker of a rank that has removed its files. Never raises."""
+    _release(backend, ref.rank_marker(rank), (_REMOVE,))
+
+
 def release_finish(backend: StorageBackend, ref: StepRef) -> None:
     """Delete the marker of a finisher. See ``release_marker``."""
-    _release(backend, ref, (_FINISHED,))
+    _release(backend, ref.claim_marker, (_FINISHED,))
 
 
 def release_removal(backend: StorageBackend, ref: StepRef) -> None:
     """Delete the marker of a removal. See ``release_marker``."""
-    _release(backend, ref, (_REMOVE, _REMOVED))
+    _release(backend, ref.claim_marker, (_REMOVE, _REMOVED))
 
 
 def release_marker(backend: StorageBackend, ref: StepRef) -> None:
@@ -84,28 +114,37 @@ def release_marker(backend: StorageBackend, ref: StepRef) -> None:
         backend.delete(ref.claim_marker)
 
 
-def _release(backend: StorageBackend, ref: StepRef, contents: tuple[bytes, ...]) -> None:
+def _release(backend: StorageBackend, key: str, contents: tuple[bytes, ...]) -> None:
     """Delete the marker if it is one of ``contents``. The process that put it may have ended, and
     another kind may be there since.
     """
     with contextlib.suppress(CkptError):
-        if backend.head(ref.claim_marker).size in map(len, contents):
-            backend.delete(ref.claim_marker)
+        if backend.head(key).size in map(len, contents):
+            backend.delete(key)
 
 
-def clear_away(backend: StorageBackend, ref: StepRef, fragment: str, data: str) -> bool:
+def clear_away(
+    backend: StorageBackend, ref: StepRef, fragment: str, data: str, *, rank: int | None = None
+) -> bool:
     """Remove the files of one rank from a save that was aborted, or that the rank takes no part in.
 
     No file is removed that a manifest names, or may name later.
 
+    Args:
+        rank: The rank, if an agent of another node may bring its files.
+
     Returns:
-        True if the files are gone. False if another process finishes the save.
+        True if the files are gone. False if another process finishes the save, or brings the files.
 
     Raises:
         StorageError: The files may still exist.
     """
     try:
+        if rank is not None and not claim_rank_to_remove(backend, ref, rank):
+            return False
         if not claim_for_removal(backend, ref):
+            if rank is not None:
+                release_rank(backend, ref, rank)
             return False
     except OutOfSpace:
         # There is no room even for a marker. Data without a fragment can still be removed.
@@ -114,14 +153,16 @@ def clear_away(backend: StorageBackend, ref: StepRef, fragment: str, data: str) 
     backend.delete(fragment)
     backend.delete(data)
     release_removal(backend, ref)
+    if rank is not None:
+        release_rank(backend, ref, rank)
     return True
 
 
-def _claim(backend: StorageBackend, ref: StepRef, content: bytes) -> bool:
+def _claim(backend: StorageBackend, key: str, content: bytes) -> bool:
     with contextlib.suppress(ObjectExists):
-        backend.put(ref.claim_marker, [content], if_absent=True)
+        backend.put(key, [content], if_absent=True)
         return True
     try:
-        return backend.head(ref.claim_marker).size == len(content)
+        return backend.head(key).size == len(content)
     except ObjectNotFound:  # The marker was deleted just now, so its owner is done
         return False

@@ -25,6 +25,7 @@ _STEP: Final = re.compile(r"step-([0-9]{9,18})\.([0-9a-z]{6,32})")
 _LATE_METRICS: Final = re.compile(r"metrics-[0-9a-f]{32}\.json")
 _FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|encoded|json)")
 _END_NOTE: Final = re.compile(r"rank-([0-9]{5,})\.ended")
+_RANK_MARKER: Final = re.compile(r"rank-([0-9]{5,})\.verdict")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,6 +55,12 @@ class StepRef:
         """Return the key of the note that a rank has ended, and that its node has its files."""
         return f"{self.folder}/rank-{rank:05d}.ended"
 
+    def rank_marker(self, rank: int) -> str:
+        """Return the key of the object that decides who has the files of a rank on a shared tier:
+        the rank, which removes them, or the agent of another node, which brings them.
+        """
+        return f"{self.folder}/rank-{rank:05d}.verdict"
+
     def key(self, name: str) -> str:
         """Return the key of a file that the manifest names. A name that is not one of ours never
         becomes a key.
@@ -76,7 +83,7 @@ def parse_folder(name: str) -> StepRef | None:
 def is_file_name(name: str) -> bool:
     """Return True if ckpt writes a file of this name into a step's folder."""
     known = name in {MANIFEST, CLAIM_MARKER} or is_late_metrics(name)
-    return known or noted_rank(name) is not None or _FILE.fullmatch(name) is not None
+    return known or is_about_rank(name) or _FILE.fullmatch(name) is not None
 
 
 def is_fragment(name: str) -> bool:
@@ -88,6 +95,19 @@ def noted_rank(name: str) -> int | None:
     """Return the rank whose end a file of this name notes; None if it is no such file."""
     match = _END_NOTE.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def marked_rank(name: str) -> int | None:
+    """Return the rank whose files a marker of this name is about; None if it is no such marker."""
+    match = _RANK_MARKER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_about_rank(name: str) -> bool:
+    """Return True if a file of this name says something about a rank, and is not written by it as
+    a part of the step.
+    """
+    return noted_rank(name) is not None or marked_rank(name) is not None
 
 
 def is_late_metrics(name: str) -> bool:

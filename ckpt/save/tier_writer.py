@@ -16,7 +16,7 @@ from ckpt.catalog.index import attempts, is_committed
 from ckpt.config import SaveConfig
 from ckpt.coordination.abort_reason import Aborted, rebuild
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.claim_marker import clear_away
+from ckpt.coordination.claim_marker import claim_rank_to_remove, clear_away
 from ckpt.coordination.commit import LEADER, Bounds, Durable, Failed, Unknown
 from ckpt.coordination.committer import Committer, OneTier, Place, in_turn
 from ckpt.coordination.nodes import ManyNodes, on_node
@@ -117,6 +117,9 @@ class TierWriter:
         self._files = RankFiles(
             tier, coordinator.rank, coordinator.world_size, config, self._workers, copier
         )
+        # Several nodes may share the tier, and one of them may be lost
+        alone = tier.local or coordinator.world_size == 1
+        self._marked = None if alone else coordinator.rank
         self._known = Known()
         self._taken: set[int] | None = None
         self._unclean: set[StepRef] = set()
@@ -228,9 +231,13 @@ class TierWriter:
         except BaseException:
             # Delete it at once: if this job dies now, no other job may take the step for complete.
             with contextlib.suppress(CkptError):
-                self._backend.delete(job.ref.key(self._files.names[0]))
+                self._remove_fragment(job.ref)
             raise
         return chunks, vote
+
+    def _remove_fragment(self, ref: StepRef) -> None:
+        if self._marked is None or claim_rank_to_remove(self._backend, ref, self._marked):
+            self._backend.delete(ref.key(self._files.names[0]))
 
     def claim(self) -> None:
         """Claim the root for this job.
@@ -440,7 +447,8 @@ class TierWriter:
     def _remove(self, job: SaveJob) -> None:
         try:
             self._files.discard_unfinished(job.ref)
-            gone = clear_away(self._backend, job.ref, *map(job.ref.key, self._files.names))
+            names = map(job.ref.key, self._files.names)
+            gone = clear_away(self._backend, job.ref, *names, rank=self._marked)
         except StorageError as error:
             self._unclean.add(job.ref)
             _log.debug(

@@ -37,11 +37,13 @@ run() {
 echo "all states of three ranks:"
 run "nobody dies, the store goes, someone finishes" 0 "" -DCOLLAPSE -DCRASHES=0 -DFINISHERS=1 -DSTORE_GOES
 run "one dies at any step, agents of two nodes copy" 0 "" -DCOLLAPSE -DCRASHES=1 -DFINISHERS=0 -DNODES
+run "nobody dies, agents bring copies beside the ranks" 0 "" -DCOLLAPSE -DCRASHES=0 -DFINISHERS=0 -DNODES -DBUDDY
 run "one dies at any step, an agent finishes, copies, removes" 0 "" -DCOLLAPSE -DCRASHES=1 -DFINISHERS=0 -DAGENT
 run "another job restores, or takes the root, and removes" 0 "" -DCOLLAPSE -DCRASHES=0 -DFINISHERS=0 -DOTHERS=1
 echo "all states after a save was refused:"
 run "a detach, one dies, the ranks live on beside an agent" 0 "" -DCOLLAPSE -DABORTED -DCRASHES=1 -DFINISHERS=0 -DAGENT -DDETACH
 run "one dies, the ranks live on beside agents of two nodes" 0 "" -DCOLLAPSE -DABORTED -DCRASHES=1 -DFINISHERS=1 -DNODES
+run "one dies, the ranks live on, agents bring copies" 0 "" -DCOLLAPSE -DABORTED -DCRASHES=1 -DFINISHERS=0 -DNODES -DBUDDY
 echo "all states after three ranks have ended:"
 run "agents of two nodes, another job, a finisher, a pruner" 0 "" -DCOLLAPSE -DSAVED -DFINISHERS=1 -DOTHERS=1 -DPRUNER -DNODES
 run "two other jobs, a finisher, a reader that pins" 0 "" -DCOLLAPSE -DSAVED -DFINISHERS=1 -DOTHERS=2 -DPINNER
@@ -70,5 +72,6 @@ run "FINISH_WITHOUT_LOOK, by an agent that copies" 1 "" -DCOLLAPSE -DBUG_FINISH_
 run "CLEAR_AFTER_DETACH" 1 "" -DCOLLAPSE -DBUG_CLEAR_AFTER_DETACH -DABORTED -DCRASHES=0 -DFINISHERS=0 -DAGENT -DDETACH
 run "an agent that waits for two of three ranks" 1 "" -DCOLLAPSE -DABORTED -DCRASHES=0 -DFINISHERS=0 -DAGENT -DHERE=3
 run "COPY_WITHOUT_NOTES" 1 "" -DCOLLAPSE -DBUG_COPY_WITHOUT_NOTES -DABORTED -DCRASHES=0 -DFINISHERS=0 -DNODES
+run "BRING_WITHOUT_MARK" 1 "" -DCOLLAPSE -DBUG_BRING_WITHOUT_MARK -DABORTED -DCRASHES=0 -DFINISHERS=0 -DNODES -DBUDDY
 run "AGENT_DOES_NOT_WAIT" 1 "" -DCOLLAPSE -DBUG_AGENT_DOES_NOT_WAIT -DCRASHES=0 -DFINISHERS=0 -DAGENT
 echo "the protocol holds, and the model tells when it does not"

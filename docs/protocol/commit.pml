@@ -8,7 +8,8 @@
    another tier, file by file, or removes a checkpoint. It begins when the ranks that it sees (HERE:
    all of them) have ended, or when the job was left to it (DETACH), and the ranks live on. If nodes
    have tiers of their own, each of two agents (NODES) copies the files of its own ranks, once all ranks
-   are noted to have ended. A reader (PINNER) pins
+   are noted to have ended. If one of the nodes is lost (BUDDY), the agent of the other brings the files of
+   its ranks from copies, and these ranks may live. A reader (PINNER) pins
    a step, renews the pin, and reads. Each of them may die before every step.
 
    A removal deletes a manifest when no manifest of that step is on its way, and no rank is between
@@ -19,7 +20,7 @@
    Not modelled: a disk that is too full for a marker, and markers that are a day old.
 
    -DATTEMPTS=2 -DTIERS=2 -DCRASHES=n -DFINISHERS=n -DOTHERS=n -DPRUNER -DAGENT -DHERE=mask -DDETACH
-   -DNODES -DPINNER. -DSAVED begins when all ranks have ended, with any result; -DABORTED when a save was
+   -DNODES -DBUDDY -DPINNER. -DSAVED begins when all ranks have ended, with any result; -DABORTED when a save was
    refused, before a rank clears it away. Each -DBUG_... breaks one rule on purpose.  */
 
 #ifndef ATTEMPTS
@@ -87,6 +88,9 @@ bool finisher_put[SAVES], evicted[SAVES];
 byte putting[SAVES]; /* ranks that have looked whose the root is, and put now */
 #ifdef NODES
 byte noted[SAVES]; /* ranks that their agents have seen end */
+#ifdef BUDDY
+byte removes[SAVES], brought[SAVES]; /* the markers of ranks: by the rank itself, or by the agent of another node */
+#endif
 #endif
 #if OTHERS > 0 || defined(AGENT) || defined(NODES)
 #define REMOVALS
@@ -280,18 +284,25 @@ clear_away:
 #endif
   fi;
 #endif
+#ifdef BUDDY
+  if
+  MAY_CRASH
+  :: atomic { (brought[S] & MINE) != 0 -> goto next }
+  :: atomic { (brought[S] & MINE) == 0 -> removes[S] = removes[S] | MINE }
+  fi;
+#endif
   if
   MAY_CRASH
 #ifdef BUG_CLEAR_WITHOUT_MARK
   :: true
 #else
   :: atomic { mark[S] == NONE || mark[S] == BY_JOB -> mark[S] = BY_JOB }
-  :: atomic { mark[S] == BY_FINISHER || mark[S] == BY_REMOVER -> goto next }
+  :: atomic { mark[S] == BY_FINISHER || mark[S] == BY_REMOVER -> goto kept }
 #endif
   fi;
   if
   MAY_CRASH
-  :: atomic { manifest[S] -> mark[S] = NONE; goto next }
+  :: atomic { manifest[S] -> mark[S] = NONE; goto kept }
   :: !manifest[S]
   fi;
 #ifdef BUG_UNMARK_EARLY
@@ -312,6 +323,14 @@ clear_away:
   MAY_CRASH
   :: atomic { mark[S] = NONE }
   fi;
+
+kept:
+#ifdef BUDDY
+  if
+  MAY_CRASH
+  :: atomic { removes[S] = removes[S] & (ALL - MINE) }
+  fi;
+#endif
 
 next:
   atomic {
@@ -519,21 +538,36 @@ over:
    the manifest. */
 proctype NodeAgent(byte me; byte mine)
 {
-  byte a = 0, t = 0;
+  byte a = 0, t = 0, r = 0, bring = mine; /* the ranks whose files it brings */
   if :: true :: TIERS == 2 -> t = 1 fi;
   if :: true :: ATTEMPTS == 2 -> a = 1 fi;
 end:
   (ended[a] & mine) == mine;
   if :: goto over :: owner[t] == a fi;
   noted[S] = noted[S] | mine;
+#ifdef BUDDY
+  do /* it may have copies of any other rank, and lose its patience at any moment */
+  :: r == RANKS -> break
+  :: atomic { r < RANKS -> r++ }
+#ifdef BUG_BRING_WITHOUT_MARK
+  :: atomic { r < RANKS -> bring = bring | MINE; brought[S] = brought[S] | MINE; r++ }
+#else
+  :: atomic { r < RANKS && (removes[S] & MINE) == 0 -> bring = bring | MINE; brought[S] = brought[S] | MINE; r++ }
+#endif
+  od;
+end_settled:
+  (noted[S] | brought[S]) == ALL;
+  r = 0;
+#else
 #ifndef BUG_COPY_WITHOUT_NOTES
 end_notes:
   noted[S] == ALL;
 #endif
+#endif
   if :: manifest[S] -> goto over :: !manifest[S] fi;
-  if :: goto over :: atomic { data[S] = data[S] | mine } fi;
+  if :: goto over :: atomic { data[S] = data[S] | bring } fi;
   if :: goto over :: owner[t] == a fi;
-  if :: goto over :: atomic { fragment[S] = fragment[S] | mine } fi;
+  if :: goto over :: atomic { fragment[S] = fragment[S] | bring } fi;
 end_parts: /* of the other nodes */
   if :: goto over :: atomic { WHOLE(S) && owner[t] == a } fi;
   finish(owner[t] == a);
@@ -656,7 +690,11 @@ init {
 #endif
 #endif
 #ifdef NODES
+#ifdef BUDDY
+    run NodeAgent(4, 1); run NodeAgent(64, 6);
+#else
     run NodeAgent(4, 3); run NodeAgent(64, 4);
+#endif
 #endif
 #ifdef PINNER
     run Pinner();

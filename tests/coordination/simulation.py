@@ -174,7 +174,7 @@ class Store:
         data = b"".join(parts)
         task = self.sim.gate(f"put {key}")
         fault, task.fault = task.fault, ""
-        if fault == "full" and not key.endswith("/verdict"):  # there is room for an empty file
+        if fault == "full" and not key.endswith("verdict"):  # there is room for an empty file
             raise OutOfSpace(key)
         if fault in {"late", "arrives"}:
             self.sim.in_flight.append((self, key, data, if_absent))
@@ -334,7 +334,7 @@ class Attempt:
             if isinstance(verdict, Aborted) or isinstance(vote, Failed):
                 names = fragment_name(rank), data_name(rank)
                 try:
-                    clear_away(tier, self.ref, *map(self.ref.key, names))
+                    clear_away(tier, self.ref, *map(self.ref.key, names), rank=rank)
                 except CkptError:
                     continue
 

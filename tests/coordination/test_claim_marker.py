@@ -13,6 +13,8 @@ from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.coordination.claim_marker import (
     claim_for_finish,
     claim_for_removal,
+    claim_rank_to_bring,
+    claim_rank_to_remove,
     clear_away,
     release_marker,
 )
@@ -51,8 +53,9 @@ def names(store) -> set[str]:
     return {info.key.rpartition("/")[2] for info in store.list(f"{REF.folder}/")}
 
 
-def clear(store, rank: int) -> bool:
-    return clear_away(store, REF, REF.key(fragment_name(rank)), REF.key(data_name(rank)))
+def clear(store, rank: int, *, marked: bool = False) -> bool:
+    names = REF.key(fragment_name(rank)), REF.key(data_name(rank))
+    return clear_away(store, REF, *names, rank=rank if marked else None)
 
 
 def finish(store) -> None:
@@ -75,6 +78,51 @@ def test_nothing_is_cleared_away_while_somebody_finishes_it(left):
     finish(left)
     assert not clear(left, 0)
     assert names(left) == before | {"manifest.json"}
+
+
+def test_a_rank_on_a_tier_that_nodes_share_leaves_no_marker_either(left):
+    assert clear(left, 1, marked=True)
+    assert names(left) == {"rank-00000.json", "rank-00000.safetensors"}
+
+
+def test_a_rank_removes_nothing_that_an_agent_brings(left):
+    before = names(left)
+    assert claim_rank_to_bring(left, REF, 1)
+    assert claim_rank_to_bring(left, REF, 1)  # Two buddies may have copies
+    assert not clear(left, 1, marked=True)
+    assert names(left) == before | {"rank-00001.verdict"}
+    assert clear(left, 0, marked=True)
+
+
+def test_an_agent_brings_nothing_of_a_rank_that_clears_away(left):
+    assert claim_rank_to_remove(left, REF, 1)
+    assert not claim_rank_to_bring(left, REF, 1)
+    assert claim_rank_to_bring(left, REF, 0)
+    assert clear(left, 1, marked=True)
+    assert claim_rank_to_bring(left, REF, 1)
+
+
+def test_the_marker_of_a_rank_stays_while_another_rank_deletes_that_of_the_step(left):
+    """So an agent learns that a rank is not done, although the marker of the step is gone."""
+    assert claim_rank_to_remove(left, REF, 1)
+    assert claim_for_removal(left, REF)
+    assert clear(left, 0, marked=True)  # It deletes the marker that both have put
+    assert names(left) == {"rank-00001.json", "rank-00001.safetensors", "rank-00001.verdict"}
+    assert not claim_rank_to_bring(left, REF, 1)
+
+
+def test_a_rank_that_finds_a_checkpoint_leaves_no_marker(left):
+    before = names(left)
+    finish(left)
+    assert not clear(left, 1, marked=True)
+    assert names(left) == before | {"manifest.json"}
+
+
+def test_markers_of_ranks_are_removed_with_the_step(left):
+    assert claim_rank_to_bring(left, REF, 1)
+    [held] = Inventory(left).look()
+    assert remove(left, held)
+    assert names(left) == set()
 
 
 def test_nothing_is_finished_while_a_rank_clears_away(left):
