@@ -138,6 +138,9 @@ class Finish:
             )
         parts = self._parts()
         self._attempt(parts.bring)
+        if not self._errors and (newest := parts.newest()) is not None:
+            for root in self._on_node:
+                self._attempt(partial(self._prune_node, root, newest))
         if LEADER not in self._job.here or self._superseded:
             return
         if not (living := parts.lacks_ends()):
@@ -252,9 +255,9 @@ class Finish:
             _log.info("ckpt: step %d on %s lacked only its manifest", own[0].step, root.tier.url)
             self._report(Copied(own[0].step, root.tier.url))
 
-    def _own(self, root: _Root) -> list[StoredStep]:
+    def _own(self, root: _Root, inventory: Inventory | None = None) -> list[StoredStep]:
         """Return the whole steps of the job on a tier, newest first."""
-        found = Inventory(root.tier.backend).look()
+        found = (inventory or Inventory(root.tier.backend)).look()
         return [
             held
             for held in found
@@ -321,6 +324,23 @@ class Finish:
         left = FixedGuard(self._waiting() if root is self._durable[0] else ())
         context = PruneContext(own=self._me.attempt, alive=False, guard=left, claim=root.claim)
         prune(root.tier.backend, rule, context)
+
+    def _prune_node(self, root: _Root, newest: StepRef) -> None:
+        """Apply retention to a folder of this node alone.
+
+        Nothing is removed while the folder has a step that is later than ``newest``, the newest one
+        of the shared tier. ``newest`` stays, and so does what the shared tier lacks.
+        """
+        rule, backend = Retention.of(root.tier.tier), root.tier.backend
+        inventory = Inventory(backend, part=True)
+        own = self._own(root, inventory)
+        if rule.keeps_all or not own or max(held.ref.step for held in own) > newest.step:
+            return
+        self._confirm(root)
+        lacking = self._lacking(self._copier(self._durable[0], []), own)
+        guard = FixedGuard({newest, *(held.ref for held in lacking)})
+        context = PruneContext(own=self._me.attempt, alive=False, guard=guard, claim=root.claim)
+        prune(backend, rule, context, inventory=inventory)
 
     def _waiting(self) -> set[StepRef]:
         """Return the steps that a farther tier may still read from the nearest durable one: those

@@ -134,11 +134,15 @@ class NodeParts:
                 failed[part.stored.ref] = error
         return failed
 
+    def newest(self) -> StepRef | None:
+        """Return the newest step of the job that is a checkpoint on the shared tier."""
+        return next((ref for ref in self._begun() if is_committed(self._target, ref)), None)
+
     def lacks_ends(self) -> set[int]:
         """Return the ranks that are not known to have ended, by the newest step of the job on the
         shared tier. They are all ranks if there is no step.
         """
-        newest = self._newest()
+        newest = self.newest()
         return set(self._ranks) if newest is None else self._lacks_ends(self._folder(newest))
 
     def may_be_whole(self, ref: StepRef) -> bool:
@@ -149,13 +153,13 @@ class NodeParts:
         the newest step of the shared tier. Once all ranks are noted on the newest step, no agent
         begins another one. Nor does the agent of a node that is lost, whose files others brought.
         """
-        newest = self._newest()
+        newest = self.newest()
         if newest is None or self._unsettled(self._folder(newest)):
             return True
         return not noted_ends(self._folder(ref)) <= self._here
 
     def _note_newest(self) -> None:
-        newest = self._newest()
+        newest = self.newest()
         if newest is not None and not self._here <= noted_ends(folder := self._folder(newest)):
             note_ends(folder, self._here)
 
@@ -168,12 +172,8 @@ class NodeParts:
         """Return the steps of the job on the shared tier, committed or not, newest first."""
         return [ref for ref in attempts(self._target) if job_of(ref) == self._job.owner.attempt]
 
-    def _newest(self) -> StepRef | None:
-        """Return the newest step of the job that is a checkpoint on the shared tier."""
-        return next((ref for ref in self._begun() if is_committed(self._target, ref)), None)
-
     def _newest_there(self) -> int:
-        newest = self._newest()
+        newest = self.newest()
         return -1 if newest is None else newest.step
 
     def _parts(self) -> dict[StepRef, _Part]:

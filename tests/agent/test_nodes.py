@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,11 @@ from tests.kit.waiting import until
 from tests.servers import Server
 
 __all__ = ["cluster"]
+
+
+def steps_of(root: Path) -> list[int]:
+    """The steps that a node lists in its folder."""
+    return sorted(int(path.parent.name[5:14]) for path in root.glob("step-*/manifest.json"))
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
@@ -57,6 +63,28 @@ def test_folders_of_nodes_are_brought_to_the_shared_tier_as_it_takes_them(
     assert whole(cluster.shared) == [2, 4, 5]
     assert holds(cluster.shared, 5)
     assert holds(cluster.shared, 2)
+
+
+def test_the_agent_of_each_node_applies_retention_to_the_folder_of_its_node(
+    cluster: Cluster,
+) -> None:
+    near = {"url": str(cluster.folder / "node-NODE"), "local": True, "keep_last": 2}
+    cluster.tiers[:] = [near, {"url": str(cluster.shared), "every": 100}]
+    cluster.train(1, 4, "kill unpruned")
+    cluster.await_end()
+    assert whole(cluster.shared) == [4]
+    for node in (0, 1):
+        assert steps_of(cluster.folder / f"node-{node}") == [3, 4]
+
+
+def test_a_node_removes_nothing_that_the_shared_tier_lacks(cluster: Cluster) -> None:
+    near = {"url": str(cluster.folder / "node-NODE"), "local": True, "keep_last": 2}
+    cluster.tiers[:] = [near, {"url": str(cluster.shared), "every": 100}]
+    with cluster.training(4, "kill live unpruned"):
+        assert until(lambda: cluster.waits(0, "rank(s) 2, 3 have not ended"))
+        assert {1, 3, 4} <= set(steps_of(cluster.folder / "node-0"))
+    cluster.await_end()
+    assert steps_of(cluster.folder / "node-0") == [3, 4]
 
 
 @pytest.mark.torture

@@ -47,6 +47,7 @@ def kept_aside(step):
 def here(fields):
     return {**fields, "url": fields["url"].replace("NODE", node)}
 tiers = [Tier(**here(fields)) for fields in json.loads(sys.argv[1])]
+near = Path(tiers[0].url)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 copied, change = set(), threading.Condition()
@@ -71,6 +72,13 @@ for step in range(first, last + 1):
         dist.barrier()
         if "older" in end and rank == 0 and step == last - 1:
             shutil.copytree(*kept_aside(step))
+    if "unpruned" in end and rank % 2 == 0 and step == first:
+        [old] = near.glob(f"step-{step:09}.*")
+        aside = near.with_name(f"aside-{node}")
+        shutil.copytree(old, aside)
+    dist.barrier()
+if "unpruned" in end and rank % 2 == 0:  # the ranks are killed before they remove an old step
+    shutil.copytree(aside, old, dirs_exist_ok=True)
 dist.barrier()
 if "without" in end:
     for path in shm.glob(end.partition("without ")[2]) if rank == 2 else ():
