@@ -28,6 +28,9 @@ from ckpt.agent.reports import Copied, Ended, OnReport, progress_of
 from ckpt.catalog.finalize import finalize
 from ckpt.catalog.index import attempts, is_committed, unfinished_of
 from ckpt.catalog.inventory import Inventory, StoredStep
+from ckpt.catalog.parts import copy_part
+from ckpt.catalog.verify import Meter, StepFolder
+from ckpt.codec.registry import NO_CODEC
 from ckpt.config import Tier
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.owner import NO_PROCESS, Owner, process_started, read_owner
@@ -140,6 +143,7 @@ class Finish:
         self._attempt(parts.bring)
         if not self._errors and (newest := parts.newest()) is not None:
             for root in self._on_node:
+                self._attempt(partial(self._fill_node, root, newest))
                 self._attempt(partial(self._prune_node, root, newest))
         if LEADER not in self._job.here or self._superseded:
             return
@@ -324,6 +328,31 @@ class Finish:
         left = FixedGuard(self._waiting() if root is self._durable[0] else ())
         context = PruneContext(own=self._me.attempt, alive=False, guard=left, claim=root.claim)
         prune(root.tier.backend, rule, context)
+
+    def _fill_node(self, root: _Root, newest: StepRef) -> None:
+        """Copy the newest step of this node's memory to a folder of the node, so that the next job
+        reads it without a network when the memory is freed. The shared tier has the step, so a
+        failure is only logged.
+        """
+        tier, here = root.tier, self._job.here
+        if tier.tier.codec != NO_CODEC or tier.tier.capacity is not None:
+            return  # One node does not know how the files of the others are encoded
+        there = self._own(root, Inventory(tier.backend, part=True))
+        for memory in self._memory:
+            own = self._own(memory, Inventory(memory.tier.backend, part=True))
+            if not own or own[0].ref != newest or newest in {held.ref for held in there}:
+                continue
+            on_progress = progress_of(newest.step, tier.url, self._report)
+            meter = Meter(own[0].staged_bytes, on_progress)
+            folder = StepFolder(tier.backend, newest, self._workers)
+            confirm = partial(self._confirm, root)
+            try:
+                copy_part(memory.tier.backend, folder, here, meter.add, confirm)
+            except (IntegrityError, StorageError) as error:
+                _log.warning("ckpt: step %d does not come to %s: %s", newest.step, tier.url, error)
+                continue
+            self._report(Copied(newest.step, tier.url))
+            _log.info("ckpt: step %d is on %s now", newest.step, tier.url)
 
     def _prune_node(self, root: _Root, newest: StepRef) -> None:
         """Apply retention to a folder of this node alone.

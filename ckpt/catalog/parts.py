@@ -25,10 +25,10 @@ from functools import partial
 import msgspec
 
 from ckpt.catalog.finalize import read_fragments
-from ckpt.catalog.index import own_objects
+from ckpt.catalog.index import own_objects, read_packed
 from ckpt.catalog.transfer import Recoding, check_files, commit_copy
 from ckpt.catalog.verify import StepFolder, size_faults
-from ckpt.codec.registry import encoder_of
+from ckpt.codec.registry import NO_CODEC, encoder_of
 from ckpt.coordination.claim_marker import claim_rank_to_bring, is_marker_to_bring
 from ckpt.errors import CkptError, CommitError, IntegrityError, ManifestCorrupt, ObjectNotFound
 from ckpt.model.encoding import pack
@@ -185,6 +185,33 @@ def copy_rank(
         return True
     assert first is not None
     raise first
+
+
+def copy_part(
+    source: StorageBackend,
+    folder: StepFolder,
+    ranks: Collection[int],
+    on_bytes: OnBytes,
+    confirm: Callable[[], None],
+) -> None:
+    """Make a checkpoint of which ``source`` has the files of some ranks one of another store of the
+    same node. Both stores have no codec.
+
+    Args:
+        folder: The step in the other store.
+        ranks: Whose files.
+        confirm: Called before each file, and right before the manifest is put. It raises if the
+            step must not become a checkpoint there any more.
+
+    Raises:
+        IntegrityError: The source does not have the files intact.
+        StorageError: The other store has failed, or the step is being cleared away there.
+    """
+    _, packed = read_packed(source, folder.ref)
+    for rank in sorted(ranks):
+        confirm()
+        copy_rank([source], folder, rank, NO_CODEC, on_bytes)
+    commit_copy(folder, packed, look=confirm)
 
 
 def commit_parts(folder: StepFolder, known: Manifest, confirm: Callable[[], object]) -> None:

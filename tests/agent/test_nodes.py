@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -75,6 +76,34 @@ def test_the_agent_of_each_node_applies_retention_to_the_folder_of_its_node(
     assert whole(cluster.shared) == [4]
     for node in (0, 1):
         assert steps_of(cluster.folder / f"node-{node}") == [3, 4]
+
+
+def test_the_newest_step_in_memory_comes_to_the_folder_of_each_node(cluster: Cluster) -> None:
+    """So the next job on these nodes reads it there when the memory is freed."""
+    near = {"url": str(cluster.folder / "node-NODE"), "local": True, "every": 2, "keep_last": 1}
+    cluster.tiers.insert(1, near)
+    cluster.train(1, 3, "kill")
+    assert [job.error for job in cluster.await_end()] == ["", ""]
+    for node in (0, 1):
+        assert steps_of(cluster.folder / f"node-{node}") == [3]
+        assert not cluster.memory(node).exists()
+    shutil.rmtree(cluster.shared)
+    assert "from 3 [32]" in cluster.train(4, 4, "restore close").said[2]
+
+
+def test_a_folder_of_a_node_that_takes_no_files_holds_up_nothing(cluster: Cluster) -> None:
+    near = {"url": str(cluster.folder / "node-NODE"), "local": True, "every": 100}
+    cluster.tiers.insert(1, near)
+    with cluster.training(3, "kill live"):
+        assert until(lambda: cluster.waits(0, "rank(s) 2, 3 have not ended"))
+        [blocked] = {path.parent.name for path in cluster.memory(0).glob("step-000000003.*/*")}
+        for node in (0, 1):  # a file is where the folder of the step is to be
+            (cluster.folder / f"node-{node}").mkdir(exist_ok=True)
+            (cluster.folder / f"node-{node}" / blocked).touch()
+    assert [job.error for job in cluster.await_end()] == ["", ""]
+    assert whole(cluster.shared) == [3]
+    assert not any(cluster.memory(node).exists() for node in (0, 1))
+    assert "does not come to" in Path(cluster.places[0].log).read_text()
 
 
 def test_a_node_removes_nothing_that_the_shared_tier_lacks(cluster: Cluster) -> None:
