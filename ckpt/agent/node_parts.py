@@ -108,13 +108,20 @@ class NodeParts:
             CkptError: A store has failed, or another job has taken the roots.
         """
         parts = self._parts()
-        going = self._going(parts)
-        # A step that lacks the part of another node is no reason to try again and again.
-        fresh = {ref for ref in going if not self._here <= noted_ends(self._folder(ref))}
-        for ref in fresh:
-            note_ends(self._folder(ref), self._here)
+        fresh, failed = set[StepRef](), dict[StepRef, CkptError]()
+        tried: set[StepRef] = set()
+        # Another agent may begin a newer step while this one brings what it knows.
+        while going := [ref for ref in self._going(parts) if ref not in tried]:
+            # A step that lacks the part of another node is no reason to try again and again.
+            new = {ref for ref in going if not self._here <= noted_ends(self._folder(ref))}
+            for ref in new:
+                note_ends(self._folder(ref), self._here)
+            self._note_newest()
+            self._deadline = time.monotonic() + _PATIENCE_SECONDS
+            failed |= self._try(parts[ref] for ref in going)
+            fresh |= new
+            tried.update(going)
         self._note_newest()
-        failed = self._try(parts[ref] for ref in going)
         if (older := self._older(parts, failed)) is not None:
             note_ends(self._folder(older.stored.ref), self._here)
             failed |= self._try([older])
