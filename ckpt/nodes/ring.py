@@ -134,6 +134,9 @@ class Ring:
         except BaseException:
             copies.remove()
             raise
+        if nbytes and not is_committed(backend, ref):  # The step was removed meanwhile
+            copies.remove()
+            return 0
         return nbytes
 
     def held(self, ref: StepRef) -> Held:

@@ -49,6 +49,7 @@ def test_fewer_nodes_go_on_with_copies_of_all_files(tmp_path: Path) -> None:
         "not_local",
         "strange_certificate",
         "tls_on_some",
+        "restored_goes",
     ],
 )
 def test_a_copy_that_cannot_be_made_costs_no_save(tmp_path: Path, scene: str) -> None:

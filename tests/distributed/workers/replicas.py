@@ -26,6 +26,7 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, TransientStorageError
 from ckpt.events import Event, NodeReplicated
 from ckpt.model.keys import StepRef
+from ckpt.nodes.copies import StepCopies
 from ckpt.nodes.replicas import NodeReplicas
 from ckpt.nodes.ring import Ring
 from ckpt.nodes.server import NodeServer, NodeStore, Peer
@@ -314,6 +315,27 @@ def restored_again(root: Path) -> None:
         save(manager, (4, 5, 6))
     dist.barrier()
     assert files(cut, 3) == [[], [], [], []], files(cut, 3)  # They go when newer ones replace them
+
+
+def restored_goes(root: Path) -> None:
+    """A step that is restored is removed on one node while that node copies files of it."""
+    base = root / "goes"
+    with CheckpointManager(tiers(base, replicas=1)) as manager:
+        save(manager)
+    dist.barrier()
+    alone(lambda: [path.unlink() for path in base.glob("node2/step-000000003.*/rank-00001.*")])
+    fetch = StepCopies.fetch
+
+    def removed(self: StepCopies, *args: Any) -> int:
+        shutil.rmtree(base / f"node{dist.get_rank()}" / self.ref.folder)
+        return fetch(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepCopies, "fetch", removed)
+        restore_and_wait(CheckpointManager(tiers(base, replicas=1))).close()
+    dist.barrier()
+    assert files(base, 3) == [[0, 3], [0, 1], [], [2, 3]], files(base, 3)
+    assert not list(base.glob("node2/step-000000003.*/*"))
 
 
 def saved(root: Path) -> None:
