@@ -40,6 +40,20 @@ def test_the_certificates_between_may_be_in_the_file(tmp_path: Path, authority: 
         pass
 
 
+def test_an_authority_that_another_one_has_signed_is_enough(
+    tmp_path: Path, authority: Authority
+) -> None:
+    """The job's own authority below that of the cluster, whose other nodes are not the job's."""
+    between = authority.between("between")
+    file = tmp_path / "job.pem"
+    file.write_bytes(between._chain)
+    tls = replace(between.issue("node"), authority=file)
+    with CheckpointManager(tmp_path / "runs", tls=tls):
+        pass
+    with pytest.raises(ConfigError, match="unable to get local issuer certificate"):
+        CheckpointManager(tmp_path / "runs", tls=replace(authority.issue("other"), authority=file))
+
+
 @pytest.mark.parametrize("name", ["certificate", "key", "authority"])
 @pytest.mark.parametrize(
     ("damage", "why"),
