@@ -39,6 +39,12 @@ from ckpt.catalog.index import born, committed
 from ckpt.catalog.inventory import Inventory
 from ckpt.config import MEMORY, Mode, Settings
 from ckpt.errors import ConfigError
+from ckpt.integrations.lightning_loops import (
+    begin_next_epoch,
+    continues_epoch,
+    ends_epoch,
+    more_follows,
+)
 from ckpt.integrations.lightning_strategy import MODULE, SCHEME, CkptStrategy, mix_in
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
@@ -118,7 +124,8 @@ class CkptCheckpoint(ModelCheckpoint):
             1 for the newest step. The newest step is always kept.
         save_last: Whether each step that the triggers name is saved. Otherwise, with ``monitor``,
             only steps that belong to the best ones are saved.
-        every_n_train_steps: Save whenever the global step is a multiple of this number.
+        every_n_train_steps: Save whenever the global step is a multiple of this number. If a
+            validation or the end of the epoch follows the batch, the save comes after it.
         every_n_epochs: Save at the end of every n-th epoch, after its validation. The default is 1
             if ``every_n_train_steps`` is not given.
         settings: Fields of `SaveConfig`.
@@ -162,6 +169,7 @@ class CkptCheckpoint(ModelCheckpoint):
         self._settings = settings
         self._manager: CheckpointManager | None = None
         self._best = ""
+        self._is_due = False  # Whether the step waits for a validation or for the epoch's end
         self._rng: dict[str, Any] | None = None  # The restored generators, until training goes on
 
     # -- paths -------------------------------------------------------------------------------------
@@ -344,7 +352,9 @@ class CkptCheckpoint(ModelCheckpoint):
         if self._rng is None:
             assert self._manager is not None
             self._manager.prepare(_state(trainer.strategy, _Carried({})))
-        elif trainer.fit_loop.restarted_mid_epoch:
+            return
+        begin_next_epoch(trainer)
+        if continues_epoch(trainer):
             self._set_rng()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -365,6 +375,36 @@ class CkptCheckpoint(ModelCheckpoint):
         del trainer, pl_module, batch, batch_idx
         self._rng = None
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save the step if it is due, but after a validation or the epoch's end that follows."""
+        every = self._every_n_train_steps
+        is_due = every > 0 and trainer.global_step % every == 0
+        self._is_due = (
+            is_due and not self._should_skip_saving_checkpoint(trainer) and more_follows(trainer)
+        )
+        if not self._is_due:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save a step that is due, unless the end of the epoch follows."""
+        if not self._is_due:
+            super().on_validation_end(trainer, pl_module)
+        elif not ends_epoch(trainer):
+            self._save_due(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save a step that is due."""
+        if self._is_due:
+            self._save_due(trainer)
+        else:
+            super().on_train_epoch_end(trainer, pl_module)
+
+    def _save_due(self, trainer: Trainer) -> None:
+        self._is_due = False
+        self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for copies under way before the strategy moves the module to the CPU."""
         super().on_train_end(trainer, pl_module)
@@ -384,6 +424,7 @@ class CkptCheckpoint(ModelCheckpoint):
         self._close(exception)
 
     def _close(self, error: BaseException | None) -> None:
+        self._is_due = False
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.close_after(error)

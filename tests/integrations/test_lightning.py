@@ -105,7 +105,7 @@ def test_a_kill_in_mid_save_resumes_from_the_last_committed_step(nets: Any, tmp_
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", ["ddp", "ddp-steps", "fsdp2"])
 def test_two_ranks_resume_in_the_same_process(nets: Any, tmp_path: Path, mode: str) -> None:
     """And Lightning's part of a save copies no tensor."""
     said = world(2, WORKER, tmp_path, mode)
@@ -144,7 +144,7 @@ def fit_with(nets: Any, root: Path | Tier, scores: list[float], **policy: Any) -
         ({"save_top_k": 2, "mode": "max"}, [12, 16], 12),
         ({"save_top_k": -1}, [4, 8, 12, 16], 8),
         ({"save_top_k": 1, "every_n_epochs": 2}, [8], 8),
-        ({"save_top_k": 1, "every_n_train_steps": 6, "save_last": True}, [12], 12),
+        ({"save_top_k": 1, "every_n_train_steps": 6, "save_last": True}, [6, 12], 6),
     ],
 )
 def test_the_policy_decides_which_steps_are_kept(

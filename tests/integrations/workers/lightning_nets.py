@@ -1,7 +1,8 @@
 """A small training for `tests.integrations.test_lightning`, and its worker on several ranks.
 
 lightning_nets.py ROOT kill STEP      trains and is killed right after the save of STEP began
-lightning_nets.py ROOT ddp|fsdp2      under torchrun: trains, then resumes in the same process
+lightning_nets.py ROOT MODE           under torchrun: trains, then resumes in the same process;
+                                      MODE is ddp, ddp-steps (counts steps, not epochs) or fsdp2
 """
 
 from __future__ import annotations
@@ -170,8 +171,12 @@ def on_ranks(root: Path, mode: str) -> None:
     def train(place: Path, path: str | None = None) -> tuple[dict[int, float], Dumps]:
         seed_everything(3, workers=True, verbose=False)
         net, dumps = Net(sharded=mode == "fsdp2"), Dumps()
-        callback = CkptCheckpoint(place, save_top_k=-1)
-        how = {"devices": 2, "strategy": strategy()}
+        how: dict[str, Any] = {"devices": 2, "strategy": strategy()}
+        trigger: dict[str, Any] = {}
+        if mode == "ddp-steps":
+            how |= {"epochs": -1, "max_steps": BATCHES}
+            trigger = {"every_n_train_steps": BATCHES // 2}
+        callback = CkptCheckpoint(place, save_top_k=-1, **trigger)
         running = trainer(callback, dumps, **how)
         running.fit(net, shuffled(), validation(), ckpt_path=path)
         print(f"val_loss {running.callback_metrics['val_loss']:.4f}", flush=True)
