@@ -117,8 +117,7 @@ class CheckpointManager:
                 if self._agent is not None:
                     self._agent.forget()
                 raise
-        self._fence = Fence()
-        self._memory = Memory()
+        self._fence, self._memory = Fence(), Memory()
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._last_step: int | None = None
         self._begun: StepRef | None = None  # The saver lets the other ranks know how this save ends
@@ -434,12 +433,20 @@ class CheckpointManager:
             self._restores += 1
             report = restorer.restore(state, None if step is None else step_of({}, step, last=None))
         if report is not None:
-            self._last_step = report.step
-            self._saver.set_restored(StepRef(report.step, report.attempt))
+            self.continue_from(StepRef(report.step, report.attempt))
             self._memory.forget()  # Loaded objects may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)
         return report
+
+    def continue_from(self, ref: StepRef) -> None:
+        """Note that the state is that of ``ref``. Later steps may be saved again.
+
+        For integrations that load a step without ``restore``. All ranks call it, before their next
+        save.
+        """
+        self._last_step = ref.step
+        self._saver.set_restored(ref)
 
     def steps(self) -> list[int]:
         """Return the committed steps on any tier, ascending.
@@ -451,8 +458,7 @@ class CheckpointManager:
 
     def latest_step(self) -> int | None:
         """Return the newest committed step, or None if there is none."""
-        steps = self.steps()
-        return steps[-1] if steps else None
+        return max(self.steps(), default=None)
 
     # -- the end -----------------------------------------------------------------------------------
 

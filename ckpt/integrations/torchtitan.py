@@ -14,6 +14,8 @@ Importing this module imports torchtitan.
 
 from __future__ import annotations
 
+import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -42,12 +44,19 @@ from ckpt.adapters.walk.modules import canonical
 from ckpt.adapters.walk.stand_in import ModuleStandIn
 from ckpt.config import MEMORY, Tier
 from ckpt.errors import ConfigError, EntryMissing, RestoreError
+from ckpt.errors.base import few
+from ckpt.errors.text import redact
 from ckpt.integrations.resizing import refusing_resize, same_or_first
 from ckpt.integrations.tested import warn_of_untested
+from ckpt.model.keys import StepRef
 
 T = TypeVar("T")
 TESTED: Final = ("0.3", "0.3")
 _RNG: Final = "rng"
+_DCP: Final = "dcp"
+"""Stands for the attempt of a step of DCP, which has none."""
+_STEP: Final = re.compile(r"step-([0-9]+)")
+_log = logging.getLogger("ckpt")
 _REFUSE_RESIZE: Final = refusing_resize(
     "the position in the data",
     'set checkpoint.exclude_from_loading to ["dataloader"] to begin with the first sample',
@@ -113,9 +122,12 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         return True
 
     def _load(self, step: int = -1) -> bool:
+        is_asked = step != -1
         is_here, step, has_model_only = _of_first_rank(lambda: self._find(step))
         if not is_here:
             loaded: bool = super()._load(step)
+            if is_asked:  # ckpt may have later steps, which are given up then
+                self.manager.continue_from(StepRef(step, _DCP))
             return loaded
         everything = self._state().keys() - set(self.exclude_from_loading)
         wanted = {MODEL} if has_model_only else everything
@@ -127,16 +139,36 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         checkpoint, which holds the model alone.
 
         The step is -1 for the newest one of ckpt, and if there is no step at all.
+
+        Raises:
+            FileNotFoundError: Neither ckpt nor DCP has the step that is asked for.
         """
-        steps, theirs = self.manager.steps(), self._find_load_step() if step == -1 else step
+        steps, newest = self.manager.steps(), self._find_load_step()
         if step == -1:
-            is_here = bool(steps) and max(steps) >= theirs
-        else:
-            is_here = step in steps
-        if not is_here:
-            return False, theirs, False
-        is_seed = step == 0 or steps == [0]
-        return True, 0 if is_seed else step, is_seed
+            if not steps or newest > max(steps):
+                return False, newest, False
+            return True, 0 if steps == [0] else -1, steps == [0]
+        theirs = self._steps_of_dcp()
+        if step not in {*steps, *theirs}:
+            there = few([str(each) for each in sorted({*steps, *theirs})], 20, quote=False)
+            raise FileNotFoundError(
+                f"--checkpoint.load_step={step} not found in {redact(self.folder)}: "
+                + (f"it has the steps {there}" if there else "it has no steps")
+            )
+        if newest > step:
+            _log.warning(
+                "ckpt: %s holds step %d of torchtitan's own manager, and this job continues from "
+                "step %d: a restart takes the higher step, so remove it, or save higher steps",
+                redact(self.folder),
+                newest,
+                step,
+            )
+        return step in steps, step, step == 0
+
+    def _steps_of_dcp(self) -> set[int]:
+        """Return the steps in the folder that torchtitan's own manager has saved."""
+        names = filesystem.listdir(self.folder) if filesystem.isdir(self.folder) else []
+        return {int(found[1]) for name in names if (found := _STEP.fullmatch(name)) is not None}
 
     def _wait_for_saving(self) -> None:
         pending, self.save_future = self.save_future, None

@@ -283,9 +283,8 @@ def test_all_ranks_load_what_rank_0_finds(tmp_path: Path) -> None:
     assert world(2, WORKER.with_name("titan_listing.py"), tmp_path).count("ALL WELL") == 2
 
 
-def test_a_run_of_their_manager_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder stays as it is, and the steps of ckpt come beside it."""
-    theirs = Job(tmp_path, enable=False)
+def saved_by_their_manager(base: Path, monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> Job:
+    theirs = Job(base, enable=False)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     manager = Theirs.Config(enable=True, interval=1, last_save_model_only=False).build(
         dataloader=theirs.loader,
@@ -294,11 +293,19 @@ def test_a_run_of_their_manager_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
         lr_schedulers=theirs.schedulers,
         states={"train_state": theirs.progress, "seen_tokens": 1},
         sd_adapter=None,
-        base_folder=str(tmp_path),
+        base_folder=str(base),
     )
-    theirs.train()
-    manager.save(1)
+    while theirs.progress.step < max(steps):
+        theirs.train()
+        if theirs.progress.step in steps:
+            manager.save(theirs.progress.step)
     manager.close()
+    return theirs
+
+
+def test_a_run_of_their_manager_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder stays as it is, and the steps of ckpt come beside it."""
+    theirs = saved_by_their_manager(tmp_path, monkeypatch, {1})
     job = Job(tmp_path, seed=2)
     assert job.manager.load()
     assert job.progress.step == 1
@@ -309,6 +316,62 @@ def test_a_run_of_their_manager_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
     assert again.progress.step == 2
     assert (tmp_path / "checkpoint" / "step-1" / ".metadata").exists()
     again.manager.close()
+
+
+def test_a_run_that_went_back_saves_again_and_names_the_later_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a plain manager does: a restart takes the later step of the run that was given up."""
+    Job(tmp_path, keep_latest_k=0).run(6)
+    back = Job(tmp_path, seed=2, interval=2, keep_latest_k=0)
+    assert back.manager.load(2)
+    caplog.clear()
+    back.states["seen_tokens"] = 9
+    back.run(5)  # Saves step 4 again
+    assert "holds step 6, and this job continues from step 2: a restart takes" in caplog.text
+    again = Job(tmp_path, seed=3, keep_latest_k=0)
+    assert again.manager.load(4)
+    assert again.states["seen_tokens"] == 9, "the step that was saved again"
+    again.run(7)  # A higher step than any that was given up
+    last = Job(tmp_path, seed=4)
+    assert last.manager.load()
+    assert (last.progress.step, last.states["seen_tokens"]) == (7, 9)
+    last.manager.close()
+
+
+def test_a_run_that_went_back_before_a_step_of_their_manager_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Job(tmp_path, keep_latest_k=0).run(3)
+    saved_by_their_manager(tmp_path, monkeypatch, {6})
+    back = Job(tmp_path, seed=2)
+    assert back.manager.load(2)
+    assert "holds step 6 of torchtitan's own manager" in caplog.text
+    back.manager.close()
+
+
+def test_a_run_goes_back_to_a_step_of_their_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved_by_their_manager(tmp_path, monkeypatch, {2, 4})
+    first = Job(tmp_path, seed=2, keep_latest_k=0)
+    assert first.manager.load()
+    first.run(7)
+    back = Job(tmp_path, seed=3, keep_latest_k=0)
+    assert back.manager.load(4)
+    back.run(5)
+    assert "holds step 7, and this job continues from step 4" in caplog.text
+
+
+def test_a_step_that_is_missing_is_answered_with_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_by_their_manager(tmp_path, monkeypatch, {1})
+    job = Job(tmp_path)
+    assert job.manager.load()
+    job.run(3)
+    with pytest.raises(FileNotFoundError, match=r"load_step=7 .*: it has the steps 1, 2, 3$"):
+        Job(tmp_path).manager.load(7)
 
 
 def test_the_parts_of_a_pipeline_rank_keep_their_optimizers_apart(tmp_path: Path) -> None:
