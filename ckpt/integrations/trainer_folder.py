@@ -12,11 +12,12 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final, Self, cast
 
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, NoCheckpoint
+from ckpt.errors.base import few
 
 POINTER: Final = "ckpt.json"
 STATE: Final = "trainer_state.json"
@@ -79,6 +80,41 @@ def pointed_step(folder: str) -> int | None:
     if type(step) is not int:
         raise ConfigError(f"{path} names no step: resume_from_checkpoint=True writes it again")
     return step
+
+
+def check_is_checkpoint(asked: object, output_dir: str, steps: Sequence[int]) -> None:
+    """Refuse a value to resume from that is not the folder of a checkpoint.
+
+    Args:
+        asked: The value.
+        steps: The steps that ``output_dir`` has, in ascending order.
+
+    Raises:
+        ConfigError: The value has no ``trainer_state.json``. The error names a value that resumes.
+    """
+    if isinstance(asked, str | os.PathLike):
+        folder = os.fspath(cast("str | os.PathLike[str]", asked))
+        if folder and os.path.isfile(os.path.join(folder, STATE)):
+            return
+    if steps:
+        way = f"give {folder_of(output_dir, steps[-1])!r}, or True for the newest step"
+    else:
+        way = f'{output_dir} has no step of ckpt: give the folder of a checkpoint, or "auto"'
+    raise ConfigError(
+        f"resume_from_checkpoint={asked!r} is not the folder of a checkpoint, since it has no "
+        f"{STATE}: {way}"
+    )
+
+
+def steps_lost(output_dir: str, places: str) -> NoCheckpoint:
+    """Return the error for folders that point to steps, while ``places`` have none."""
+    names = [os.path.basename(folder) for _, folder in sorted(_folders(output_dir).items())]
+    return NoCheckpoint(
+        places,
+        f"{few(names, quote=False)} in {output_dir} point to steps that are gone. Bring the steps "
+        "back, or give the place that has them as ckpt_tiers. To train from the beginning, remove "
+        'these folders, and give resume_from_checkpoint="auto" or None',
+    )
 
 
 def write_folder(output_dir: str, step: int, text: str) -> None:

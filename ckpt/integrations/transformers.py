@@ -41,10 +41,12 @@ from ckpt.events import Event, Observer, SaveCommitted
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.integrations.trainer_folder import (
     Kept,
+    check_is_checkpoint,
     folder_of,
     pointed_step,
     remove_folders,
     step_named,
+    steps_lost,
     write_folder,
 )
 from ckpt.manager import CheckpointManager
@@ -135,7 +137,12 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         """Return what the trainer is to resume from, after its folder was written from the step."""
         if newest := asked in (True, "auto"):
             asked = self._ckpt_newest(manager) or (True if asked is True else None)
-        if not isinstance(asked, str) or (step := pointed_step(asked)) is None:
+        if asked is None or isinstance(asked, bool):
+            self._ckpt_check_history(manager, None)
+            return asked
+        check_is_checkpoint(asked, self.args.output_dir, manager.steps())
+        asked = os.fspath(asked)
+        if (step := pointed_step(asked)) is None:
             self._ckpt_check_history(manager, asked)
             return asked
         if folder_of(self.args.output_dir, step) != os.path.normpath(asked):
@@ -147,6 +154,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         try:
             manager.restore(text, step, only="trainer")
         except RestoreError as error:
+            if not manager.steps():
+                raise steps_lost(self.args.output_dir, self._ckpt_places()) from error
             raise RestoreError(
                 f"{asked} points to step {step}, which cannot be restored: {error}. "
                 "resume_from_checkpoint=True takes the newest step that can"
@@ -160,6 +169,9 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         """Return the folder of the newest step, unless transformers itself has saved a newer one.
 
         None: there is none.
+
+        Raises:
+            NoCheckpoint: The newest folder points to a step, and there is none at all.
         """
         folder, text = self.args.output_dir, {"trainer": ""}
         report = manager.restore(text, only="trainer")
@@ -167,22 +179,31 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             self._ckpt_write(report.step, text["trainer"], manager)
         last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
         if report is None:
+            if last and pointed_step(last) is not None:
+                raise steps_lost(folder, self._ckpt_places())
             return last
         if last and pointed_step(last) is None and (step_named(last) or 0) > report.step:
             return str(last)
         return folder_of(folder, report.step)
 
-    def _ckpt_check_history(self, manager: CheckpointManager, asked: Any) -> None:
+    def _ckpt_check_history(self, manager: CheckpointManager, asked: str | None) -> None:
         """Refuse a run whose steps a restart would not take, since others have higher numbers."""
-        first = (step_named(asked) if isinstance(asked, str) else 0) or 0
+        first = (step_named(asked) if asked else None) or 0
         if newer := [step for step in manager.steps() if step > first]:
-            places = ", ".join(tier.url for tier in self._ckpt_tiers)
-            folders = ", ".join(f"step-{step:09d}.*" for step in newer)
+            way = "or give this run another output_dir"
+            if first:
+                folders = ", ".join(f"step-{step:09d}.*" for step in newer)
+                way = (
+                    "give this run another output_dir, or first remove the newer steps "
+                    f"({folders} in {self._ckpt_places()})"
+                )
             raise ConfigError(
                 f"{self._ckpt_tiers[0].url} holds step {newer[-1]} of an earlier run, which a "
-                "restart would take: go on with resume_from_checkpoint=True, give this run another "
-                f"output_dir, or first remove the newer steps ({folders} in {places})"
+                f"restart would take: go on with resume_from_checkpoint=True, {way}"
             )
+
+    def _ckpt_places(self) -> str:
+        return ", ".join(tier.url for tier in self._ckpt_tiers)
 
     def _inner_training_loop(
         self, *args: Any, resume_from_checkpoint: str | None = None, **options: Any

@@ -28,7 +28,7 @@ import transformers
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest
-from ckpt.errors import ConfigError, OutOfSpace, RestoreError, RootInUse
+from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, RestoreError, RootInUse
 from ckpt.integrations import trainer_folder
 from ckpt.integrations import transformers as door
 from ckpt.model.metrics import metrics_of
@@ -536,8 +536,43 @@ def test_a_second_manager_on_the_root_is_refused(tmp_path: Path) -> None:
 
 def test_a_new_run_in_the_folder_of_an_earlier_one_is_refused(tmp_path: Path) -> None:
     interrupted(tmp_path, 5)
-    with pytest.raises(ConfigError, match="holds step 3 of an earlier run"):
+    with pytest.raises(ConfigError, match="holds step 3 of an earlier run") as caught:
         trainer(tmp_path).train()
+    assert str(caught.value).endswith("True, or give this run another output_dir")
+
+
+@pytest.mark.parametrize("asked", ["", "ckpt", "ckpt/step", "Auto", "checkpoint-99", 3])
+def test_a_value_that_is_no_checkpoint_is_refused_with_one_that_is(
+    tmp_path: Path, asked: Any
+) -> None:
+    interrupted(tmp_path, 8)
+    (step,) = (tmp_path / "ckpt").glob("step-000000006.*")
+    given = {"": str(tmp_path), "ckpt": str(tmp_path / "ckpt"), "ckpt/step": str(step)}
+    for value in (given.get(asked, asked), asked):
+        with pytest.raises(ConfigError, match="is not the folder of a checkpoint") as caught:
+            trainer(tmp_path).train(resume_from_checkpoint=value)
+        said = str(caught.value)
+        assert f"resume_from_checkpoint={value!r}" in said
+        assert f"give {str(tmp_path / 'checkpoint-6')!r}, or True" in said
+        assert "remove" not in said
+    with pytest.raises(ConfigError, match=r'has no step of ckpt: give .* or "auto"'):
+        trainer(tmp_path / "other").train(resume_from_checkpoint=asked)
+
+
+@pytest.mark.parametrize("asked", [True, "auto", "checkpoint-6"])
+def test_folders_whose_steps_are_all_gone_are_refused_with_the_ways_out(
+    tmp_path: Path, asked: Any
+) -> None:
+    interrupted(tmp_path, 8)
+    shutil.rmtree(tmp_path / "ckpt")
+    value = str(tmp_path / asked) if asked == "checkpoint-6" else asked
+    with pytest.raises(NoCheckpoint, match=r"checkpoint-3, checkpoint-6 in .* remove these"):
+        trainer(tmp_path).train(resume_from_checkpoint=value)
+    assert folders(tmp_path) == [3, 6]
+    for step in (3, 6):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    interrupted(tmp_path, 4)
+    assert folders(tmp_path) == steps(tmp_path) == [3]
 
 
 def test_a_folder_whose_step_is_gone_is_refused_by_name(tmp_path: Path) -> None:
