@@ -19,6 +19,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -29,8 +31,9 @@ from torch.optim import Optimizer
 from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.adapters.walk.objects import declares_state
 from ckpt.config import MEMORY, Tier
-from ckpt.errors import ConfigError, EntryMissing, EntryUnexpected, RestoreError
+from ckpt.errors import CkptError, ConfigError, EntryMissing, EntryUnexpected, RestoreError
 from ckpt.errors.base import few
+from ckpt.events import Event, Restored
 from ckpt.integrations.resizing import refusing_resize, same_or_first
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
@@ -97,12 +100,15 @@ class AcceleratorCheckpoints:
             tiers = os.path.join(accelerator.project_dir, _ROOT)
         items = list(tiers) if isinstance(tiers, list | tuple) else [tiers]
         places = [_limited(item, project.total_limit) for item in items]
+        self._places = [place.url for place in places]
         self._folders = [Path(place.url) for place in places if is_folder(place.url)]
         for folder in self._folders:
             if _is_theirs(folder):
                 raise ConfigError(_theirs(folder))
         self._accelerator = accelerator
-        self.manager = CheckpointManager(places, **settings)
+        self._loaded = self._has_begun = False
+        observers = (*settings.pop("observers", ()), self._note_restored)
+        self.manager = CheckpointManager(places, observers=observers, **settings)
 
     def save_state(self, step: int | None = None, *, metrics: Metrics | None = None) -> PendingSave:
         """Save in the background, as `CheckpointManager.save_async` does.
@@ -116,12 +122,14 @@ class AcceleratorCheckpoints:
             The handle of the save.
 
         Raises:
-            ConfigError: ``step`` is the name of a folder.
+            ConfigError: ``step`` is the name of a folder, or the first save has no higher number
+                than the steps of an earlier run, and nothing was loaded. Nothing was saved.
             CkptError: As `CheckpointManager.save_async` raises.
         """
         _check_step(step, "save_state")
         project = self._accelerator.project_configuration
         number = project.iteration if step is None else step
+        self._refuse_hidden(number)
         # An error of an earlier save is raised after this save has begun, so the number is taken.
         project.iteration += 1
         _warn_of_hooks("save", self._accelerator._save_model_state_pre_hook)
@@ -194,6 +202,30 @@ class AcceleratorCheckpoints:
             f"the accelerator has {listed}: prepare and register the same objects, in the same "
             "order and with the same configuration, as the run that saved it"
         )
+
+    def _refuse_hidden(self, number: int) -> None:
+        """Raise ``ConfigError`` on all ranks if a restart would not take what the first save saves.
+
+        The manager finds this too, in the background, when other saves may have begun.
+        """
+        if self._has_begun:
+            return
+        held: list[int | None] = [None]
+        if self._accelerator.process_index == 0 and not self._loaded:
+            with suppress(CkptError):  # The save raises it, or tries again
+                held = [self.manager.latest_step()]
+        import_module("accelerate.utils").broadcast_object_list(held)
+        if held[0] is not None and held[0] >= number:
+            places = ", ".join(self._places)
+            raise ConfigError(
+                f"{places} holds step {held[0]} of an earlier run, which a restart would take "
+                f"before step {number}: call load_state() before the first save_state(), or give "
+                "this run another place"
+            )
+        self._has_begun = True
+
+    def _note_restored(self, event: Event) -> None:
+        self._loaded = self._loaded or isinstance(event, Restored)
 
     def _refuse_theirs(self) -> None:
         """Raise ``ConfigError`` if there are only folders that ``accelerator.save_state`` has

@@ -240,6 +240,30 @@ def test_a_folder_of_save_state_is_refused_with_the_way_to_load_it(tmp_path: Pat
         assert checkpoints.load_state() is not None
 
 
+def test_a_first_save_that_an_earlier_run_hides_is_refused(tmp_path: Path) -> None:
+    job = new()
+    with AcceleratorCheckpoints(job.accelerator, tmp_path) as checkpoints:
+        for _ in range(3):
+            checkpoints.save_state()
+    job = new()
+    with AcceleratorCheckpoints(job.accelerator, tmp_path) as checkpoints:
+        for step in (None, 1, 2):
+            with pytest.raises(ConfigError, match=r"holds step 2 .* call load_state\(\) before"):
+                checkpoints.save_state(step)
+        assert job.accelerator.save_iteration == 0
+        assert checkpoints.manager.steps() == [0, 1, 2]
+        assert checkpoints.load_state() is not None
+        assert checkpoints.save_state().result().step == 3
+
+    job = new()
+    with AcceleratorCheckpoints(job.accelerator, tmp_path) as checkpoints:
+        assert checkpoints.save_state(7).result().step == 7  # It is the newest
+    job = new()
+    with AcceleratorCheckpoints(job.accelerator, tmp_path) as checkpoints:
+        assert checkpoints.load_state(2) is not None  # To go back is a choice
+        assert checkpoints.save_state().result().step == 3
+
+
 @pytest.mark.parametrize("more", ["model_1", "optimizer_1", "registered"])
 def test_another_number_of_objects_is_refused(tmp_path: Path, more: str) -> None:
     kept = {"model_1": "_models", "optimizer_1": "_optimizers", "registered": "_custom_objects"}
