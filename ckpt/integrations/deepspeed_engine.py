@@ -43,6 +43,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.events import Event, SaveCommitted, SaveFailed
+from ckpt.integrations.deepspeed_tags import check_loads
 from ckpt.integrations.deepspeed_values import Owned, StoredTensor, packed, unpacked
 from ckpt.integrations.stored import Failed, fill, opened, reader_of
 from ckpt.integrations.tested import warn_of_untested
@@ -69,7 +70,8 @@ class CkptEngine:
     """A checkpoint engine of DeepSpeed that saves steps of ckpt.
 
     Every rank makes one after ``deepspeed.initialize`` and sets it as ``engine.checkpoint_engine``.
-    ``engine.destroy()`` closes it, and so does the end of the process.
+    ``engine.destroy()`` closes it, and so does the end of the process. ``engine.load_checkpoint``
+    then checks its tag first, and raises ``NoCheckpoint`` on all ranks if there is none.
 
     The number of a step is ``engine.global_steps``, or more, so that each save has a number above
     all others of the root. A tag that is saved a second time names the newer step.
@@ -115,6 +117,7 @@ class CkptEngine:
         self._last = self._newest()
         if self._latest is not None:
             self._mirror(self._latest)
+        check_loads(engine, self._folder, self, self._tags)
         dist.barrier()
 
     # -- what DeepSpeed calls to save --------------------------------------------------------------
@@ -280,6 +283,11 @@ class CkptEngine:
         if found is None:
             raise NoCheckpoint(", ".join(urls_of(self._tiers)), f"no step has the tag {tag!r}")
         return found
+
+    def _tags(self) -> list[str]:
+        """Return the tags that steps have, the newest first."""
+        with opened(self._tiers) as (backends, found):
+            return list(dict.fromkeys(each.tag for each in _described(backends, found)))
 
     def _newest(self) -> int:
         """Return the number of the newest step, the same on all ranks; -1 if there is none."""

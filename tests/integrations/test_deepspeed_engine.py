@@ -52,6 +52,14 @@ def test_tags_and_tiers(tmp_path: Path, count: int) -> None:
     ranks(count, tmp_path, "tags:0-fp32", "farther:2-bf16", "exported:1-fp32", "exported:3-bf16")
 
 
+def test_a_tag_that_is_absent_is_one_error_on_all_ranks(tmp_path: Path) -> None:
+    ranks(2, tmp_path, "absent:0-fp32", "absent:2-bf16", "absent:3-bf16")
+
+
+def test_a_second_job_on_the_root_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    ranks(1, tmp_path, "second_job:1-bf16")
+
+
 def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path: Path) -> None:
     ranks(1, tmp_path, "refused:1-bf16", "not_made:1-bf16")
     ranks(2, tmp_path, "peer:0-fp32", "apart:0-fp32", "apart:2-bf16", "apart:3-bf16")

@@ -9,9 +9,13 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -25,9 +29,10 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import distributed as dist
 
 from ckpt import CheckpointManager
-from ckpt.errors import ConfigError, NoCheckpoint, RestoreError, UnsupportedValue
+from ckpt.errors import ConfigError, NoCheckpoint, RestoreError, RootInUse, UnsupportedValue
 from ckpt.integrations.deepspeed_engine import CkptEngine
 from tests.kit.deadly import die_in_the_save_of
+from tests.servers import free_port
 
 STEPS, MORE = 3, 3
 KILLED = 6
@@ -209,8 +214,10 @@ def refused(folder: Path, kind: str) -> None:
     for tag in ("latest", "latest/of/a run"):
         with pytest.raises(ConfigError, match="a tag cannot be 'latest'"):
             engine.save_checkpoint(root, tag=tag)
-    with pytest.raises(AssertionError):  # DeepSpeed's own: no file has that name
+    with pytest.raises(NoCheckpoint, match="no step has the tag 'absent', and there is no other"):
         engine.load_checkpoint(root, tag="absent")
+    with pytest.raises(NoCheckpoint, match="the tag 'absent' there, and CkptEngine has the folder"):
+        engine.load_checkpoint(folder / "elsewhere", tag="absent")
     zero.train(engine, 1, 1)
     assert not (root / "latest").exists()
     engine.save_checkpoint(root, tag="good")
@@ -267,6 +274,59 @@ def apart(folder: Path, kind: str) -> None:
             assert torch.equal(one, two)
     assert engine.load_checkpoint(root)[0] is not None
     engine.destroy()
+
+
+def absent(folder: Path, kind: str) -> None:
+    """A tag that is on no rank, or not on one of them, is the same error on all."""
+    root = folder / f"absent-{kind}"
+    engine = engine_of(kind, 1, root)
+    for step, tag in enumerate(("older", "newer")):
+        zero.train(engine, step, 1)
+        engine.save_checkpoint(root, tag=tag)
+    engine.checkpoint_engine.pending.result()
+    with pytest.raises(NoCheckpoint, match="tag 'absent', the tags are 'newer', 'older'"):
+        engine.load_checkpoint(root, tag="absent")
+    with pytest.raises(NoCheckpoint, match="tag 'absent', the tags are 'newer', 'older'"):
+        engine.load_checkpoint(root, tag=("older", "absent")[dist.get_rank()])
+    assert engine.load_checkpoint(root, tag="older")[0] is not None
+    engine.destroy()
+
+
+def second_job(folder: Path, kind: str) -> None:
+    """Another job on the root of one that is at work saves nothing, and the first one goes on."""
+    root = folder / "second"
+    engine = engine_of(kind, 1, root)
+    zero.train(engine, 0, 1)
+    engine.save_checkpoint(root, tag="first")
+    engine.checkpoint_engine.pending.result()
+    other = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, __file__, folder, f"refused_root:{kind}"],
+        env=os.environ | other,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (root / "latest").read_text() == "first"
+    zero.train(engine, 1, 1)
+    engine.save_checkpoint(root, tag="next")
+    engine.checkpoint_engine.pending.result()
+    assert (root / "latest").read_text() == "next"
+    engine.destroy()
+
+
+def refused_root(folder: Path, kind: str) -> None:
+    """What the second job gets: it may load, and its save is refused."""
+    engine = engine_of(kind, 2, folder / "second")
+    assert engine.load_checkpoint(folder / "second")[0] is not None
+    zero.train(engine, 1, 1)
+    engine.save_checkpoint(folder / "second", tag="mine")
+    engine.checkpoint_engine.pending.wait()
+    with pytest.raises(RootInUse):  # The next call raises it, and so would pending.result()
+        engine.save_checkpoint(folder / "second", tag="mine")
+    with suppress(RootInUse):  # It may have begun
+        engine.destroy()
 
 
 def not_made(folder: Path, kind: str) -> None:
@@ -363,6 +423,7 @@ ORDERS: dict[str, Callable[..., None]] = {
     each.__name__: each
     for each in (
         *(same, partly, tags, farther, exported, refused, peer, apart, not_made),
+        *(absent, second_job, refused_root),
         *(save, other_world, weights_of_3, train),
     )
 }
