@@ -21,13 +21,9 @@ import logging
 import math
 import os
 from dataclasses import replace
-from datetime import UTC, datetime
-from typing import Any, Final, Self, Unpack
-from urllib.parse import quote
+from typing import Any, Final, Unpack
 
-import fsspec
 import lightning
-from fsspec import AbstractFileSystem
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
@@ -37,7 +33,7 @@ from torch import Tensor
 from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.catalog.index import born, committed
 from ckpt.catalog.inventory import Inventory
-from ckpt.config import MEMORY, Mode, Settings
+from ckpt.config import MEMORY, Mode, SaveConfig, Settings, with_settings
 from ckpt.errors import ConfigError
 from ckpt.integrations.lightning_loops import (
     begin_next_epoch,
@@ -45,7 +41,8 @@ from ckpt.integrations.lightning_loops import (
     ends_epoch,
     more_follows,
 )
-from ckpt.integrations.lightning_strategy import MODULE, SCHEME, CkptStrategy, mix_in
+from ckpt.integrations.lightning_paths import BEST, NEWEST, Candidate, path_of
+from ckpt.integrations.lightning_strategy import MODULE, CkptStrategy, mix_in
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import parse_folder
@@ -53,40 +50,23 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Tiers, as_tiers, open_tiers, urls_of
 
 TESTED: Final = ("2.6", "2.6")
-_NEWEST, _BEST = "newest", "best"
+
+_REFUSED: Final = {
+    "filename": "a step is a folder that ckpt names; leave filename out, and read best_model_path",
+    "save_weights_only": "a step holds all that a resume needs; leave save_weights_only out, and "
+    "take the weights with CheckpointManager(dirpath).restore({'model': model}, only='model')",
+    "train_time_interval": "save by steps or epochs with every_n_train_steps or every_n_epochs",
+    "save_on_train_epoch_end": "leave save_on_train_epoch_end out; every_n_epochs saves after the "
+    "validation of its epoch",
+    "save_on_exception": "the steps before the exception remain; leave save_on_exception out, and "
+    "save more often with every_n_train_steps",
+    "verbose": "leave verbose out; the command `ckpt ls` shows the steps",
+    "auto_insert_metric_name": "ckpt names its steps; leave auto_insert_metric_name out",
+    "enable_version_counter": "ckpt names its steps; leave enable_version_counter out",
+}
+"""The options of ``ModelCheckpoint`` that ckpt has no use for, and what to do in their place."""
 
 _log = logging.getLogger("ckpt")
-
-
-class _Places(AbstractFileSystem):  # type: ignore[misc]
-    """Lets Lightning look for ``ckpt://`` paths. Which step one means is decided by the restore."""
-
-    protocol = SCHEME
-
-    def exists(self, path: str, **how: Any) -> bool:
-        del path, how
-        return True
-
-    def modified(self, path: str) -> datetime:
-        """Return when the step was saved: Lightning takes the youngest of its candidates."""
-        assert isinstance(path, _Candidate)
-        return datetime.fromtimestamp(path.saved_at, UTC)
-
-
-fsspec.register_implementation(SCHEME, _Places, clobber=True)
-
-
-class _Candidate(str):
-    """A path that ``ckpt_path="last"`` may mean, and when its step was saved."""
-
-    __slots__ = ("saved_at",)
-
-    def __new__(cls, path: str, saved_at: float) -> Self:
-        made = super().__new__(cls, path)
-        made.saved_at = saved_at
-        return made
-
-    saved_at: float
 
 
 class _Nothing(dict[str, Any]):
@@ -147,6 +127,7 @@ class CkptCheckpoint(ModelCheckpoint):
         every_n_epochs: int | None = None,
         **settings: Unpack[Settings],
     ) -> None:
+        _refuse_unknown(save_last, settings)
         super().__init__(
             monitor=monitor,
             mode=mode,
@@ -177,14 +158,14 @@ class CkptCheckpoint(ModelCheckpoint):
     @property
     def best_model_path(self) -> str:
         """The path of the best step, or, without ``monitor``, that of the newest step."""
-        return self._best or (self._path(_BEST) if self.monitor else "")
+        return self._best or (self._path(BEST) if self.monitor else "")
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
         self._best = path
 
     def _path(self, step: int | str) -> str:
-        return f"{SCHEME}://{quote(self.root)}#{step}"
+        return path_of(self.root, step)
 
     def which(self, path: str) -> int | str | None:
         """Return which step of this callback's folder ``path`` means, None if it is no such path.
@@ -192,11 +173,11 @@ class CkptCheckpoint(ModelCheckpoint):
         It is a number, "newest" or "best".
         """
         place, _, step = path.partition("#")
-        if place == f"{SCHEME}://{quote(self.root)}":
+        if f"{place}#" == self._path(""):
             return int(step) if step.isdigit() else step
         folder = _absolute(path)
         if folder == self.root:
-            return _NEWEST
+            return NEWEST
         parent, _, name = folder.rpartition("/")
         ref = parse_folder(name) if parent == self.root else None
         return ref.step if ref else None
@@ -209,11 +190,11 @@ class CkptCheckpoint(ModelCheckpoint):
         """
         # With one callback there is no choice, and the restore finds the step itself.
         if len(trainer.checkpoint_callbacks) == 1:
-            return {_Candidate(self._path(_NEWEST), 0.0)}
+            return {Candidate(self._path(NEWEST), 0.0)}
         newest = {each: found for each in _callbacks(trainer) if (found := each.newest())}
         if self is not max(newest, key=lambda each: newest[each][0], default=None):
             return set()
-        return {_Candidate(self._path(_NEWEST), newest[self][1])}
+        return {Candidate(self._path(NEWEST), newest[self][1])}
 
     def newest(self) -> tuple[int, float] | None:
         """Return the newest step on the farthest tier, which ranks share, and its date."""
@@ -280,9 +261,9 @@ class CkptCheckpoint(ModelCheckpoint):
         """
         assert self._manager is not None
         strategy, module = trainer.strategy, trainer.lightning_module
-        if which == _BEST:
+        if which == BEST:
             which = strategy.broadcast(self._best_step() if trainer.is_global_zero else 0)
-        step = None if which == _NEWEST else int(which)
+        step = None if which == NEWEST else int(which)
         carried, trains = _Carried({}), trainer.state.fn == TrainerFn.FITTING
         report = self._manager.restore(
             _state(strategy, carried) if trains else _state_of_model(strategy, carried),
@@ -347,15 +328,29 @@ class CkptCheckpoint(ModelCheckpoint):
             self._manager = CheckpointManager(self._tiers, **self._settings)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reserve memory for saves, and set the generators if an epoch continues."""
+        """Reserve memory for saves, and set the generators if an epoch continues.
+
+        Raises:
+            ConfigError: The training begins at an earlier step than the newest in its folder.
+        """
         super().on_train_start(trainer, pl_module)
         if self._rng is None:
             assert self._manager is not None
+            self._check_history(trainer, self._manager.steps())
             self._manager.prepare(_state(trainer.strategy, _Carried({})))
             return
         begin_next_epoch(trainer)
         if continues_epoch(trainer):
             self._set_rng()
+
+    def _check_history(self, trainer: Trainer, steps: list[int]) -> None:
+        newest = max(steps, default=0)
+        if newest > trainer.global_step and not getattr(trainer, "fast_dev_run", False):
+            raise ConfigError(
+                f"{self.root} holds step {newest} of an earlier training, which a restart would "
+                f"take before the steps after {trainer.global_step}: go on with "
+                "fit(ckpt_path='last'), or give this training a dirpath of its own"
+            )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the generators again if the loader begins a second time after a restore."""
@@ -428,6 +423,19 @@ class CkptCheckpoint(ModelCheckpoint):
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.close_after(error)
+
+
+def _refuse_unknown(save_last: object, settings: Settings) -> None:
+    """Refuse what only ``ModelCheckpoint`` knows, and settings that the manager does not know."""
+    for name, way in _REFUSED.items():
+        if name in settings:
+            raise ConfigError(f"CkptCheckpoint has no option {name}: {way}")
+    if save_last == "link":
+        raise ConfigError(
+            "save_last='link': ckpt makes no link to a step; use save_last=True, and resume with "
+            "ckpt_path='last'"
+        )
+    with_settings(SaveConfig(), settings)
 
 
 def _state(strategy: Strategy, carried: _Carried) -> dict[str, Any]:

@@ -1,0 +1,44 @@
+"""``load_from_checkpoint`` with the path that ``best_model_path`` gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt.errors import ConfigError
+from ckpt.integrations.lightning import CkptCheckpoint
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:lightning.*"),
+]
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", None])
+def test_load_from_checkpoint_takes_the_best_model_path(
+    nets: Any, tmp_path: Path, monitor: str | None
+) -> None:
+    class Configured(nets.Net):  # type: ignore[misc, name-defined]
+        def __init__(self, width: int = 16) -> None:
+            super().__init__(width)
+            self.save_hyperparameters()
+
+    callback = CkptCheckpoint(tmp_path / "a folder", monitor=monitor, save_last=True)
+    trained = Configured(8)
+    nets.fit(trained, callback)
+    path = callback.best_model_path
+    assert path.endswith("#8")
+    found = Configured.load_from_checkpoint(path, weights_only=True)
+    assert found.hparams["width"] == 8
+    assert found.state_dict().keys() == trained.state_dict().keys()
+    assert all(map(torch.equal, found.state_dict().values(), trained.state_dict().values()))
+
+
+def test_a_path_without_a_step_says_how_to_get_one(nets: Any, tmp_path: Path) -> None:
+    callback = CkptCheckpoint(tmp_path, monitor="val_loss")
+    with pytest.raises(ConfigError, match="ckpt export"):
+        nets.Net.load_from_checkpoint(callback.best_model_path)
