@@ -39,6 +39,7 @@ from ckpt.integrations.lightning_loops import (
     begin_next_epoch,
     continues_epoch,
     ends_epoch,
+    misses_plateau,
     more_follows,
 )
 from ckpt.integrations.lightning_paths import BEST, NEWEST, Candidate, path_of
@@ -339,6 +340,12 @@ class CkptCheckpoint(ModelCheckpoint):
             self._check_history(trainer, self._manager.steps())
             self._manager.prepare(_state(trainer.strategy, _Carried({})))
             return
+        if misses_plateau(trainer):
+            _log.warning(
+                "ckpt: ReduceLROnPlateau misses the epoch that ends at step %d, since Lightning "
+                "steps it after the save: the next losses may differ",
+                trainer.global_step,
+            )
         begin_next_epoch(trainer)
         if continues_epoch(trainer):
             self._set_rng()

@@ -47,3 +47,13 @@ def continues_epoch(trainer: Trainer) -> bool:
     """Return True if a restored training goes on within the epoch of its step."""
     loop = trainer.fit_loop
     return loop.restarted_mid_epoch or loop.restarted_on_epoch_end
+
+
+def misses_plateau(trainer: Trainer) -> bool:
+    """Return True if a restored step lacks a step of ``ReduceLROnPlateau``.
+
+    Lightning makes that step after the last hook of an epoch, and a resume does not make it.
+    """
+    return ends_epoch(trainer) and any(
+        each.reduce_on_plateau and each.interval == "epoch" for each in trainer.lr_scheduler_configs
+    )

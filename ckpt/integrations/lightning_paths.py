@@ -60,12 +60,12 @@ class _Places(AbstractFileSystem):  # type: ignore[misc]
         assert isinstance(path, Candidate)
         return datetime.fromtimestamp(path.saved_at, UTC)
 
-    def _open(self, path: str, mode: str = "rb", **how: Any) -> io.BytesIO:
+    def _open(self, path: str, mode: str = "rb", *more: Any, **how: Any) -> Any:
         """Return a file with the weights and the hyper-parameters, for ``load_from_checkpoint``.
 
         It holds no optimizer, so a trainer resumes with ``CkptCheckpoint``.
         """
-        del how
+        del more, how
         root, _, step = path.partition("#")
         if mode != "rb":
             raise ConfigError(f"{SCHEME}://{path} is a step of ckpt: it can only be read")

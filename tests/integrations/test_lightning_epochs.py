@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,25 @@ def test_max_steps_within_an_epoch_resumes(
     whole = train(nets, tmp_path / "whole", trigger, max_steps=12, **how)
     train(nets, tmp_path / "parts", trigger, max_steps=6, **how)
     assert train(nets, tmp_path / "parts", trigger, max_steps=12, **how) == after(whole, 6)
+
+
+@pytest.mark.parametrize("reduces", [True, False])
+def test_a_plateau_that_misses_an_epoch_is_named(
+    nets: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, reduces: bool
+) -> None:
+    class Plateau(nets.Net):  # type: ignore[misc, name-defined]
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 1e-2)
+            if not reduces:
+                return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"},
+            }
+
+    for epochs in (1, 2):
+        trainer = nets.trainer(CkptCheckpoint(tmp_path), epochs=epochs)
+        with caplog.at_level(logging.WARNING, "ckpt"):
+            trainer.fit(Plateau(), nets.shuffled(), nets.validation(), ckpt_path="last")
+    assert caplog.text.count("ReduceLROnPlateau misses the epoch that ends at step 4") == reduces
