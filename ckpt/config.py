@@ -148,6 +148,8 @@ class Tier:
         keep_best: Beside those, it keeps the steps with the best metric of
             ``save_async(metrics=...)``: ("loss", "min") for one step, ("accuracy", "max", 3) for
             three.
+        best_counts: Whether the best steps count among ``keep_last``, instead of beside them. The
+            newest step stays in any case.
         capacity: The most bytes that checkpoints may take, such as "200GB" or 200 << 30. Before a
             save would exceed it, the oldest steps are removed. The newest step is removed only if
             another tier has it. A step that a farther tier waits for is never removed.
@@ -172,6 +174,7 @@ class Tier:
     codec: str = NO_CODEC
     local: bool | None = None
     replicas: int = 0
+    best_counts: bool = False
 
     def __new__(cls, *args: object, **fields: object) -> Self:
         """Raise the error of ``ckpt.toml`` for unknown fields. The fields are set as for any
@@ -200,6 +203,8 @@ class Tier:
         check_retention(self.keep_last, self.keep_every, self.keep_best)
         if self.keep_best is not None:
             Best.of(self.keep_best)
+        if self.best_counts not in (True, False):
+            raise ConfigError(f"best_counts={shown(self.best_counts)}: give true or false")
         if self.capacity is not None:
             as_bytes("capacity", self.capacity)
         if self.required not in (None, True, False):

@@ -135,6 +135,7 @@ def _rule(
         keep_last=last,
         keep_every=tier.keep_every if keep_every is None else keep_every,
         keep_best=best,
+        best_counts=tier.best_counts,
     )
     if rule.keeps_all:
         raise ConfigError(

@@ -26,28 +26,28 @@ _NAME: Final = re.compile(r"checkpoint-([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Which steps ``save_total_limit`` keeps: this many of the newest, and the best.
+    """Which steps ``save_total_limit`` keeps: the newest ones, and the best among them.
 
     Attributes:
-        newest: The number of the newest; None for all.
+        limit: How many in all, if that is not less than the newest and the best; None for all.
         has_best: Whether there is a best step, which counts among the limit.
     """
 
-    newest: int | None
+    limit: int | None
     has_best: bool
 
     @classmethod
     def of(cls, limit: int | None, *, has_best: bool) -> Self:
-        """Read a limit as transformers does: a limit of 5 is the 4 newest and the best."""
-        if limit is None or limit <= 0:
-            return cls(None, has_best)
-        return cls(max(1, limit - has_best), has_best)
+        """Read a limit as transformers does, for which 0 is none."""
+        return cls(None if limit is None or limit <= 0 else limit, has_best)
 
     def apply(self, output_dir: str, step: int, best: str | None) -> None:
         """Remove the folders that go now that ``step`` is committed."""
-        if self.newest is not None:
-            newest = sorted(_folders(output_dir))[-self.newest :]
-            remove_folders(output_dir, keep={*newest, step, best and step_named(best)})
+        if self.limit is not None:
+            steps, kept = sorted(_folders(output_dir)), best and step_named(best)
+            is_older = kept is not None and kept in steps[: -self.limit]
+            newest = steps[-max(1, self.limit - is_older) :]
+            remove_folders(output_dir, keep={*newest, step, kept})
 
 
 def folder_of(output_dir: str, step: int) -> str:

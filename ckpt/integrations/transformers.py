@@ -442,11 +442,13 @@ class _Run:
 
 def _limited(tier: Tier, kept: Kept) -> Tier:
     """Return ``tier`` with the retention that the arguments ask for, beside its own."""
-    keep_last = tier.keep_last or kept.newest
+    keep_last = tier.keep_last or kept.limit
     if keep_last is None or tier.url == "memory":
         return tier
     best: tuple[str, Mode] | None = (BEST_STEP, "max") if kept.has_best else None
-    return replace(tier, keep_last=keep_last, keep_best=tier.keep_best or best)
+    counts = tier.best_counts or tier.keep_last is None
+    keep_best = tier.keep_best or best
+    return replace(tier, keep_last=keep_last, keep_best=keep_best, best_counts=counts)
 
 
 def _check_best(args: Any, tiers: Sequence[Tier]) -> None:

@@ -23,11 +23,13 @@ class Retention:
         keep_last: This many of the newest steps.
         keep_every: Beside them, every step that is a multiple of this number.
         keep_best: Beside them, the steps with the best metric.
+        best_counts: The best steps are among ``keep_last``, and not beside them.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
     keep_best: Best | None = None
+    best_counts: bool = False
 
     def __post_init__(self) -> None:
         check_retention(self.keep_last, self.keep_every, self.keep_best)
@@ -35,7 +37,12 @@ class Retention:
     @classmethod
     def of(cls, tier: Tier) -> Retention:
         """Return the policy of a tier."""
-        return cls(keep_last=tier.keep_last, keep_every=tier.keep_every, keep_best=tier.best)
+        return cls(
+            keep_last=tier.keep_last,
+            keep_every=tier.keep_every,
+            keep_best=tier.best,
+            best_counts=tier.best_counts,
+        )
 
     @property
     def keeps_all(self) -> bool:
@@ -56,9 +63,12 @@ def reasons(
             may have higher numbers.
     """
     numbers = sorted({ref.step for ref in committed}, reverse=True)
-    last = set(numbers if rule.keep_last is None else numbers[: rule.keep_last])
     every = {step for step in numbers if rule.keep_every and step % rule.keep_every == 0}
     best = set(_best(committed, rule.keep_best, metrics)) if rule.keep_best else set[int]()
+    most = len(numbers) if rule.keep_last is None else rule.keep_last
+    if rule.best_counts:
+        most = max(1, most - len(best - set(numbers[:most])))
+    last = set(numbers[:most])
     mine = newest(committed, own=own)
     why = {
         NEWEST: last,

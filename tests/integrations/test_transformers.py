@@ -308,13 +308,19 @@ class Graded:
     ("plan", "limit", "best", "kept"),
     [
         ({2: 1.0, 4: 3.0, 6: 2.0, 8: 3.0, 10: 0.5}, 2, 4, [4, 10]),  # of equal ones the first
-        ({2: 1.0, 4: 3.0, 6: 2.0, 8: 3.0, 10: 9.0}, 3, 10, [8, 10]),
+        ({2: 1.0, 4: 3.0, 6: 2.0, 8: 3.0, 10: 9.0}, 3, 10, [6, 8, 10]),
+        ({2: 1.0, 4: 2.0, 6: 3.0, 8: 4.0, 10: 9.0}, 2, 10, [8, 10]),
+        ({2: 1.0, 4: 2.0, 6: 3.0, 8: 9.0, 10: 4.0}, 3, 8, [6, 8, 10]),
         ({2: 7.0, 4: 3.0, 6: 2.0, 8: 3.0, 10: 1.0}, 1, 2, [2]),
     ],
 )
 def test_the_best_model_is_kept_and_loaded(
     tmp_path: Path, plan: dict[int, float], limit: int, best: int, kept: list[int]
 ) -> None:
+    plain = trainer(tmp_path / "plain", kind=Trainer, save_total_limit=limit, **BEST)
+    plain.compute_metrics = Graded(plain, plan)
+    plain.train()
+    assert folders(tmp_path / "plain") == kept
     trained = trainer(tmp_path, save_total_limit=limit, **BEST)
     graded = trained.compute_metrics = Graded(trained, plan)
     trained.train()
@@ -322,6 +328,7 @@ def test_the_best_model_is_kept_and_loaded(
     assert same(weights(trained), graded.seen[best])
     assert folders(tmp_path) == kept
     assert set(kept) <= set(steps(tmp_path))
+    assert len(steps(tmp_path)) <= max(limit, 2)
     assert metrics(tmp_path / "ckpt", best)["eval_made_up"] == plan[best]
 
 

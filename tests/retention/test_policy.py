@@ -40,6 +40,25 @@ def test_the_newest_stay_and_the_multiples():
     assert going(refs(0, 7), keep_last=1, keep_every=1000) == []  # 0 is a multiple of everything
 
 
+@pytest.mark.parametrize(
+    ("last", "best", "count", "gone"),
+    [
+        (3, 5, 1, [1, 2]),  # The best is among the newest
+        (3, 3, 1, [1, 2]),
+        (3, 1, 1, [2, 3]),
+        (1, 5, 1, [1, 2, 3, 4]),
+        (1, 2, 1, [1, 3, 4]),  # The newest stays in any case
+        (3, 1, 2, [2, 3]),
+        (9, 1, 1, []),
+    ],
+)
+def test_the_best_may_count_among_the_newest(last: int, best: int, count: int, gone: list[int]):
+    rule = Retention(keep_last=last, keep_best=Best("score", "max", count), best_counts=True)
+    scores = {ref: {"score": 9.0 if ref.step == best else ref.step / 9} for ref in refs(*range(6))}
+    committed = refs(1, 2, 3, 4, 5)
+    assert [ref.step for ref in doomed(committed, rule, scores)] == gone
+
+
 def test_two_attempts_at_a_step_stay_or_go_together():
     assert doomed([*refs(1, 2), *refs(1, 2, attempt="bb")], Retention(keep_last=1)) == [
         StepRef(1, "aa"),
