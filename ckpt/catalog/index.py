@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Final
 
 from ckpt.catalog.fragments import filled, load_fragment
@@ -36,6 +37,7 @@ _RETRY: Final = RetryPolicy()
 _LOOKED_AT: Final = 8
 """How many attempts an error asks for to name steps that are there. A store may be far."""
 _NAMED: Final = 5
+_STRANGERS: Final = 1000  # How many files of others are looked at
 
 
 def attempts(backend: StorageBackend) -> list[StepRef]:
@@ -162,6 +164,11 @@ def _newest_there(backend: StorageBackend, refs: Sequence[StepRef]) -> str:
     return f"; the newest {'are' if len(named) > 1 else 'is'} {', '.join(named)}"
 
 
+def _is_of_dcp(key: str) -> bool:
+    name = key.rpartition("/")[2]
+    return name == ".metadata" or name.endswith(".distcp")
+
+
 def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -> str:
     """Return what there is in the place of ``step`` (None: any). ``refs`` are the attempts
     there.
@@ -172,12 +179,18 @@ def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -
         return f"step {step} is not there{_newest_there(backend, refs)}"
     if refs:
         return f"{len(refs)} save(s) were begun, none was committed"
-    stranger = next((info for info in backend.list("") if info.key != OWNER), None)
-    if stranger is None:
+    strangers = [info.key for info in islice(backend.list(""), _STRANGERS) if info.key != OWNER]
+    if not strangers:
         return "it is empty, or does not exist"
-    *parents, _ = stranger.key.split("/")
+    if (of_dcp := min(filter(_is_of_dcp, strangers), default=None)) is not None:
+        return (
+            f"it holds files of torch.distributed.checkpoint, such as {of_dcp!r}: that reads them "
+            "with its own FileSystemReader, and ckpt import makes a step of such a folder"
+        )
+    stranger = strangers[0]
+    *parents, _ = stranger.split("/")
     if steps := next((index for index, name in enumerate(parents) if parse_folder(name)), 0):
         return (
             f"it holds no steps, but its folder {'/'.join(parents[:steps])!r} does: give that one"
         )
-    return f"it holds no steps, but other files, such as {stranger.key!r}: is this the right place?"
+    return f"it holds no steps, but other files, such as {stranger!r}: is this the right place?"

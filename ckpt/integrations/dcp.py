@@ -16,7 +16,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Unpack
 
@@ -38,16 +38,25 @@ from torch.futures import Future
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.torch_store import TorchStoreCoordinator
 from ckpt.catalog.candidates import Candidate
+from ckpt.catalog.index import attempts, instead_of
 from ckpt.config import SaveConfig, Settings, Tier
 from ckpt.coordination.single import SingleCoordinator, new_attempt
-from ckpt.errors import ConfigError, NoCheckpoint, RestoreError, ShapeMismatch
+from ckpt.errors import (
+    ConfigError,
+    HistoryHidden,
+    NoCheckpoint,
+    RestoreError,
+    ShapeMismatch,
+    StepExists,
+    StorageError,
+)
 from ckpt.errors.text import redact
 from ckpt.integrations.dcp_items import Entries, Path, gathered, leaves, state_of
 from ckpt.integrations.stored import Failed, fill, opened, reader_of
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.tiers import Tiers, as_tiers
+from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 State = dict[str, Any]
 
@@ -57,6 +66,10 @@ _BLOCKING: Final = StagingOptions(
     use_shared_memory=False,
     use_async_staging=False,
     use_non_blocking_copy=False,
+)
+_WAY_BACK: Final = (
+    "To go back with DCP, load the step with a CkptReader, and save with a "
+    "CkptWriter(..., after=reader)"
 )
 _last_token: Final[deque[str]] = deque(maxlen=1)
 """The token of the last save in this process. A plan with the same token comes from a cache."""
@@ -78,6 +91,24 @@ class _Order:
     world_size: int
     token: str
     spread: frozenset[Path]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A step that a `CkptReader` has loaded.
+
+    Attributes:
+        places: The tiers of the reader.
+        token: Distinguishes this load from all others.
+    """
+
+    ref: StepRef
+    places: frozenset[str]
+    token: str
+
+
+_continued: Final[dict[str, StepRef]] = {}
+"""The step that this process has saved last after a load, by the token of the load."""
 
 
 class _Root:
@@ -114,11 +145,14 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
     Args:
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
         step: The step that is saved.
+        after: The reader that has loaded the state, from one of these tiers. The steps after the
+            one that it has loaded may be saved again, as after ``CheckpointManager.restore``. A
+            reader that has loaded nothing changes nothing.
         config: How to save (`SaveConfig`). Fields may also be given as keywords.
 
     Raises:
-        ConfigError: From the save: a setting is wrong, or the planner cached its plan for another
-            writer. Nothing was written.
+        ConfigError: ``after`` has loaded from another place. From the save: a setting is wrong, or
+            the planner cached its plan for another writer. Nothing was written.
     """
 
     def __init__(
@@ -126,15 +160,23 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         tiers: Tiers,
         *,
         step: int | None = None,
+        after: CkptReader | None = None,
         config: SaveConfig | None = None,
         **settings: Unpack[Settings],
     ) -> None:
         self._tiers = as_tiers(tiers)
+        self._after = None if after is None else after.loaded
+        if self._after is not None and self._after.places.isdisjoint(_places(self._tiers)):
+            raise ConfigError(
+                f"after= has loaded step {self._after.ref.step} of another place than "
+                f"{self.checkpoint_id}: leave it out, since a step of another run hides none here"
+            )
         self._config, self._settings = config, settings
         self._step, self._once = step, step is not None
         self._asked: int | None = None
         self._manager: CheckpointManager | None = None
         self._world = (0, 0)  # Rank and number of ranks
+        self._attempt = ""  # The one of the manager
         self._stager: _Stager | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -251,6 +293,10 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
             fault, state = error, {"state": Failed(error)}
         try:
             manager.save(state, step if self._own_step is None else self._own_step)
+            self._note_saved(step)
+        except (HistoryHidden, StepExists) as error:
+            error.add_note(_WAY_BACK)
+            raise
         finally:
             if self._stager is not None:
                 self._stager.release(state)
@@ -270,7 +316,15 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
             self._manager = CheckpointManager(
                 self._tiers, config=self._config, coordinator=coordinator, **self._settings
             )
+            self._attempt = coordinator.attempt
+            if (after := self._after) is not None:
+                self._manager.continue_from(_continued.get(after.token, after.ref))
         return self._manager
+
+    def _note_saved(self, step: int) -> None:
+        """Note the step that the next manager continues from."""
+        if self._after is not None:
+            _continued[self._after.token] = StepRef(step, self._attempt)
 
     def _end(self) -> None:
         manager, self._manager = self._manager, None
@@ -327,7 +381,11 @@ class CkptReader(_Root, StorageReader):
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
         step: Which one; else the number at the end of ``checkpoint_id``, else the newest.
 
+    Attributes:
+        loaded: What the last load has read, for ``CkptWriter(after=...)``.
+
     Raises:
+        NoCheckpoint: From the load: there is no step, or not this one.
         RestoreError: From the load: ranks found different steps to be the newest.
         IntegrityError, StorageError: From the load: bytes are intact on no tier. Tensors may have
             been overwritten in part.
@@ -338,19 +396,47 @@ class CkptReader(_Root, StorageReader):
         self._step, self._asked = step, step
         self._ref: StepRef | None = None
         self._entries: Entries | None = None
+        self._fault: Exception | None = None
+        self.loaded: Loaded | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step that the last load has read; None if there was no load, or it has failed."""
+        return None if self.loaded is None else self.loaded.ref.step
+
+    def latest_step(self) -> int | None:
+        """Return the newest committed step, or None if there is none. Asks the tiers."""
+        with _opened(self._tiers, None) as (_, found):
+            return None if found is None else found.ref.step
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take the step from ``checkpoint_id``, if there is one."""
         asked = None if checkpoint_id is None else _step_of(checkpoint_id, self._tiers)
         self._asked = self._step if asked is None else asked
-        self._ref = self._entries = None
+        self._ref = self._entries = self.loaded = None
 
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return what the step holds, by the names of DCP."""
+    def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
+        """Return what the step holds, by the names of DCP.
+
+        Where this fails in a load, DCP asks with ``rank=`` for the metadata of one rank, and would
+        make an ``AssertionError`` of a second error. So that call returns none, and then
+        ``set_up_storage_reader`` raises the error.
+        """
+        if "rank" in kwargs and self._fault is not None:
+            return Metadata({}, planner_data={})
+        self._fault = self.loaded = None
+        try:
+            return self._metadata()
+        except Exception as error:
+            self._fault = error
+            raise
+
+    def _metadata(self) -> Metadata:
         with _opened(self._tiers, self._asked) as (backends, found):
             if found is None:
-                asked = "" if self._asked is None else f"step {self._asked} is not there"
-                raise NoCheckpoint(", ".join(each.url for each in backends), asked)
+                raise NoCheckpoint(
+                    ", ".join(each.url for each in backends), _instead(backends[0], self._asked)
+                )
             reader = reader_of(backends, found)
             self._entries = reader.whole(lambda outline: Entries(outline.manifest))
         self._ref = found.ref
@@ -359,7 +445,9 @@ class CkptReader(_Root, StorageReader):
         return metadata
 
     def set_up_storage_reader(self, *_: Any) -> None:
-        """Do nothing: ``read_metadata`` has found the step."""
+        """Raise the error of ``read_metadata``, which has looked for the step."""
+        if self._fault is not None:
+            raise self._fault
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return dataclasses.replace(plan, storage_data=self._ref)
@@ -389,6 +477,8 @@ class CkptReader(_Root, StorageReader):
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, _packed(self._entries.value(item.storage_index.fqn)))
+        assert self._ref is not None
+        self.loaded = Loaded(self._ref, _places(self._tiers), new_attempt())
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -425,6 +515,21 @@ def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> in
             f"out ({name!r}), since the tiers belong to the writer and the reader"
         )
     return int(number[1])
+
+
+def _places(tiers: Sequence[Tier]) -> frozenset[str]:
+    """Return what is equal for tiers in the same place, however their paths are written."""
+    return frozenset(
+        url.rstrip("/") if "://" in url else os.path.realpath(os.path.expanduser(url))
+        for url in urls_of(tiers)
+    )
+
+
+def _instead(backend: StorageBackend, step: int | None) -> str:
+    """Return what there is in the place of ``step`` (None: any)."""
+    with suppress(StorageError):
+        return instead_of(backend, attempts(backend), step)
+    return "" if step is None else f"step {step} is not there"
 
 
 @contextmanager

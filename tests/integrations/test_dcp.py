@@ -30,6 +30,8 @@ from ckpt.errors import (
     ChecksumMismatch,
     CkptError,
     ConfigError,
+    HistoryHidden,
+    NoCheckpoint,
     OutOfSpace,
     RestoreError,
     StepExists,
@@ -308,6 +310,90 @@ def test_a_step_is_saved_once(tmp_path):
     assert isinstance(again, StepExists)
 
 
+def save_step(writer: CkptWriter, step: int) -> None:
+    dcp.save({"t": torch.full((2,), step)}, checkpoint_id=f"step-{step}", storage_writer=writer)
+
+
+def with_steps(root: Path, *steps: int) -> None:
+    writer = CkptWriter(root)
+    for step in steps:
+        save_step(writer, step)
+    writer.close()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_run_goes_back_after_the_reader(tmp_path, monkeypatch, caplog, keeps):
+    with_steps(tmp_path, 5, 10, 15, 20)
+    monkeypatch.chdir(tmp_path.parent)
+    reader = CkptReader(tmp_path.name, step=10)  # The same place by another path
+    target = {"t": torch.zeros(2, dtype=torch.int64)}
+    dcp.load(target, storage_reader=reader)
+    assert reader.step == 10
+    writer = CkptWriter(tmp_path, after=reader)
+    for step in (15, 17):  # One that is there, and a new one
+        save_step(writer, step)
+        if not keeps:
+            writer.close()
+    again = error_of(lambda: save_step(writer, 15))
+    assert isinstance(again, StepExists), "the step was saved after the load"
+    save_step(writer, 21)
+    writer.close()
+    assert "holds step 20, and this job continues from step 10" in caplog.text
+    dcp.load(target, storage_reader=(newest := CkptReader(tmp_path)))
+    assert (newest.step, newest.latest_step()) == (21, 21)
+
+
+def test_a_reader_that_has_loaded_the_newest_step_gives_no_warning(tmp_path, caplog):
+    with_steps(tmp_path, 5, 10)
+    reader = CkptReader(tmp_path)
+    dcp.load({"t": torch.zeros(2, dtype=torch.int64)}, storage_reader=reader)
+    for step in (11, 12):
+        state = {"t": torch.full((2,), step)}
+        dcp.save(state, storage_writer=CkptWriter(tmp_path, step=step, after=reader))
+    assert "continues from" not in caplog.text
+
+
+@pytest.mark.parametrize(("step", "kind"), [(15, StepExists), (17, HistoryHidden)])
+def test_a_save_of_a_step_that_is_hidden_names_the_way_back(tmp_path, step, kind):
+    with_steps(tmp_path, 10, 15, 20)
+    dcp.load({"t": torch.zeros(2, dtype=torch.int64)}, storage_reader=CkptReader(tmp_path, step=10))
+    writer = CkptWriter(tmp_path)
+    with pytest.raises(CheckpointException, match=r"CkptWriter\(\.\.\., after=reader\)") as caught:
+        save_step(writer, step)
+    writer.close()
+    assert isinstance(caught.value.failures[0][0], kind)
+
+
+def test_a_step_of_another_place_is_no_way_back(tmp_path):
+    with_steps(tmp_path / "one", 10)
+    reader = CkptReader(tmp_path / "one")
+    CkptWriter(tmp_path / "two", after=reader)  # Nothing was loaded
+    dcp.load({"t": torch.zeros(2, dtype=torch.int64)}, storage_reader=reader)
+    with pytest.raises(ConfigError, match="after= has loaded step 10 of another place"):
+        CkptWriter(tmp_path / "two", after=reader)
+
+
+def test_a_load_from_an_empty_place_fails_with_no_checkpoint(tmp_path):
+    reader = CkptReader(tmp_path / "new")
+    assert (reader.latest_step(), reader.step) == (None, None)
+    error = error_of(lambda: dcp.load({"t": torch.zeros(2)}, storage_reader=reader))
+    assert isinstance(error, NoCheckpoint)
+    assert "it is empty, or does not exist" in str(error)
+    assert reader.step is None
+    with pytest.raises(NoCheckpoint):
+        CkptReader(tmp_path / "new").read_metadata()
+
+
+@pytest.mark.parametrize("below", ["", "step-10"])
+def test_a_folder_of_their_own_storage_is_named(tmp_path, below):
+    dcp.save({"t": torch.ones(2)}, checkpoint_id=tmp_path / "step-10", no_dist=True)
+    reader = CkptReader(tmp_path / below)
+    error = error_of(lambda: dcp.load({"t": torch.zeros(2)}, storage_reader=reader))
+    assert isinstance(error, NoCheckpoint)
+    assert "files of torch.distributed.checkpoint" in str(error)
+    assert "ckpt import" in str(error)
+
+
 def test_a_missing_step_says_what_there_is(tmp_path):
     dcp.save({"t": torch.ones(2)}, storage_writer=CkptWriter(tmp_path, step=3))
     with pytest.raises(CheckpointException, match="step 4 is not there"):
@@ -342,7 +428,13 @@ def test_an_empty_state_is_a_step(tmp_path):
 
 def test_the_lines_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(block("docs/integrations/dcp.md", "CkptWriter"), "dcp.md", "exec"), {})
+    page, names = "docs/integrations/dcp.md", {"dcp": dcp, "CkptReader": CkptReader}
+    names |= {"CkptWriter": CkptWriter, "state": {}}
+    exec(compile(block(page, "after=reader"), "dcp.md", "exec"), names)  # The first start
+    assert names["reader"].step is None
+    exec(compile(block(page, "AdamW"), "dcp.md", "exec"), names)
+    exec(compile(block(page, "after=reader"), "dcp.md", "exec"), names)
+    assert names["reader"].step == 1200
     with CheckpointManager("runs/gpt") as manager:
         assert manager.steps() == [1200]
 
