@@ -283,9 +283,7 @@ def _of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Jo
             "the ranks of a node are in several process namespaces, as containers have, and its "
             "agent sees only some of them: let them share one"
         )
-    # One agent verifies what all nodes share.
-    rate = job.scrub_mb_per_s if LEADER in here else 0.0
-    return msgspec.structs.replace(job, here=here, ranks=len(nodes.of), scrub_mb_per_s=rate)
+    return msgspec.structs.replace(job, here=here, ranks=len(nodes.of))
 
 
 def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str:

@@ -2,7 +2,8 @@
 damaged files again from a tier that has them intact.
 
 It removes nothing, and it may be killed at any instruction. Memory is left out, since its slots are
-overwritten by the next saves, and so are tiers that have the files of one node alone.
+overwritten by the next saves. If nodes have folders of their own, the agent of each node verifies
+the files of its ranks there, and the leader's agent verifies what the nodes share.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import Self
 from ckpt.agent.reports import REPORT_SECONDS, Ended, OnReport, Order, Verified, Verifying
 from ckpt.catalog.index import committed, is_committed
 from ckpt.catalog.mending import mend_step
+from ckpt.catalog.parts import copy_rank
 from ckpt.catalog.verify import Fault, StepFolder, VerifyReport, verify_step
+from ckpt.coordination.commit import LEADER
 from ckpt.errors import CkptError, RootInUse
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import StepRef, rank_of
 from ckpt.observe.journal import note_verified
 from ckpt.pipeline.pace import Pace
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import Claim
+from ckpt.retention.claim import Claim, job_of
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import OpenTier
@@ -33,10 +36,15 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, eq=False)
 class _Root:
-    """A tier that no other job has."""
+    """A tier that no other job has.
+
+    Attributes:
+        ranks: The ranks whose files are to be there, if it is the folder of one node; None for all.
+    """
 
     tier: OpenTier
     claim: Claim
+    ranks: frozenset[int] | None
 
 
 class Scrub:
@@ -77,7 +85,7 @@ class Scrub:
         """
         there: list[tuple[StepRef, _Root]] = []
         for tier in self._tiers:
-            if not tier.in_memory and not (self._job.here and tier.local):
+            if not tier.in_memory and self._verifies(tier):
                 self._attempt(tier, partial(self._find, tier, there))
         for ref, root in sorted(there, key=lambda one: (-one[0].step, one[1].tier.index)):
             if root.tier.url not in self._errors:
@@ -85,6 +93,11 @@ class Scrub:
         if self._errors:
             return Ended("failed", next(iter(self._errors.values())))
         return Ended("done")
+
+    def _verifies(self, tier: OpenTier) -> bool:
+        """Return whether this agent verifies a tier, and not that of another node."""
+        here = self._job.here
+        return not here or tier.local or LEADER in here
 
     def _attempt(self, tier: OpenTier, work: Callable[[], None]) -> None:
         """Do a part. Its failure costs no other tier."""
@@ -97,9 +110,12 @@ class Scrub:
 
     def _find(self, tier: OpenTier, there: list[tuple[StepRef, _Root]]) -> None:
         """Add to ``there`` the steps of a tier that are due."""
-        root = _Root(tier, Claim(tier.backend, self._job.owner))
+        ranks = frozenset(self._job.here) if self._job.here and tier.local else None
+        root = _Root(tier, Claim(tier.backend, self._job.owner), ranks)
         root.claim.use()
         refs = committed(tier.backend)
+        if ranks is not None:  # In an earlier job, the node may have had other ranks
+            refs = [ref for ref in refs if job_of(ref) == self._job.owner.attempt]
         there += [(ref, root) for ref in refs if f"{tier.url} {ref.folder}" not in self._known]
 
     def _scrub(self, root: _Root, ref: StepRef) -> None:
@@ -111,7 +127,8 @@ class Scrub:
             # a mended manifest or fragment may show more damage, which the next turn mends
             found |= fresh
             if is_committed(root.tier.backend, ref):
-                why = self._mend(root, ref, report.faults)
+                mend = self._mend if root.ranks is None else self._mend_part
+                why = mend(root, ref, report.faults)
             report = self._verify(root, ref)
         if not is_committed(root.tier.backend, ref):
             return
@@ -130,7 +147,8 @@ class Scrub:
             )
         )
         for tier in self._tiers:
-            note_verified(url, ref.step, damage, journal=tier.url)
+            if root.ranks is None or tier.local:  # The agents of all nodes have the journals
+                note_verified(url, ref.step, damage, journal=tier.url)
 
     def _verify(self, root: _Root, ref: StepRef) -> VerifyReport:
         reported, before = 0.0, 0
@@ -143,14 +161,19 @@ class Scrub:
                 reported = time.monotonic()
                 self._report(Verifying(ref.step, root.tier.url, done, total))
 
-        return verify_step(root.tier.backend, ref, workers=self._workers, on_progress=progress)
+        return verify_step(
+            root.tier.backend,
+            ref,
+            workers=self._workers,
+            on_progress=progress,
+            ranks=root.ranks,
+        )
 
     def _mend(self, root: _Root, ref: StepRef, faults: Sequence[Fault]) -> str:
         """Write damaged files again. Returns why some are not; empty if all are."""
         try:
-            others = [tier.backend for tier in self._tiers if tier is not root.tier]
             mend_step(
-                [store for store in others if _has(store, ref)],
+                self._others(root, ref),
                 StepFolder(root.tier.backend, ref, self._workers),
                 faults,
                 codec=root.tier.tier.codec,
@@ -162,6 +185,28 @@ class Scrub:
         except CkptError as error:
             return str(error)
         return ""
+
+    def _mend_part(self, root: _Root, ref: StepRef, faults: Sequence[Fault]) -> str:
+        """Write damaged files of the ranks of this node again. Returns as ``_mend`` does."""
+        others, folder = self._others(root, ref), StepFolder(root.tier.backend, ref, self._workers)
+        why = ""
+        for rank in {rank_of(key.rpartition("/")[2]) for key in _keys(faults) - {ref.manifest}}:
+            root.claim.confirm_removal()
+            codec, spend = root.tier.tier.codec, self._pace.spend
+            try:
+                copy_rank(others, folder, rank, codec, spend, is_damaged=True)
+            except CkptError as error:
+                why = why or str(error)
+        return why
+
+    def _others(self, root: _Root, ref: StepRef) -> list[StorageBackend]:
+        """Return the stores of the other tiers that have a step."""
+        others = [tier.backend for tier in self._tiers if tier is not root.tier]
+        return [store for store in others if _has(store, ref)]
+
+
+def _keys(faults: Sequence[Fault]) -> set[str]:
+    return {fault.key for fault in faults}
 
 
 def _has(store: StorageBackend, ref: StepRef) -> bool:

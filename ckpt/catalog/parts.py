@@ -160,9 +160,23 @@ class RankPart:
 
 
 def copy_rank(
-    sources: Sequence[StorageBackend], folder: StepFolder, rank: int, codec: str, on_bytes: OnBytes
+    sources: Sequence[StorageBackend],
+    folder: StepFolder,
+    rank: int,
+    codec: str,
+    on_bytes: OnBytes,
+    *,
+    is_damaged: bool = False,
 ) -> bool:
     """Copy the files of a rank from the first of ``sources`` that has them intact.
+
+    Args:
+        sources: The stores that may have the files, nearest first.
+        folder: The step in the other store.
+        rank: Whose files.
+        codec: That of the other store.
+        on_bytes: Called with the number of bytes just written.
+        is_damaged: Whether files that are there already are to be replaced.
 
     Returns:
         Whether something had to be copied.
@@ -175,7 +189,7 @@ def copy_rank(
     for source in sources:
         try:
             part = RankPart(replace(folder, backend=source), rank, codec)
-            if part.is_at(folder):
+            if not is_damaged and part.is_at(folder):
                 return False
             encoding = part.write_data(folder, on_bytes)
         except (IntegrityError, ObjectNotFound) as error:
@@ -183,8 +197,7 @@ def copy_rank(
             continue
         part.put_fragment(folder, encoding)
         return True
-    assert first is not None
-    raise first
+    raise first or ObjectNotFound(folder.ref.key(fragment_name(rank)))
 
 
 def copy_part(

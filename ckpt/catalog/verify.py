@@ -113,11 +113,21 @@ def verify_step(
     workers: Workers,
     on_progress: OnProgress | None = None,
     retry: RetryPolicy | None = None,
+    ranks: Collection[int] | None = None,
 ) -> VerifyReport:
     """Read all of a committed step and compare it with its checksums.
 
     Host memory: 16 MiB per worker, or its largest chunk if that is larger; of an encoded file that,
     and a chunk.
+
+    Args:
+        backend: The store.
+        ref: The step.
+        workers: The threads that read.
+        on_progress: Called with the bytes done and the bytes in all.
+        retry: How requests are retried.
+        ranks: The ranks whose files are to be there, if a node has a folder of its own; None for
+            all ranks.
 
     Raises:
         AccessDenied, TransientStorageError, FormatUnsupported: The store could not be asked, or its
@@ -138,6 +148,7 @@ def verify_step(
     parts = workers.run_all(
         partial(_fragment, folder, manifest, fragment, files.get(fragment.rank))
         for fragment in manifest.fragments
+        if ranks is None or fragment.rank in ranks
     )
     faults = [part for part in parts if isinstance(part, Fault)]
     try:
@@ -146,7 +157,8 @@ def verify_step(
         )
     except ManifestCorrupt as error:
         faults.append(fault_of(error))
-    data = manifest.stored_files().values()
+    files_there = manifest.stored_files().values()
+    data = [file for file in files_there if ranks is None or file.rank in ranks]
     data_faults, verified = verify_files(folder, data, on_progress=on_progress)
     return VerifyReport(
         ref=ref,

@@ -13,6 +13,7 @@ from ckpt.catalog.index import attempts
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, holders
 from tests.agent.two_nodes import Cluster, cluster, holds, listed
+from tests.kit.damage import flip
 from tests.kit.stores import whole
 from tests.kit.waiting import until
 from tests.servers import Server
@@ -89,6 +90,34 @@ def test_the_newest_step_in_memory_comes_to_the_folder_of_each_node(cluster: Clu
         assert not cluster.memory(node).exists()
     shutil.rmtree(cluster.shared)
     assert "from 3 [32]" in cluster.train(4, 4, "restore close").said[2]
+
+
+def test_each_agent_verifies_the_folder_of_its_node(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And takes what is damaged there from the shared tier."""
+    monkeypatch.setenv("CKPT_AGENT_SCRUB_SECONDS", "1")
+    near = {"url": str(cluster.folder / "node-NODE"), "local": True, "codec": "zstd"}
+    cluster.tiers[:] = [near, {"url": str(cluster.shared), "every": 2}]
+    cluster.train(1, 3, "kill")
+    cluster.await_end()
+    ours = [cluster.folder / f"node-{node}" for node in (0, 1)]
+    damaged = next(ours[1].glob("step-000000002.*/rank-00003.encoded"))
+    missing = next(ours[1].glob("step-000000003.*/rank-00002.encoded"))
+    whole_before = damaged.read_bytes(), missing.read_bytes()
+    flip(damaged)
+    missing.unlink()
+    assert until(lambda: (job := cluster.job(1)) is not None and job.scrub.mended == 2)
+    assert (damaged.read_bytes(), missing.read_bytes()) == whole_before
+    alone = next(ours[0].glob("step-000000001.*/rank-00000.encoded"))
+    flip(alone)  # The shared tier does not take this step
+    log = Path(cluster.places[0].log)
+    assert until(lambda: "no tier could mend it" in log.read_text())
+    assert "rank-00000.encoded its bytes were changed" in log.read_text()
+    assert "damaged" not in Path(cluster.places[1].log).read_text().replace("was damaged", "")
+    assert {path.name for path in ours[1].glob("step-*/rank-*")} == {
+        f"rank-0000{rank}.{kind}" for rank in (2, 3) for kind in ("encoded", "json")
+    }
 
 
 def test_a_folder_of_a_node_that_takes_no_files_holds_up_nothing(cluster: Cluster) -> None:
