@@ -32,6 +32,7 @@ _REMOVE: Final = b""
 _REMOVED: Final = b"removed\n"
 _FINISHED: Final = b"finished from outside of its job\n"
 _BROUGHT: Final = b"brought from a copy on another node\n"
+_TRIES: Final = 10
 
 
 def claim_for_finish(backend: StorageBackend, ref: StepRef) -> bool:
@@ -159,10 +160,11 @@ def clear_away(
 
 
 def _claim(backend: StorageBackend, key: str, content: bytes) -> bool:
-    with contextlib.suppress(ObjectExists):
-        backend.put(key, [content], if_absent=True)
-        return True
-    try:
-        return backend.head(key).size == len(content)
-    except ObjectNotFound:  # The marker was deleted just now, so its owner is done
-        return False
+    for _ in range(_TRIES):
+        with contextlib.suppress(ObjectExists):
+            backend.put(key, [content], if_absent=True)
+            return True
+        # If the marker was deleted just now, its owner is done, and the key is free again.
+        with contextlib.suppress(ObjectNotFound):
+            return backend.head(key).size == len(content)
+    return False

@@ -19,7 +19,14 @@ from ckpt.coordination.claim_marker import (
     release_marker,
 )
 from ckpt.coordination.owner import Owner, claim
-from ckpt.errors import CkptError, CommitError, OutOfSpace, StorageError, TransientStorageError
+from ckpt.errors import (
+    CkptError,
+    CommitError,
+    ObjectExists,
+    OutOfSpace,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.policy import Retention
@@ -56,6 +63,14 @@ def names(store) -> set[str]:
 def clear(store, rank: int, *, marked: bool = False) -> bool:
     names = REF.key(fragment_name(rank)), REF.key(data_name(rank))
     return clear_away(store, REF, *names, rank=rank if marked else None)
+
+
+def test_ranks_that_clear_away_at_once_leave_no_files(left):
+    """One of them deletes the marker that they share just after another one has found it."""
+    found = Rule(verb="put", key=f"{REF.claim_marker}$", nth=1, fault=Raise(ObjectExists))
+    assert clear(FaultyBackend(left, [found]), 1, marked=True)
+    assert clear(left, 0, marked=True)
+    assert names(left) == set()
 
 
 def finish(store) -> None:
