@@ -20,6 +20,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.errors import OutOfSpace
 from tests.kit.deadly import die_before_a_removal, die_in_the_save_of
 from tests.kit.stores import whole
+from tests.kit.waiting import until
 
 NUMBERS = 110_000  # 0.9 MB: with keep_last=1 two lie there for a while
 LARGE = 101
@@ -46,6 +47,8 @@ def job(root: Path, steps: range, kill: int | None, tier: Callable[[str], Tier])
     with CheckpointManager(tier(str(root))) as manager:
         for step in steps:
             manager.save(state(step), step, timeout=60)
+            if kill == 2:  # It removes older steps in the background, and is killed after that
+                assert until(lambda: taken(root) < 1.5 * NUMBERS * 8)
 
 
 def run(

@@ -207,8 +207,8 @@ def copy_part(
     on_bytes: OnBytes,
     confirm: Callable[[], None],
 ) -> None:
-    """Make a checkpoint of which ``source`` has the files of some ranks one of another store of the
-    same node. Both stores have no codec.
+    """Copy the files of some ranks from ``source`` to another store of the same node, and commit
+    the copy there. Both stores have no codec.
 
     Args:
         folder: The step in the other store.

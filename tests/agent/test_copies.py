@@ -279,7 +279,7 @@ def test_a_worker_that_is_silent_is_ended(
     wire.bytes_per_second = 0.0
     going.result(100)
     assert "TimeoutError" in caplog.text
-    assert not lent(place)
+    assert until(lambda: not lent(place))  # The kernel may take a while on a busy machine
     manager.close()
     assert listed(far) == [1, 2]
 
