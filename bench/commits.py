@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from bench.worlds import Job, World
-from ckpt.coordination.commit import Durable, encode
+from ckpt.coordination.commit_state_machine import Durable, encode
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import fragment_name

@@ -28,8 +28,7 @@ from ckpt.adapters.walk.prepare import PlanCache, growth_of
 from ckpt.agent.link import check_detach, register
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, SaveConfig, Settings, load_config, with_settings
-from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
 from ckpt.coordination.nodes import agree
 from ckpt.elastic.handled import ending_error

@@ -21,7 +21,7 @@ import torch
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PendingSave
 from ckpt.coordination.abort_reason import Aborted
-from ckpt.coordination.commit import Bounds, Durable, Failed
+from ckpt.coordination.commit_state_machine import Bounds, Durable, Failed
 from ckpt.coordination.committer import Committer, OneTier
 from ckpt.coordination.leaving import Leaving, who_left
 from ckpt.elastic import handled
@@ -461,7 +461,7 @@ def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
 
         def verdict(self, subject: str, *, timeout: float) -> bytes | None:
             if subject == "gone":
-                from ckpt.coordination.commit import encode
+                from ckpt.coordination.commit_state_machine import encode
 
                 self.world.messages[f"save/{ref.folder}", 1] = encode(Failed("its own reason"))
             return super().verdict(subject, timeout=timeout)

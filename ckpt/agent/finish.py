@@ -32,7 +32,7 @@ from ckpt.catalog.parts import copy_part
 from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.codec.registry import NO_CODEC
 from ckpt.config import Tier
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER
 from ckpt.coordination.owner import NO_PROCESS, Owner, process_started, read_owner
 from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError
 from ckpt.model.keys import OWNER, StepRef

@@ -18,8 +18,7 @@ from ckpt.agent.messages import Detach, Forget, Job, Process, fields_of
 from ckpt.agent.place import Place
 from ckpt.agent.reports import Verified
 from ckpt.config import AgentMode, SaveConfig, agent_folder, environment_for_agent
-from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, gather, leader_decides
 from ckpt.coordination.nodes import on_node
 from ckpt.coordination.owner import Owner, read_owner

@@ -20,7 +20,7 @@ from ckpt.catalog.index import committed, is_committed
 from ckpt.catalog.mending import mend_step
 from ckpt.catalog.parts import copy_rank
 from ckpt.catalog.verify import Fault, StepFolder, VerifyReport, verify_step
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER
 from ckpt.errors import CkptError, RootInUse
 from ckpt.model.keys import StepRef, rank_of
 from ckpt.observe.journal import note_verified

@@ -27,8 +27,8 @@ from typing import Final
 
 from ckpt.catalog.index import attempts, own_objects
 from ckpt.catalog.verify import OnProgress, StepFolder, size_faults, verify_files
+from ckpt.coordination.api import LEADER
 from ckpt.coordination.claim_marker import claim_for_finish, release_finish
-from ckpt.coordination.commit import LEADER
 from ckpt.coordination.committer import put_once
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CommitError, JobUnseen, ManifestCorrupt, RootInUse

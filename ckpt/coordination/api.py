@@ -7,7 +7,10 @@ a bound that they choose.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
+
+LEADER: Final = 0
+"""The rank that decides for all, and proposes the outcome of a commit."""
 
 
 class Coordinator(Protocol):

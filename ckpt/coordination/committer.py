@@ -14,7 +14,7 @@ import msgspec
 
 from ckpt.coordination.abort_reason import Aborted, abort_reason
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import (
+from ckpt.coordination.commit_state_machine import (
     Action,
     Await,
     Bounds,

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.errors import CommitTimeout
 
 

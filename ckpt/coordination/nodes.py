@@ -22,8 +22,7 @@ from typing import Final
 import msgspec
 
 from ckpt.config import Tls
-from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.committer import OneTier
 from ckpt.coordination.gather import Wait, gather, leader_decides
 from ckpt.coordination.long_message import drop, receive, send

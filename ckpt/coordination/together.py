@@ -13,8 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, leader_decides
 from ckpt.errors import CkptError, RestoreError, StorageError
 from ckpt.plan.reach import is_damage

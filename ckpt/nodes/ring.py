@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from ckpt.catalog.index import is_committed, own_objects, read_packed
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER
 from ckpt.errors import CkptError
 from ckpt.model.keys import MANIFEST, StepRef, data_name, is_fragment, rank_of
 from ckpt.model.manifest import Manifest

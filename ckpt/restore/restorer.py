@@ -27,8 +27,7 @@ from ckpt.adapters.match.selection import ALL, Selection
 from ckpt.adapters.match.sink import TensorSink
 from ckpt.catalog.candidates import candidates
 from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
-from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.owner import Owner
 from ckpt.coordination.together import Damaged, Together
 from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, RestoreError

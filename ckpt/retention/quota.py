@@ -13,8 +13,7 @@ from typing import Final
 import msgspec
 
 from ckpt.codec.registry import NO_CODEC
-from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, arrivals
 from ckpt.errors import CkptError, CommitTimeout, OutOfSpace
 from ckpt.model.keys import StepRef

@@ -22,8 +22,7 @@ from functools import partial
 from typing import Final
 
 from ckpt.config import SaveConfig, ranks_on_this_node
-from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, gather
 from ckpt.errors import CkptError, LeftToAgent, SaveSkipped, TensorChanged, ThreadLimit
 from ckpt.model.keys import StepRef

@@ -22,8 +22,7 @@ import msgspec
 
 from ckpt.adapters.walk.collect import Collected
 from ckpt.config import SaveConfig
-from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, gather, leader_decides
 from ckpt.coordination.leaving import Leaving
 from ckpt.errors import CkptError, SuspiciousState

@@ -19,8 +19,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import LEADER
+from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.errors import CkptError, CommitError, TierBehind
 from ckpt.model.keys import StepRef
 

@@ -15,9 +15,9 @@ from typing import Final, TypeVar
 from ckpt.catalog.index import attempts, is_committed
 from ckpt.config import SaveConfig
 from ckpt.coordination.abort_reason import Aborted, rebuild
-from ckpt.coordination.api import Coordinator
+from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.claim_marker import claim_rank_to_remove, clear_away
-from ckpt.coordination.commit import LEADER, Bounds, Durable, Failed, Unknown
+from ckpt.coordination.commit_state_machine import Bounds, Durable, Failed, Unknown
 from ckpt.coordination.committer import Committer, OneTier, Place, in_turn
 from ckpt.coordination.nodes import ManyNodes, on_node
 from ckpt.coordination.owner import Owner

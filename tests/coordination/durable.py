@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckpt.coordination.commit import Durable
+from ckpt.coordination.commit_state_machine import Durable
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack

@@ -21,7 +21,14 @@ from ckpt.catalog.finalize import finalize
 from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.claim_marker import clear_away
-from ckpt.coordination.commit import Bounds, Committed, Durable, Failed, Unknown, Verdict
+from ckpt.coordination.commit_state_machine import (
+    Bounds,
+    Committed,
+    Durable,
+    Failed,
+    Unknown,
+    Verdict,
+)
 from ckpt.coordination.committer import Committer, OneTier
 from ckpt.coordination.owner import Owner, claim, confirm
 from ckpt.errors import (

@@ -6,7 +6,7 @@ import uuid
 import pytest
 
 from ckpt.coordination.abort_reason import Aborted, abort_reason, rebuild
-from ckpt.coordination.commit import Bounds, Committed, Failed, Unknown
+from ckpt.coordination.commit_state_machine import Bounds, Committed, Failed, Unknown
 from ckpt.coordination.committer import Committer, OneTier, put_once
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import (

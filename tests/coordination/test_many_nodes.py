@@ -13,7 +13,7 @@ import pytest
 import ckpt.coordination.nodes
 from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import (
+from ckpt.coordination.commit_state_machine import (
     Bounds,
     Committed,
     Durable,
@@ -150,7 +150,7 @@ def test_without_the_leader_a_survivor_puts_it_where_it_can(
     world = World(3, patience=5)
     silent = world.coordinator(0)
     ManyNodes(OneTier(stores[0]), silent, NODES, name="tier0").offer(REF, messages[0].fragment)  # type: ignore[union-attr]
-    silent.post(f"tier0/{REF.folder}", ckpt.coordination.commit.encode(messages[0]))  # type: ignore[attr-defined]
+    silent.post(f"tier0/{REF.folder}", ckpt.coordination.commit_state_machine.encode(messages[0]))  # type: ignore[attr-defined]
     heard = commit(world, stores, messages, {1, 2})
     one, two = manifests(stores)
     assert one == two

@@ -14,7 +14,7 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.coordination.commit import Vote
+from ckpt.coordination.commit_state_machine import Vote
 from ckpt.coordination.committer import Committer
 from ckpt.errors import CommitError
 from ckpt.model.keys import StepRef

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ckpt import CheckpointManager, PerRank
 from ckpt.coordination import committer
-from ckpt.coordination.commit import Merge
+from ckpt.coordination.commit_state_machine import Merge
 from ckpt.errors import CommitError
 
 

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank
 from ckpt.coordination import committer
-from ckpt.coordination.commit import Gather, Merge, Put
+from ckpt.coordination.commit_state_machine import Gather, Merge, Put
 from ckpt.errors import CommitTimeout
 from ckpt.pending import PendingSave
 from ckpt.save.rank_files import RankFiles

@@ -24,10 +24,10 @@ from typing import Any, Final
 import msgspec
 
 from ckpt.coordination.abort_reason import Aborted, abort_reason
+from ckpt.coordination.api import LEADER
 from ckpt.errors import CommitTimeout, PeerFailed
 from ckpt.model.manifest import FragmentRef
 
-LEADER: Final = 0
 _FEW: Final = 8
 """Ranks below this number look for work by themselves when the leader is late."""
 

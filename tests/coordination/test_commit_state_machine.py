@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.coordination.abort_reason import Aborted, abort_reason
-from ckpt.coordination.commit import (
+from ckpt.coordination.commit_state_machine import (
     Await,
     Bounds,
     CommitMachine,
