@@ -16,6 +16,7 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import StorageError
+from ckpt.processes import Process, namespace
 from ckpt.staging import slot_files
 from ckpt.staging.slots import SlotPool
 from ckpt.storage.tiers import urls_of
@@ -204,19 +205,19 @@ def test_a_slot_that_another_user_pretends_to_have_is_not_counted() -> None:
     """The name of a slot tells a process; whose file it is tells the file."""
 
     def pretend() -> str:
-        path = f"/dev/shm/ckpt-slot-{os.getppid()}-{slot_files._started(os.getppid())}-9-{slot_files.namespace()}.abc"  # noqa: E501
+        path = f"/dev/shm/ckpt-slot-{os.getppid()}-{Process.of(os.getppid()).started}-9-{namespace()}.abc"  # noqa: E501
         Path(path).write_bytes(b"x" * 4096)
         return path
 
     path = act_as(ATTACKER, pretend)
     try:
-        assert os.path.basename(path) not in [name for name, _, _ in slot_files._slot_files()]
+        assert os.path.basename(path) not in [name for name, _ in slot_files._slot_files()]
     finally:
         os.unlink(path)
 
 
 def test_a_file_of_another_user_that_looks_like_a_dead_slot_is_left_alone() -> None:
-    path = f"/dev/shm/ckpt-slot-{os.getpid()}-1-9-{slot_files.namespace()}.abc"
+    path = f"/dev/shm/ckpt-slot-{os.getpid()}-1-9-{namespace()}.abc"
     act_as(ATTACKER, lambda: Path(path).touch())
     try:
         SlotPool(1).close()

@@ -1,65 +1,38 @@
-"""Whatever a test starts must not outlive it, least of all when it fails."""
+"""The identity of a process."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
+import sys
 
-import psutil
-import pytest
-
-from tests.kit.worlds import run_code
-from tests.processes import ended, run
-
-FAMILY = ["sh", "-c", "setsid sleep 60 & echo $!; wait"]
-"""As torchrun: its worker has a session of its own."""
+from ckpt.processes import Process
 
 
-ORPHANS = ["sh", "-c", "setsid sleep 60 & echo $!; kill -9 $$"]
-"""As torchrun when it is killed, or crashes."""
+def test_a_process_lives_until_it_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        process = Process.of(child.pid)
+        assert process.lives
+        assert process.parent == os.getpid()
+        assert process.started >= Process.of(os.getpid()).started
+        child.communicate(b"\n")
+        assert not process.lives
+        assert process.parent == -1
 
 
-@pytest.mark.parametrize("family", [FAMILY, ORPHANS])
-def test_a_test_that_fails_leaves_neither_the_process_nor_what_it_has_started(
-    family: list[str],
-) -> None:
-    process = subprocess.Popen(family, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-
-    def fails() -> None:
-        with ended(process):
-            workers.append(int(process.stdout.readline()))  # type: ignore[union-attr]
-            if family is ORPHANS:
-                process.wait(10)
-            assert psutil.pid_exists(workers[0])
-            raise ZeroDivisionError
-
-    workers: list[int] = []
-    with pytest.raises(ZeroDivisionError):
-        fails()
-    assert process.returncode == -9
-    assert process.stdout.closed
-    assert not psutil.pid_exists(workers[0])
+def test_a_process_that_waits_for_its_parent_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        process = Process.of(child.pid)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not process.lives
 
 
-@pytest.mark.parametrize("family", [FAMILY, ORPHANS])
-def test_what_takes_too_long_is_told_with_what_it_has_said_and_ended(family: list[str]) -> None:
-    """Also where only those live that the process has started: they hold its output open."""
-    with pytest.raises(pytest.fail.Exception, match="not at its end after 1 s") as told:
-        run(family, timeout=1)
-    assert not psutil.pid_exists(int(str(told.value).split()[-1]))
+def test_another_process_with_the_same_number_is_not_the_same() -> None:
+    me = Process.of(os.getpid())
+    assert me.lives
+    assert not Process(me.pid, me.started - 1).lives
 
 
-def test_a_test_that_is_interrupted_leaves_no_answer_to_the_next_one() -> None:
-    def interrupt(*_: object) -> None:
-        raise ZeroDivisionError
-
-    sleeper = "import os, sys, time; os.kill(int(sys.argv[1]), 10); time.sleep(60)"
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        with pytest.raises(ZeroDivisionError):
-            run_code(sleeper, os.getpid())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert run_code("print('whole')") == "whole\n"
+def test_a_number_without_a_process_has_no_start() -> None:
+    assert Process.of(2**31 - 1) == Process(2**31 - 1, 0)
+    assert not Process(2**31 - 1, 0).lives

@@ -16,16 +16,15 @@ from ckpt.agent.messages import (
     FileFailed,
     Job,
     Lent,
-    Process,
     Progress,
 )
 from ckpt.agent.place import Place
 from ckpt.config import SaveConfig
 from ckpt.coordination.abort_reason import rebuild
-from ckpt.coordination.owner import process_started
 from ckpt.errors import AgentError, OutOfSpace, TransientStorageError
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.writer import OnBytes
+from ckpt.processes import Process
 from ckpt.storage.tiers import OpenTier
 
 _SILENCE_SECONDS: Final = 30.0
@@ -145,7 +144,7 @@ def _kill(process: Process) -> None:
     with suppress(OSError):
         descriptor = os.pidfd_open(process.pid)
         try:
-            if process_started(process.pid) == process.started:
+            if process.lives:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 ended = select.poll()
                 ended.register(descriptor, select.POLLIN)

@@ -22,7 +22,6 @@ from ckpt.agent.messages import (
     FileCopied,
     FileFailed,
     Lent,
-    Process,
     Progress,
     receive,
     send,
@@ -33,11 +32,11 @@ from ckpt.catalog.parts import RankPart
 from ckpt.catalog.verify import StepFolder
 from ckpt.config import Tier
 from ckpt.coordination.abort_reason import abort_reason
-from ckpt.coordination.owner import process_started
 from ckpt.errors import AgentError, CkptError
 from ckpt.model.keys import parse_folder
 from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes
+from ckpt.processes import Process
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 
@@ -82,8 +81,7 @@ class _Service:
         """Serve until the trainer asks for nothing more. Raises ``EOFError`` or ``OSError`` if it
         has left.
         """
-        me = os.getpid()
-        send(self._connection, Lent(Process(me, process_started(me) or 0)))
+        send(self._connection, Lent(Process.of(os.getpid())))
         while self._connection in self._ready(_IDLE_SECONDS):
             request = msgspec.msgpack.decode(receive(self._connection), type=CopyFile)
             send(self._connection, self._copy(request))

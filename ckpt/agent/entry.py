@@ -12,13 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from ckpt.agent.messages import Job, JobStatus, Process, urls_of
+from ckpt.agent.messages import Job, JobStatus, urls_of
 from ckpt.agent.place import Lock, Place
 from ckpt.agent.reports import Copied, Copying, Ended, Order, Report
 from ckpt.agent.worker import Worker
-from ckpt.coordination.owner import process_started
 from ckpt.errors import AgentError
 from ckpt.errors.text import redact
+from ckpt.processes import Process
 from ckpt.storage.places import relation
 
 _FIRST_PAUSE_SECONDS: Final = 5.0
@@ -187,7 +187,7 @@ def _descriptors(processes: tuple[Process, ...]) -> set[int]:
         for process in processes:
             with suppress(ProcessLookupError):
                 descriptor = os.pidfd_open(process.pid)
-                if process_started(process.pid) != process.started:  # the number has a new bearer
+                if not process.lives:  # Another process has its number
                     os.close(descriptor)
                     continue
                 found.add(descriptor)

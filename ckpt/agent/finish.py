@@ -33,7 +33,7 @@ from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.codec.registry import NO_CODEC
 from ckpt.config import Tier
 from ckpt.coordination.api import LEADER
-from ckpt.coordination.owner import NO_PROCESS, Owner, process_started, read_owner
+from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
 from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.readable import rank_list
@@ -135,7 +135,7 @@ class Finish:
         """Bring the part of each step that this node has. If all ranks of the job have ended, the
         agent of the leader's node does the rest on the tiers that all nodes share.
         """
-        if any(process_started(each.pid) == each.started for each in self._job.processes):
+        if any(each.lives for each in self._job.processes):
             raise CommitError(
                 "processes of the job live on this node: its steps wait for their end"
             )
@@ -235,9 +235,7 @@ class Finish:
     def _has_died(self) -> bool:
         """Return whether no process of the job lives, on any node."""
         processes = self._job.processes
-        return len(processes) == self._job.ranks and not any(
-            process_started(each.pid) == each.started for each in processes
-        )
+        return len(processes) == self._job.ranks and not any(each.lives for each in processes)
 
     def _discard(self, root: _Root) -> None:
         """Free what the job was writing when it died: the copies may need the room."""

@@ -14,7 +14,7 @@ import msgspec
 
 from ckpt.agent.client import Connection, connect, reach
 from ckpt.agent.copier import AgentCopier
-from ckpt.agent.messages import Detach, Forget, Job, Process, fields_of
+from ckpt.agent.messages import Detach, Forget, Job, fields_of
 from ckpt.agent.place import Place
 from ckpt.agent.reports import Verified
 from ckpt.config import AgentMode, SaveConfig, agent_folder, environment_for_agent
@@ -25,6 +25,7 @@ from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AgentError, CkptError, ConfigError
 from ckpt.events import Event, StepVerified
 from ckpt.pipeline.workers import Workers
+from ckpt.processes import Process
 from ckpt.storage.places import is_folder
 from ckpt.storage.registry import scheme_of
 from ckpt.storage.tiers import Nodes, OpenTier

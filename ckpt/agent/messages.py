@@ -20,6 +20,7 @@ from ckpt.config import Tier
 from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.owner import Owner
 from ckpt.errors import AgentError
+from ckpt.processes import Process
 from ckpt.version import __version__
 
 PROTOCOL: Final = 5
@@ -45,13 +46,6 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
     at_once: bool = False
     keep_memory: bool = False
-
-
-class Process(msgspec.Struct, frozen=True):
-    """A process of this machine. No other process has the same ``pid`` and start time."""
-
-    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-    started: int
 
 
 class Job(msgspec.Struct, frozen=True, tag="job"):

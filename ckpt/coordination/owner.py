@@ -19,6 +19,7 @@ import msgspec
 
 from ckpt.errors import LinkRefused, ObjectNotFound, RootInUse, RootLost
 from ckpt.model.keys import OWNER
+from ckpt.processes import Process, machine
 from ckpt.storage.api import Rooted, StorageBackend
 
 _LIMIT = 64 << 10
@@ -54,13 +55,13 @@ class Owner(msgspec.Struct, frozen=True):
     @classmethod
     def here(cls, attempt: str) -> Owner:
         """Return the owner that stands for this process."""
-        pid = os.getpid()
+        me = Process.of(os.getpid())
         return cls(
             attempt=attempt,
             host=socket.gethostname(),
-            machine=_machine(),
-            pid=pid,
-            started=process_started(pid) or 0,
+            machine=machine(),
+            pid=me.pid,
+            started=me.started,
             run=_run(),
             # Torchrun sets this variable for its workers.
             restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # noqa: TID251
@@ -69,7 +70,7 @@ class Owner(msgspec.Struct, frozen=True):
     @property
     def alive(self) -> bool:
         """Whether the process is known to live. False if it is on another machine."""
-        return self.machine == _machine() and process_started(self.pid) == self.started
+        return self.machine == machine() and Process(self.pid, self.started).lives
 
     def went_before(self, other: Owner) -> bool:
         """Return True if ``other`` is of a later start of the same run.
@@ -82,7 +83,7 @@ class Owner(msgspec.Struct, frozen=True):
         """Return True if its processes are known to have ended, and to have begun before those of
         ``job``.
         """
-        if self.machine != _machine():
+        if self.machine != machine():
             return self.went_before(job)
         return not self.alive and self.machine == job.machine and self.started < job.started
 
@@ -102,7 +103,7 @@ class Owner(msgspec.Struct, frozen=True):
     @property
     def is_unknown(self) -> bool:
         """Whether it is on another machine, so that this process cannot know if it lives."""
-        return self.machine != _machine()
+        return self.machine != machine()
 
     def __str__(self) -> str:
         return f"attempt {self.attempt}, process {self.pid} on {self.host}"
@@ -208,21 +209,3 @@ def _run() -> str:
     # Torchrun sets this variable for its workers.
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")  # noqa: TID251
     return "" if name == "none" else name  # Torchrun's name for a run without one
-
-
-def _machine() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return socket.gethostname()
-
-
-def process_started(pid: int) -> int | None:
-    """Return the start time of a process, or None if it does not exist or is a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])

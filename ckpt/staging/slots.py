@@ -21,6 +21,7 @@ from typing import Protocol
 
 from ckpt.errors import CommitError, HostMemoryExhausted
 from ckpt.locks import Condition
+from ckpt.processes import namespace
 from ckpt.staging import slot_files
 from ckpt.staging.budget import Budget, Room, decide, measure
 from ckpt.staging.slot import NotWanted, Slot, SlotLost, capacity_of
@@ -333,7 +334,7 @@ class SlotPool:
 
     def _new(self, nbytes: int) -> Slot:
         if self._budget is None or self._budget.shared:
-            name = f"{next(self._serials)}-{slot_files.namespace()}.{time.monotonic_ns():x}"
+            name = f"{next(self._serials)}-{namespace()}.{time.monotonic_ns():x}"
             path = f"{slot_files.SHM}/{slot_files.own_prefix()}-{name}"
             try:
                 return Slot(nbytes, path, self._is_open)

@@ -14,9 +14,10 @@ import pytest
 
 from ckpt import Tier
 from ckpt.agent.client import status
-from ckpt.agent.messages import AgentStatus, Job, JobStatus, Process
+from ckpt.agent.messages import AgentStatus, Job, JobStatus
 from ckpt.agent.place import Place
-from ckpt.coordination.owner import Owner, process_started
+from ckpt.coordination.owner import Owner
+from ckpt.processes import Process
 from ckpt.storage.tiers import urls_of
 from tests.kit.waiting import until
 
@@ -55,7 +56,7 @@ def holders(place: Place, name: str) -> list[int]:
 def job(attempt: str = "abc", pid: int | None = None) -> Job:
     """A job of this process, or of another one."""
     found = os.getpid() if pid is None else pid
-    process = Process(found, process_started(found) or 0)
+    process = Process.of(found)
     tier = {"url": f"/nowhere/{attempt}"}
     return Job(
         owner=Owner.here(attempt),

@@ -13,7 +13,6 @@ from ckpt.agent.messages import (
     MOST_BYTES,
     AskStatus,
     Job,
-    Process,
     Request,
     Stop,
     encode,
@@ -23,6 +22,7 @@ from ckpt.agent.messages import (
 )
 from ckpt.coordination.owner import Owner
 from ckpt.errors import AgentError
+from ckpt.processes import Process
 
 TIERS = (
     Tier("/a", keep_last=2, keep_best=("loss", "min", 3), capacity="1GB", codec="zstd"),

@@ -23,7 +23,6 @@ from ckpt.agent.messages import (
     VERSION,
     AskStatus,
     Detach,
-    Process,
     Stop,
     Welcome,
     encode,
@@ -31,6 +30,7 @@ from ckpt.agent.messages import (
 )
 from ckpt.agent.place import Place
 from ckpt.errors import AgentError
+from ckpt.processes import Process
 from tests.agent.conftest import holders, job, job_of
 from tests.cli.conftest import Cli, cli
 from tests.kit.waiting import until
