@@ -68,7 +68,8 @@ def as_bytes(name: str, value: int | str) -> int:
     if match is not None:
         number, prefix, binary = match.groups()
         power = " kmgtp".index(prefix.lower() or " ")
-        value = round(float(number) * (1024 if binary else 1000) ** power)
+        # Hundreds of digits give an infinite float, which ``round`` refuses.
+        value = round(min(float(number), 2.0**100) * (1024 if binary else 1000) ** power)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 60:
         raise ConfigError(
             f"{name}={shown(value)}: give a size above 0, such as '200GB', '64GiB', or bytes"

@@ -138,14 +138,11 @@ OPTIONAL_PACKAGES |= {"obstore", "s3fs"}
 LATE_IMPORTS = {
     "backends/ckpt_backends/fsspec_bridge.py": {"fsspec"},  # slow: only foreign schemes need it
     "backends/ckpt_backends/gcs.py": {"fsspec"},
-    "ckpt/cli/agent.py": {"ckpt"},  # each action needs a part of ckpt.agent
     "ckpt/cli/diff.py": {"ckpt"},  # torch: only --values needs it
     "ckpt/cli/export.py": {"ckpt"},  # torch: --help does not need it
     "ckpt/cli/import_.py": {"ckpt"},
     "ckpt/cli/main.py": {"ckpt", "os"},  # --help needs none of it
     "ckpt/cli/output.py": {"rich"},  # a bar is shown on terminals only
-    "ckpt/cli/serve.py": {"ckpt"},  # --help needs no web server
-    "ckpt/cli/top.py": {"ckpt", "rich"},
     "ckpt/model/encoding.py": {"zstandard"},
     "ckpt/model/packed.py": {"zstandard"},
     "ckpt/storage/registry.py": {"fsspec"},  # slow: only foreign schemes need it

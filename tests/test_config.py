@@ -218,6 +218,12 @@ def test_replicas_that_cannot_be_kept(fields: dict[str, Any], words: str) -> Non
         Tier("/nvme", local=True, **fields)
 
 
+@pytest.mark.parametrize("capacity", [0, True, "much", "-1GB", "9" * 400, "2000000TB"])
+def test_a_capacity_is_a_size(capacity: Any) -> None:
+    with pytest.raises(ConfigError, match="such as '200GB'"):
+        Tier("/nvme", capacity=capacity)
+
+
 @pytest.mark.parametrize("rate", [0, -1, float("inf"), "fast"])
 def test_a_rate_of_copies_is_a_positive_number(rate: Any) -> None:
     with pytest.raises(ConfigError, match="replicate_mb_per_s"):

@@ -16,7 +16,6 @@ from ckpt.cli.options import (
     PlaceArgument,
     RootOption,
     one_place,
-    places,
     seconds,
 )
 from ckpt.config import resolve_tier
@@ -64,7 +63,7 @@ def advise(
       ckpt advise runs/gpt --failures-per-day 2 --restart 3m
       ckpt advise runs/gpt --drag 0.1s --json
     """
-    place = one_place(places([where] if where else None, [root] if root else None))
+    place = one_place([where] if where else None, root)
     url = resolve_tier(place, config).url
     records = JournalReader(url).read()
     if not records:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
 
+from ckpt.agent.__main__ import run
+from ckpt.agent.client import connect, reach, status
+from ckpt.agent.messages import AgentStatus, JobStatus, ScrubStatus, Stop, Stopped
+from ckpt.agent.place import Place
 from ckpt.cli import output
 from ckpt.cli.options import LATEST, ConfigFileOption, JsonOption, is_step
+from ckpt.cli.prefetch import prefetch
 from ckpt.errors import AgentError, ConfigError
-
-if TYPE_CHECKING:
-    from ckpt.agent.messages import AgentStatus, JobStatus, ScrubStatus
+from ckpt.storage.registry import stores_in_memory
 
 
 class Action(StrEnum):
@@ -96,7 +99,10 @@ def agent(
         raise ConfigError("--now belongs to ckpt agent stop")
     match action:
         case Action.run:
-            _run(idle)
+            if not run(idle):
+                raise AgentError(
+                    "an agent of this user already runs on this node: ckpt agent status"
+                )
         case Action.start:
             _start(as_json=json)
         case Action.status:
@@ -107,28 +113,10 @@ def agent(
             if not is_step(step):
                 raise ConfigError(f'--step {step}: give the number of a step, or "latest"')
             number = None if step == LATEST else int(step)
-            _prefetch(url, to or [], number, config, as_json=json)
-
-
-def _prefetch(
-    url: str | None, to: list[str], step: int | None, config: str | None, *, as_json: bool
-) -> None:
-    from ckpt.cli.prefetch import prefetch
-
-    prefetch(url, to, step, config, as_json=as_json)
-
-
-def _run(idle: float | None) -> None:
-    from ckpt.agent.__main__ import run
-
-    if not run(idle):
-        raise AgentError("an agent of this user already runs on this node: ckpt agent status")
+            prefetch(url, to or [], number, config, as_json=json)
 
 
 def _start(*, as_json: bool) -> None:
-    from ckpt.agent.client import reach
-    from ckpt.agent.place import Place
-
     found = reach(Place.of_this_user())
     found.close()
     if as_json:
@@ -138,9 +126,6 @@ def _start(*, as_json: bool) -> None:
 
 
 def _status(*, as_json: bool) -> None:
-    from ckpt.agent.client import status
-    from ckpt.agent.place import Place
-
     place = Place.of_this_user()
     found = status(place)
     if found is None:
@@ -193,10 +178,6 @@ def _what(job: JobStatus) -> str:
 
 
 def _stop(*, at_once: bool, as_json: bool) -> None:
-    from ckpt.agent.client import connect
-    from ckpt.agent.messages import Stop, Stopped
-    from ckpt.agent.place import Place
-
     found, last = connect(Place.of_this_user()), Stopped()
     if found is not None:
         try:
@@ -217,8 +198,6 @@ def _stop(*, at_once: bool, as_json: bool) -> None:
 
 def _unfinished(jobs: tuple[JobStatus, ...]) -> str:
     """Say what the agent has not finished, and which memory is still taken."""
-    from ckpt.storage.registry import stores_in_memory
-
     there = set(stores_in_memory())
     unfinished: list[str] = []
     for job in jobs:

@@ -88,7 +88,7 @@ def diff(
     with ExitStack() as stack:
         one = stack.enter_context(_reader(a, first, timeout))
         two = stack.enter_context(_reader(b or a, second, timeout))
-        with output.steps("comparing") as bar:
+        with output.progress("comparing", in_bytes=False) as bar:
             found = compare(one, two, on_name=bar)
         far = _far(one, two, found.values) if values else {}
         plain = _plain(one, two)
@@ -113,7 +113,7 @@ def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]
     from ckpt.exchange.values import max_difference
 
     found: dict[str, float] = {}
-    with output.steps("reading") as bar:
+    with output.progress("reading", in_bytes=False) as bar:
         for done, name in enumerate(names):
             found[name] = max_difference(one, two, name)
             bar(done + 1, len(names))

@@ -11,6 +11,7 @@ import typer
 from ckpt.catalog.index import find, read_manifest
 from ckpt.catalog.reading import StepReader
 from ckpt.catalog.verify import Meter
+from ckpt.checks import as_bytes
 from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
@@ -20,7 +21,6 @@ from ckpt.cli.options import (
     naming_a_removed,
     naming_the_one_before,
     open_root,
-    size_bytes,
     source_and_other,
     workers_for,
 )
@@ -128,7 +128,7 @@ def export(
             ExportOptions(
                 globs=name or (),
                 strip=strip,
-                max_shard_bytes=size_bytes("--max-shard-size", max_shard_size)
+                max_shard_bytes=as_bytes("--max-shard-size", max_shard_size)
                 if max_shard_size
                 else None,
             ),

@@ -16,7 +16,6 @@ from ckpt.cli.options import (
     RootOption,
     TimeoutOption,
     one_place,
-    places,
 )
 from ckpt.cli.watched import open_watched
 from ckpt.config import resolve_tier
@@ -92,7 +91,7 @@ def import_(
     """
     from ckpt.exchange.imports import ForeignCheckpoint, import_checkpoint
 
-    tier = resolve_tier(one_place(places([where] if where else None, [root] if root else None)))
+    tier = resolve_tier(one_place([where] if where else None, root))
     store = open_watched(tier.url, tier.options, timeout)
     foreign = ForeignCheckpoint(
         path=source,

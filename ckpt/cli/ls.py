@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
@@ -19,10 +18,9 @@ from ckpt.cli.options import (
     ConfigOption,
     JsonOption,
     PlacesArgument,
-    Reached,
     RootsOption,
     TimeoutOption,
-    at_once,
+    ask_each,
     open_each,
     places,
 )
@@ -31,6 +29,7 @@ from ckpt.errors import CkptError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.patterns import LEFT_OUT
 from ckpt.model.values import parse
+from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend, stores_in_memory
 from ckpt.storage.tiers import urls_of
 
@@ -73,18 +72,21 @@ def ls(
       ckpt ls s3://bucket/run42 --json | jq '.steps[-1].step'
     """
     roots = places(where, root)
-    reached_tiers = open_each(roots, config, timeout=timeout)
-    tiers = at_once([partial(_look, reached) for reached in reached_tiers])
+    answers = ask_each(open_each(roots, config, timeout=timeout), _look)
+    tiers = [
+        _Tier(url, error=found) if isinstance(found, CkptError) else _Tier(url, found)
+        for url, found in answers
+    ]
     if roots == [MEMORY] and len(tiers) > 1 and not json:
         _each(tiers, newest, reverse=reverse)
         return
-    refs = _chosen(tiers, newest, reverse=reverse)
+    rows = _rows(tiers, newest, reverse=reverse)
     if len(tiers) == 1 and MEMORY not in roots:
         if not json:
             _note_memory(tiers[0], resolve_tier(roots[0] if roots else None, config).url)
-        _one(tiers[0], refs, json=json)
+        _one(tiers[0], rows, json=json)
     else:
-        _several(tiers, refs, json=json)
+        _several(tiers, rows, json=json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,35 +97,70 @@ class _Tier:
     steps: dict[StepRef, StoredStep] = field(default_factory=dict[StepRef, StoredStep])
     error: CkptError | None = None
 
-
-def _look(reached: Reached) -> _Tier:
-    if (store := reached.backend) is None:
-        return _Tier(reached.url, error=reached.error)
-    try:
-        found = store.ask(Inventory(store, shown=True).look)
-        if not found:
-            raise NoCheckpoint(store.url, store.ask(partial(instead_of, store, [], None)))
-    except CkptError as error:
-        return _Tier(reached.url, error=error)
-    return _Tier(reached.url, {held.ref: held for held in found})
+    @property
+    def failed(self) -> bool:
+        """Whether it could not be listed. It may have steps."""
+        return self.error is not None and not isinstance(self.error, NoCheckpoint)
 
 
-def _chosen(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[StepRef]:
+def _look(store: StorageBackend) -> dict[StepRef, StoredStep]:
+    if found := Inventory(store, shown=True).look():
+        return {held.ref: held for held in found}
+    raise NoCheckpoint(store.url, instead_of(store, [], None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """An attempt at a step.
+
+    Attributes:
+        known: The step as any tier has it committed: the manifests are the same.
+        older: Whether a restore takes a younger attempt at the same step.
+    """
+
+    ref: StepRef
+    known: StoredStep | None
+    older: bool
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """What the manifest says, below ``_FACTS``."""
+        if (held := self.known) is None:
+            return ("-",) * len(_FACTS)
+        return output.moment(held.created_at), f"{held.ranks:,}", f"{held.tensors:,}"
+
+    @property
+    def facts_as_json(self) -> dict[str, object]:
+        """The same for programs."""
+        held = self.known
+        return {
+            "committed_at": output.moment_utc(held.created_at) if held else None,
+            "world_size": held.ranks if held else None,
+            "tensors": held.tensors if held else None,
+        }
+
+
+_FACTS: Final = ("committed at", "ranks", "tensors")
+"""Columns. That of the tensors is left out beside columns of several tiers."""
+
+
+def _rows(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[_Row]:
     """Return the attempts to show. Of those at one step, the one that a restore takes is last."""
+    known: dict[StepRef, StoredStep | None] = {}
+    for tier in tiers:
+        for ref, held in tier.steps.items():
+            known[ref] = known.get(ref) or (held if held.state == "committed" else None)
 
     def age(ref: StepRef) -> tuple[int, bool, float, str]:
-        known = _known(tiers, ref)
-        return ref.step, known is not None, known.created_at if known else 0.0, ref.attempt
+        held = known[ref]
+        return ref.step, held is not None, held.created_at if held else 0.0, ref.attempt
 
-    refs = sorted({ref for tier in tiers for ref in tier.steps}, key=age)
-    refs = refs[-newest:] if newest else refs
-    return refs[::-1] if reverse else refs
-
-
-def _older(tiers: Sequence[_Tier]) -> frozenset[StepRef]:
-    """Return the committed attempts that a restore takes after a younger one at the same step."""
-    refs = [ref for ref in _chosen(tiers, None, reverse=False) if _known(tiers, ref)]
-    return frozenset(one for one, next_ in pairwise(refs) if one.step == next_.step)
+    refs = sorted(known, key=age)
+    older = {
+        one for one, two in pairwise(ref for ref in refs if known[ref]) if one.step == two.step
+    }
+    rows = [_Row(ref, known[ref], ref in older) for ref in refs[-newest if newest else 0 :]]
+    return rows[::-1] if reverse else rows
 
 
 def _note_memory(shown: _Tier, url: str) -> None:
@@ -136,72 +173,30 @@ def _note_memory(shown: _Tier, url: str) -> None:
         return
     with suppress(CkptError), closing(open_backend(memory)) as store:
         newest = max((ref.step for ref in committed(store)), default=-1)
-        if newest > max((ref.step for ref in shown.steps if _known([shown], ref)), default=-1):
+        whole = [ref.step for ref, held in shown.steps.items() if held.state == "committed"]
+        if newest > max(whole, default=-1):
             output.note(
                 f"{memory} has newer steps, up to {newest}: "
                 f"`ckpt ls {memory} {shown.url}` shows both"
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Fact:
-    """What a manifest says about its step: a column of the table, and a key of the JSON.
-
-    Attributes:
-        title: The head of the column.
-        key: The key in the JSON.
-        of: Reads it from a committed step.
-        text: Shows it to people.
-        json: Shows it to programs.
-        is_number: Whether the column is aligned to the right.
-        across: Whether it is shown beside columns of several tiers, too.
-    """
-
-    title: str
-    key: str
-    of: Callable[[StoredStep], Any]
-    text: Callable[[Any], str] = "{:,}".format
-    json: Callable[[Any], object] = lambda value: value
-    is_number: bool = True
-    across: bool = True
-
-    def cell(self, held: StoredStep | None) -> str:
-        return self.text(self.of(held)) if held else "-"
-
-
-_FACTS: Final = (
-    _Fact(
-        "committed at", "committed_at", lambda held: held.created_at,
-        text=output.moment, json=output.moment_utc, is_number=False,
-    ),
-    _Fact("ranks", "world_size", lambda held: held.ranks),
-    _Fact("tensors", "tensors", lambda held: held.tensors, across=False),
-)  # fmt: skip
-
-
-def _facts_as_json(held: StoredStep | None) -> dict[str, object]:
-    return {fact.key: fact.json(fact.of(held)) if held else None for fact in _FACTS}
-
-
-def _one(tier: _Tier, refs: Sequence[StepRef], *, json: bool) -> None:
+def _one(tier: _Tier, rows: Sequence[_Row], *, json: bool) -> None:
     if tier.error:
         raise tier.error
     if json:
-        older = _older([tier])
-        steps = [_as_json(tier, ref, older) for ref in refs]
+        steps = [_as_json(tier.steps[row.ref], row) for row in rows]
         output.show_json({"root": tier.url, "steps": steps})
         return
-    cells = {ref: _size_and_state(tier, ref) for ref in refs}
-    _show([tier], refs, _FACTS, ("size", "state"), cells)
+    cells = [(*row.facts, *_size_and_state(tier.steps[row.ref])) for row in rows]
+    _show([], rows, (*_FACTS, "size", "state"), cells)
 
 
 def _each(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> None:
     """Show a table for each tier: they belong to different jobs. The job that has committed last
     comes last.
     """
-    failed = [tier for tier in tiers if tier.error and not isinstance(tier.error, NoCheckpoint)]
-    for tier in failed:
-        output.warn(f"{tier.url} cannot be listed: {tier.error}")
+    failed = _warn_of_failed(tiers)
     shown = sorted(
         (tier for tier in tiers if tier.steps),
         key=lambda tier: max(held.created_at for held in tier.steps.values()),
@@ -213,111 +208,96 @@ def _each(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> None:
         if number:
             output.show_line()
         output.show_line(tier.url, style="bold")
-        _one(tier, _chosen([tier], newest, reverse=reverse), json=False)
+        _one(tier, _rows([tier], newest, reverse=reverse), json=False)
 
 
-def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None:
+def _several(tiers: Sequence[_Tier], rows: Sequence[_Row], *, json: bool) -> None:
     """Show a row for each attempt that any tier has, with a column for each tier."""
-    failed = [tier for tier in tiers if tier.error and not isinstance(tier.error, NoCheckpoint)]
-    if len(failed) == len(tiers) and failed[0].error:
-        raise failed[0].error
+    if all(tier.failed for tier in tiers) and tiers[0].error:
+        raise tiers[0].error
     if json:
-        _show_several_as_json(tiers, failed, refs)
+        _several_as_json(tiers, rows)
         return
-    for tier in failed:
-        output.warn(f"{tier.url} cannot be listed: {tier.error}")
-    if not refs:
+    failed = _warn_of_failed(tiers)
+    if not rows:
         if failed and failed[0].error:  # A tier that failed may hold steps
             raise failed[0].error
         raise NoCheckpoint(", ".join(tier.url for tier in tiers), "they are empty, or do not exist")
-    cells: dict[StepRef, Sequence[str]] = {}
-    for ref in refs:
-        known = _known(tiers, ref)
-        cells[ref] = [
-            "unreachable" if tier in failed else _cell(tier, ref, known) for tier in tiers
-        ]
-    facts = [fact for fact in _FACTS if fact.across]
-    _show(tiers, refs, facts, [tier.url for tier in tiers], cells)
+    cells = [(*row.facts[:-1], *(_cell(tier, row) for tier in tiers)) for row in rows]
+    urls = [tier.url for tier in tiers]
+    _show(urls, rows, (*_FACTS[:-1], *urls), cells)
+
+
+def _warn_of_failed(tiers: Sequence[_Tier]) -> list[_Tier]:
+    failed = [tier for tier in tiers if tier.failed]
+    for tier in failed:
+        output.warn(f"{tier.url} cannot be listed: {tier.error}")
+    return failed
 
 
 def _show(
-    tiers: Sequence[_Tier],
-    refs: Sequence[StepRef],
-    facts: Sequence[_Fact],
+    urls: Sequence[str],
+    rows: Sequence[_Row],
     titles: Sequence[str],
-    cells: Mapping[StepRef, Sequence[str]],
+    cells: Sequence[Sequence[str]],
 ) -> None:
-    """Show a row for each step: facts about it, then its cells below ``titles``, and metadata."""
-    known = [_known(tiers, ref) for ref in refs]
-    columns = ["step", "attempt", *(fact.title for fact in facts), *titles]
-    older = _older(tiers)
-    rows = [
-        [str(ref.step), _attempt(ref, older), *(fact.cell(held) for fact in facts), *cells[ref]]
-        for ref, held in zip(refs, known, strict=True)
+    """Show a row for each attempt, with its cells below ``titles``, and the user's metadata.
+
+    ``urls`` are those of the titles that are places.
+    """
+    columns = ["step", "attempt", *titles]
+    table = [
+        [str(row.ref.step), f"{row.ref.attempt}, older" if row.older else row.ref.attempt, *own]
+        for row, own in zip(rows, cells, strict=True)
     ]
-    urls = [tier.url for tier in tiers if tier.url in titles]
-    names = output.short_names(urls, columns, rows)
+    names = output.short_names(urls, columns, table)
     columns = [names.get(column, column) for column in columns]
-    notes = [_brief(_metadata(held)) for held in known]
+    notes = [_brief(_metadata(row.known)) for row in rows]
     if any(notes):
         columns.append("metadata")
-        rows = [[*row, note] for row, note in zip(rows, notes, strict=True)]
-    numbers = ("step", "size", *(fact.title for fact in facts if fact.is_number))
-    output.show_table(columns, rows, right=numbers, elided=("metadata",))
+        table = [[*own, note] for own, note in zip(table, notes, strict=True)]
+    numbers = ("step", "size", *_FACTS[1:])
+    output.show_table(columns, table, right=numbers, elided=("metadata",))
 
 
-def _attempt(ref: StepRef, older: Collection[StepRef]) -> str:
-    return f"{ref.attempt}, older" if ref in older else ref.attempt
-
-
-def _show_several_as_json(
-    tiers: list[_Tier], failed: Sequence[_Tier], refs: Sequence[StepRef]
-) -> None:
-    older = _older(tiers)
+def _several_as_json(tiers: Sequence[_Tier], rows: Sequence[_Row]) -> None:
     output.show_json(
         {
             "tiers": [
-                {"root": tier.url, "error": str(tier.error) if tier in failed else None}
+                {"root": tier.url, "error": str(tier.error) if tier.failed else None}
                 for tier in tiers
             ],
-            "steps": [_across_as_json(tiers, ref, older) for ref in refs],
+            "steps": [_across_as_json(tiers, row) for row in rows],
         }
     )
-    if not refs:
-        error = failed[0].error if failed else None
+    if not rows:
+        error = next((tier.error for tier in tiers if tier.failed and tier.error), None)
         raise typer.Exit(error.exit_code if error else NoCheckpoint.exit_code)
 
 
-def _known(tiers: Sequence[_Tier], ref: StepRef) -> StoredStep | None:
-    """Return the step as any tier has it committed: the manifests are the same."""
-    there = (held for tier in tiers if (held := tier.steps.get(ref)))
-    return next((held for held in there if held.state == "committed"), None)
-
-
-def _cell(tier: _Tier, ref: StepRef, known: StoredStep | None) -> str:
+def _cell(tier: _Tier, row: _Row) -> str:
     """Return how much of a step is on one tier."""
-    held = tier.steps.get(ref)
+    if tier.failed:
+        return "unreachable"
+    held = tier.steps.get(row.ref)
     if held is None:
         return "-"
     if held.state == "committed":
         return _size(held) + (", pinned" if held.pins else "")
     if held.state != "incomplete":
         return f"damaged: {held.reason}"
-    of = f" of {known.ranks}" if known else ""
+    of = f" of {row.known.ranks}" if row.known else ""
     ranks = f"rank{'' if held.finished_ranks == 1 and not of else 's'}"
     return f"incomplete: {held.finished_ranks}{of} {ranks}, {output.size(held.nbytes)}"
 
 
-def _across_as_json(
-    tiers: list[_Tier], ref: StepRef, older: Collection[StepRef]
-) -> dict[str, object]:
-    known = _known(tiers, ref)
+def _across_as_json(tiers: Sequence[_Tier], row: _Row) -> dict[str, object]:
     return {
-        "step": ref.step,
-        "attempt": ref.attempt,
-        "older": ref in older,
-        **_facts_as_json(known),
-        "metadata": _metadata(known),
+        "step": row.ref.step,
+        "attempt": row.ref.attempt,
+        "older": row.older,
+        **row.facts_as_json,
+        "metadata": _metadata(row.known),
         "tiers": {
             tier.url: {
                 "state": _state(held)[0],
@@ -325,7 +305,7 @@ def _across_as_json(
                 "finished_ranks": None if held.state == "committed" else held.finished_ranks,
             }
             for tier in tiers
-            if (held := tier.steps.get(ref))
+            if (held := tier.steps.get(row.ref))
         },
     }
 
@@ -362,8 +342,7 @@ def _state(held: StoredStep) -> tuple[str, str]:
     return "damaged", held.reason
 
 
-def _size_and_state(tier: _Tier, ref: StepRef) -> tuple[str, str]:
-    held = tier.steps[ref]
+def _size_and_state(held: StoredStep) -> tuple[str, str]:
     state, detail = _state(held)
     shown = f"{state}: {detail}" if detail else state
     if held.pins:
@@ -395,18 +374,16 @@ def _bytes_and_pins(held: StoredStep) -> dict[str, object]:
     }
 
 
-def _as_json(tier: _Tier, ref: StepRef, older: Collection[StepRef]) -> dict[str, object]:
-    held = tier.steps[ref]
+def _as_json(held: StoredStep, row: _Row) -> dict[str, object]:
     state, detail = _state(held)
-    known = held if held.state == "committed" else None
     return {
-        "step": ref.step,
-        "attempt": ref.attempt,
-        "older": ref in older,
+        "step": row.ref.step,
+        "attempt": row.ref.attempt,
+        "older": row.older,
         "state": state,
         "detail": detail or None,
-        **_facts_as_json(known),
-        "metadata": _metadata(known),
-        "metrics": dict(held.metrics) if known else None,
+        **row.facts_as_json,
+        "metadata": _metadata(row.known),
+        "metrics": dict(held.metrics) if row.known else None,
         **_bytes_and_pins(held),
     }

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Final, TypeVar
 
 import typer
@@ -16,7 +17,6 @@ from ckpt.config import MEMORY, Tier, load_config, resolve_tier
 from ckpt.errors import (
     CkptError,
     ConfigError,
-    FormatUnsupported,
     IntegrityError,
     NoCheckpoint,
     ObjectNotFound,
@@ -24,6 +24,7 @@ from ckpt.errors import (
 )
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
+from ckpt.plan.reach import is_damage
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import stores_in_memory
 from ckpt.storage.tiers import urls_of
@@ -131,7 +132,7 @@ def place_and_step(
     arguments: Sequence[str] | None, root: str | None, step: int | None
 ) -> tuple[str | None, int | None]:
     """Return what ``places_and_step`` returns, for commands that work on one place."""
-    found, step = places_and_step(arguments, [root] if root is not None else None, step)
+    found, step = places_and_step(arguments, [root] if root else None, step)
     return one_place(found), step
 
 
@@ -142,8 +143,9 @@ def places(arguments: Sequence[str] | None, roots: Sequence[str] | None) -> list
     return [*(arguments or ()), *(roots or ())]
 
 
-def one_place(found: Sequence[str]) -> str | None:
-    """Return the only place among ``found``; None if there is none."""
+def one_place(arguments: Sequence[str] | None, root: str | None = None) -> str | None:
+    """Return the only place among the arguments and ``--root``; None if there is none."""
+    found = places(arguments, [root] if root else None)
     if len(found) > 1:
         raise ConfigError(
             f"{found[0]} and {found[1]} are two places: leave one out; a step is a number or "
@@ -168,7 +170,7 @@ def source_and_other(
             else "leave the others out"
         )
         raise ConfigError(f"{', '.join(arguments)} are too many: give SOURCE and {name}; {hint}")
-    place = one_place(places(source, [root] if root is not None else None))
+    place = one_place(source, root)
     if place is None:
         try:
             resolve_tier(None)
@@ -198,11 +200,9 @@ def naming_the_one_before(refs: Sequence[StepRef], step: int | None) -> Generato
     """
     try:
         yield
-    except FormatUnsupported:  # This is not damage
-        raise
     except IntegrityError as error:
         before = next((ref.step for ref in refs if ref.step < refs[0].step), None)
-        if step is None and before is not None:
+        if step is None and before is not None and is_damage(error):
             error.args = (f"{error}; the step before it is there too: --step {before}",)
         raise
 
@@ -214,10 +214,8 @@ def naming_a_removed(sources: Sequence[StorageBackend], ref: StepRef) -> Generat
     """
     try:
         yield
-    except FormatUnsupported:
-        raise
     except (IntegrityError, ObjectNotFound) as error:
-        if may_be_there(sources, ref):
+        if not is_damage(error) or may_be_there(sources, ref):
             raise
         raise removed(sources, ref) from error
 
@@ -244,8 +242,7 @@ class Reached:
     """A tier that was looked for: its store, or why there is none."""
 
     url: str
-    backend: Watched | None = None
-    error: CkptError | None = None
+    store: Watched | CkptError
 
 
 def open_each(
@@ -261,19 +258,14 @@ def open_each(
     """
     if roots and config:
         raise ConfigError("--root and --config exclude each other: leave one out")
-    if roots and MEMORY in roots:
-        roots = [
-            url for root in roots for url in (stores_in_memory() if root == MEMORY else [root])
-        ]
-        if not roots:
+    if config:
+        tiers = tiers_of(config)
+    elif roots:
+        tiers = tuple(map(resolve_tier, with_memory(roots)))
+        if not tiers:
             raise NoCheckpoint(MEMORY, "this user has nothing in the memory of this machine")
-    tiers: tuple[Tier, ...] = (
-        load_config(config).tiers if config or (all_tiers and not roots) else ()
-    )
-    if config and not tiers:
-        raise ConfigError(f'{config} names no place: write root = "..." or [[tiers]]')
-    if not tiers:
-        tiers = tuple(map(resolve_tier, roots)) if roots else (resolve_tier(None),)
+    else:
+        tiers = (load_config().tiers if all_tiers else ()) or (resolve_tier(None),)
     found: list[Reached] = []
     for tier, url in zip(tiers, urls_of(tiers), strict=True):
         try:
@@ -282,20 +274,42 @@ def open_each(
         except CkptError as error:
             if len(tiers) == 1:
                 raise
-            found.append(Reached(url, error=error))
+            found.append(Reached(url, error))
     urls = [reached.url for reached in found]
     if twice := next((url for url in urls if urls.count(url) > 1), None):
         raise ConfigError(f"{twice} is named twice")
     return found
 
 
-def at_once(work: Sequence[Callable[[], T]]) -> list[T]:
-    """Do all work at once, and return the results in order. Each piece of work may wait for its own
-    store without delaying the others.
+def tiers_of(config: str) -> tuple[Tier, ...]:
+    """Return the tiers of a ``ckpt.toml``. Raises ``ConfigError`` if it names none."""
+    if tiers := load_config(config).tiers:
+        return tiers
+    raise ConfigError(f'{config} names no place: write root = "..." or [[tiers]]')
+
+
+def with_memory(roots: Sequence[str]) -> list[str]:
+    """Return the places with the URLs of this machine's memory in place of "memory"."""
+    return [url for root in roots for url in (stores_in_memory() if root == MEMORY else [root])]
+
+
+def ask_each(
+    tiers: Sequence[Reached], question: Callable[[Watched], T]
+) -> list[tuple[str, T | CkptError]]:
+    """Ask all tiers at once. Return the URL of each with its answer, or with the error of a tier
+    that cannot be opened or that fails.
     """
-    workers = Workers("look", max(1, len(work)))  # Not closed: one may still wait for its store
-    futures = [workers.submit(each) for each in work]
-    return [future.result() for future in futures]
+
+    def answer(tier: Reached) -> tuple[str, T | CkptError]:
+        if isinstance(store := tier.store, CkptError):
+            return tier.url, store
+        try:
+            return tier.url, store.ask(partial(question, store))
+        except CkptError as error:
+            return tier.url, error
+
+    workers = Workers("look", len(tiers))  # Not closed: one may still wait for its store
+    return [future.result() for future in [workers.submit(answer, tier) for tier in tiers]]
 
 
 @contextmanager
@@ -316,16 +330,3 @@ def seconds(option: str, text: str) -> float:
     if number <= 0:
         raise ConfigError(f"{option} {text}: give a time such as 90s, 30m, 2h or 1d")
     return number
-
-
-def size_bytes(option: str, text: str) -> int:
-    """Return a size in bytes: '5GB' is 5 * 1000**3, '5GiB' is 5 * 1024**3, and '5' is 5."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    number = (
-        float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")
-        if match
-        else 0
-    )
-    if not 1 <= number < float("inf"):
-        raise ConfigError(f"{option}={text}: give a size such as 5GB or 512MiB")
-    return int(number)

@@ -170,41 +170,20 @@ def fail_unexpected(error: Exception, *, as_json: bool) -> None:
 
 
 @contextmanager
-def progress(label: str) -> Generator[OnProgress | None]:
-    """Show a bar on standard error while the block runs. Gives None if it is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+def progress(label: str, *, in_bytes: bool = True) -> Generator[OnProgress]:
+    """Show a bar on standard error while the block runs, if standard error is a terminal.
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=_console(sys.stderr), transient=True) as bar:
-        task = bar.add_task(clean(label), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-@contextmanager
-def steps(label: str) -> Generator[OnProgress]:
-    """Show progress as ``progress`` does, in items rather than bytes."""
+    The block counts bytes, or other items.
+    """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
-    from rich.progress import Progress
+    from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-    with Progress(console=_console(sys.stderr), transient=True) as bar:
+    columns = list(Progress.get_default_columns())
+    if in_bytes:
+        columns[2:3] = [DownloadColumn(), TransferSpeedColumn()]
+    with Progress(*columns, console=_console(sys.stderr), transient=True) as bar:
         task = bar.add_task(clean(label), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

@@ -19,7 +19,6 @@ from ckpt.cli.options import (
     RootOption,
     TimeoutOption,
     one_place,
-    places,
 )
 from ckpt.cli.watched import open_watched, telling
 from ckpt.config import Best, Tier, load_config, resolve_tier
@@ -80,7 +79,7 @@ def prune(
       ckpt prune runs/gpt --keep-last 3 --dry-run
       ckpt prune s3://bucket/run42 --keep-last 3 --keep-every 1000 --keep-best loss:min
     """
-    root = one_place(places([where] if where else None, [root] if root else None))
+    root = one_place([where] if where else None, root)
     tier = resolve_tier(root, config)
     rule = _rule(tier, keep_last, keep_every, keep_best)
     backend = open_watched(tier.url, tier.options, timeout)

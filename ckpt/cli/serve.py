@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 from urllib.parse import quote
 
 import typer
 
 from ckpt.cli import output
-from ckpt.cli.options import PlacesArgument, RootsOption, places
-
-if TYPE_CHECKING:
-    from ckpt.observe.overview import RunWatch
+from ckpt.cli.options import PlacesArgument, RootsOption, places, tiers_of, with_memory
+from ckpt.config import MEMORY, resolve_tier, resolve_tiers
+from ckpt.observe.overview import RunWatch, watch_runs
+from ckpt.page.server import address, listen, read_token
+from ckpt.page.server import run as run_server
+from ckpt.storage.places import is_missing
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ConfigsOption = Annotated[
@@ -63,8 +65,6 @@ def serve(
       ckpt serve --config ckpt.toml --port 9000
       ckpt serve runs/gpt --host 0.0.0.0 --token-file token
     """
-    from ckpt.page.server import address, listen, read_token, run
-
     runs = watched_runs(places(where, root), config)
     token = read_token(token_file, needed=host not in _LOOPBACK)
     listener = listen(host, port)
@@ -73,7 +73,7 @@ def serve(
         # Only this line shows a new token.
         given = quote(token, safe="")
         output.show_plain(f"the address with its token: {address(listener, host)}?token={given}")
-    run(runs, listener, token, interval)
+    run_server(runs, listener, token, interval)
 
 
 def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:
@@ -81,18 +81,10 @@ def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:
 
     Without either it is all tiers of ``./ckpt.toml``, or what ``resolve_tier`` finds.
     """
-    from ckpt.config import MEMORY, load_config, resolve_tier, resolve_tiers
-    from ckpt.errors import ConfigError
-    from ckpt.observe.overview import watch_runs
-    from ckpt.storage.places import is_missing
-    from ckpt.storage.registry import stores_in_memory
-
-    configured = {file: load_config(file).tiers for file in configs or ()}
-    if empty := next((file for file, tiers in configured.items() if not tiers), None):
-        raise ConfigError(f'{empty} names no place: write root = "..." or [[tiers]]')
+    configured = {file: tiers_of(file) for file in configs or ()}
     if not roots and not configured:
-        return watch_runs((), {(tiers := resolve_tiers(None))[-1].url: tiers})
+        tiers = resolve_tiers(None)
+        return watch_runs((), {tiers[-1].url: tiers})
     for root in [root for root in roots if root != MEMORY and is_missing(root)]:
         output.warn(f"{root} does not exist: it is shown as soon as a job makes it")
-    named = [url for root in roots for url in (stores_in_memory() if root == MEMORY else [root])]
-    return watch_runs([resolve_tier(url) for url in named], configured)
+    return watch_runs([resolve_tier(url) for url in with_memory(roots)], configured)

@@ -6,19 +6,23 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
+from ckpt.agent.client import known_jobs
+from ckpt.agent.messages import JobStatus
+from ckpt.cli.agent import scrubbed
 from ckpt.cli.options import PlacesArgument, RootsOption, places
+from ckpt.cli.output import duration, size
 from ckpt.cli.serve import ConfigsOption, watched_runs
-
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
-    from ckpt.agent.messages import JobStatus
-    from ckpt.observe.overview import RunView, StepView, TierView
+from ckpt.errors.text import clean
+from ckpt.observe.overview import RunView, StepView, TierView
 
 _ROWS = 12
 _PATIENCE_SECONDS = 2.0
@@ -45,11 +49,6 @@ def top(
       ckpt top /nvme/ckpt /lustre/run42 --once
       ckpt top --config ckpt.toml
     """
-    from rich.console import Console, Group
-    from rich.live import Live
-
-    from ckpt.agent.client import known_jobs
-
     runs = watched_runs(places(where, root), config)
 
     def look() -> Group:
@@ -70,13 +69,6 @@ def top(
 
 
 def _tables(run: RunView) -> Iterator[Table]:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    from ckpt.cli.output import size
-    from ckpt.errors.text import clean
-
     tiers = Table(title=Text(clean(run.name), style="bold"), title_justify="left", box=box.SIMPLE)
     tiers.add_column("tier", overflow="fold")
     for name in ("steps", "newest", "used", "free", "under way"):
@@ -98,11 +90,6 @@ def _tables(run: RunView) -> Iterator[Table]:
 
 def _scrubs(run: RunView, jobs: Sequence[JobStatus]) -> Iterator[Text]:
     """Return what the agent of this node has verified of a run."""
-    from rich.text import Text
-
-    from ckpt.cli.agent import scrubbed
-    from ckpt.errors.text import clean
-
     urls = {tier.url for tier in run.tiers}
     for job in jobs:
         if urls.intersection(job.tiers) and (text := scrubbed(job.scrub)) != "-":
@@ -118,8 +105,6 @@ def _under_way(tier: TierView) -> str:
 
 
 def _rest(row: StepView) -> Iterator[str]:
-    from ckpt.cli.output import duration
-
     yield duration(row.save.stall_seconds) if row.save and row.save.stall_seconds else "-"
     for cell in row.cells:
         yield "-" if cell.state == "absent" else cell.state

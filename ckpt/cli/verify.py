@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +22,7 @@ from ckpt.cli.options import (
     RootsOption,
     StepOption,
     TimeoutOption,
-    at_once,
+    ask_each,
     may_be_there,
     open_each,
     places_and_step,
@@ -66,24 +67,25 @@ def verify(
     if all_steps and step is not None:
         raise ConfigError("--all and a STEP exclude each other: leave one out")
     places = open_each(roots, config, timeout=timeout, all_tiers=all_tiers)
+    whole = all_steps or step is not None
     if len(places) == 1 and not all_tiers:
-        _one(places[0], step, all_steps=all_steps, json=json)
+        _one(places[0], step, whole=whole, json=json)
     else:
-        _several(places, step, all_steps=all_steps, json=json)
+        _several(places, step, whole=whole, json=json)
 
 
-def _one(place: Reached, step: int | None, *, all_steps: bool, json: bool) -> None:
-    if (backend := place.backend) is None:
-        raise place.error or AssertionError(place)
+def _one(place: Reached, step: int | None, *, whole: bool, json: bool) -> None:
+    """``whole``: every step that is found, and not only the first."""
+    if isinstance(backend := place.store, CkptError):
+        raise backend
     refs = backend.ask(partial(find, backend, step))
     reports: list[VerifyReport] = []
-    for ref in refs if all_steps or step is not None else refs[:1]:
-        if (report := _verify(backend, ref)) is None:
-            continue
-        reports.append(report)
-        if not json:
-            _show(report)
-    if refs and not reports:
+    for ref in refs if whole else refs[:1]:
+        if report := _verify(backend, ref):
+            reports.append(report)
+            if not json:
+                _show(report)
+    if not reports:
         raise removed([backend], refs[0])
     intact = all(report.intact for report in reports)
     if json:
@@ -152,20 +154,23 @@ class _Tier:
     """The contents of one tier. ``error`` says why it has no such step or cannot be asked."""
 
     url: str
-    backend: StorageBackend | None = None
-    refs: list[StepRef] = field(default_factory=list["StepRef"])
+    store: StorageBackend | CkptError
+    refs: list[StepRef]
+    error: CkptError | None
     reports: dict[StepRef, VerifyReport] = field(default_factory=dict["StepRef", "VerifyReport"])
-    error: CkptError | None = None
 
-    @property
-    def unreachable(self) -> bool:
-        return self.error is not None and not isinstance(self.error, NoCheckpoint)
+    @classmethod
+    def of(cls, place: Reached, found: list[StepRef] | CkptError) -> _Tier:
+        if isinstance(found, CkptError):
+            return cls(place.url, place.store, [], found)
+        return cls(place.url, place.store, found, None)
 
 
-def _several(places: list[Reached], step: int | None, *, all_steps: bool, json: bool) -> None:
-    tiers = at_once([partial(_look, place, step) for place in places])
+def _several(places: list[Reached], step: int | None, *, whole: bool, json: bool) -> None:
+    answers = ask_each(places, lambda store: find(store, step))
+    tiers = [_Tier.of(place, found) for place, (_, found) in zip(places, answers, strict=True)]
     for tier in tiers:
-        _check(tier, tier.refs if all_steps or step is not None else tier.refs[:1])
+        _check(tier, tier.refs if whole else tier.refs[:1])
     bad = {ref for tier in tiers for ref, report in tier.reports.items() if not report.intact}
     # A step that is damaged on one tier is verified on the others too, which may have it intact.
     for tier in tiers:
@@ -178,32 +183,22 @@ def _several(places: list[Reached], step: int | None, *, all_steps: bool, json: 
         _show_tiers(tiers)
     if bad:
         raise typer.Exit(IntegrityError.exit_code)
-    if failed := next((tier.error for tier in tiers if tier.unreachable and tier.error), None):
-        raise typer.Exit(failed.exit_code)
+    for tier in tiers:
+        if tier.error and not isinstance(tier.error, NoCheckpoint):
+            raise typer.Exit(tier.error.exit_code)
     if not any(tier.reports for tier in tiers):
         raise typer.Exit(NoCheckpoint.exit_code)
 
 
-def _look(place: Reached, step: int | None) -> _Tier:
-    if place.backend is None:
-        return _Tier(place.url, error=place.error)
-    try:
-        refs = place.backend.ask(partial(find, place.backend, step))
-        return _Tier(place.url, place.backend, refs)
-    except CkptError as error:
-        return _Tier(place.url, place.backend, error=error)
-
-
 def _check(tier: _Tier, refs: list[StepRef]) -> None:
-    if tier.backend is None or tier.error:
+    if isinstance(tier.store, CkptError) or tier.error:
         return
     try:
         for ref in refs:
-            report = _verify(tier.backend, ref, f" on {tier.url}")
-            if report is not None:
+            if report := _verify(tier.store, ref, f" on {tier.url}"):
                 tier.reports[ref] = report
         if refs and not tier.reports:
-            tier.error = removed([tier.backend], refs[0])
+            tier.error = removed([tier.store], refs[0])
     except CkptError as error:  # The step or the store may be gone
         tier.error = error
 
@@ -221,10 +216,9 @@ def _show_tiers(tiers: list[_Tier]) -> None:
             rows.append(
                 (tier.url, str(ref.step), ref.attempt, output.size(report.verified_bytes), state)
             )
-            damage += [
-                (tier.url, *_row(fault), _rescue(fault, ref, tier, tiers))
-                for fault in report.faults
-            ]
+            for fault in report.faults:
+                others = ", ".join(_intact_on(fault, ref, tier, tiers))
+                damage.append((tier.url, *_row(fault), others or "no other tier"))
         if tier.error:
             rows.append((tier.url, "-", "-", "-", _why(tier)))
     columns, faults = (
@@ -253,10 +247,6 @@ def _why(tier: _Tier) -> str:
     return f"none: {error.detail}" if isinstance(error, NoCheckpoint) else f"unreachable: {error}"
 
 
-def _rescue(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> str:
-    return ", ".join(_intact_on(fault, ref, tier, tiers)) or "no other tier"
-
-
 def _intact_on(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> list[str]:
     """Return the tiers that have the same step, and no damage at the place of ``fault``."""
     return [
@@ -273,10 +263,10 @@ def _alike(ref: StepRef, one: _Tier, two: _Tier) -> bool:
 
     A tier may encode them, and then offsets are not comparable.
     """
-    if one.backend is None or two.backend is None:
+    if isinstance(one.store, CkptError) or isinstance(two.store, CkptError):
         return False
     try:
-        return read_packed(one.backend, ref)[1] == read_packed(two.backend, ref)[1]
+        return read_packed(one.store, ref)[1] == read_packed(two.store, ref)[1]
     except CkptError:
         return False
 
@@ -293,12 +283,11 @@ def _meet(one: Fault, two: Fault, alike: bool) -> bool:
         return same and not one.key.endswith(".json") and not two.key.endswith(".json")
     if one.offset is None or two.offset is None or not alike:
         return True
-    ends = [
-        fault.offset + fault.nbytes if fault.nbytes is not None else None
+    one_end, two_end = (
+        math.inf if fault.nbytes is None else (fault.offset or 0) + fault.nbytes
         for fault in (one, two)
-        if fault.offset is not None
-    ]
-    return (ends[0] is None or two.offset < ends[0]) and (ends[1] is None or one.offset < ends[1])
+    )
+    return two.offset < one_end and one.offset < two_end
 
 
 def _tier_as_json(tier: _Tier, tiers: list[_Tier]) -> dict[str, object]:

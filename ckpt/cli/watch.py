@@ -25,7 +25,6 @@ from ckpt.cli.options import (
     TimeoutOption,
     one_place,
     open_root,
-    places,
     seconds,
 )
 from ckpt.errors import NoCheckpoint
@@ -83,7 +82,7 @@ def watch(
       ckpt watch runs/gpt --once --newest --json
     """
     poll_seconds = seconds("--poll", poll)
-    place = one_place(places([where] if where else None, [root] if root else None))
+    place = one_place([where] if where else None, root)
     backend = open_root(place, config, timeout=timeout)
     if is_missing(backend.url):
         if once:

@@ -97,7 +97,7 @@ def test_a_wrong_call_tells_no_secret_of_a_url(cli: Cli) -> None:
         (["prune", "--keep-best", "loss"], "such as loss:min, or accuracy:max:3"),
         (
             ["export", "runs", "x", "--format", "safetensors", "--max-shard-size", "9" * 400],
-            "such as 5GB",
+            "such as '200GB'",
         ),
     ],
 )
