@@ -1,6 +1,6 @@
-"""A rank of a job whose sharded state is changed behind the copy, in every way of ``ways``.
+"""A rank of a job whose sharded state is changed during the copy, in every way of ``ways``.
 
-Started by torchrun: changed.py FOLDER.
+torchrun starts it: changed.py FOLDER.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def train(state: dict[str, Any]) -> None:
 
 
 def recast(layout: str, folder: str) -> None:
-    """The same tensor objects, saved in one dtype after the other."""
+    """Save the same tensor objects in one dtype after the other."""
     state = build(layout, 0)
     for overlap in ("auto", "off"):
         root = f"{folder}/{layout} recast {overlap}"
@@ -81,8 +81,8 @@ def main(folder: str) -> None:
                 error = pending.exception(60)
                 assert error is None or isinstance(error, CkptError), error
                 if dist.get_rank() == 0:
-                    # one write for the line: torchrun starts Python unbuffered, and ranks write
-                    # between writes
+                    # The line is one write: torchrun starts Python unbuffered, and the ranks write
+                    # between the writes of each other.
                     print(f"WAY|{layout}|{name}|{how}\n", end="")
                 if error is None:
                     silent.append(f"{layout}: {name}")

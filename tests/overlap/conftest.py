@@ -12,7 +12,7 @@ from tests.overlap.window import Window
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small tensors gain nothing by more, and a fork loses those that torch has."""
+    """Use one thread: small tensors are no faster with more, and a fork loses torch's threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,5 +1,6 @@
-"""A process that takes memory away from a tensor while it is waiting to be copied: a wild read
-would be the end of it, so it is not the test's own.
+"""A process that frees the memory of a tensor while the tensor waits to be copied.
+
+A wild read would kill the process, so it is not the process of the test.
 
 freed.py ROOT
 """
@@ -30,7 +31,7 @@ def take_away(root: str, left: int, window: Window) -> None:
             assert "model/two.weight" in str(error), error
         other = trained(seed=1)
         train(other, 3)
-        manager.save(other, 2)  # the manager is none the worse
+        manager.save(other, 2)  # the manager still works
 
 
 def main(root: str) -> None:

@@ -1,4 +1,4 @@
-"""Small training jobs: whatever optimizer, the same network, the same steps."""
+"""Small training jobs: the same network and the same steps under each optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ WIDTH = 48
 
 
 class Net(nn.Module):
-    """Matrices, biases, a tied weight, and a BatchNorm whose buffers change in forward."""
+    """A network of matrices, biases, a tied weight, and a BatchNorm whose buffers change in
+    forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ def forward_backward(state: dict[str, Any], number: int) -> torch.Tensor:
 
 
 def train(state: dict[str, Any], number: int) -> None:
-    """One step of any optimizer, LBFGS included."""
+    """Take one step with any optimizer, LBFGS included."""
 
     def closure() -> torch.Tensor:
         state["optimizer"].zero_grad()
@@ -56,7 +58,7 @@ def train(state: dict[str, Any], number: int) -> None:
 
 
 def trained(build: Build = adamw, seed: int = 0, steps: int = 2) -> dict[str, Any]:
-    """A job whose optimizer has its state."""
+    """Return a job whose optimizer has its state."""
     state = job(build, seed)
     for number in range(steps):
         train(state, number)

@@ -1,5 +1,4 @@
-"""A process that is refused memory by its kernel: no slot can be mapped, until its limit is raised
-again.
+"""A process that can map no memory for a slot until its limit is raised.
 
 no_memory.py ROOT
 """
@@ -48,7 +47,7 @@ def main(root: str) -> None:
     state["weight"][0].grad = torch.ones_like(state["weight"][0])
     with CheckpointManager(root) as manager:
         resource.setrlimit(resource.RLIMIT_AS, (mapped() + 60 * MIB, resource.RLIM_INFINITY))
-        manager.prepare(state)  # the machine has the memory: it is this process that may not
+        manager.prepare(state)  # the machine has the memory, but this process may not use it
         for number in range(2):
             with pytest.raises(HostMemoryExhausted, match="Cannot allocate memory") as told:
                 manager.save_async(state, number)

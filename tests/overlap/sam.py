@@ -1,5 +1,6 @@
-"""A sharpness-aware optimizer as it is commonly copied into projects (davda54/sam): it wraps
-another, and steps twice.
+"""A sharpness-aware optimizer as projects commonly copy it (davda54/sam).
+
+It wraps another optimizer and steps twice.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class SAM(Optimizer):
 
     @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:
-        """Climb to where the loss is highest nearby."""
+        """Move the parameters to where the loss is highest nearby."""
         grads = [
             p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
@@ -46,7 +47,7 @@ class SAM(Optimizer):
 
     @torch.no_grad()
     def second_step(self, zero_grad: bool = False) -> None:
-        """Come back, and step by the gradient from up there."""
+        """Move the parameters back, and step by the gradient of the other place."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -1,6 +1,6 @@
 """A rank of a job that overlaps its saves with steps of a sharded or replicated model.
 
-Started by torchrun: sharded.py FOLDER.
+torchrun starts it: sharded.py FOLDER.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def overlapped(mode: str, folder: str, window: Window) -> None:
 
 
 def changed(mode: str, folder: str, window: Window) -> None:
-    """One rank changes a shard behind our back: no rank has that checkpoint, and the next is
-    right.
+    """Change a shard on one rank without the manager: no rank has that checkpoint, and the next
+    save works.
     """
     state = build(mode, 0)
     with CheckpointManager(f"{folder}/{mode} changed") as manager:
@@ -87,19 +87,17 @@ def changed(mode: str, folder: str, window: Window) -> None:
                 (weight._local_tensor if isinstance(weight, DTensor) else weight).add_(1)
         window.close()
         error = pending.exception(60)
-        mine = (
-            dist.get_rank() == 1 and mode not in COPIES
-        )  # of a replica, another rank may be the one that copies
+        mine = dist.get_rank() == 1 and mode not in COPIES  # another rank may copy a replica
         assert isinstance(error, TensorChanged if mine else CkptError), error
         assert ("'model/" if mode.startswith("FSDP1") else "one.weight") in str(error), error
         assert manager.steps() == []
-        if mode not in COPIES:  # there the replicas differ now, and are refused
+        if mode not in COPIES:  # the replicas differ now, and a save of them is refused
             manager.save(state, 2)
             assert manager.steps() == [2]
 
 
 def zero_inside_backward(folder: str) -> None:
-    """Its steps are taken by hooks of DDP: refused on every rank before anything is begun."""
+    """Its steps are taken by hooks of DDP. Every rank refuses the save before anything is begun."""
     net = DistributedDataParallel(Net())
     optimizer = ZeroRedundancyOptimizer(
         net.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01, foreach=False

@@ -1,8 +1,8 @@
-"""A job in a container whose /dev/shm has 64 MB: what happens there, scene by scene.
+"""A job in a container whose /dev/shm has 64 MB, as a series of scenes.
 
-Run in a mount namespace of its own, where it may fill it.
+It runs in a mount namespace of its own, where it may fill /dev/shm.
 
-small_shm.py FOLDER. Prints a line for each scene that went well; a SIGBUS would end them all.
+small_shm.py FOLDER prints a line for each scene that succeeds. A SIGBUS would end all of them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def free() -> int:
 
 
 def eat(leave: int = 0) -> None:
-    """Another's file takes all but ``leave`` bytes."""
+    """Fill all but ``leave`` bytes with a foreign file."""
     descriptor = os.open(SHM / "another", os.O_CREAT | os.O_WRONLY)
     if (more := free() - leave) > 0:
         os.posix_fallocate(descriptor, os.fstat(descriptor).st_size, more)
@@ -85,7 +85,7 @@ def before_slots_are_made_ahead(act: Callable[[], None]) -> Iterator[None]:
 def overlapped(
     manager: CheckpointManager, state: dict[str, Any], root: str, saves: int = 3
 ) -> None:
-    """Save and step, several times, both slots in use; then compare."""
+    """Save and step several times, so that both slots are in use, and compare."""
     references = []
     for number in range(saves):
         references.append(content(state))
@@ -127,7 +127,7 @@ def filled_up_after_it_was_measured(root: str) -> None:
         manager = CheckpointManager(root)
         state = state_of(20)
         manager.prepare(state)
-        while free():  # it is eaten by the thread that makes slots ahead
+        while free():  # the thread that makes slots ahead fills it
             time.sleep(0.01)
         overlapped(manager, state, root)
     assert "anonymous memory" in "\n".join(LOG), LOG
@@ -178,8 +178,8 @@ def anonymous_bytes() -> int:
 
 
 def the_memory_tier_is_full_when_a_slot_is_wanted_back(root: str) -> None:
-    """A slot that was kept as a checkpoint is as long as the image; what was cut off it is
-    another's now.
+    """A slot that was kept as a checkpoint is cut to the length of the image. Then another file
+    takes the memory that was cut off.
 
     Saves go on from anonymous memory. The memory tier is left out meanwhile, and takes steps again
     when there is room.
@@ -191,7 +191,7 @@ def the_memory_tier_is_full_when_a_slot_is_wanted_back(root: str) -> None:
         for number in range(8):
             if number == 1:
                 eat()
-            if number == 3:  # the slot that was let go has made room for itself
+            if number == 3:  # the slot that was released has made room for itself
                 eat()
             if number == 6:
                 (SHM / "another").unlink()
@@ -208,14 +208,14 @@ def the_memory_tier_is_full_when_a_slot_is_wanted_back(root: str) -> None:
 
 
 def a_slot_that_was_let_go_takes_no_memory(root: str) -> None:
-    """Images are in anonymous memory at first; when there is room in /dev/shm, that memory is
-    given back.
+    """Images are in anonymous memory at first. When there is room in /dev/shm, that memory is
+    released.
     """
     eat()
     state = state_of(20)
     with CheckpointManager(root, slots=1) as manager:
         manager.prepare(state)
-        while not manager._saver.slots.made:  # by the thread that makes them ahead
+        while not manager._saver.slots.made:  # the thread that makes slots ahead makes them
             time.sleep(0.01)
         before = anonymous_bytes()
         (SHM / "another").unlink()

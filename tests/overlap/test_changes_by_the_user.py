@@ -1,5 +1,7 @@
-"""What the user may do to owned tensors while they are copied: each way ends in the right
-checkpoint or in an error that names the tensor, never in a torn one.
+"""What the user may do to owned tensors while they are copied.
+
+Each way ends in the right checkpoint or in an error that names the tensor, and never in a torn
+checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def save(window: Window, root: str, state: State, change: Callable[[], object]) 
     return pending
 
 
-# -- in place: the counters tell -------------------------------------------------------------------
+# -- in place: the version counters show the change ------------------------------------------------
 
 IN_PLACE: dict[str, tuple[str, Callable[[State], object]]] = {
     "add_": ("model/two.weight", lambda state: weight(state).add_(1)),
@@ -78,7 +80,7 @@ def test_a_change_in_place_fails_the_save_with_the_name(
     assert error.name.startswith(name)
     with CheckpointManager(root) as manager:
         assert manager.steps() == []
-        train(state, 3)  # training is none the worse, and neither is the next save
+        train(state, 3)  # training and the next save still work
         manager.save(state, 2)
         assert manager.steps() == [2]
 
@@ -152,7 +154,7 @@ def test_a_change_in_place_by_data_is_seen_though_it_moves_no_counter(
 
 
 def test_a_change_in_place_by_data_is_right_behind_a_fence(root: str, window: Window) -> None:
-    """As averages do that are swapped in for an evaluation."""
+    """Averages that are swapped in for an evaluation change like this."""
     state = trained()
     with CheckpointManager(root) as manager:
         window.save(manager, state)

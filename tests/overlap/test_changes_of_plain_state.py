@@ -1,4 +1,6 @@
-"""Everyday code that changes a state behind the copy: each way fails the save by name."""
+"""Everyday code that changes a state during the copy: each way fails the save with the tensor's
+name.
+"""
 
 from __future__ import annotations
 

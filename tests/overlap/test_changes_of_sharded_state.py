@@ -1,5 +1,6 @@
-"""Everyday code that changes a state behind the copy, under FSDP2 and tensor parallelism: each
-way fails the save by name.
+"""Everyday code that changes a state during the copy, under FSDP2 and tensor parallelism.
+
+Each way fails the save with the tensor's name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A compiled step waits like any other, whether it was traced before there was a hook or after."""
+"""A compiled step waits for the copy, whether it was traced before or after the hook was added."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.staging.fence import Fence
 from tests.overlap.jobs import Build, forward_backward, job
 from tests.overlap.window import Window, assert_restores
 
-BACKEND = "aot_eager"  # no C++ compiler is needed; what is traced is the same
+BACKEND = "aot_eager"  # it needs no C++ compiler, and traces the same
 SGD: Build = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 ADAMW: Build = partial(torch.optim.AdamW, lr=0.01, foreach=True)
 
@@ -29,8 +29,8 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def compiled(way: str, state: dict[str, Any]) -> Callable[[int], None]:
-    """A training step: its last part compiled alone, in a function, or with forward and backward
-    around it.
+    """Return a training step whose last part is compiled alone, in a function, or with forward and
+    backward.
     """
     optimizer = state["optimizer"]
 
@@ -81,7 +81,7 @@ def test_a_compiled_step_waits(
         if traced != "after":
             step(0), step(1)
         manager.save(state, 0)
-        step(2), step(3)  # compiled by now, as far as it ever will be
+        step(2), step(3)  # the step is compiled by now
         for number in (4, 5):
             window.save(manager, state, number)
             window.must_wait(partial(step, number))

@@ -1,6 +1,4 @@
-"""Direct I/O that a file system never had, or takes back half-way: the checkpoint is right all
-the same.
-"""
+"""The checkpoint is right although a file system lacks direct I/O, or withdraws it halfway."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ MIB = 1 << 20
 
 
 def state_of(fill: float) -> dict[str, Any]:
-    """24 MiB and an odd end."""
+    """Return a state of 24 MiB and some bytes, not a multiple of a block."""
     weight = torch.nn.Parameter(
         torch.arange(12 * MIB // 4, dtype=torch.float32).view(-1, 1024) + fill
     )
@@ -61,10 +59,10 @@ def save_and_compare(root: Path, window: Window) -> None:
 
 
 class Refusing:
-    """A disk whose direct descriptors stop working after so many calls.
+    """A disk whose direct descriptors stop working after some calls.
 
     Attributes:
-        taken, refused: Calls on direct descriptors.
+        taken, refused: The number of calls on direct descriptors.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class Refusing:
                     raise OSError(code, os.strerror(code))
                 self.taken += 1
                 last = self.taken == after
-            if last and short:  # half of it, and then no more
+            if last and short:  # write half of it, and then nothing more
                 data, offset = args
                 return real(fd, data[: data.nbytes // 2 // 4096 * 4096], offset)
             return real(fd, *args)

@@ -1,5 +1,6 @@
-"""A storage that is shrunk under a tensor while it is copied: the right checkpoint or an error
-with its name, and no wild read.
+"""A storage shrinks under a tensor while it is copied.
+
+The result is the right checkpoint or an error with the tensor's name, and no wild read.
 """
 
 from __future__ import annotations

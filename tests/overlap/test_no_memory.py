@@ -1,5 +1,7 @@
-"""No memory for a slot: said when it is asked for, with the numbers; training goes on, and the
-next save works when there is room again.
+"""There is no memory for a slot.
+
+The error comes when the slot is requested, and has the numbers. Training goes on, and the next save
+works when there is room again.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def test_a_machine_that_is_full_is_told_of_at_prepare_and_at_every_save_until_it
                 manager.save_async(state, number)
             train(state, number)
         monkeypatch.setattr(slots, "measure", real)
-        pending = window.save(manager, state, 2)  # the very step that could not be saved
+        pending = window.save(manager, state, 2)  # the step that could not be saved
         window.must_wait(lambda: train(state, 4))
         pending.result(60)
         assert manager.steps() == [2]

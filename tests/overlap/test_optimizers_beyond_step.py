@@ -1,5 +1,6 @@
-"""Optimizers that change their tensors outside of ``step``, or may: they are copied before the
-call returns. Others are copied while training goes on.
+"""Optimizers that change their tensors outside of ``step``, or may do so.
+
+Their tensors are copied before the call returns. Those of others are copied while training goes on.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def schedule_free(kind: str, parameters: Parameters) -> Optimizer:
 
 
 def late(state: dict[str, Any]) -> list[str]:
-    """Names of what is copied while training goes on."""
+    """Return the names of the tensors that are copied while training goes on."""
     return sorted(held.name for held in collect(state, rank=0).held if held.late)
 
 
-# -- schedule-free, by the package itself ----------------------------------------------------------
+# -- schedule-free, from its own package -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def late(state: dict[str, Any]) -> list[str]:
 def test_a_schedule_free_optimizer_as_its_documentation_saves_it(
     kind: str, root: str, window: Window
 ) -> None:
-    """``eval``, save, ``train``: the last one moves every parameter."""
+    """The order is ``eval``, save, ``train``. The last call moves every parameter."""
     build = partial(schedule_free, kind)
     state, twin = (trained(build, steps=8) for _ in range(2))  # RAdam begins with steps of size 0
     with CheckpointManager(root) as manager:
@@ -75,7 +76,7 @@ def test_a_schedule_free_optimizer_as_its_documentation_saves_it(
 def test_a_schedule_free_optimizer_that_takes_a_closure_is_copied_late(
     root: str, window: Window
 ) -> None:
-    """It changes its parameters in ``step`` alone."""
+    """It changes its parameters only in ``step``."""
     build = partial(schedule_free_closure)
     state = trained(build)
     with CheckpointManager(root) as manager:
@@ -93,7 +94,7 @@ def schedule_free_closure(parameters: Parameters) -> Optimizer:
 
 
 def sharp(seed: int = 0) -> dict[str, Any]:
-    """The wrapper, and the optimizer that it holds: each has state of its own."""
+    """Return the wrapper and the optimizer that it holds. Each has its own state."""
     state = trained(partial(SAM, base=torch.optim.AdamW, lr=0.01), seed=seed, steps=0)
     state["base"] = state["optimizer"].base_optimizer
     sharp_step(state, 0)
@@ -134,7 +135,7 @@ def test_between_its_two_steps_the_state_is_saved_as_it_is(root: str, window: Wi
         window.overtake(lambda: state["optimizer"].second_step(zero_grad=True))
     target = sharp(seed=5)
     forward_backward(target, 1)
-    # since then its parameters lie apart from what it keeps
+    # after that step its parameters differ from the ones that it keeps
     target["optimizer"].first_step(zero_grad=True)
     assert_restores(root, window.reference, target)
 
@@ -142,7 +143,7 @@ def test_between_its_two_steps_the_state_is_saved_as_it_is(root: str, window: Wi
 def test_an_optimizer_that_holds_another_with_state_of_its_own_is_refused_without_that_one(
     root: str,
 ) -> None:
-    """The moments would be lost."""
+    """Otherwise the moments would be lost."""
     state = sharp()
     del state["base"]
     with (
@@ -159,7 +160,7 @@ def test_an_optimizer_that_holds_another_with_state_of_its_own_is_refused_withou
 
 
 class Quiet(torch.optim.AdamW):
-    """Nothing of its own that is public."""
+    """An optimizer that adds no public method."""
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
@@ -172,7 +173,7 @@ class Quiet(torch.optim.AdamW):
 
 class Averaging(torch.optim.SGD):
     def swap(self) -> None:
-        """Exchange parameters and their averages."""
+        """Exchange the parameters and their averages."""
 
 
 class ByStaticMethod(torch.optim.SGD):
@@ -230,7 +231,7 @@ def test_the_rule_holds_for_the_owner_of_local_shards() -> None:
 
 
 def test_an_optimizer_of_another_kind_at_the_same_place_is_seen() -> None:
-    """Same tensors, same names: what is remembered of the save before is not used."""
+    """The tensors and names are the same, but what is remembered of the last save is not used."""
     model = nn.Linear(2, 2)
     first, second = (
         torch.optim.SGD(model.parameters(), momentum=0.9),
@@ -296,7 +297,7 @@ def test_torchao_s_quantised_moments_wait(root: str, window: Window) -> None:
 
     def build(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
-        weight = nn.Parameter(torch.randn(64, 64))  # smaller ones it keeps in 32 bits
+        weight = nn.Parameter(torch.randn(64, 64))  # it keeps smaller ones in 32 bits
         state = {"w": weight, "optimizer": optim.AdamW8bit([weight])}
         weight.square().sum().backward()
         state["optimizer"].step()

@@ -1,5 +1,6 @@
-"""Whatever the optimizer and its implementation: its step waits for the copy, the checkpoint is
-of the call, and training is not changed by it.
+"""Under each optimizer and implementation, the step waits for the copy.
+
+The checkpoint is that of the moment of the call, and it does not change training.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def test_accumulated_gradients_do_not_wait_and_the_step_that_uses_them_does(
     state, twin = trained(), trained()
     with CheckpointManager(root) as manager:
         window.save(manager, state)
-        for number in range(3):  # with the window open: only the step may wait
+        for number in range(3):  # the window is open: only the step may wait
             forward_backward(state, number)
         window.must_wait(state["optimizer"].step)
     for number in range(3):
@@ -113,16 +114,14 @@ def test_accumulated_gradients_do_not_wait_and_the_step_that_uses_them_does(
     model = window.reference["model"]
     assert (
         int(model["norm.num_batches_tracked"]) == 2
-    )  # of the call, though three forwards came before the copy
+    )  # the state at the call, although three forwards came before the copy
     assert_restores(root, window.reference, trained(seed=5))
 
 
 def test_a_step_in_the_midst_of_accumulation_is_saved_with_the_next_one(
     root: str, window: Window
 ) -> None:
-    """Gradients are no part of a state: a save between two backward calls holds what the last
-    step left.
-    """
+    """A state has no gradients. A save between two backward calls holds what the last step left."""
     state = trained()
     forward_backward(state, 0)
     with CheckpointManager(root) as manager:

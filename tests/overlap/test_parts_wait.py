@@ -1,4 +1,4 @@
-"""Parts of tensors in an optimizer's flat memory: its step waits for them as for any parameter."""
+"""A step waits for parts of tensors in an optimizer's flat memory, as for any parameter."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""FSDP2, tensor parallel, DDP, FSDP1 and ZeroRedundancyOptimizer over two ranks, each of which
-steps while its shards are copied.
+"""Each of two ranks steps while its shards are copied.
+
+The cases are FSDP2, tensor parallelism, DDP, FSDP1 and ZeroRedundancyOptimizer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""64 MB of /dev/shm, as a container has by default: it is used for what fits, done without for
-what does not, and filling it up meanwhile kills nobody.
+"""A /dev/shm of 64 MB, the default of a container.
+
+It is used for what fits, and anonymous memory for the rest. No process dies when it fills up
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the scenes have said, played in a mount namespace of their own."""
+    """Return the output of the scenes, which run in a mount namespace of their own."""
     probe = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=64m none /dev/shm"]
     try:
         able = subprocess.run(probe, capture_output=True, check=False).returncode == 0

@@ -1,5 +1,7 @@
-"""Optimizers that step while backward runs: each of them in the state is waited for; what
-belongs to none of them is copied at once.
+"""Optimizers that step while backward runs.
+
+Each optimizer in the state waits for the copy. Tensors that belong to none of them are copied at
+once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tests.overlap.window import Window, assert_restores, content
 
 
 def by_hooks(seed: int) -> dict[str, Any]:
-    """One optimizer for each parameter, called when its gradient is there."""
+    """Make one optimizer for each parameter, and call it when its gradient is ready."""
     torch.manual_seed(seed)
     model = Net()
     optimizers = {name: torch.optim.AdamW([p], lr=0.01) for name, p in model.named_parameters()}
@@ -35,7 +37,7 @@ def by_hooks(seed: int) -> dict[str, Any]:
 
 
 def by_torch(seed: int) -> dict[str, Any]:
-    """The same, by torch's own means."""
+    """Do the same with torch's own means."""
     torch.manual_seed(seed)
     model = Net()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01, "momentum": 0.9})
@@ -87,7 +89,7 @@ def test_a_model_without_its_optimizers_is_copied_before_the_call_returns(
 def test_one_optimizer_that_was_left_out_changes_nothing_unseen(
     build: Any, root: str, window: Window
 ) -> None:
-    """Its parameter is nobody's in this state, so it is copied at once."""
+    """No optimizer in this state owns its parameter, so it is copied at once."""
     state = trained(build, 0)
     known = dict(state["optimizers"])
     del known["two.weight"]
@@ -106,8 +108,8 @@ def test_one_optimizer_that_was_left_out_changes_nothing_unseen(
 def test_an_owner_outside_the_state_beside_one_inside_fails_the_save_by_name(
     root: str, window: Window
 ) -> None:
-    """Two optimizers over one model, one of them in the state: the other's step is not waited
-    for, but it is seen.
+    """Two optimizers share one model, and one of them is in the state. The step of the other does
+    not wait, but its change is detected.
     """
     state = trained(by_hooks, 0)
     stranger = torch.optim.SGD(state["model"].parameters(), lr=0.1)

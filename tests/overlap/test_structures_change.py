@@ -1,5 +1,6 @@
-"""A state that is built otherwise from one save to the next, or between a call and its copy: no
-plan outlives what it was made for.
+"""The structure of a state changes between two saves, or between a call and its copy.
+
+A plan is used only for the structure that it was made for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ State = dict[str, Any]
 
 
 def step(state: State) -> None:
-    """A step of whatever is there."""
+    """Take a step with the optimizers that the state has."""
     for parameter in state["model"].parameters():
         parameter.grad = torch.ones_like(parameter)
     state["optimizer"].step()
@@ -72,13 +73,13 @@ def other_model(state: State) -> None:
 
 
 def swapped_names(state: State) -> None:
-    """The same tensors and the same shapes, under each other's names."""
+    """Exchange the names of two tensors of one shape."""
     model = state["model"]
     model.one, model.two = model.two, model.one
 
 
 def swapped_values(state: State) -> None:
-    """The same names and shapes, each over the other's memory."""
+    """Keep the names and shapes, and exchange the memory of two tensors."""
     one, two = state["model"].one.weight, state["model"].two.weight
     one.data, two.data = two.data, one.data
 
@@ -175,7 +176,7 @@ CHANGES: list[Callable[[State], None]] = [
 
 
 def blank_like(state: State, how: Callable[[State], None]) -> State:
-    """A target of the form that ``state`` has now, with nothing of its content."""
+    """Return a target of the form that ``state`` has now, without its content."""
     target = copy.deepcopy(state)
     for value in [*target["model"].state_dict().values(), *target.values()]:
         if isinstance(value, torch.Tensor):
@@ -222,7 +223,7 @@ def test_what_is_changed_in_the_window_is_not_in_that_save(
 
 
 def without_buffers() -> State:
-    """``Module.to`` replaces buffers by other objects: a plan is given up for that alone."""
+    """``Module.to`` replaces buffers by other objects, which is enough to give up a plan."""
     state = trained()
     state["model"].norm = nn.Identity()
     return state
@@ -299,7 +300,7 @@ def test_a_parameter_that_becomes_a_lazy_view_by_data_is_saved_as_what_it_shows(
 ) -> None:
     """Its address, shape, strides and dtype stay the same, and so does its memory.
 
-    Only its values are others.
+    Only its values differ.
     """
     state: State = {
         "model": nn.ParameterDict({"x": nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))})
@@ -339,7 +340,7 @@ def test_what_is_swapped_in_while_memory_is_reserved_is_not_what_a_later_save_ho
         own, average = weight.data, torch.full_like(weight, 7.0)
         weight.data = average
         gate.set()
-        reserver.submit(bool).result(20)  # all before it is done
+        reserver.submit(bool).result(20)  # all tasks before this one are done
         weight.data = own
         reference = content(state)
         manager.save(state, 1)
@@ -358,7 +359,7 @@ def test_local_shards_whose_memory_took_another_form_are_refused_by_name(root: s
 
 
 def test_two_states_saved_in_turn_by_one_manager_keep_apart(root: str, window: Window) -> None:
-    """A model and another of the same form, under the same names."""
+    """The states are a model and another of the same form, under the same names."""
     states = [trained(seed=seed) for seed in range(2)]
     references = []
     with CheckpointManager(root) as manager:
@@ -374,7 +375,7 @@ def test_two_states_saved_in_turn_by_one_manager_keep_apart(root: str, window: W
 def test_an_optimizer_that_was_taken_out_does_not_wait_for_saves_it_has_no_part_in(
     root: str, window: Window
 ) -> None:
-    """Its tensors are nobody's then, and copied at once."""
+    """No optimizer in the state owns its tensors then, so they are copied at once."""
     state = trained()
     with CheckpointManager(root) as manager:
         manager.save(state, 1)

@@ -1,5 +1,5 @@
-"""What the other tests of this folder would say if the engine did not wait, did not look, or
-copied at another time than it says.
+"""The other tests of this folder would fail if the engine did not wait, did not compare, or copied
+at another time than it says.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.overlap.window import Window, assert_restores
 
 
 def unseen(state: dict, number: int) -> None:
-    """A step that moves no version counter, as a replayed CUDA graph does."""
+    """Take a step that moves no version counter, as a replayed CUDA graph does."""
     tensors = list(state["model"].parameters())
     tensors += [held for p in tensors for held in state["optimizer"].state[p].values()]
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):

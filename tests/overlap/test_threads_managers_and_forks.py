@@ -1,6 +1,4 @@
-"""More than one of everything: threads that step, managers that save, saves before a step,
-processes that fork.
-"""
+"""Several threads that step, managers that save, saves before a step, and processes that fork."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from tests.overlap.window import Window, assert_restores, content
 
 @pytest.fixture
 def slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of every upload takes longer than a few steps."""
+    """A store where the end of every upload takes longer than a few steps."""
     rules = [Rule(verb="finish", fault=Delay(0.5))]
     monkeypatch.setattr(
         ckpt.storage.tiers,
@@ -71,7 +69,7 @@ def test_a_step_in_another_thread_waits(root: str, window: Window) -> None:
 
 
 class Counting(torch.optim.Optimizer):
-    """Every tensor it owns holds the number of its steps."""
+    """An optimizer that sets each of its tensors to the number of its steps."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -92,20 +90,20 @@ def counted(numbers: int = 50_000) -> dict[str, Any]:
 
 
 def test_a_thread_that_steps_all_the_time_never_tears_a_checkpoint(root: str) -> None:
-    """Nobody should: but every save is of one moment, or fails with a name."""
+    """Code should not do this, but every save is of one moment, or fails with a name."""
     state = counted()
     ended = threading.Event()
     kept = []
 
     def steps() -> None:
-        for pause in itertools.cycle([0.001] * 20 + [0.3]):  # now and then a save has the time
+        for pause in itertools.cycle([0.001] * 20 + [0.3]):  # some saves have enough time
             state["optimizer"].step()
             if ended.wait(pause):
                 return
 
     stepper = threading.Thread(target=steps)
     with CheckpointManager(root) as manager:
-        manager.save(state, 0)  # the hooks are there from now on
+        manager.save(state, 0)  # the hooks exist from now on
         stepper.start()
         try:
             for number in range(1, 1000):
@@ -135,7 +133,7 @@ def test_a_thread_that_steps_all_the_time_never_tears_a_checkpoint(root: str) ->
 
 
 class Halting(Counting):
-    """Stops in the midst of a step until it is told to go on; raises if told to."""
+    """An optimizer that stops in the middle of a step until it may go on, and raises on request."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__(parameters)
@@ -154,7 +152,7 @@ class Halting(Counting):
 
 
 def test_a_save_in_the_midst_of_another_threads_step_is_refused(root: str) -> None:
-    """What could be saved then is the state of no step."""
+    """A save at that time would hold the state of no step."""
     state = counted(10)
     optimizer = state["optimizer"] = Halting(list(state["model"]))
     with CheckpointManager(root) as manager:
@@ -216,9 +214,7 @@ def test_two_saves_before_a_step_hold_the_same_and_both_are_waited_for(
 
 @pytest.mark.usefixtures("slow_store")
 def test_a_save_that_has_landed_is_not_blamed_for_a_step_after_the_next_one(root: str) -> None:
-    """Nothing was changed while it was copied; that it is still being written is its own
-    business.
-    """
+    """Nothing changed while it was copied. That it is still being written does not matter."""
     state = trained()
     staged = threading.Event()
     with CheckpointManager(root, observers=[lambda event: staged.set()]) as manager:
@@ -243,7 +239,7 @@ def test_two_managers_over_one_model_are_both_waited_for(root: str, window: Wind
             two.save_async(state, number)
             window.must_wait(lambda number=number: train(state, number))
         one.close()
-        window.save(two, state, 3)  # the hooks of the one that is left are still there
+        window.save(two, state, 3)  # the hooks of the other manager are still there
         window.must_wait(lambda: train(state, 3))
     assert_restores(other, window.reference, trained(seed=5), step=3)
     assert not state["optimizer"]._optimizer_step_pre_hooks
@@ -252,7 +248,7 @@ def test_two_managers_over_one_model_are_both_waited_for(root: str, window: Wind
 def test_two_managers_that_share_a_part_of_the_state_are_both_waited_for(
     root: str, window: Window
 ) -> None:
-    """The model and its optimizer here, the optimizer alone there."""
+    """One manager saves the model and its optimizer, the other saves only the optimizer."""
     state = trained()
     other = f"memory://{uuid.uuid4().hex}"
     with CheckpointManager(root) as one, CheckpointManager(other) as two:
@@ -312,7 +308,7 @@ def test_what_says_that_it_waits_does(how: str, root: str, window: Window) -> No
 
 
 def forked(work: Callable[[], object], seconds: float = 30) -> int:
-    """The exit status of a child that does ``work``; -1 if it hung."""
+    """Return the exit status of a child that does ``work``, or -1 if it hung."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -344,8 +340,8 @@ def slots() -> list[str]:
 def test_a_child_made_in_the_window_trains_on_and_the_parent_saves_on(
     root: str, window: Window
 ) -> None:
-    """The child has the hooks but nobody who copies: it must neither wait for ever nor touch
-    what is the parent's.
+    """The child has the hooks but no thread that copies. It must not wait for ever, and must not
+    touch the parent's files.
     """
     state = trained()
     with CheckpointManager(root) as manager:
@@ -379,7 +375,7 @@ def test_a_child_that_uses_the_manager_is_told(method: str, root: str) -> None:
 
 
 def test_a_child_that_exits_as_a_script_does_takes_nothing_with_it(root: str) -> None:
-    """With atexit and all: as a data loader's worker, or a script that forks by itself."""
+    """The child runs atexit functions, as a data loader's worker or a script that forks does."""
     state = trained()
     with CheckpointManager(root) as manager:
         pending = manager.save_async(state, 1)
@@ -388,7 +384,7 @@ def test_a_child_that_exits_as_a_script_does_takes_nothing_with_it(root: str) ->
         if child == 0:
             code = 1
             try:
-                os.close(1), os.close(2)  # what pytest prints at its end is the parent's to print
+                os.close(1), os.close(2)  # only the parent prints pytest's last lines
                 threading._shutdown()
                 atexit._run_exitfuncs()
                 code = 0
@@ -421,9 +417,9 @@ def test_workers_of_a_data_loader_do_no_harm(root: str, window: Window) -> None:
 def test_once_a_step_was_captured_nothing_is_copied_late_any_more(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a GPU: torch is made to say that a capture is going on while one step runs.
+    """The test needs no GPU: torch reports a capture while one step runs.
 
-    What a replay does is played by a step that calls no hook and moves no counter.
+    A step that calls no hook and moves no counter stands for a replay.
     """
     state = trained()
     with CheckpointManager(root) as manager:
@@ -462,7 +458,7 @@ def test_a_step_captured_before_the_first_save_is_noticed(
 
 
 def test_a_capturable_optimizer_is_taken_for_captured(root: str, window: Window) -> None:
-    """It may have been captured before there was a manager."""
+    """It may have been captured before the manager existed."""
     state = trained()
     state["optimizer"].param_groups[0]["capturable"] = True
     with CheckpointManager(root) as manager:

@@ -1,5 +1,6 @@
-"""Bits, not numbers: every value of every dtype, and every way of sharing or cutting memory,
-overlapped with a step.
+"""Saves overlap with a step for every value of every dtype, compared by bits.
+
+The cases also cover each way to share or cut memory.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ def test_odd_values_are_kept_to_the_bit(dtype: torch.dtype, root: str, window: W
 
 
 class Flat(nn.Module):
-    """Parameters that are views of one flat buffer, as in fused optimizers and flattened
-    modules.
+    """Parameters that are views of one flat buffer, as in fused optimizers and
+    flattened modules.
     """
 
     def __init__(self, fill: float) -> None:
@@ -113,7 +114,7 @@ class Flat(nn.Module):
 
 
 class Strange(nn.Module):
-    """Strides of every kind."""
+    """Parameters with many kinds of strides."""
 
     def __init__(self, fill: float) -> None:
         super().__init__()
@@ -155,7 +156,9 @@ def test_views_of_any_kind_wait_like_others(
 
 
 def test_the_flat_buffer_beside_its_views_is_of_the_same_moment(root: str, window: Window) -> None:
-    """The buffer is copied at once and its views late: a step between them would show."""
+    """The buffer is copied at once and its views are copied late. A step between them
+    would show.
+    """
     state = stepping(Flat(1.0))
     state["flat"] = state["model"].flat
     with CheckpointManager(root) as manager:
@@ -204,7 +207,7 @@ def test_a_parameter_that_is_in_the_state_by_itself_too_is_of_the_same_moment(
     ids=["no_grad", "inference_mode", "autocast", "meta"],
 )
 def test_the_mode_of_the_caller_does_not_matter(mode: Any, root: str, window: Window) -> None:
-    """The slots are made in the first save: what they are must not depend on it."""
+    """The first save makes the slots. Their properties must not depend on the caller's mode."""
     state = trained()
     with CheckpointManager(root) as manager:
         for number, here in enumerate([mode, mode, nullcontext]):
@@ -216,7 +219,7 @@ def test_the_mode_of_the_caller_does_not_matter(mode: Any, root: str, window: Wi
 
 @pytest.mark.parametrize("overlap", ["auto", "off"])
 def test_inference_tensors_are_copied_at_once(overlap: Any, root: str) -> None:
-    """They have no version to watch."""
+    """They have no version counter to compare."""
 
     def build(fill: float) -> dict[str, Any]:
         with torch.inference_mode():

@@ -1,5 +1,6 @@
-"""All that no hooked optimizer owns is in the image when the call returns, whatever happens to
-it next.
+"""All tensors that no hooked optimizer owns are in the image when the call returns.
+
+Later changes to them have no effect on it.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def test_what_changes_right_after_the_call_is_saved_as_it_was(
 def test_a_weight_averaged_every_step_and_saved_every_step_is_right_every_time(
     root: str, window: Window
 ) -> None:
-    """The usual loop: save, average what was saved, step."""
+    """The loop saves, averages what was saved, and steps."""
     state = trained()
     state["ema"] = AveragedModel(state["model"])
     references = []
@@ -152,8 +153,8 @@ def test_a_module_without_its_optimizer_may_be_changed_at_once(root: str) -> Non
 
 
 def test_a_parameter_that_is_a_lazy_view_is_copied_at_once(root: str) -> None:
-    """Its memory has other values than it has, so nothing that looks at the memory would know it
-    again.
+    """Its values differ from those of its memory, so a comparison of the memory would
+    not match it.
     """
     lazy = torch.nn.Parameter(torch.complex(torch.ones(300), torch.arange(300.0)).conj())
     assert lazy.is_conj()

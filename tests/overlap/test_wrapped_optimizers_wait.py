@@ -1,5 +1,7 @@
-"""Optimizers inside other people's wrappers: the step that does the work is hooked, whether the
-wrapper or the inner one is in the state.
+"""Optimizers inside wrappers of other libraries.
+
+The step that does the work has the hook, whether the wrapper or the inner optimizer is in the
+state.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def accelerated(accelerator: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def accelerated_step(accelerator: Any, state: dict[str, Any], number: int) -> None:
-    """Two batches: the wrapper lets the optimizer step with the second only."""
+    """Train on two batches. The wrapper lets the optimizer step only with the second one."""
     for half in range(2):
         with accelerator.accumulate(state["model"]):
             loss = state["model"](batch(2 * number + half))
@@ -110,7 +112,7 @@ def test_lightning_fabric(root: str, window: Window, fabric: Any, inner: bool) -
 
 @pytest.mark.filterwarnings(
     "ignore"
-)  # what Lightning says of itself: of pytrees, of a loader with few workers
+)  # Lightning's own warnings, about pytrees and about a loader with few workers
 @pytest.mark.parametrize(
     "inner", [False, True], ids=["wrapper in the state", "inner one in the state"]
 )
@@ -121,7 +123,7 @@ def test_lightning_trainer(
     monkeypatch.chdir(tmp_path)
 
     class Task(lightning.LightningModule):
-        """Takes its three steps by hand; before the second one it is saved."""
+        """A task that takes its three steps itself, and is saved before the second one."""
 
         def __init__(self, seed: int, manager: CheckpointManager | None) -> None:
             super().__init__()

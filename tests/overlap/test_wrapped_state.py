@@ -89,7 +89,7 @@ def test_a_change_behind_the_copy_fails_the_save_by_name(
 
 
 def test_a_change_of_the_wrapper_moves_its_own_counter_alone(root: str, window: Window) -> None:
-    """Without the sample the counter of the wrapper is what shows the change."""
+    """Without the sample, only the counter of the wrapper shows the change."""
     state = job()
     held = moment(state)
     before = (held._version, held.codes._version)

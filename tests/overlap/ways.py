@@ -1,4 +1,4 @@
-"""Ways in which training code changes parameters and optimizer state, outside of the optimizer's
+"""Ways in which training code changes parameters and optimizer state outside of the optimizer's
 step.
 """
 
@@ -28,13 +28,13 @@ class TwoLayers(nn.Module):
 
 
 class Job(dict[str, Any]):
-    """A state, and beside it an average of its model that is not saved."""
+    """A state, and an average of its model that is not saved."""
 
     average: nn.Module
 
 
 def model_and_average(shard: Callable[[nn.Module], object] = lambda _: None) -> State:
-    """A model with an optimizer, both before their first step."""
+    """Return a model with an optimizer, both before their first step."""
     model, average = TwoLayers(), TwoLayers()
     shard(model)
     shard(average)
@@ -56,12 +56,12 @@ def first_moment(state: State) -> Any:
 
 
 def own(tensor: Any) -> torch.Tensor:
-    """The memory that this rank has of a tensor."""
+    """Return the memory that this rank has of a tensor."""
     return getattr(tensor, "_local_tensor", tensor).detach()
 
 
 def fused(state: State) -> None:
-    """What a fused optimizer calls, or a kernel of somebody's own."""
+    """Call what a fused optimizer calls, or a kernel of the user's own."""
     weights = [own(parameter) for parameter in state["model"].parameters()]
     ones = [torch.ones_like(each) for each in weights]
     with torch.autograd._unsafe_preserve_version_counter(tuple(weights)):
@@ -117,7 +117,7 @@ WAYS = {**COUNTED, **UNCOUNTED}
 
 
 def seen_by(state: State, change: Callable[[State], object]) -> str:
-    """Make a change; returns what can show it: a version counter, or the sample alone."""
+    """Make a change, and return what can show it: a version counter, or only the sample."""
 
     def versions() -> list[int]:
         held = [*state["model"].parameters()]
@@ -131,7 +131,9 @@ def seen_by(state: State, change: Callable[[State], object]) -> str:
 
 
 def documented() -> dict[str, list[str]]:
-    """The table of `docs/safety.md`: way -> what shows it for plain tensors, FSDP2 and TP."""
+    """Return the table of `docs/safety.md`: way -> what shows it for plain tensors,
+    FSDP2 and TP.
+    """
     text = (Path(__file__).resolve().parents[2] / "docs/safety.md").read_text()
     rows = (
         text.partition("| way | plain, DDP | FSDP2 | TP |\n")[2]

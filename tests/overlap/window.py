@@ -1,5 +1,6 @@
-"""The window between a call of ``save_async`` and its late copy, held open for as long as a test
-likes, and the state as it was at the call.
+"""The window between a call of ``save_async`` and its late copy.
+
+A test can hold it open. The module also keeps the state as it was at the call.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ It has done so before the window, so that nothing about it is slow the first tim
 
 
 def content(value: Any) -> Any:
-    """All that a checkpoint of ``value`` is to hold, with memory of its own."""
+    """Return all that a checkpoint of ``value`` must hold, in memory of its own."""
     if isinstance(value, torch.Tensor):
         if isinstance(value, DTensor):
             value = value.to_local()
-        if hasattr(value, "__tensor_flatten__"):  # not every wrapper can be cloned
+        if hasattr(value, "__tensor_flatten__"):  # some wrappers cannot be cloned
             return {name: content(getattr(value, name)) for name in value.__tensor_flatten__()[0]}
         return value.detach().clone()
     if isinstance(value, PerRank):
         return content(value.value)
-    if isinstance(value, ZeroRedundancyOptimizer):  # what this rank has of it
+    if isinstance(value, ZeroRedundancyOptimizer):  # this rank's part of it
         return content(value.optim)
     if isinstance(value, Mapping):
         return {key: content(item) for key, item in value.items()}
@@ -49,7 +50,7 @@ def content(value: Any) -> Any:
 
 
 def owned(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that the optimizers of a state own: those that may be copied late."""
+    """Return the tensors that the optimizers of a state own, which may be copied late."""
     if isinstance(value, ZeroRedundancyOptimizer):
         yield from owned(value.optim)
     elif isinstance(value, Optimizer):
@@ -91,11 +92,11 @@ class Window:
         self._owned: list[tuple[torch.Tensor, bytes]] = []
 
     def submit(self, workers: Workers, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of ``Workers.submit``."""
+        """Replace ``Workers.submit``."""
 
         def held(*args: Any, **kwargs: Any) -> Any:
             self._entered.set()
-            self._gate.wait(20)  # a test that failed with the window open shall not hang
+            self._gate.wait(20)  # a test that failed with the window open must not hang
             return work(*args, **kwargs)
 
         return _submit(workers, held if workers.name == COPIER else work, *args, **kwargs)
@@ -108,9 +109,9 @@ class Window:
         *,
         of: Sequence[torch.Tensor] | None = None,
     ) -> PendingSave:
-        """Save with the window open: on return nothing late has been copied.
+        """Save with the window open: when it returns, nothing late has been copied.
 
-        ``of``: what is owned, where the state itself cannot tell.
+        ``of`` is what is owned, if the state itself does not show it.
         """
         self.reference = content(state) if of is None else None
         self._owned = [(tensor, _now(tensor)) for tensor in (owned(state) if of is None else of)]
@@ -121,12 +122,13 @@ class Window:
         return pending
 
     def hold(self) -> None:
-        """Let late copies wait from now on, if there will be any."""
+        """Let late copies wait from now on."""
         self._gate.clear()
 
     def overtake(self, act: Callable[[], object], *, patience: float = PATIENCE) -> None:
-        """Call ``act``, which changes owned tensors, with the window open; close it when ``act``
-        has shown whether it waits.
+        """Call ``act``, which changes owned tensors, with the window open.
+
+        Close the window when ``act`` has shown whether it waits.
         """
         over = threading.Event()
 
@@ -144,7 +146,7 @@ class Window:
             closer.join()
 
     def must_wait(self, act: Callable[[], object], *, patience: float = PATIENCE) -> None:
-        """``overtake``, and nothing may have overtaken."""
+        """Call ``overtake``, and check that the act has waited for the copy."""
         self.overtake(act, patience=patience)
         assert not self.overtaken, "it did not wait for the copy"
         assert not self.changed, "an owned tensor changed before it was copied"
@@ -155,7 +157,7 @@ class Window:
 
 
 def _now(tensor: torch.Tensor) -> bytes:
-    # a tensor that NumPy has seen cannot be resized any more: it sees a copy
+    # a tensor that NumPy has seen cannot be resized any more: NumPy gets a copy
     found = content(tensor)
     return b"".join(map(bits, found.values())) if isinstance(found, dict) else bits(found)
 
@@ -163,7 +165,7 @@ def _now(tensor: torch.Tensor) -> bytes:
 def assert_restores(
     root: Any, expected: Any, target: dict[str, Any], step: int | None = None
 ) -> None:
-    """The checkpoint, read into ``target``, is ``expected`` to the bit."""
+    """Check that the checkpoint, read into ``target``, is ``expected`` to the bit."""
     with CheckpointManager(root) as manager:
         report = manager.restore(target, step)
     assert report is not None
