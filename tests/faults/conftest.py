@@ -1,5 +1,7 @@
-"""For every test of a fault: it counts what it tried, and leaves memory, threads and descriptors
-as they were.
+"""Fixtures for all tests of faults.
+
+One counts what a test tried. One checks that the test leaves memory, threads and descriptors as
+they were.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ PATIENCE_SECONDS = 10.0
 
 @pytest.fixture
 def tally(request: pytest.FixtureRequest) -> Iterator[Count]:
-    """``tally(fault, tries)``: counted if the test passes."""
+    """Return ``tally(fault, tries)``, whose tries are counted if the test passes."""
     counted: list[tuple[str, int]] = []
     yield lambda fault, tries: counted.append((fault, tries))
     kind = "torture" if request.node.get_closest_marker("torture") else "ci"
@@ -36,9 +38,9 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Count]:
 
 @pytest.fixture(autouse=True)
 def all_is_given_back(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No descriptor, thread or slot more than before the test.
+    """Check that no descriptor, thread or slot exists that did not exist before the test.
 
-    Whoever keeps an error keeps what its traceback sees: so pytest's log lets go first.
+    A kept error keeps the frames of its traceback, so pytest's log is cleared first.
     """
     before = held()
     yield
@@ -53,7 +55,7 @@ def all_is_given_back(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def held() -> set[str]:
-    """Descriptors by what they are open on, slots and threads of this process, by name."""
+    """Count this process's descriptors (by what they are open on), slots and threads, by name."""
     found = {f"thread {thread.ident} {thread.name}" for thread in threading.enumerate()}
     found |= {
         name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")
@@ -65,14 +67,15 @@ def held() -> set[str]:
                 f"descriptor {number} "
                 f"{ends_of(int(number)) if name.startswith('socket:') else name}"
             )
-        except OSError:  # the one that lists
+        except OSError:  # the descriptor of the listing itself
             continue
     return found
 
 
 def ends_of(number: int) -> str:
-    """What a socket connects: "tcp 127.0.0.1:4000 to 127.0.0.1:9000"; one of fsspec's event
-    loop, by which its thread is woken, is called so.
+    """Return what a socket connects: "tcp 127.0.0.1:4000 to 127.0.0.1:9000".
+
+    The sockets that wake the thread of fsspec's event loop are named after it.
     """
     if number in _wakers():
         return "socket of fsspecIO"
@@ -94,9 +97,11 @@ def _wakers() -> set[int]:
 
 
 def lasting(name: str) -> bool:
-    """Not of fsspec's event loop, which one process has once: its thread, its pollers and the
-    sockets that wake it, and the thread that closes files for gcsfs. Nor a port that the tests
-    have reserved. Connections of ours are given back.
+    """Return whether the name belongs to nothing that a process keeps.
+
+    A process has one event loop of fsspec: its thread, its pollers, the sockets that wake it, and
+    the thread that closes files for gcsfs. It also keeps ports that the tests have reserved.
+    Connections of ckpt are closed.
     """
     return not any(
         word in name for word in ("fsspecIO", "anon_inode:[event", "asyncio", "reserved port")

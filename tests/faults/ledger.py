@@ -1,10 +1,10 @@
-"""Every fault that is tried.
+"""The list of every fault that is tried.
 
-Tests count what they tried with the fixture ``tally``; ``pytest --tally FILE`` writes the counts
-down.
+Tests count what they tried with the fixture ``tally``, and ``pytest --tally FILE`` writes the
+counts to a file.
 
-``python -m tests.faults.ledger`` puts them into the table of docs/reliability.md; a test holds the
-page to the file.
+``python -m tests.faults.ledger`` puts them into the table of docs/reliability.md. A test compares
+the page with the file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ BEGIN, END = "<!-- the table: python -m tests.faults.ledger -->", "<!-- end of t
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``what`` happens, counted in ``unit``; ``lost``: what it costs, in the words of the table;
-    ``where`` it is tried.
+    """One row of the table: ``what`` happens, counted in ``unit``, and ``where`` it is tried.
+
+    ``lost`` is what it costs, in the words of the table.
     """
 
     what: str
@@ -197,7 +198,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
 class Tally:
     """What a session has tried.
 
-    ``add`` is called by tests that then pass; a session that fails writes nothing.
+    Tests that pass call ``add``. A session that fails writes nothing.
     """
 
     def __init__(self) -> None:
@@ -215,7 +216,7 @@ class Tally:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The rows for what has been tried."""
+    """Return the rows for what has been tried."""
     lines = [
         "| fault | tried by `make test` | by `make torture` | lost | where |",
         "|---|---:|---:|---|---|",
@@ -234,7 +235,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def page(text: str, results: Mapping[str, Any]) -> str:
-    """``text`` with its table made anew."""
+    """Return ``text`` with its table replaced."""
     before, _, rest = text.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table(results)}\n\n{END}{rest.partition(END)[2]}"
 

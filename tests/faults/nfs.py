@@ -1,5 +1,7 @@
-"""What ckpt does on a real NFS mount, hard and soft, that fills up, whose server goes and comes
-back. Run by nfs.sh.
+"""What ckpt does on a real NFS mount, hard and soft, that fills up and whose server stops and
+starts.
+
+nfs.sh runs it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def restored(root: Path, mib: int) -> int:
 
 
 def plain(root: Path) -> int:
-    """Saves, prunes, and restores through another mount's eyes."""
+    """Save and prune, and restore through another mount."""
     from ckpt import Tier
 
     with CheckpointManager(Tier(str(root), keep_last=2)) as manager:
@@ -46,8 +48,8 @@ def plain(root: Path) -> int:
 
 
 def full(root: Path) -> int:
-    """The server runs out of space, early or late: that save is lost, and the next one after
-    room was made is not.
+    """The server runs out of space, early or late. That save is lost. After room was made, the next
+    one is not.
     """
     with CheckpointManager(root) as manager:
         manager.save(state(0, 20), 0, timeout=120)
@@ -61,7 +63,7 @@ def full(root: Path) -> int:
 
 
 def deleted_while_open(root: Path) -> int:
-    """NFS keeps a file that is deleted while open under another name, which is no object."""
+    """NFS keeps a file that is deleted while open under another name, which is not an object."""
     backend = open_backend(str(root))
     backend.put("folder/key", [b"x" * 100])
     with (root / "folder" / "key").open("rb") as held:
@@ -72,7 +74,7 @@ def deleted_while_open(root: Path) -> int:
 
 
 def away(root: Path, seconds: float) -> tuple[int, str]:
-    """The server is stopped, a save begins, the server is started again."""
+    """Stop the server, begin a save, and start the server again."""
     with CheckpointManager(root) as manager:
         manager.save(state(0, 8), 0, timeout=120)
         subprocess.run(["rpc.nfsd", "0"], check=True)

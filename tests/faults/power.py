@@ -1,9 +1,10 @@
-"""What a loss of power may leave of a disk: everything that was forced, and any part of what was
-not.
+"""What a loss of power may leave of a disk.
 
-A model of POSIX at its worst: a write is safe when its file was fsynced, a name when its folder
-was. Until then each may be there or not, independently of the others, and a write may be there in
-part.
+Everything that was forced is left, and any part of what was not.
+
+The module models the worst that POSIX allows. A write is safe when its file was fsynced, and a name
+when its folder was. Until then each may be there or not, independently of the others, and a part of
+a write may be there.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Disk:
         self._now: Names = {self._base: self._root}
 
     def play(self, op: Op) -> None:
-        """One more call has happened."""
+        """Apply one more call."""
         match op.verb:
             case "create" | "mkdir":
                 self._put(op.path, File() if op.verb == "create" else Folder())
@@ -107,8 +108,8 @@ class Disk:
                 raise AssertionError(op.verb)
 
     def after(self, survives: Survives) -> dict[str, bytes | None]:
-        """Files with their content and folders (None) that are there when power is back, below
-        the root.
+        """Return files with their content and folders (None) below the root that exist when power
+        is back.
         """
         found: dict[str, bytes | None] = {}
         self._gather(self._root, "", survives, found)

@@ -1,8 +1,8 @@
 """A proxy between a client and an HTTP server that harms requests.
 
-One request per connection, so that it can be harmed alone.
+A connection carries one request, so that it can be harmed alone.
 
-A harm is chosen for a request by ``harm(method, target)``; None lets it through.
+``harm(method, target)`` chooses the harm for a request; None lets it through.
 """
 
 from __future__ import annotations
@@ -22,10 +22,16 @@ STALL_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """``reset``: before the request is passed on; ``reset body``: after a part of it was; ``lose
-    reply``: when it was done; ``cut``: the reply ends early; ``status``: that answer, with
-    ``code``; ``delay``: by ``seconds``; ``throttle``: the reply at ``bytes_per_second``; ``stall``:
-    no answer.
+    """What a proxy does to a request:
+
+    - ``reset`` resets the connection before the request is passed on.
+    - ``reset body`` resets it after a part of the body was passed on.
+    - ``lose reply`` resets it when the server has answered.
+    - ``cut`` ends the reply early.
+    - ``status`` answers with ``code``.
+    - ``delay`` waits ``seconds``.
+    - ``throttle`` sends the reply at ``bytes_per_second``.
+    - ``stall`` sends no answer.
     """
 
     kind: Literal[
@@ -41,7 +47,9 @@ Choice = Callable[[str, str], Harm | None]
 
 
 class Proxy:
-    """Listens on 127.0.0.1 while it is entered, on a thread of its own. ``harmed`` counts."""
+    """A proxy on 127.0.0.1 that has its own thread while it is entered. ``harmed`` counts the
+    harms.
+    """
 
     def __init__(self, upstream_port: int, harm: Choice) -> None:
         self._upstream, self._harm = upstream_port, harm
@@ -163,6 +171,6 @@ class Proxy:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """RST instead of FIN."""
+    """Close the connection by RST instead of FIN."""
     writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()

@@ -1,9 +1,8 @@
-"""The system calls by which the posix backend changes a disk: recorded, or made to fail at the
-n-th.
+"""The system calls by which the posix backend changes a disk, recorded or made to fail at the n-th.
 
-``Syscalls(root)`` stands in for the functions of ``os`` (and two of libc's) while it is entered,
-for paths below ``root`` and descriptors opened there. What it records is enough to make the disk
-again as it was after any call: see power.py.
+While it is entered, ``Syscalls(root)`` replaces the functions of ``os`` (and two of libc's) for
+paths below ``root`` and descriptors opened there. The record is enough to make the disk again as it
+was after any call: see power.py.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ READING = ("stat", "scandir", "preadv", "readv")
 class Op:
     """One call that succeeded.
 
-    ``path`` of the file or folder, below the root; ``to`` where a name goes; ``data`` lies at
-    ``offset``.
+    ``path`` is that of the file or folder, below the root. A rename goes ``to`` another name.
+    ``data`` is at ``offset``.
     """
 
     verb: str
@@ -54,17 +53,17 @@ class Op:
 
 @dataclass(slots=True)
 class Mark:
-    """Something the caller was told, between two calls."""
+    """Something that the caller learned between two calls."""
 
     what: str
 
 
 @dataclass
 class Syscalls:
-    """Threads: calls from any, one at a time.
+    """Any thread may call it, one at a time.
 
     Attributes:
-        fail: Asked before each call with its name and path; an errno makes it fail.
+        fail: Called before each call with its name and path; an errno makes the call fail.
         log: Ops and marks in order.
     """
 
@@ -81,7 +80,7 @@ class Syscalls:
 
     @contextmanager
     def entered(self, *, reading: bool = False) -> Iterator[Syscalls]:
-        """``reading``: calls that change nothing may fail too."""
+        """Replace the functions. With ``reading``, calls that change nothing may fail too."""
         with pytest.MonkeyPatch.context() as patch:
             for name in (*CHANGING, *(READING if reading else ())):
                 if name != "fallocate":
@@ -109,7 +108,7 @@ class Syscalls:
             if path is None:
                 return real(*args, **kwargs)
             with self._lock:
-                if name == "close":  # the descriptor is gone whatever close says
+                if name == "close":  # the descriptor is closed even if close fails
                     self._opened.pop(args[0], None)
                     real(*args)
                     return self._ask(name, path)

@@ -1,5 +1,6 @@
-"""The clock jumps, by hours and days, back and forth: steps go by their numbers, and nothing is
-removed that is young or wanted.
+"""The clock jumps by hours and days, back and forth.
+
+Steps are ordered by their numbers, and nothing is removed that is young or wanted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def state(step: int) -> dict[str, object]:
 
 
 def job(root: Path, steps: range) -> int:
-    """Goes on where the one before has stopped; returns that."""
+    """Go on where the last job has stopped, and return that step."""
     with CheckpointManager(
         [Tier(str(root / "near"), keep_last=2), Tier(str(root / "far"))]
     ) as manager:
@@ -71,8 +72,8 @@ def test_jobs_under_a_clock_that_jumps(
 def test_a_jump_back_makes_no_young_save_look_old(
     tmp_path: Path, tally: Count, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was begun and not committed is left alone as long as it is young, by a clock that
-    went back it is younger than young.
+    """A save that was not committed is left alone as long as it is young. By a clock that went
+    back, its age is negative.
     """
     from ckpt.errors import StorageError
     from ckpt.storage.testing import Raise, Rule

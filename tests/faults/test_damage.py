@@ -1,5 +1,6 @@
-"""Any file of any tier is changed, cut or gone: it is found, never restored, and another tier or
-step takes its place.
+"""Any file of any tier is changed, cut or removed.
+
+The damage is found and never restored, and another tier or step replaces the file.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def state(step: int) -> dict[str, object]:
 
 @pytest.fixture(autouse=True)
 def arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the command line: a test's own."""
+    """Return the arguments of the command line for this test."""
     monkeypatch.setattr(sys, "argv", ["ckpt"])
 
 
@@ -48,7 +49,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damages(content: bytes, stride: int) -> Iterator[tuple[str, bytes | None]]:
-    """Contents that are not what was written."""
+    """Yield contents that differ from what was written."""
     for position in range(0, len(content), stride):
         yield (
             "flipped",
@@ -63,7 +64,7 @@ def damages(content: bytes, stride: int) -> Iterator[tuple[str, bytes | None]]:
 
 
 def restored(root: Path, tiers: tuple[str, ...] = TIERS) -> int:
-    """The step that a new process finds; what it restores is right."""
+    """Return the step that a new process restores, after a check of its values."""
     target = state(-1)
     with CheckpointManager([root / name for name in tiers]) as manager:
         report = manager.restore(target)
@@ -75,7 +76,7 @@ def restored(root: Path, tiers: tuple[str, ...] = TIERS) -> int:
 
 
 def verdict(root: Path, capsys: pytest.CaptureFixture[str]) -> bool:
-    """Whether ``ckpt verify --all`` finds all intact, and both steps."""
+    """Return whether ``ckpt verify --all`` finds everything intact, and both steps."""
     sys.argv[1:] = ["verify", "--all", "--json", "--root", str(root)]
     code = command()
     told = json.loads(capsys.readouterr().out)
@@ -100,7 +101,7 @@ def sweep(
             tried[kind] += 1
         if (
             path.suffix == ".safetensors"
-        ):  # half of the image is gone here: this tier alone has the step before
+        ):  # half of the image is missing here: this tier alone has the step before
             victim.write_bytes(content[: len(content) - 100])
             assert restored(place, (tier,)) == STEP - 1
         victim.write_bytes(content)

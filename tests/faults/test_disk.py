@@ -1,6 +1,6 @@
-"""A disk of its own that is full, has no inode left, or is turned read-only in mid-save.
+"""A disk of its own fills up, runs out of inodes, or becomes read-only during a save.
 
-Needs the right to mount.
+The tests need the right to mount.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def state(step: int) -> dict[str, object]:
 
 
 def fill(path: Path, *, leave: int) -> None:
-    """A file takes all of the file system but ``leave`` bytes."""
+    """Fill all of the file system but ``leave`` bytes."""
     room = os.statvfs(path.parent)
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
     os.posix_fallocate(descriptor, 0, room.f_bavail * room.f_frsize - leave)
@@ -58,7 +58,9 @@ def goes_wrong_and_on(
     mend: Callable[[], None],
     error: type[CkptError],
 ) -> bool:
-    """Step 1, then 2 on a spoiled disk, then 3 on a mended one. Returns whether 2 was lost."""
+    """Save step 1, then 2 on a spoiled disk, then 3 on a repaired one. Return whether 2
+    was lost.
+    """
     spoiled, healthy = (tiers[0], tiers[1]) if which == "near" else (tiers[1], tiers[0])
     with CheckpointManager(tiers) as manager:
         manager.save(state(1), 1, timeout=30)
@@ -79,8 +81,8 @@ def goes_wrong_and_on(
 def test_a_disk_that_is_full_but_for_some_pages(
     tmp_path: Path, mount: Callable[[str], Path], tally: Count, which: str, stride: int
 ) -> None:
-    """Down to the page: the image, the fragment, the manifest or the note of the owner is what
-    finds no room.
+    """With each count of free pages, another file finds no room: the image, the fragment, the
+    manifest or the note of the owner.
     """
     place = mount("size=1m")
     lost = []
@@ -141,7 +143,7 @@ def test_a_disk_that_is_turned_read_only_between_two_calls(
         if armed and moment == "before":
             armed[0] -= 1
             if armed[0] == 0 and not remount("ro"):
-                armed[0] = 1  # a file is open for writing: at the next call then
+                armed[0] = 1  # a file is open for writing when the next call comes
 
     def opened(url: str, options: Any) -> Any:
         backend = open_backend(url, options)
@@ -166,8 +168,8 @@ def test_a_disk_that_is_turned_read_only_between_two_calls(
 
 
 def in_a_namespace(tmp_path: Path, mount: str, module: str) -> str:
-    """What ``python -m module tmp_path`` prints where ``mount`` was done in a mount namespace of
-    its own.
+    """Return what ``python -m module tmp_path`` prints in a mount namespace of its own, after
+    ``mount``.
     """
     command = ["unshare", "-m", "sh", "-c", mount]
     if (

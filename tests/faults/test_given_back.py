@@ -1,4 +1,4 @@
-"""What looks after every test of a fault sees what is left."""
+"""The fixture that looks for leaks after every test of a fault finds them."""
 
 from __future__ import annotations
 

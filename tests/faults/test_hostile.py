@@ -1,5 +1,6 @@
-"""Files and manifests made to do harm: nothing leaves the root, nothing is reserved because a
-number says so, nobody else may read.
+"""Files and manifests that were made to do harm.
+
+No file leaves the root, no memory is reserved because a number says so, and no other user may read.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ NAMES = (
 
 @pytest.fixture
 def step(tmp_path: Path) -> Path:
-    """The folder of a checkpoint of 24 bytes."""
+    """Return the folder of a checkpoint of 24 bytes."""
     with CheckpointManager(tmp_path / "run") as manager:
         manager.save({"x": torch.arange(3)}, 1)
     [folder] = (tmp_path / "run").glob("step-*")
@@ -80,7 +81,7 @@ def body_of(step: Path) -> Any:
 
 
 def refused(step: Path, body: Any) -> None:
-    """A restore says that this manifest is none, and touches nothing."""
+    """Check that a restore rejects this manifest and touches nothing."""
     (step / "manifest.json").write_bytes(sealed(body))
     before = torch.full((3,), -1)
     with (
@@ -102,7 +103,7 @@ def test_a_name_that_is_not_the_ranks_own_is_refused(step: Path, tally: Count) -
 
 
 def test_a_name_of_a_tensor_is_no_path(tmp_path: Path, tally: Count) -> None:
-    """Any text may name a tensor; it never names a file."""
+    """Any text may name a tensor, and never names a file."""
     names = [name for name in NAMES if name and not name.startswith("$")]
     with CheckpointManager(tmp_path / "run") as manager:
         manager.save({name: torch.tensor(index) for index, name in enumerate(names)}, 1)
@@ -135,7 +136,7 @@ def test_a_name_of_a_tensor_is_no_path(tmp_path: Path, tally: Count) -> None:
 def test_a_key_that_leaves_the_root_reaches_no_store(tmp_path: Path, key: str) -> None:
     backend = open_backend(str(tmp_path / "run"))
     if key in ("NUL", "con.json"):
-        check_key(key)  # a plain name here; a Windows share has to refuse it itself
+        check_key(key)  # a plain name here; on a Windows share the share has to refuse it
         return
     for call in (
         lambda: backend.put(key, [b"x"]),
@@ -202,7 +203,7 @@ def test_a_link_out_of_the_root_is_damage_to_its_step_alone(
         manager.save(state, 4)
     assert ckpt("prune", "--keep-last", "1")[0] == 0
     left = [ref.step for ref in committed(open_backend(str(root)))]
-    assert left == [4, 3]  # a damaged step stays for a day
+    assert left == [4, 3]  # a damaged step is kept for a day
     assert (tmp_path / "elsewhere").exists()
 
 
@@ -217,7 +218,7 @@ def test_a_note_of_the_owner_that_is_a_link_out_of_the_root_is_none(tmp_path: Pa
 
 
 def test_only_the_owner_may_read(tmp_path: Path) -> None:
-    """Also under a mask that would let everybody in."""
+    """This also holds with a umask that would let all users in."""
     old = os.umask(0)
     try:
         with CheckpointManager([Tier("memory"), tmp_path / "near", tmp_path / "far"]) as manager:
@@ -331,7 +332,7 @@ def test_a_frame_that_claims_more_than_any_manifest_is_refused(step: Path, tally
     for frame in (
         zstandard.ZstdCompressor().compress(b"")[:4]
         + b"\xe0"
-        + (1 << 50).to_bytes(8, "little"),  # a header of a frame of 2^50 bytes
+        + (1 << 50).to_bytes(8, "little"),  # the header of a frame of 2^50 bytes
         zstandard.ZstdCompressor(write_content_size=False).compress(b"x" * 10**6),
     ):
         (step / "manifest.json").write_bytes(

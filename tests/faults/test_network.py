@@ -1,5 +1,6 @@
-"""A network that harms requests: a save through it is committed or fails with our error in time,
-and nothing that is listed is torn.
+"""A network harms requests.
+
+A save through it is committed, or fails with our error in time, and no listed checkpoint is torn.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def options(url: str) -> dict[str, object]:
 
 
 def every(nth: int, harm: Harm) -> Choice:
-    """Each ``nth`` request is harmed."""
+    """Harm each ``nth`` request."""
     counter = itertools.count(1)
     return lambda method, target: harm if next(counter) % nth == 0 else None
 
@@ -75,9 +76,9 @@ def at_random(seed: int, harms: list[Harm], share: float) -> Choice:
 
 
 def ordeal(server: Server, choice: Choice, saves: int) -> tuple[int, int]:
-    """Save and restore through harm.
+    """Save and restore while requests are harmed.
 
-    Returns how many requests were harmed, and how many saves were committed.
+    Return how many requests were harmed, and how many saves were committed.
     """
     bucket = f"s3://bucket/{uuid.uuid4().hex}"
     told: set[int] = set()
@@ -111,7 +112,7 @@ def ordeal(server: Server, choice: Choice, saves: int) -> tuple[int, int]:
 
 
 def in_turn(nth: int) -> Choice:
-    """Each ``nth`` request is harmed, each time otherwise."""
+    """Harm each ``nth`` request, with the next harm of the list each time."""
     counter, harms = itertools.count(1), itertools.cycle(HARMS.values())
     return lambda method, target: next(harms) if next(counter) % nth == 0 else None
 
@@ -124,7 +125,7 @@ def test_a_harmed_request_now_and_then_costs_no_save(moto_server: Server, tally:
 
 
 def test_a_server_that_accepts_and_says_nothing_is_given_up_in_time(rclone_s3: Server) -> None:
-    """Also where a request has a body, and the client would ask first whether it may send it."""
+    """This includes requests with a body, where the client first asks whether it may send it."""
     with Proxy(
         rclone_s3.port, lambda method, target: Harm("stall") if method == "PUT" else None
     ) as proxy:

@@ -1,5 +1,6 @@
-"""The S3 server dies in mid-upload and comes back: near tiers and training do not notice, and
-what waits for it arrives.
+"""The S3 server dies during an upload and comes back.
+
+Near tiers and training are not affected, and what waits for the server arrives.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ in it.
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """rclone over a folder, which outlives it."""
+    """rclone over a folder, which outlives the process."""
     port, data = free_port(), tmp_path / "objects"
     (data / "bucket").mkdir(parents=True)
     binary = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
@@ -78,7 +79,7 @@ def restores(tiers: list[Tier | str], step: int) -> None:
 
 
 def deaths(server: Server, near: Path, times: int, away_seconds: float) -> None:
-    """The server is killed so often in the midst of uploads, and comes back."""
+    """Kill the server this often during uploads, and start it again."""
     tiers: list[Tier | str] = [str(near), far(server)]
     kept: dict[int, CkptError | None] = {}
     with CheckpointManager(tiers, backlog=20) as manager:

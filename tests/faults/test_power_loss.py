@@ -1,5 +1,6 @@
-"""Power is lost after any system call of saves and prunes: what was told to be committed is
-there, and nothing that is listed is torn.
+"""Power is lost after any system call of saves and prunes.
+
+Each step that was reported as committed is there, and no listed checkpoint is torn.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def state(step: int) -> dict[str, object]:
 
 
 def job(root: Path, steps: range, told: Callable[[str], None]) -> None:
-    """Saves and prunes."""
+    """Save and prune."""
     with CheckpointManager(Tier(str(root), keep_last=KEPT), chunk_bytes=4096) as manager:
         for step in steps:
             manager.save(state(step), step, timeout=30)
@@ -36,7 +37,7 @@ def job(root: Path, steps: range, told: Callable[[str], None]) -> None:
 
 
 def record(place: Path, steps: int) -> Log:
-    """Two jobs, one after the other."""
+    """Run two jobs, one after the other."""
     place.mkdir()
     calls = Syscalls(place)
     with calls.entered():
@@ -65,8 +66,9 @@ def check(
 
 
 def lose_power(tmp_path: Path, log: Log, rounds: int, seed: int) -> int:
-    """After each call: nothing that was not forced survives; all of it; and ``rounds`` times any
-    part of it. Returns how many states were looked at.
+    """Lose power after each call, and return how many states were examined.
+
+    What was not forced is lost; then all of it survives; then, ``rounds`` times, any part of it.
     """
     disk, told, chance = Disk(tmp_path / "disk"), list[int](), random.Random(seed)
     seen: dict[object, list[int]] = {}
@@ -86,7 +88,7 @@ def lose_power(tmp_path: Path, log: Log, rounds: int, seed: int) -> int:
             lost = set(told[-KEPT:]) - set(seen[key])
             if (
                 told and told[-1] + 1 in seen[key]
-            ):  # committed, and the rule applied to it, before it was told
+            ):  # committed and pruned before the caller learned it
                 lost -= {told[-1] + 1 - KEPT}
             assert not lost, (entry, lost, sorted(found))
     return looked
@@ -105,7 +107,7 @@ def test_power_is_lost_after_any_system_call_in_many_ways(tmp_path: Path, tally:
 
 
 def test_the_recording_is_the_disk(tmp_path: Path) -> None:
-    """What the calls leave when all survives is what lies there: no call was missed."""
+    """If all writes survive, the calls leave what is on the disk, so no call was missed."""
     log = record(tmp_path / "disk", 3)
     disk = Disk(tmp_path / "disk")
     for entry in log:
@@ -120,8 +122,8 @@ def test_the_recording_is_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["file", "folder"])
 def test_an_engine_that_forces_less_is_caught(tmp_path: Path, missing: str) -> None:
-    """The same recording without the fsyncs of data, or without those of folders, loses what was
-    told, or lists what is torn.
+    """The same recording without the fsyncs of data, or of folders, loses a reported step or lists
+    a torn checkpoint.
     """
     log = [
         entry

@@ -1,5 +1,7 @@
-"""Ranks die and stall at random, again and again: no hang beyond the stated bounds, no torn
-checkpoint, resumed each time with the right values.
+"""Ranks die and stall at random, again and again.
+
+No rank hangs beyond the stated bounds, no checkpoint is torn, and each time the job resumes with
+the right values.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A system call of the disk fails, whichever: the caller is told, nothing that was committed is
-lost, and the next save works.
+"""Any system call of the disk fails.
+
+The caller gets an error, no committed step is lost, and the next save works.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def state(step: int) -> dict[str, object]:
 
 
 def failing(nth: int, code: int, *, lasting: bool = False) -> Callable[[str, str], int | None]:
-    """The ``nth`` call fails; ``lasting``: so do all later ones that change the disk."""
+    """Return a ``fail`` for the ``nth`` call. With ``lasting`` later calls that change the disk
+    fail too.
+    """
     counter = itertools.count(1)
 
     def fail(verb: str, path: str) -> int | None:
@@ -62,17 +65,16 @@ def tiers(place: Path, *, keep_last: int | None) -> list[Tier]:
 def save_with_a_failure(
     place: Path, which: str, nth: int, code: int, *, lasting: bool, keep_last: int | None
 ) -> bool:
-    """Step 0 is there; saves 1 and 2 while the ``nth`` call below ``which`` fails; then 3.
+    """Save step 0; then 1 and 2 while the ``nth`` call below ``which`` fails; then 3.
 
-    Returns whether there was such a call.
+    Return whether there was such a call.
     """
     with CheckpointManager(tiers(place, keep_last=keep_last)) as manager:
         manager.save(state(0), 0, timeout=30)
     calls = Syscalls(place / which, fail=failing(nth, code, lasting=lasting))
     told: dict[int, CkptError | None] = {}
     with calls.entered():
-        # what may pass is tried again for so long, and six times six times where a farther tier
-        # waits
+        # a temporary error is tried again for this long, and 36 times that if a farther tier waits
         patience, wait = (2, 150) if lasting and code == errno.ESTALE else (600, 30)
         manager = CheckpointManager(
             tiers(place, keep_last=keep_last), commit_timeout_seconds=patience
@@ -80,7 +82,7 @@ def save_with_a_failure(
         for step in (1, 2):
             try:
                 told[step] = manager.save_async(state(step), step).exception(wait)
-            except CkptError as error:  # of the save before, on a farther tier
+            except CkptError as error:  # the error of the save before, on a farther tier
                 told[step] = error
         try:
             manager.close()
@@ -144,7 +146,7 @@ def test_a_call_of_a_save_or_a_prune_fails(
 def test_any_call_of_a_save_or_a_prune_fails(
     tmp_path: Path, tally: Count, which: str, code: int, lasting: bool
 ) -> None:
-    patient = lasting and code == errno.ESTALE  # each save is tried for a minute
+    patient = lasting and code == errno.ESTALE  # each save is retried for a minute
     tally("io-error", sweep(tmp_path, which, code, 29 if patient else 1, lasting=lasting))
 
 
@@ -173,7 +175,7 @@ def test_any_call_of_a_restore_fails(tmp_path: Path, tally: Count, code: int) ->
 def test_a_root_that_was_half_claimed_is_free_to_the_next_manager_of_the_process(
     tmp_path: Path,
 ) -> None:
-    """The claim may lie there although the call that made it has failed."""
+    """The claim may exist although the call that made it has failed."""
     for nth in range(1, 12):
         calls = Syscalls(tmp_path, fail=failing(nth, errno.EROFS, lasting=True))
         with (

@@ -1,4 +1,4 @@
-"""docs/reliability.md says what was run, and nothing else."""
+"""docs/reliability.md says exactly what was run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Two jobs in one root at once, as from two machines: neither can see that the other lives, so
-each takes the root from the other again and again.
+"""Two jobs use one root at once, as from two machines.
+
+Neither can see that the other lives, so each takes the root from the other again and again.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def server_of_forks() -> None:
 
 
 def fight(root: Path, saves: int) -> int:
-    """Both jobs save so often. Returns how many saves were committed."""
+    """Let both jobs save this often, and return how many saves were committed."""
     script = root.with_suffix(".py")
     script.write_text(JOB)
     jobs = run_forks([script, root, saves], [{"JOB": "0"}, {"JOB": "1"}], timeout=1000)
@@ -91,7 +92,7 @@ def test_two_jobs_that_do_not_see_each_other_for_long(tmp_path: Path, tally: Cou
 
 
 def test_two_jobs_that_see_each_other(tmp_path: Path, tally: Count) -> None:
-    """On one machine the second is told at its first save, and the first goes on."""
+    """On one machine the second job gets an error at its first save, and the first one goes on."""
     with CheckpointManager(tmp_path) as first:
         first.save({"x": torch.ones(3)}, 1)
         with CheckpointManager(tmp_path) as second, pytest.raises(RootInUse):
