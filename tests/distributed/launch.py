@@ -16,7 +16,7 @@ WORKERS = Path(__file__).resolve().parent / "workers"
 def torchrun(
     ranks: int, worker: str, *args: object, timeout: float = 150, options: Sequence[str] = ()
 ) -> str:
-    """What the ranks printed. Fails with all of it if one of them did."""
+    """Return what the ranks printed. Fail with all of the output if a rank fails."""
     done = run(
         [
             sys.executable,

@@ -1,5 +1,6 @@
-"""Ranks that are killed and stopped: worlds that go on without them, which torchrun's agent
-would end at once.
+"""Worlds that go on without ranks that are killed or stopped.
+
+torchrun's agent would end such a world at once.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from tests.servers import free_port
 def run_world(
     ranks: int, worker: str, *args: object, store_here: bool, timeout: float = 100
 ) -> list[str]:
-    """What each rank printed.
+    """Return what each rank printed.
 
-    ``store_here``: the job's store outlives every rank, as torchrun's does; else it lives in rank
-    0.
+    With ``store_here`` the job's store outlives every rank, as torchrun's does. Otherwise it is in
+    rank 0.
     """
     port = free_port()
     store = (
@@ -37,7 +38,7 @@ def run_world(
 
 
 def told(outputs: list[str], *ranks: int) -> str:
-    """Fails with what the others printed unless ``ranks`` came to their end."""
+    """Return the output of ``ranks``, and fail unless they came to their end."""
     for rank in ranks:
         assert "WELL" in outputs[rank], "\n\n".join(
             f"rank {r}:\n{out[-3000:]}" for r, out in enumerate(outputs)
@@ -46,7 +47,7 @@ def told(outputs: list[str], *ranks: int) -> str:
 
 
 def merged_again(root: Path, step: int, tmp_path: Path) -> tuple[bytes, bytes]:
-    """The manifest that lies there, and the one that ``ckpt finalize`` makes of the same
+    """Return the manifest of the root, and the one that ``ckpt finalize`` makes of the same
     fragments.
     """
     import shutil

@@ -1,5 +1,6 @@
-"""A job that loses ranks, gets signals, and changes its size: torchrun brings it back, and it
-goes on by itself from the newest whole step.
+"""A job loses ranks, gets signals, and changes its size.
+
+torchrun restarts it, and it goes on from the newest whole step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.distributed
 Note = dict[str, Any]
 LIVES = {
     "0": [2, "save 4"],
-    "1": [0, "restore"],  # rank 0 leads, and holds the job's store
+    "1": [0, "restore"],  # rank 0 leads, and has the job's store
     "2": [1, "step 5"],
     "3": [3, "signal 7"],
     "4": [-1, "stop"],
@@ -39,7 +40,7 @@ STEPS = [10, 12, 13, 16]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four torchruns, one after the other, on one root: the first with ranks that die."""
+    """Run torchrun four times on one root. In the first run ranks die."""
     made = tmp_path_factory.mktemp("elastic")
     runs: list[str] = []
     for world, steps in zip(WORLDS, STEPS, strict=True):
@@ -123,7 +124,7 @@ def test_the_losses_are_those_of_an_uninterrupted_run_bit_for_bit(folder: Path) 
     reference = {note["reference"]: note["losses"] for note in seen if "reference" in note}
     steps = [note["step"] for note in seen if "step" in note]
     assert set(steps) == set(reference) == set(range(1, STEPS[0] + 1))
-    assert len(steps) > STEPS[0]  # some were lived twice
+    assert len(steps) > STEPS[0]  # some steps were trained twice
     assert all(note["losses"] == reference[note["step"]] for note in seen if "step" in note)
 
 
@@ -147,7 +148,7 @@ def test_four_ranks_then_three_two_and_four_again_go_on_from_each_other(folder: 
 def test_a_node_that_joins_costs_no_step_and_one_that_is_lost_those_since_the_last_commit(
     tmp_path: Path,
 ) -> None:
-    """torchrun --nnodes=1:2, both nodes on this machine: two ranks, then four, then two."""
+    """Run torchrun --nnodes=1:2 with both nodes on this machine: two ranks, then four, then two."""
     port = free_port()
     nodes = [
         Job(
@@ -169,7 +170,9 @@ def test_a_node_that_joins_costs_no_step_and_one_that_is_lost_those_since_the_la
     groups: list[list[Note]] = []
 
     def committed_by_group(number: int, world: int) -> bool:
-        """Whether the n-th group of workers has so many ranks, and has committed two steps."""
+        """Return whether the n-th group of workers has this many ranks, and has committed two
+        steps.
+        """
         groups.clear()
         for note in first.notes:
             if note["rank"] == 0:

@@ -1,6 +1,6 @@
 """One rank of two does something wrong.
 
-Nobody hangs, all are told the name of what is wrong and of whom, and the next save works.
+No rank hangs, all ranks get an error that names the fault and the rank, and the next save works.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_what_lives_on_one_rank_only_is_in_the_checkpoint_of_all(told: str, fold
         expected = nn.Linear(4 + rank, 3)
         torch.optim.Adam(expected.parameters())
         assert stage.weight.shape == expected.weight.shape
-        assert torch.allclose(stage.weight, expected.weight, atol=0.0011)  # one step of Adam away
+        assert torch.allclose(stage.weight, expected.weight, atol=0.0011)  # one step of Adam
         assert float(optimizer.state[stage.weight]["step"]) == 1
 
 

@@ -1,5 +1,6 @@
-"""What one torchrun world shows of layouts: each test is one case of the worker, which ran them
-all.
+"""What one torchrun world shows of layouts.
+
+The worker runs all cases, and each test checks one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ WORKER = "in_layouts.py"
 
 
 def cases() -> list[str]:
-    """The functions of the worker that are marked as cases."""
+    """Return the functions of the worker that are marked as cases."""
     tree = ast.parse((WORKERS / WORKER).read_text())
     return [
         node.name
@@ -29,7 +30,7 @@ def cases() -> list[str]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the worker says of each case."""
+    """Return what the worker says of each case."""
     output = world(2, WORKERS / WORKER, tmp_path_factory.mktemp("in_layouts"))
     parts = [part.partition("\n") for part in output.split("=== ")[1:]]
     return {name: text.strip() for name, _, text in parts}

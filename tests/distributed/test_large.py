@@ -1,4 +1,4 @@
-"""Two ranks that write as a large world does, under torchrun; then one rank without any of that."""
+"""Under torchrun two ranks write as a large world does, and then one rank restores without that."""
 
 from __future__ import annotations
 

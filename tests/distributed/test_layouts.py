@@ -1,5 +1,6 @@
-"""Saved by so many ranks in this layout, restored by so many in that one: every element is where
-it belongs.
+"""A number of ranks saves in one layout, and another number restores in another one.
+
+Every element is where it belongs.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ FOUR = ["fsdp+tp", "hsdp"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks have saved under fsdp, ddp, tp, FSDP1 and a ZeroRedundancyOptimizer, and
-    four under fsdp with tp and as hsdp.
+    """What two ranks have saved under fsdp, ddp, tp, FSDP1 and a ZeroRedundancyOptimizer.
+
+    Four ranks have saved under fsdp with tp, and as hsdp.
     """
     made = tmp_path_factory.mktemp("layouts")
     assert "ALL WELL" in world(
@@ -131,7 +133,7 @@ LAYOUTS = {
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 def test_every_layout_is_read_by_every_other(tmp_path: Path) -> None:
-    """All pairs of layouts, and all pairs of world sizes."""
+    """The test takes all pairs of layouts, and all pairs of world sizes."""
     tasks: dict[int, list[str]] = {world_size: [] for world_size in LAYOUTS}
     modes = dict.fromkeys(mode for layouts in LAYOUTS.values() for mode in layouts)
     worlds = {

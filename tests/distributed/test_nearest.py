@@ -1,5 +1,7 @@
-"""A restore on two ranks: each mends what is damaged for it, what is missing near is fetched
-once, and the next restore is local.
+"""A restore on two ranks.
+
+Each rank repairs what is damaged for it, fetches once what is missing near, and restores locally
+the next time.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Two nodes of two ranks, each with a tier of its own, under torchrun: separate roots stand for
-separate disks, network namespaces for separate machines.
+"""Two nodes of two ranks, each with a tier of its own, under torchrun.
+
+Separate roots stand for separate disks, and network namespaces for separate machines.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def test_two_machines_that_share_one_wire(tmp_path: Path) -> None:
 def run_and_kill(
     folder: Path, mapping: str, far: int, log: Path, seconds: float, replicas: int = 0
 ) -> tuple[int, int]:
-    """The step that all ranks restored, and the last that was committed before all were killed
-    at once.
+    """Return the step that all ranks restored, and the last one that was committed before all were
+    killed at once.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     command += [str(WORKERS / "nodes_kill.py"), str(folder), mapping, str(far), str(replicas)]
@@ -79,10 +80,10 @@ def run_and_kill(
 @pytest.mark.torture
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_again_and_again_while_nodes_are_swapped_and_lost(tmp_path: Path, seed: int) -> None:
-    """All bytes on a node that is left: the newest committed step.
+    """If the nodes that are left have all bytes, the newest committed step is restored.
 
-    A node lost: the newest on the shared tier or, for what was fetched before, later. Never a
-    mixture, which the worker looks for.
+    If a node is lost, it is the newest step on the shared tier or a later one that was fetched
+    before. The worker checks that it is never a mixture.
     """
     rng = random.Random(seed)
     folder, committed, shared = tmp_path / "tiers", 0, 0
@@ -106,7 +107,7 @@ def test_killed_again_and_again_while_nodes_are_swapped_and_lost(tmp_path: Path,
 @pytest.mark.torture
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_while_nodes_are_lost_whose_files_a_buddy_has(tmp_path: Path, seed: int) -> None:
-    """The newest step that the node which is left has whole is restored, or a newer one."""
+    """The newest step that the remaining node has as a whole is restored, or a newer one."""
     rng = random.Random(seed)
     folder, whole, wholes = tmp_path / "tiers", 0, 0
     for turn in range(8):

@@ -57,7 +57,7 @@ def test_a_copy_that_cannot_be_made_costs_no_save(tmp_path: Path, scene: str) ->
 
 
 def memories(root: Path) -> list[Path]:
-    """The folders of the nodes' tiers in memory, which bear the name of ``root``."""
+    """Return the folders of the nodes' tiers in memory, which have the name of ``root``."""
     return sorted(Path("/dev/shm").glob(f"ckpt-memory-*-{root.name}-*"))
 
 
@@ -107,7 +107,7 @@ def test_what_a_job_goes_on_from_stays_until_a_later_step_has_its_copies(
 def test_a_step_that_a_job_goes_on_from_gets_its_copies_again(
     killed: Path, first: int, second: int
 ) -> None:
-    """A node is lost with its memory, and after the next start another one."""
+    """A node is lost with its memory, and after the next start another one is lost."""
     for memory in memories(killed):
         shutil.rmtree(memory)
     for node, copy in enumerate(sorted(killed.iterdir())):

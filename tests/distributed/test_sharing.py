@@ -1,4 +1,4 @@
-"""Ranks that restore what they share: read by each, or by one for all."""
+"""Ranks restore what they share: each rank reads it, or one reads for all."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Any rank may be stopped or killed, and storage may be slow: the others train on, hear a
-verdict within a bound, and whatever was durable on all becomes a checkpoint.
+"""Any rank may be stopped or killed, and storage may be slow.
+
+The others train on and get a verdict within a bound, and each step that was durable on all ranks
+becomes a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Several tiers under torchrun: what waits for a far tier is taken in one order by all ranks,
-whichever of them is slow.
+"""Several tiers under torchrun.
+
+All ranks take the steps that wait for a far tier in one order, even if one of them is slow.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""FOLDER TIMES SEED: four ranks under torchrun train; TIMES times, some of them are killed,
-stopped, or lose their agent, at random moments.
+"""FOLDER TIMES SEED: torment four ranks that train under torchrun.
 
-After each the job must be training again within BOUND_SECONDS, by itself (after the death of the
-agent: with a new one), from the newest step that any rank knew to be committed or a later one, with
-the values of that step on all ranks; and all that is listed must be whole. Prints what it did, and
-``ALL WELL``.
+At TIMES random moments some of them are killed, stopped, or lose their agent.
+
+After each of these the job must train again within BOUND_SECONDS, by itself or, after the death of
+the agent, with a new one. It must go on from the newest step that any rank knew to be committed, or
+a later one, with the values of that step on all ranks. All listed steps must be whole. The script
+prints what it did, and ``ALL WELL``.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Job:
         return self._agent.pid
 
     def read(self) -> list[Note]:
-        """What was noted since the last call, of all starts and lives."""
+        """Return what was noted since the last call, by all starts and lives."""
         new: list[Note] = []
         for rank in range(RANKS):
             path = self.folder / f"notes-{rank}.jsonl"
@@ -125,8 +126,8 @@ class Job:
         self._agent.wait()
 
     def end(self) -> None:
-        """As Slurm would; what is left after that is killed, the workers of an agent that hangs
-        too.
+        """End the agent as Slurm would, and kill what is left, the workers of a hanging
+        agent too.
         """
         if self._agent is None:
             return
@@ -172,7 +173,7 @@ class Tormentor:
     # -- what is done ------------------------------------------------------------------------------
 
     def torment(self, kind: str) -> None:
-        """One of KINDS, at a random moment; returns when all ranks train again."""
+        """Do one of KINDS at a random moment, and return when all ranks train again."""
         pids = self.pids()
         victims = self.chance.sample(
             range(RANKS), 4 if "all" in kind else 2 if "two" in kind else 1
@@ -205,7 +206,7 @@ class Tormentor:
         self.resumed(known, after, planned=kind == "signal")
 
     def moment(self, victim: int) -> None:
-        """While a save of the victim streams, or whenever."""
+        """Wait for a moment at which a save of the victim streams, or for any moment."""
         if self.chance.random() < 0.6:
             count = len(self.of_life("saving", victim))
             self.job.wait(
@@ -216,7 +217,7 @@ class Tormentor:
             time.sleep(self.chance.uniform(0, 2.5))
 
     def strike(self, pids: dict[int, int], victims: Any, signum: int) -> None:
-        """And see in the midst of what."""
+        """Kill or stop the victims, and note what they were doing."""
         self.send(pids, victims, signum)
         self.job.read()
         newest = max((self.job.folder / "run").glob("step-*"), default=None)
@@ -233,7 +234,7 @@ class Tormentor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[rank], signum)
 
-    # -- what is asked -----------------------------------------------------------------------------
+    # -- what is checked ---------------------------------------------------------------------------
 
     def next_life(self) -> None:
         """Wait until all ranks of a later life are up."""
@@ -245,9 +246,9 @@ class Tormentor:
             self.job.wait(self.newer, BOUND_SECONDS, "new workers")
 
     def newer(self) -> bool:
-        """Whether all ranks of a later life are up.
+        """Return whether all ranks of a later life are up.
 
-        From then on it is the life that is asked about.
+        From then on the checks use that life.
         """
         lives = Counter(self.life_of(note) for note in self.job.notes if "up" in note)
         newest = max((life for life, ranks in lives.items() if ranks == RANKS), default=self.life)
@@ -255,12 +256,13 @@ class Tormentor:
         return found
 
     def resumed(self, known: int, after: float, *, planned: bool) -> None:
-        """All ranks restore one step, none older than what was known, with its values, and train
-        on from there.
+        """Check that all ranks restore one step with its values, and train on from there.
+
+        The step must not be older than the newest known one.
         """
 
         def training() -> bool:
-            # this life ended by itself, and torchrun has made the next
+            # this life ended by itself, and torchrun has started the next
             self.unasked += self.newer()
             return {note["rank"] for note in self.of_life("step")} == set(range(RANKS))
 
@@ -284,8 +286,8 @@ class Tormentor:
         self.right_values()
 
     def explain(self) -> None:
-        """Print what each rank noted last, and the end of the log with the stacks of all
-        threads.
+        """Print what each rank noted last, and the end of the log with the stacks of
+        all threads.
         """
         pids = self.pids()
         self.send(pids, pids, signal.SIGUSR2)
@@ -295,8 +297,10 @@ class Tormentor:
         print((self.job.folder / "log").read_text()[-30_000:], flush=True)
 
     def go_on(self, after: float) -> None:
-        """After SIGCONT: the same life trains on, and one of its next saves is committed; or
-        torchrun has made a new one.
+        """Check that the job goes on after SIGCONT.
+
+        The same life trains on and commits one of its next saves, or torchrun has started a new
+        one.
         """
 
         def saved() -> bool:
@@ -307,8 +311,9 @@ class Tormentor:
         self.right_values()
 
     def right_values(self) -> None:
-        """What was restored is what was saved: on each rank, the values are a function of the
-        step.
+        """Check that what was restored is what was saved.
+
+        On each rank the values are a function of the step.
         """
         saved: dict[tuple[int, int], set[str]] = {}
         for note in self.job.notes:
@@ -322,7 +327,7 @@ class Tormentor:
                 assert saved[note["rank"], note["restored"]] == {note["digest"]}, note
 
     def verify(self) -> None:
-        """Every step that is listed, and still is after it was looked at: old ones are pruned
+        """Check every step that is listed before and after the check: old ones are pruned
         meanwhile.
         """
         with Workers("check", 2) as workers:
@@ -336,7 +341,9 @@ class Tormentor:
                 self.verified += not faults
 
     def newest_known(self) -> int:
-        """The newest step that some rank knows to be committed, now or in any earlier life."""
+        """Return the newest step that some rank knows to be committed, now or in any
+        earlier life.
+        """
         self.job.read()
         return max((note["committed"] for note in self.job.notes if "committed" in note), default=0)
 

@@ -1,9 +1,9 @@
-"""torchrun, several times in a row: LOG ARGUMENT ...
+"""LOG ARGUMENT ... [-- ARGUMENT ...]: run torchrun several times in a row.
 
-[-- ARGUMENT ...]. Its agent has imported what workers import, and forks them: a restart costs
-tenths of a second, not four times the import of torch.
+Its agent has imported what workers import, and forks them. A restart takes tenths of a second,
+instead of four times the import of torch.
 
-Prints a line ``ended N STATUS`` after each; all else goes to LOG.
+The script prints a line ``ended N STATUS`` after each run, and all else goes to LOG.
 """
 
 from __future__ import annotations

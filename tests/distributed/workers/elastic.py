@@ -1,9 +1,9 @@
 """FOLDER STEPS [PLAN [reference]]: one rank of a job that dies and comes back.
 
-PLAN is JSON: by life (torchrun's count of restarts) which rank comes to which end. With
-``reference`` the same is trained once more at the end, uninterrupted.
+PLAN is JSON: for each life (torchrun's count of restarts), which rank ends in which way. With
+``reference`` the rank trains the same once more at the end, uninterrupted.
 
-Every rank notes what it sees in FOLDER/notes-RANK.jsonl; what is noted outlives it.
+Every rank notes what it sees in FOLDER/notes-RANK.jsonl, which outlives it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ SETTINGS: dict[str, Any] = {"chunk_bytes": 1 << 14, "commit_timeout_seconds": 60
 
 
 class Trainer:
-    """Two networks, one under FSDP2 and one under DDP, trained side by side; all that they do
-    depends on the step only.
+    """Two networks, one under FSDP2 and one under DDP, that are trained side by side.
+
+    All that they do depends only on the step.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class Trainer:
         return report
 
     def train(self) -> list[str]:
-        """One step; the losses, exactly."""
+        """Take one step, and return the exact losses."""
         self.step += 1
         losses: list[str] = []
         for (name, optimizer), net in zip(
@@ -92,7 +93,7 @@ class Trainer:
         return losses
 
     def digest(self) -> str:
-        """Of every tensor of the training, whole. All ranks must call it."""
+        """Return a digest of every whole tensor of the training. All ranks must call it."""
         found = hashlib.sha256()
         for name, net in self.nets.items():
             for key, parameter in net.named_parameters():
@@ -130,12 +131,14 @@ def die(key: str = "") -> NoReturn:
 
 
 def arm(end: str) -> Callable[[int], None]:
-    """What happens on this rank in this life: in the midst of the save of a step, or of a
-    restore; or, by what is returned, within a step.
+    """Prepare what happens on this rank in this life.
+
+    It happens during the save of a step or during a restore. What is returned happens within a
+    step.
     """
     what, _, when = end.partition(" ")
     rules = []
-    if what == "save":  # its bytes are written, its file is not finished
+    if what == "save":  # its bytes are written, but its file is not finished
         rules = [Rule(verb="write", key=rf"step-0*{when}\.", fault=LoseReply(die))]
     elif what == "restore":
         rules = [Rule(verb="read_into", key="safetensors", nth=2, fault=Raise(die))]
@@ -176,7 +179,7 @@ def one_rank_is_stopped(folder: Path, note: Notes) -> None:
         turns = 0
         pending = manager.save_async(state, 2)
         while not pending.done():
-            time.sleep(0.01)  # a step that needs nobody else
+            time.sleep(0.01)  # a step that needs no other rank
             turns += 1
         error = pending.exception()
         assert isinstance(error, CommitTimeout), error
@@ -192,7 +195,7 @@ def one_rank_is_stopped(folder: Path, note: Notes) -> None:
 
 
 def rank_0_leaves_last(folder: Path) -> None:
-    """The job's store may go with it, and a slower rank has not heard the verdict yet."""
+    """The job's store may end with it, and a slower rank does not know the verdict yet."""
     last = dist.get_rank() == dist.get_world_size() - 1
     dist.barrier()
     began = time.monotonic()
@@ -219,8 +222,8 @@ def main() -> None:
     within = arm(end if rank == victim else "")
     trainer = Trainer()
     with CheckpointManager(folder / "run", **SETTINGS) as manager:
-        # torchrun ends the survivors of a death with SIGTERM: half the grace time is how long they
-        # look for the dead
+        # torchrun ends the survivors of a death with SIGTERM. They look for the dead for half of
+        # the grace time.
         stop = manager.on_signals(grace_seconds=20 if end.startswith("signal") else 2)
         report = trainer.restore(manager)
         note(
@@ -233,7 +236,7 @@ def main() -> None:
             losses = trainer.train()
             note(step=trainer.step, losses=losses, world=dist.get_world_size())
             if pending is not None and trainer.step % SAVE_EVERY:
-                pending.result(60)  # so that it is known what a death costs
+                pending.result(60)  # the test needs to know what a death costs
             within(trainer.step)
             last = stop.requested(trainer.step)
             if last or trainer.step % SAVE_EVERY == 0:

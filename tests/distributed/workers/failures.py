@@ -1,5 +1,7 @@
 # ruff: noqa: PT017 - a worker has no pytest
-"""FOLDER: one rank does something wrong; all hear of it, nobody hangs, and the next save works."""
+"""FOLDER: one rank does something wrong; all ranks get an error, none hangs, and the next save
+works.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def manager_on(
 ) -> Iterator[CheckpointManager]:
     """Yield a manager that waits some seconds for ranks.
 
-    A fault (rank, verb, key, what) is one rank's alone.
+    A fault (rank, verb, key, what) is that of one rank.
     """
     rules = [
         Rule(verb=verb, key=key, fault=fault) for rank, verb, key, fault in faults if rank == RANK
@@ -99,7 +101,7 @@ def diverged(folder: Path) -> None:
                 before = tensor.clone()
                 if RANK == 1:
                     tensor.view(-1)[-1] += 1
-                # buffers: the first rank speaks for all, as in DDP itself
+                # a checkpoint has the buffers of the first rank, as DDP does
                 if name.startswith("norm"):
                     works(manager, state, 10 + number)
                     manager.restore(state, 10 + number)
@@ -135,7 +137,7 @@ def one_rank_raises(folder: Path) -> None:
             works(manager, state, 1)
             bad = {**state, "y": object()} if culprit == RANK else {**state, "y": 1}
             kind = UnsupportedValue if culprit == RANK else PeerFailed
-            # No rank waits for one that has failed, else this is a CommitTimeout.
+            # No rank waits for one that has failed, or else this is a CommitTimeout.
             fails(
                 kind,
                 "'y'",
@@ -153,11 +155,11 @@ def one_rank_raises(folder: Path) -> None:
                 while not pending.done():
                     time.sleep(0.01)
             dist.barrier()
-            # an error that nobody asked for is told by the next save, once, and that save goes down
-            # with it
+            # an error that no call has raised is raised by the next save, once, and that save fails
+            # too
             try:
                 manager.save(state, 5, timeout=30)
-            except (CommitError, SaveSkipped):  # there; and here, where it was told already
+            except (CommitError, SaveSkipped):  # this rank may have raised it already
                 pass
             else:
                 raise AssertionError("nobody was told")
@@ -204,7 +206,7 @@ def step_is_taken(folder: Path) -> None:
 
 
 def stages(folder: Path) -> None:
-    """Names that live on one rank only, as in a pipeline."""
+    """Check names that only one rank has, as in a pipeline."""
     torch.manual_seed(RANK)
     mine = nn.Linear(4 + RANK, 3)
     optimizer = torch.optim.Adam(mine.parameters())
@@ -255,7 +257,7 @@ def restores(folder: Path) -> None:
             content[-10] ^= 1
             data.write_bytes(content)
     dist.barrier()
-    for gone in (1, 0):  # and of step 2 one rank cannot see the data
+    for gone in (1, 0):  # one rank cannot see the data of step 2 either
         with manager_on(
             path, (gone, "read_into", "step-0*2\\..*safetensors", Raise(ObjectNotFound))
         ) as manager:

@@ -1,8 +1,8 @@
 # ruff: noqa: PT017 - a worker has no pytest
-"""FOLDER [CASE ...]: run every case of this file in one world, and say of each how it went.
+"""FOLDER [CASE ...]: run every case of this file in one world, and report on each.
 
-A case is a function that is marked with ``@case``. All ranks run it; it makes its own folders below
-FOLDER.
+A case is a function that is marked with ``@case``. All ranks run it, and it makes its own folders
+below FOLDER.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Normed(nn.Module):
 
 
 def stack(value: float) -> Stack:
-    """Each layer multiplies by ``value``."""
+    """Return layers that multiply by ``value`` each."""
     net = Stack()
     with torch.no_grad():
         for layer in (net.one, net.two, net.three):
@@ -83,7 +83,7 @@ def wrapped(
 
 
 def output(net: nn.Module) -> float:
-    """What a net of equal layers makes of ones."""
+    """Return what a net of equal layers makes of ones."""
     with torch.no_grad():
         made = net(torch.ones(4, 8))
     made = made.full_tensor() if isinstance(made, DTensor) else made
@@ -113,7 +113,7 @@ def raises(kind: type[CkptError], *words: str) -> Iterator[None]:
 
 
 def data(number: int) -> torch.Tensor:
-    """Other numbers on each rank."""
+    """Return numbers that differ on each rank."""
     return torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
 
 
@@ -136,7 +136,7 @@ def fsdp1_computes_with_what_was_restored(folder: Path) -> None:
                     net = wrapped(3.0, kind, named=named)
                     run = torch.compile(net, backend="eager") if compiled else net
                     with grad():
-                        run(torch.ones(4, 8))  # an evaluation of the weights before
+                        run(torch.ones(4, 8))  # evaluate the weights of before
                     restored(root, {"model": run})
                     assert output(run) == 8.0, (kind, named, compiled, grad)
                     run(torch.ones(4, 8)).sum().backward()
@@ -258,7 +258,7 @@ def fsdp1_over_tensor_parallelism_is_refused_by_name(folder: Path) -> None:
 
 
 def mean(net: nn.Module) -> torch.Tensor:
-    """The running mean of the one BatchNorm."""
+    """Return the running mean of the one BatchNorm."""
     return next(
         buffer for name, buffer in net.named_buffers() if name.endswith("running_mean")
     ).clone()
@@ -324,16 +324,17 @@ def parameters_that_differ_are_still_refused(folder: Path) -> None:
 
 @case
 def objects_with_sharded_tensors_come_back(folder: Path) -> None:
-    """The code of DCP's tutorial and of torchtitan, under FSDP2 and FSDP1; an uninterrupted run
-    is the measure.
+    """The code of DCP's tutorial and of torchtitan, under FSDP2 and FSDP1.
+
+    The results must equal those of an uninterrupted run.
     """
 
     def fsdp2() -> nn.Module:
         return fully_shard(Net())
 
     def fsdp1() -> nn.Module:
-        # flat: with the names of parameters torch's own load fails here (2.13, gloo), in other
-        # collectives on each rank
+        # the state is flat: with the names of parameters torch's own load fails here (2.13, gloo),
+        # in different collectives on each rank
         net = FSDP(Net(), use_orig_params=False, device_id=torch.device("cpu"))
         FSDP.set_state_dict_type(net, StateDictType.SHARDED_STATE_DICT)
         return net
@@ -364,7 +365,7 @@ def main() -> None:
             told = traceback.format_exc()
             print(
                 told, file=sys.stderr, flush=True
-            )  # a rank may wait for this one in a collective, and say nothing
+            )  # a rank may wait for this one in a collective, and print nothing
         heard: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(heard, told)
         if dist.get_rank() == 0:

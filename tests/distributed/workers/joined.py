@@ -1,9 +1,9 @@
-"""One process of a world without torch.distributed: joins, saves, and restores by two managers.
+"""One process of a world without torch.distributed: it joins, saves, and restores by two managers.
 
     joined.py save|stay ADDRESS TIMEOUT FOLDER PROCESSES
 
-The environment has its RANK and WORLD_SIZE. With ``stay`` it only joins, and stays until all
-PROCESSES know what came of theirs. A line of JSON says what came of it.
+The environment has its RANK and WORLD_SIZE. With ``stay`` it only joins, and waits until all
+PROCESSES know their results. It prints its result as a line of JSON.
 """
 
 import json

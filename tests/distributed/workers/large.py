@@ -1,4 +1,4 @@
-"""FOLDER: two ranks that save, and restore as it was saved and onto other layouts."""
+"""FOLDER: two ranks that save, and restore in the same layout and in others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def state_of(mode: str, seed: int) -> dict[str, Any]:
 
 
 def values(state: dict[str, Any]) -> list[torch.Tensor]:
-    """Parameters and their moments, whole."""
+    """Return the whole parameters and their moments."""
     optimizer = state["optimizer"]
     moments = [
         optimizer.state[p][key]

@@ -2,7 +2,7 @@
 """save|load FOLDER MODE...: train and save under each mode, or restore each mode's checkpoint under
 others.
 
-A load argument is SAVED_MODE:MODE. A mode that is saved may have a folder before it: 2/fsdp.
+An argument of load is SAVED_MODE:MODE. A mode that is saved may have a folder before it: 2/fsdp.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def save(folder: Path, saved: str) -> None:
             | {"strict": PerRank(1, on_resize="same_rank"), "columns": columns(1)}
         )
         drawn = torch.rand(3)
-        for number in range(3, 5):  # training goes on while it streams
+        for number in range(3, 5):  # training goes on while the save streams
             step(net, optimizer, number)
         pending.result(60)
     after = full(net, optimizer)

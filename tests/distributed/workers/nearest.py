@@ -1,5 +1,6 @@
-"""FOLDER: two ranks save to near and far; then near is damaged in a different place for each,
-emptied, and far is taken away.
+"""FOLDER: two ranks save to a near and a far tier.
+
+Then near is damaged in a different place for each and emptied, and far is removed.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def main() -> None:
             if call.verb in ("read_into", "head") and "manifest" not in call.key
         ]
 
-    # each rank's own file is damaged near, in another place
+    # each rank's own file is damaged on near, in different places
     (data,) = near.glob(f"step-000000002.*/rank-{rank:05d}.safetensors")
     flip_byte(open_backend(str(near)), str(data.relative_to(near)), 4096 + 5 if rank else -5)
     dist.barrier()
@@ -79,10 +80,10 @@ def main() -> None:
     (repair,) = report.repaired
     assert repair.key == str(data.relative_to(near)), report
     assert report.tier == str(near)
-    assert asked == [repair.key] * 2, asked  # for the state, and to write the file anew
+    assert asked == [repair.key] * 2, asked  # once for the state, and once to rewrite the file
     assert repair.mended
 
-    # nothing near: the two fetch each file once, together, and near is whole again
+    # nothing is near: the two ranks fetch each file once between them, and near is whole again
     dist.barrier()
     if rank == 0:
         shutil.rmtree(near)
@@ -94,7 +95,7 @@ def main() -> None:
     assert len(fetched) == len(set(fetched)) == 2, fetched
     assert sum(gathered(report.cached_bytes)) == sizes
 
-    # the second restart needs nothing of far: it is not there any more
+    # the second restart needs nothing of far, which is not there any more
     if rank == 0:
         for path in far.glob("step-000000002.*/*"):
             path.unlink()

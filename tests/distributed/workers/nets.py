@@ -1,4 +1,4 @@
-"""One network under every kind of parallelism; its names are the same under all."""
+"""One network under every kind of parallelism, with the same names under each."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from ckpt import PerRank, RngState
 
 
 class Net(nn.Module):
-    """Uneven sizes, a tie, buffers, one parameter that is large enough to be cut among replicas,
-    and one with fewer rows than ranks.
+    """A network with uneven sizes, a tie, and buffers.
+
+    One parameter is large enough to be cut among replicas, and one has fewer rows than ranks.
     """
 
     def __init__(self) -> None:
@@ -74,13 +75,17 @@ def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def fsdp1(net: nn.Module, mode: str) -> nn.Module:
-    """``fsdp1``, ``fsdp1-flat`` (the optimizer sees flat parameters alone), ``fsdp1-copies``
-    (sharded over two, copied over the rest), ``fsdp1-whole`` (not sharded).
+    """Wrap a network in FSDP1, in one of these ways:
+
+    - ``fsdp1``
+    - ``fsdp1-flat``: the optimizer sees only flat parameters.
+    - ``fsdp1-copies``: it is sharded over two ranks, with copies on the others.
+    - ``fsdp1-whole``: it is not sharded.
     """
     kind = {"fsdp1-copies": ShardingStrategy.HYBRID_SHARD, "fsdp1-whole": ShardingStrategy.NO_SHARD}
     copies = dist.get_world_size() // 2
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on the CPU, and over one rank
+        warnings.simplefilter("ignore")  # warnings about the CPU, and about one rank
         return FSDP(
             net,
             use_orig_params=mode != "fsdp1-flat",
@@ -120,7 +125,7 @@ def state_of(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> d
 
 
 def columns(factor: float) -> DTensor:
-    """Columns cut over all ranks, seen flat: of each row a run is here."""
+    """Cut the columns over all ranks, as a view of flat memory: this rank has a run of each row."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     cut = distribute_tensor(factor * torch.arange(96.0).view(8, 12), mesh, [Shard(1)])
     try:
@@ -135,7 +140,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor whole, by a name that no wrapper changes, gathered by the framework itself.
+    """Return every whole tensor, by a name that no wrapper changes, gathered by the framework
+    itself.
 
     All ranks must call it.
     """
@@ -158,8 +164,10 @@ def full(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Te
 
 
 def fsdp1_states(net: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """``FSDP.optim_state_dict`` gives ``exp_avg_sq`` for ``exp_avg`` too where parameters keep
-    their names (torch 2.13, CPU): there, what the ranks hold is put together in their order.
+    """Return the optimizer's states, where ``FSDP.optim_state_dict`` is wrong.
+
+    It gives ``exp_avg_sq`` for ``exp_avg`` too if parameters keep their names (torch 2.13, CPU). In
+    that case the parts of the ranks are joined in their order.
     """
     if any("_flat_param" in name for name, _ in net.named_parameters()):
         return FSDP.optim_state_dict(net, optimizer)["state"]
@@ -174,7 +182,7 @@ def fsdp1_states(net: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, dict[
             shape = shapes[_clean(name)]
             if key == "step" or parts[0].shape == shape:
                 found[_clean(name)][key] = parts[0]
-            else:  # where there are copies of shards, they follow
+            else:  # the copies of the shards, if there are any, follow
                 found[_clean(name)][key] = torch.cat(parts)[: shape.numel()].view(shape)
     return found
 
@@ -184,7 +192,7 @@ def _clean(name: str) -> str:
 
 
 def states(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameter -> its optimizer's state; of all ranks, where each has that of some."""
+    """Map each parameter to its optimizer's state, from all ranks if each has that of some."""
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return {name: optimizer.state[parameter] for name, parameter in net.named_parameters()}
     own = optimizer.optim.state
@@ -205,9 +213,10 @@ def assert_same(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 
 
 def assert_close(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """As another order of summing leaves it.
+    """Compare with the tolerance that another order of summing needs.
 
-    The gradient of ``down.bias`` is nothing but that: the norm that follows takes it away.
+    The gradient of ``down.bias`` consists of that error only, since the norm that follows removes
+    the rest.
     """
     assert have.keys() == want.keys(), have.keys() ^ want.keys()
     for name, tensor in want.items():

@@ -1,5 +1,5 @@
-"""FOLDER: two ranks; the job's store lives in rank 0, which is killed right after it has told
-that its part is durable.
+"""FOLDER: two ranks; the job's store is in rank 0, which is killed right after it has voted that
+its part is durable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     perform = committer._Commit._perform
 
     def act(self: Any, action: Any) -> Any:
-        if isinstance(action, Merge):  # so all parts are there
+        if isinstance(action, Merge):  # now all parts are there
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
         return perform(self, action)
@@ -48,7 +48,7 @@ def main() -> None:
     assert "the job's store is gone" in str(error)
     assert time.monotonic() - began < 20
     assert steps > 10
-    for step in (3, 4):  # and training goes on
+    for step in (3, 4):  # training goes on
         began = time.monotonic()
         try:
             heard: BaseException | None = manager.save_async(state, step).exception(20)

@@ -1,5 +1,6 @@
-"""FOLDER: four ranks on two nodes, each node with a root of its own: saved, lost, swapped, and
-restored.
+"""FOLDER: four ranks on two nodes, each node with a root of its own.
+
+Its steps are saved, lost, swapped, and restored.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ reached: set[str] = set()
 
 
 def data_of(keys: list[str]) -> list[str]:
-    """Without fragments. Those of other nodes say whether a copy is on this node."""
+    """Leave out fragments. A rank reads those of other nodes to see whether a copy is
+    on this node.
+    """
     return [key for key in keys if not key.endswith(".json")]
 
 
 def watch() -> None:
-    """Every request to another node is told."""
+    """Record every request to another node."""
     request = ckpt.nodes.server.NodeStore._request
 
     def told(self: Any, peer: Any, key: str, offset: int, out: memoryview) -> int:
@@ -50,8 +53,9 @@ def watch() -> None:
 
 
 def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """As ``nets.build``; buffers are the first rank's alone under DDP, unless it is told not to
-    hand them out.
+    """Build a state as ``nets.build`` does.
+
+    In the mode "ddp without broadcast" DDP does not send the first rank's buffers to the others.
     """
     if mode != "ddp without broadcast":
         return nets.build(mode, seed)
@@ -63,7 +67,7 @@ def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 class Job:
-    """Four ranks, and where each finds what."""
+    """Four ranks, and where each finds its files."""
 
     def __init__(
         self, folder: Path, of: Sequence[int] = STRAIGHT, *, far: bool = True, memory: str = ""
@@ -78,9 +82,9 @@ class Job:
     def save(
         self, mode: str, steps: Sequence[int], *, drift: bool = False, **settings: Any
     ) -> dict[int, dict[str, Any]]:
-        """What the state was at each step.
+        """Save the state at each step, and return it.
 
-        With ``drift`` each rank has running statistics of its own, as of batches of its own.
+        With ``drift`` each rank has its own running statistics, as if from its own batches.
         """
         model, optimizer = build(mode, 0)
         found = {}
@@ -98,7 +102,7 @@ class Job:
     def restore(
         self, mode: str, saved: dict[int, dict[str, Any]], want: int, **how: Any
     ) -> RestoreReport:
-        """The report, when what was restored is what was saved."""
+        """Check that what was restored is what was saved, and return the report."""
         asked.clear()
         model, optimizer = build(mode, 1)
         step(model, optimizer, 99)
@@ -121,7 +125,7 @@ def alone(work: Any) -> None:
 
 
 def copy_of(folder: Path, name: str, *, without: Sequence[str] = ()) -> Path:
-    """The nodes and what they share, as they would be after ``without`` was lost."""
+    """Copy the nodes and what they share, as they would be after ``without`` was lost."""
     other = folder.parent / name
 
     def make() -> None:
@@ -142,8 +146,8 @@ def ranks_on(folder: Path, node: int, number: int) -> list[str]:
 def sharded(root: Path) -> None:
     base = root / "fsdp"
     saved = Job(base).save("fsdp", (1, 2, 3))
-    # each node has its ranks' files, the same manifest, and prunes for itself; what is shared has
-    # all
+    # each node has its ranks' files and the same manifest, and prunes for itself; the shared tier
+    # has all
     assert ranks_on(base, 0, 3) == ["rank-00000.safetensors", "rank-00001.safetensors"]
     assert ranks_on(base, 1, 3) == ["rank-00002.safetensors", "rank-00003.safetensors"]
     for node in (0, 1):
@@ -158,7 +162,7 @@ def sharded(root: Path) -> None:
     assert report.tier.endswith(f"node{dist.get_rank() // 2}"), report
     assert (data_of(asked), report.cached_bytes) == ([], 0)
 
-    # the ranks come back on the other nodes: everything from there, once, and kept
+    # the ranks come back on the other nodes: everything comes from there, once, and is kept
     swapped = copy_of(base, "swapped")
     job = Job(swapped, SWAPPED, far=False)
     report = job.restore("fsdp", saved, 3)
@@ -168,7 +172,8 @@ def sharded(root: Path) -> None:
     report = job.restore("fsdp", saved, 3)
     assert (data_of(asked), report.cached_bytes) == ([], 0)
 
-    # one node is lost: the newest step is nowhere whole, the one before is on the shared tier
+    # one node is lost: no node has the newest step as a whole, and the one before is on the shared
+    # tier
     lost = copy_of(base, "lost", without=["node1"])
     report = Job(lost).restore("fsdp", saved, 2)
     assert [number for number, _ in report.skipped] == [3]
@@ -179,7 +184,7 @@ def sharded(root: Path) -> None:
 
 
 def replicated(root: Path) -> None:
-    # the manifest carries the fragments, since a fragment is lost with its node
+    # the manifest has the fragments, since a fragment is lost with its node
     for mode, node in (("ddp without broadcast", 0), ("hsdp", 1)):
         base = root / mode
         saved = Job(base, far=False).save(mode, (1, 2), copies="per_node")
@@ -191,8 +196,8 @@ def replicated(root: Path) -> None:
         report = Job(lost, far=False).restore(mode, saved, 2)
         assert bool(asked) == (dist.get_rank() // 2 == node), asked
         assert report.skipped == ()
-    # buffers that differ are the first rank's alone: they are asked for, and no file is fetched for
-    # them
+    # only the first rank has the buffers that differ: they are requested, and no file is fetched
+    # for them
     base = root / "ddp"
     saved = Job(base, far=False).save("ddp", (1,), drift=True, copies="per_node")
     report = Job(base, far=False).restore("ddp", saved, 1)
@@ -217,13 +222,13 @@ def in_memory(root: Path) -> None:
     job = Job(base, far=False, memory=name)
     saved = job.save("fsdp", (1, 2))
     shm = list(Path("/dev/shm").glob(f"ckpt-memory-*-{name}-*"))
-    assert not shm, shm  # a manager that is closed leaves nothing there that is durable elsewhere
+    assert not shm, shm  # a closed manager leaves nothing there that is durable elsewhere
     report = Job(base, SWAPPED, far=False, memory=name).restore("fsdp", saved, 2)
     assert report.tier.endswith("of other nodes")
 
 
 def fewer(root: Path) -> None:
-    """Two of the four come back, one on each node, then both on one."""
+    """Restore on two ranks of the four, one on each node, and then both on one."""
     base = root / "four"
     saved = Job(base, far=False).save("fsdp", (1, 2))
     rank = dist.get_rank()
@@ -267,7 +272,7 @@ def cut_off(root: Path) -> None:
 
 
 def apart(root: Path) -> None:
-    """The nodes have no interface in common but one: everything is read over that."""
+    """The nodes have only one interface in common, and read everything over it."""
     saved = Job(root / "apart", far=False).save("fsdp", (1, 2))
     Job(root / "apart", SWAPPED, far=False).restore("fsdp", saved, 2)
     assert asked
@@ -275,7 +280,7 @@ def apart(root: Path) -> None:
 
 
 def main() -> None:
-    """All, or the one that is named."""
+    """Run all scenes, or the one that is named."""
     dist.init_process_group("gloo")
     watch()
     root = Path(sys.argv[1])

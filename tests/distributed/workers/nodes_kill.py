@@ -1,9 +1,10 @@
-"""FOLDER MAPPING FAR REPLICAS: four ranks that each find the root of node MAPPING[rank]; restore,
-check, and save every step until killed.
+"""FOLDER MAPPING FAR REPLICAS: four ranks that each find the root of node MAPPING[rank].
+
+They restore, check, and save every step until they are killed.
 
 Every value of the state follows from the step and its own place, so that a mixture of two steps is
-seen. FAR: how often the shared tier takes a step; 0 for none. REPLICAS: on how many other nodes the
-files of a node are kept.
+detected. FAR says how often the shared tier takes a step, with 0 for never. REPLICAS is the number
+of other nodes that keep the files of a node.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def main() -> None:
         check(manager, 3, saved, ("model/1.", "model/2.", "data/"))
         with pytest.raises(CkptError, match="modle"):
             manager.save(state, 4, only=["model", "modle"])
-        # a pattern that fits on one rank only is none that fits nothing
+        # a pattern that matches on one rank only is not a pattern that matches nothing
         mine = state | ({"extra": torch.ones(2)} if dist.get_rank() == 0 else {})
         manager.save(mine, 5, only=["model", "extra"])
     with ckpt.open(root, step=2) as opened:

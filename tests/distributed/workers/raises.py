@@ -1,6 +1,6 @@
-"""Two ranks; rank 1 raises with a save under way that rank 0 never begins.
+"""ROOT: two ranks; rank 1 raises while a save streams that rank 0 never begins.
 
-Rank 0 begins another, which rank 1 never does. ROOT
+Rank 0 begins another save, which rank 1 never begins.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def tiers(root: Path, **settings: Any) -> list[Tier]:
 
 
 def trained(number: int) -> tuple[Any, Any]:
-    """The model and the optimizer after so many steps."""
+    """Return the model and the optimizer after this many steps."""
     model, optimizer = nets.build("fsdp", 0)
     for each in range(1, number + 1):
         step(model, optimizer, each)
@@ -65,7 +65,7 @@ def save(
 
 
 def restored(places: Sequence[Tier], tls: Tls | None = None) -> int | None:
-    """The step that is restored, when it is what was saved; None if there is none."""
+    """Return the step that is restored, after a check of its values, or None."""
     model, optimizer = nets.build("fsdp", 1)
     step(model, optimizer, 99)
     state = {"model": model, "optimizer": optimizer, "step": -1}
@@ -88,7 +88,7 @@ def alone(work: Callable[[], object]) -> None:
 
 
 def without(base: Path, *nodes: int) -> Path:
-    """The folders as they are after ``nodes`` were lost."""
+    """Copy the folders, as they are after ``nodes`` were lost."""
     other = base.parent / f"{base.name}-{'-'.join(map(str, nodes))}"
 
     def make() -> None:
@@ -101,7 +101,7 @@ def without(base: Path, *nodes: int) -> Path:
 
 
 def files(base: Path, number: int, pattern: str = "*.safetensors") -> list[list[int]]:
-    """The ranks whose files each node has of a step."""
+    """Return the ranks whose files of a step each node has."""
     return [
         sorted(
             int(path.name[5:10])
@@ -122,7 +122,7 @@ def on_disk(root: Path) -> None:
         base, 1
     )  # a node's retention removes the copies too
     dist.barrier()
-    cut = without(base, 1)  # and node 0 was killed while it copied
+    cut = without(base, 1)  # node 0 was killed while it copied
     alone(lambda: next((cut / "node0").glob("step-000000003.*/rank-00003.json")).unlink())
     (near,) = open_tiers([Tier(str(cut / "node0"))])
     found = Inventory(near.backend, part=True).look()
@@ -131,7 +131,7 @@ def on_disk(root: Path) -> None:
     for node in range(4):
         assert restored(tiers(without(base, node))) == 3
     assert restored(tiers(without(base, 0, 2))) == 3
-    assert restored(tiers(without(base, 0, 1))) is None  # a node and its buddy
+    assert restored(tiers(without(base, 0, 1))) is None  # without a node and its buddy
 
 
 def in_racks(root: Path) -> None:
@@ -156,7 +156,7 @@ def on_two_buddies(root: Path) -> None:
 
 
 def logged() -> list[str]:
-    """A list that the log messages of ckpt are added to from now on."""
+    """Return a list to which the log messages of ckpt are added from now on."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -165,7 +165,7 @@ def logged() -> list[str]:
 
 
 def unfaithful(root: Path) -> None:
-    """The node of rank 1 sends wrong bytes, then nothing, and then knows another token.
+    """The node of rank 1 sends wrong bytes, then nothing, and then has another token.
 
     Its buddy keeps nothing of it, says so, and no save fails.
     """
@@ -374,7 +374,7 @@ def without_copies(ring: Ring, ref: StepRef, *how: Any) -> int | None:
 
 
 def slow_to_hear(root: Path) -> None:
-    """Rank 1 learns of a commit later than its buddy asks for the files."""
+    """Rank 1 learns of a commit later than its buddy requests the files."""
     patched, waits = NodeReplicas.committed, [threading.Timer(0, int)]
 
     def later(
@@ -405,11 +405,11 @@ def leaves(root: Path) -> None:
                 raise ZeroDivisionError
     except ZeroDivisionError:
         pass
-    assert time.monotonic() - began < 50  # it waits for 60 s where no word comes
+    assert time.monotonic() - began < 50  # it waits for 60 s if no message comes
 
 
 def certificate(root: Path) -> Tls:
-    """The files of this node. The authority of all nodes has issued them on rank 0."""
+    """The files of this node. Rank 0 makes the authority of all nodes, which issues them."""
 
     def issue() -> None:
         authority = Authority(root)
@@ -454,8 +454,10 @@ def encrypted(root: Path) -> None:
 
 
 def strange_certificate(root: Path) -> None:
-    """The node of rank 1 has a certificate of another authority: no other node copies from it, nor
-    does it copy from them. No save fails, and a restore takes the shared tier.
+    """The node of rank 1 has a certificate of another authority.
+
+    No other node copies from it, and it copies from no other node. No save fails, and a restore
+    takes the shared tier.
     """
     rank, shared = dist.get_rank(), Tier(str(root / "shared"))
     tls = certificate(root)
@@ -500,12 +502,12 @@ def not_local(root: Path) -> None:
 
 
 def in_memory(root: Path) -> list[Tier]:
-    """A tier in memory for each node, and no other."""
+    """Use a tier in memory for each node, and no other."""
     return [Tier(f"shm://{root.name}-{dist.get_rank()}", replicas=1)]
 
 
 def die_in_memory(root: Path) -> None:
-    """Save three steps to memory alone, and end as a killed process does."""
+    """Save three steps only to memory, and end as a killed process does."""
     copied = threading.Semaphore(0)
 
     def observe(event: Event) -> None:
@@ -550,7 +552,7 @@ def go_on_without_copies(manager: CheckpointManager) -> None:
 def come_back(root: Path) -> None:
     assert restored(in_memory(root)) == STEPS[-1]
     with CheckpointManager(in_memory(root)) as manager:
-        save(manager, (7,))  # what the job before has left goes
+        save(manager, (7,))  # the steps of the job before are removed
     dist.barrier()
     found = list(Path("/dev/shm").glob(f"ckpt-memory-*-{root.name}-*/step-*/*"))
     assert {path.parent.name[:14] for path in found} <= {"step-000000007"}, found

@@ -1,5 +1,6 @@
-"""FOLDER: ranks restore what they share, each reading it or one for all; damage and failures on
-one of them; fully_shard on the meta device.
+"""FOLDER: ranks restore what they share; each reads it, or one reads for all.
+
+Other scenes are damage and failures on one rank, and fully_shard on the meta device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WIDTH = 256
 
 
 class Net(nn.Module):
-    """Odd widths: shards are uneven. A buffer that no checkpoint has."""
+    """A network with odd widths, so that shards are uneven, and a buffer that no checkpoint has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ def total(number: int) -> int:
 
 
 def shared(folder: Path, kind: str, **tier: Any) -> None:
-    """Both ways give the same; one of them reads everything once."""
+    """Both ways give the same state; with one of them everything is read once."""
     saved = job(1, kind)
     place = Tier(str(folder / f"{kind}{len(tier)}"), **tier)
     with CheckpointManager(place, chunk_bytes=1 << 17) as manager:
@@ -137,7 +138,7 @@ def shared(folder: Path, kind: str, **tier: Any) -> None:
 
 
 def failing(folder: Path, what: str, hurt: Callable[[], Callable[[], None]]) -> None:
-    """Something goes wrong on rank 1 alone: all ranks hear of it, soon, and can go on."""
+    """If rank 1 fails, all ranks soon get an error, and can go on."""
     saved, state = job(1, "ddp"), job(2, "ddp")
     with CheckpointManager(str(folder / what), chunk_bytes=1 << 17) as manager:
         manager.save(saved, 1)
@@ -157,7 +158,7 @@ def failing(folder: Path, what: str, hurt: Callable[[], Callable[[], None]]) -> 
 
 
 def placing() -> Callable[[], None]:
-    """A sink that fails in the second round or so."""
+    """Make the sink fail in the second round or so."""
     place, calls = TensorSink.place, []
 
     def broken(self: TensorSink, *args: Any) -> None:
@@ -171,7 +172,7 @@ def placing() -> Callable[[], None]:
 
 
 def sending() -> Callable[[], None]:
-    """A byte that flips on its way."""
+    """Make a byte flip while it is sent."""
     send = dist.broadcast
 
     def broken(tensor: torch.Tensor, source: int, **how: Any) -> Any:
@@ -184,8 +185,9 @@ def sending() -> Callable[[], None]:
 
 
 def damaged(folder: Path) -> None:
-    """A chunk that one rank alone reads: all go to the step before, and to none if there is
-    none.
+    """A chunk that only one rank reads is damaged.
+
+    All ranks restore the step before, or none if there is none.
     """
     saved, newer, state = job(1, "ddp"), job(3, "ddp"), job(2, "ddp")
     with CheckpointManager(str(folder / "damaged"), chunk_bytes=1 << 17) as manager:
@@ -197,7 +199,7 @@ def damaged(folder: Path) -> None:
                 files = list((folder / "damaged").glob(f"step-*{number}.*/rank-00001.safetensors"))
                 assert len(files) == 1
                 with files[0].open("r+b") as file:
-                    file.seek(60_000)  # in what only this rank has written
+                    file.seek(60_000)  # in the part that only this rank has written
                     file.write(bytes(range(100)))
             dist.barrier()
             try:
@@ -241,7 +243,7 @@ def meta(folder: Path) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     folder = Path(sys.argv[1])
-    # small parcels: many rounds
+    # small parcels make many rounds
     broadcast.PARCEL_BYTES, broadcast.FLIGHT_BYTES, broadcast.WORTH_BYTES = (
         1 << 19,
         1 << 20,

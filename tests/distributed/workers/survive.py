@@ -1,5 +1,7 @@
-"""FOLDER GROUP_SECONDS STORAGE_SECONDS [dcp]: three ranks whose store outlives them: slow
-storage beside a hasty process group, a rank stopped, the leader stopped, the leader killed.
+"""FOLDER GROUP_SECONDS STORAGE_SECONDS [dcp]: three ranks whose store outlives them.
+
+Storage is slow and the process group has a short timeout; a rank is stopped; the leader is stopped;
+the leader is killed.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ def say(*words: object) -> None:
 
 
 def at(where: str, rank: int, step: int, what: Callable[[], None]) -> None:
-    """Once: ``what`` on ``rank`` right before its save of ``step`` does ``where``: puts its
-    fragment, gathers words, merges, puts the manifest.
+    """Call ``what`` once on ``rank``, right before its save of ``step`` does ``where``.
+
+    ``where`` is that it puts its fragment, gathers messages, merges, or puts the manifest.
     """
     if rank != RANK:
         return
@@ -75,7 +78,7 @@ def die() -> None:
 
 
 def train(pending: PendingSave, group: Any) -> int:
-    """Steps of training, each with a collective, until the save has ended on all of ``group``."""
+    """Train, with a collective in each step, until the save has ended on all ranks of ``group``."""
     steps, going = 0, torch.ones(1)
     while going.item():
         going = torch.tensor([0.0 if pending.done() else 1.0])
@@ -145,7 +148,7 @@ def the_leader_is_killed(manager: CheckpointManager, state: dict[str, Any]) -> N
 
 
 class Slow:
-    """A store that is slow to take data."""
+    """A store that takes data slowly."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -183,7 +186,7 @@ def main() -> None:
     pids: list[Any] = [None] * 3
     dist.all_gather_object(pids, os.getpid(), group=patient)
     state = {"x": torch.arange(1000.0), "mine": PerRank(RANK)}
-    _set_pg_timeout(timedelta(seconds=group_seconds))  # now that all are there
+    _set_pg_timeout(timedelta(seconds=group_seconds))  # now that all ranks are there
     with CheckpointManager(folder / "slow", commit_timeout_seconds=4 * seconds + 20) as slow:
         slow_storage_beside_a_hasty_group(slow, state, seconds)
     dist.barrier(group=patient)
@@ -196,11 +199,11 @@ def main() -> None:
     dist.barrier(group=patient)
     if "dcp" in sys.argv:
         dcp_dies(folder, seconds)
-        dist.barrier(group=patient)  # it dies at other times on other ranks
+        dist.barrier(group=patient)  # the process group dies at different times on each rank
     the_leader_is_killed(manager, state)
     manager.close()
     say("WELL")
-    os._exit(0)  # a process group without its leader has no orderly end
+    os._exit(0)  # a process group without its leader cannot end in order
 
 
 main()

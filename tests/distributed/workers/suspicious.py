@@ -1,4 +1,4 @@
-"""Train under each kind of parallelism, and save a step without training. ROOT"""
+"""ROOT: train under each kind of parallelism, and save a step without training."""
 
 from __future__ import annotations
 

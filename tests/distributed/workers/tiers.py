@@ -1,5 +1,5 @@
-"""FOLDER: two ranks save every step to memory, every second to a near folder, and from there to
-a far one that is slow on each rank at other times.
+"""FOLDER: two ranks save every step to memory, every second to a near folder, and from there to a
+far one that is slow at different times on each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEPS = 10
 
 
 class Slow:
-    """A far store that takes its time."""
+    """A far store that is slow."""
 
     def __init__(self, url: str, chance: random.Random) -> None:
         self._inner, self._chance = open_backend(url), chance

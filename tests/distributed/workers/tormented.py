@@ -1,5 +1,6 @@
-"""FOLDER: one rank of a job that trains until it is killed or told to stop, and notes what it
-does in FOLDER/notes-RANK.jsonl.
+"""FOLDER: one rank of a job that trains until it is killed or gets a signal to stop.
+
+It notes what it does in FOLDER/notes-RANK.jsonl.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GRACE_SECONDS = 4
 
 
 def digest(trainer: Trainer) -> str:
-    """Of what this rank holds: a function of the step and the rank alone."""
+    """Return a digest of what this rank holds, which is a function of the step and the rank."""
     parts: list[bytes] = [str(trainer.step).encode()]
     for name, net in trainer.nets.items():
         for key, parameter in net.named_parameters():
@@ -42,7 +43,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    faulthandler.register(signal.SIGUSR2)  # where all threads are, for whoever looks into a hang
+    faulthandler.register(signal.SIGUSR2)  # it prints the stacks of all threads, to examine a hang
     note = Notes(folder)
     note(up=os.getpid(), agent=os.getppid(), world=dist.get_world_size())
     trainer = Trainer()
@@ -66,7 +67,7 @@ def main() -> None:
                 note(saving=trainer.step, digest=digest(trainer))
                 try:
                     saves.append(manager.save_async(trainer.state, trainer.step))
-                except CkptError as error:  # of an earlier save: its next try is the next save
+                except CkptError as error:  # an earlier save has failed
                     note(failed=trainer.step, error=str(error))
             for save in [save for save in saves if save.done()]:
                 saves.remove(save)
