@@ -87,7 +87,7 @@ def main() -> None:
 def engine_of(width: int, stage: int) -> Any:
     """An engine of one rank in fp32."""
     os.environ |= {"LOCAL_RANK": "0", "CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": "1"}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     deepspeed.utils.set_log_level_from_string("error")
     deepspeed.init_distributed("gloo")
     net = nn.Sequential(*(nn.Linear(width, width) for _ in range(7)))

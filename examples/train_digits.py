@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -127,7 +127,7 @@ def main() -> None:
     # The parent serves the rendezvous on a port of the system's choice: no port to guess, none to
     # collide with.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(train, (args.world, store.port, args), args.world)  # type: ignore[attr-defined, no-untyped-call]
+    mp.spawn(train, (args.world, store.port, args), args.world)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def _own_name() -> str:
 
 def _store(host: str, port: int, *, serves: bool, timeout: float) -> Any:
     try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
+        return dist.TCPStore(
             host,
             port,
             is_master=serves,

@@ -39,9 +39,7 @@ class Net(nn.Module):
 class AppState(Stateful):
     """The tutorial's (recipes/distributed_checkpoint_recipe)."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None = None, *, flat: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, flat: bool = False) -> None:
         self.model = model
         self.optimizer = optimizer
         self.options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -111,7 +109,7 @@ class OptimizersContainer(Optimizer, Stateful):
             all_params.extend(params)
         Optimizer.__init__(self, all_params, kwargs)
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         for optimizer in self.optimizers:
             optimizer.step(*args, **kwargs)
 

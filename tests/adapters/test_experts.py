@@ -92,7 +92,8 @@ def experts(net: nn.Module) -> torch.Tensor:
     """Those of this rank, as it holds them."""
     if isinstance(net.experts, nn.ParameterDict):
         return torch.stack([net.experts[key].detach() for key in sorted(net.experts)])
-    return getattr(net.experts, "_local_tensor", net.experts).detach()
+    held = net.get_parameter("experts").detach()
+    return getattr(held, "_local_tensor", held)
 
 
 Build = Callable[[int, int, float | None], nn.Module]

@@ -194,7 +194,9 @@ class Scaled(TwoTensor):
     """One that has no slices."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.slice.Tensor:
             raise NotImplementedError(f"{func}")
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -19,6 +19,7 @@ from tests.adapters.ranks import mesh_of, rank_of
 from tests.adapters.saving import manifest_of, new_root, restored, saved
 from tests.adapters.stateful import KINDS, AppState, Net, state_with, train
 from tests.adapters.worlds import restore, save_ranks
+from tests.kit.models import sharded
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,7 +99,7 @@ class Queue(Stateful):
     """Tensors whose sizes change, and plain values."""
 
     def __init__(self, waiting: int, seen: int) -> None:
-        self.kept = {
+        self.kept: dict[str, Any] = {
             "waiting": torch.arange(waiting),
             "weights": torch.full((2,), float(seen)),
             "seen": seen,
@@ -143,7 +144,7 @@ def test_a_sharded_tensor_of_another_size_is_refused() -> None:
     with rank_of(0, 1):
         root = new_root()
         for width in (4, 5):
-            net = fully_shard(Wide(width), mesh=mesh_of((1,)))
+            net = sharded(Wide(width), mesh=mesh_of((1,)))
             state = {"app": AppState(net, torch.optim.SGD(net.parameters(), momentum=0.9))}
             if width == 4:
                 saved(state, root)
@@ -154,13 +155,13 @@ def test_a_sharded_tensor_of_another_size_is_refused() -> None:
 
 def test_a_model_that_stands_in_the_state_as_well_is_stored_once() -> None:
     with rank_of(0, 1):
-        net = fully_shard(Net(), mesh=mesh_of((1,)))
+        net = sharded(Net(), mesh=mesh_of((1,)))
         optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
         root = saved({"app": AppState(net, optimizer), "model": net})
         names = [tensor.name for tensor in manifest_of(root).tensors]
         assert "app/model/net1.weight" in names
         assert "model/net1.weight" not in names
-        other = fully_shard(Net(), mesh=mesh_of((1,)))
+        other = sharded(Net(), mesh=mesh_of((1,)))
         restored(
             root,
             {
@@ -208,7 +209,7 @@ def test_parts_of_its_own_are_filled_in_place() -> None:
 
 def test_sharded_tensors_of_one_rank_alone_are_refused() -> None:
     with rank_of(0, 1):
-        net = fully_shard(Net(), mesh=mesh_of((1,)))
+        net = sharded(Net(), mesh=mesh_of((1,)))
         state = {"app": PerRank(AppState(net, torch.optim.SGD(net.parameters())))}
         with pytest.raises(UnsupportedValue, match=r"DTensor in a PerRank"):
             saved(state)

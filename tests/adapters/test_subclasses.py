@@ -21,11 +21,12 @@ from ckpt.errors import UnsupportedValue
 from tests.adapters.ranks import mesh_of, rank_of
 from tests.adapters.saving import assert_same, bits, new_root, restored, round_trip, saved
 from tests.adapters.worlds import save_ranks
+from tests.adapters.wrapping import Dispatching
 
 State = dict[str, Any]
 
 
-class Dequantised(torch.Tensor):
+class Dequantised(Dispatching):
     """A wrapper of integers and a scale, as quantisation libraries make them: every operation
     sees floats.
     """
@@ -37,10 +38,10 @@ class Dequantised(torch.Tensor):
     def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
         self.data_, self.scale = data, scale
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
             return cls(args[0].data_, args[0].scale)
         seen = [each.data_ * each.scale if isinstance(each, cls) else each for each in args]
@@ -49,6 +50,8 @@ class Dequantised(torch.Tensor):
 
 class Flattened(torch.Tensor):
     """It has a storage of its own, and a scale beside it that would be lost."""
+
+    scale: torch.Tensor
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Flattened:
@@ -64,18 +67,12 @@ class Trivial(torch.Tensor):
     """A name, no more."""
 
 
-class Watched(torch.Tensor):
+class Watched(Dispatching):
     """Every operation passes through Python and leaves a plain tensor."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> Watched:
         return torch.Tensor._make_subclass(cls, data)
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{func} of a Watched")
 
 
 def two() -> TwoTensor:

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.adapters.torch_store import TorchStoreCoordinator
+from tests.kit.stores import Wrapped
 
 
 @pytest.fixture
@@ -26,19 +27,17 @@ def coordinator() -> Iterator[TorchStoreCoordinator]:
         dist.destroy_process_group()
 
 
-class Forgetful:
+class Forgetful(Wrapped):
     """A store in which a word is forgotten right after it was seen, as a faster rank does."""
 
     def __init__(self, store: Any, key: str) -> None:
-        self._store, self._key = store, key
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+        super().__init__(store)
+        self._key = key
 
     def check(self, keys: list[str]) -> bool:
-        seen = self._store.check(keys)
+        seen = self.inner.check(keys)
         if self._key in keys:
-            self._store.delete_key(self._key)
+            self.inner.delete_key(self._key)
         return bool(seen)
 
 

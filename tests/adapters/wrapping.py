@@ -11,7 +11,19 @@ BLOCK = 4
 _aten = torch.ops.aten
 
 
-class Blocks(torch.Tensor):
+class Dispatching(torch.Tensor):
+    """A tensor whose operations all pass through ``__torch_dispatch__``."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(f"{func} of a {cls.__name__}")
+
+
+class Blocks(Dispatching):
     """Codes of 8 bits, a scale for each block of ``BLOCK`` elements, and a table for all.
 
     Operations see floats. ``x[a:b]`` cuts at the boundaries of blocks.
@@ -28,12 +40,10 @@ class Blocks(torch.Tensor):
     ) -> None:
         self.codes, self.scale, self.table, self.signed = codes, scale, table, signed
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
     @classmethod
     def of(cls, values: torch.Tensor, signed: Any = True) -> Blocks:
         made = cls.zeros(tuple(values.shape), signed)
-        made.take(values)
+        made.set_values(values)
         return made
 
     @classmethod
@@ -41,13 +51,13 @@ class Blocks(torch.Tensor):
         codes = torch.zeros(shape, dtype=torch.int8)
         return cls(codes, torch.ones(codes.numel() // BLOCK), torch.arange(4.0), signed)
 
-    def take(self, values: torch.Tensor) -> None:
+    def set_values(self, values: torch.Tensor) -> None:
         blocks = values.reshape(-1, BLOCK)
         scale = blocks.abs().amax(1).clamp(min=1e-6) / 127
         self.codes.copy_((blocks / scale[:, None]).round().reshape(self.codes.shape))
         self.scale.copy_(scale)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Blocks({self.codes}, {self.scale})"
 
     def floats(self) -> torch.Tensor:
@@ -58,7 +68,9 @@ class Blocks(torch.Tensor):
         return ["codes", "scale", "table"], {"signed": self.signed, "shape": self.codes.shape}
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         first = args[0]
         match func:
             case _aten.detach.default | _aten.alias.default:
@@ -74,13 +86,13 @@ class Blocks(torch.Tensor):
                 return cls(first.codes[start:end], scale, first.table.clone(), first.signed)
             case _aten.copy_.default if isinstance(first, cls):
                 source = args[1]
-                first.take(source.floats() if isinstance(source, cls) else source)
+                first.set_values(source.floats() if isinstance(source, cls) else source)
                 return first
             case _:
                 seen = [each.floats() if isinstance(each, cls) else each for each in args]
                 out = func(*seen, **(kwargs or {}))
                 if func._schema.is_mutable and isinstance(first, cls):
-                    first.take(out)
+                    first.set_values(out)
                     return first
                 return out
 
@@ -93,7 +105,7 @@ class Quantised(Optimizer):
         self.replaces = replaces
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

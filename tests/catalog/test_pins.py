@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog import pins
 from ckpt.catalog.index import committed, find
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.pins import all_pins, is_pinned, note_of, put_pin, remove_pin, renewed
@@ -24,6 +23,7 @@ from ckpt.retention.prune import PINNED, judge, prune, remove, sweep
 from ckpt.storage.api import StorageBackend, is_there
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, FaultyBackend, Raise, Rule, SimulatedCrash
+from tests.kit.stores import Wrapped
 
 
 def save(root: Path, *steps: int, **tier: Any) -> StorageBackend:
@@ -55,7 +55,7 @@ def test_a_pin_ends_by_itself_an_hour_late(tmp_path: Path, monkeypatch: pytest.M
     backend = save(tmp_path, 1, 2)
     put_pin(backend, find(backend, 1)[0], 60)
     now = time.time()
-    monkeypatch.setattr(pins.time, "time", lambda: now + 60 + 3590)
+    monkeypatch.setattr(time, "time", lambda: now + 60 + 3590)
     prune(backend, Retention(keep_last=1))
     assert steps(backend) == [1, 2]
     (judged,) = [
@@ -65,7 +65,7 @@ def test_a_pin_ends_by_itself_an_hour_late(tmp_path: Path, monkeypatch: pytest.M
     ]
     assert judged.kept == (PINNED,)
 
-    monkeypatch.setattr(pins.time, "time", lambda: now + 60 + 3700)
+    monkeypatch.setattr(time, "time", lambda: now + 60 + 3700)
     prune(backend, Retention(keep_last=1), dry_run=True)
     assert len(all_pins(backend)) == 1
     prune(backend, Retention(keep_last=1))
@@ -102,14 +102,15 @@ def test_the_sweep_of_a_later_job_leaves_a_pinned_step(tmp_path: Path) -> None:
     assert steps(backend) == []
 
 
-class Interrupted:
+class Interrupted(Wrapped):
     """A backend that runs something else right before its ``nth`` call."""
 
-    def __init__(self, backend: StorageBackend, nth: int, other: Callable[[], None]) -> None:
-        self.backend, self.nth, self.other, self.calls = backend, nth, other, 0
+    def __init__(self, backend: StorageBackend, nth: int, other: Callable[[], object]) -> None:
+        super().__init__(backend)
+        self.nth, self.other, self.calls = nth, other, 0
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.backend, name)
+        found = super().__getattr__(name)
         if name not in {"put", "head", "list", "delete", "read_into", "folders"}:
             return found
 
@@ -154,11 +155,14 @@ def test_a_pin_that_succeeds_holds_whatever_two_removals_do_meanwhile(tmp_path: 
 
 
 def test_a_pin_cut_off_at_any_call_leaves_the_step_whole(tmp_path: Path) -> None:
-    for nth in range(1, 4):
-        backend = save(tmp_path / str(nth), 1)
+    rules = (
+        Rule(verb="put", nth=1, fault=Crash()),
+        Rule(verb="head", nth=1, fault=Crash()),
+        Rule(verb="head", nth=2, fault=Crash()),
+    )
+    for number, rule in enumerate(rules):
+        backend = save(tmp_path / str(number), 1)
         (ref,) = find(backend, 1)
-        verb = ("put", "head", "head")[nth - 1]
-        rule = Rule(verb=verb, nth=1 if nth < 3 else 2, fault=Crash())
         with pytest.raises(SimulatedCrash):
             put_pin(FaultyBackend(backend, [rule]), ref, 60)
         assert steps(backend) == [1]

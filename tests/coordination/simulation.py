@@ -308,8 +308,8 @@ class Attempt:
         self.store = JobStore(sim)
         self.owner = Owner(attempt=name, host="far", machine="elsewhere", pid=1, started=1)
         self.tasks = [
-            sim.start(f"{name}/{rank}", lambda rank=rank: self._rank(rank)) for rank in range(RANKS)
-        ]  # type: ignore[misc]
+            sim.start(f"{name}/{rank}", partial(self._rank, rank)) for rank in range(RANKS)
+        ]
 
     @property
     def over(self) -> bool:
@@ -346,7 +346,9 @@ class Attempt:
                     continue
 
     def _write(self, tier: Store, rank: int) -> Durable:
-        leaf = Leaf("x", "float32", ARRAY.shape, (even_slab(Box.whole(ARRAY.shape), RANKS, rank),))
+        slab = even_slab(Box.whole(ARRAY.shape), RANKS, rank)
+        assert slab is not None
+        leaf = Leaf("x", "float32", ARRAY.shape, (slab,))
         image, fragment = fragment_of(rank, RANKS, [leaf], {"x": ARRAY}, attempt=self.name)
         tier.put(self.ref.key(data_name(rank)), [image])
         data = pack(pack_fragment(fragment))
@@ -361,8 +363,12 @@ def start_finisher(sim: Simulation, attempt: Attempt, index: int) -> Task:
         sim.finishers.add((attempt.name, index))
         with suppress(CkptError):
             finalize(
-                sim.tiers[index], attempt.ref, workers=Inline(), job_is_dead=True, read_data=False
-            )  # type: ignore[arg-type]
+                sim.tiers[index],
+                attempt.ref,
+                workers=Inline(),  # type: ignore[arg-type]
+                job_is_dead=True,
+                read_data=False,
+            )
 
     return sim.start(f"finisher {attempt.name}", finish)
 

@@ -36,6 +36,7 @@ from ckpt.storage.testing import Crash, FaultyBackend, Raise, Rule, SimulatedCra
 from ckpt_backends.memory import forget_memory, open_memory
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import ARRAYS
+from tests.kit.stores import Wrapped
 
 REF = StepRef(7, "abc123")
 DEAD = Owner(attempt="abc123", host="far", machine="elsewhere", pid=1, started=1)
@@ -233,11 +234,8 @@ def test_what_is_being_removed_is_neither_finished_nor_copied_there(left):
     with Workers("test", 2) as workers:
         fetch_step([left], StepFolder(source, REF, workers))
 
-        class HeldUp:
+        class HeldUp(Wrapped):
             held = False
-
-            def __getattr__(self, name):
-                return getattr(left, name)
 
             def delete(self, key):
                 left.delete(key)
@@ -248,7 +246,7 @@ def test_what_is_being_removed_is_neither_finished_nor_copied_there(left):
                     with pytest.raises(StorageError, match="being cleared away"):
                         fetch_step([source], StepFolder(left, REF, workers))
 
-        assert removed(left, HeldUp())
+        assert removed(left, HeldUp(left))
     assert names(left) == set()
 
 

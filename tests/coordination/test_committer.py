@@ -35,6 +35,7 @@ from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule, flip_byt
 from ckpt_backends.memory import forget_memory, open_memory
 from tests.coordination.durable import ARRAY, REF, make_durable
 from tests.coordination.world import World
+from tests.kit.stores import Wrapped
 
 TIMEOUT = 0.3
 """Of ranks that wait for one that does not come. Ranks that all come have ``LONG``, however slow
@@ -289,17 +290,15 @@ def test_any_other_error_becomes_a_commit_error_with_its_name():
     assert "full of holes" in str(again)
 
 
-class Partitioned:
+class Partitioned(Wrapped):
     """A store of which the first manifest gets no answer, and the next try what ``then`` says.
 
     Requests are tried twice.
     """
 
     def __init__(self, store, then: Exception, *, arrives: bool) -> None:
-        self.inner, self.then, self.arrives, self.puts = store, then, arrives, 0
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
+        super().__init__(store)
+        self.then, self.arrives, self.puts = then, arrives, 0
 
     def put(self, key, parts, *, if_absent=False):
         if key != REF.manifest:

@@ -32,11 +32,12 @@ from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import Manifest
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from ckpt.storage.tiers import Nodes
 from ckpt_backends.memory import forget_memory, open_memory
 from tests.coordination.durable import REF, make_durable
 from tests.coordination.world import World, WorldCoordinator
 
-NODES = ckpt.coordination.nodes.Nodes((0, 0, 1))
+NODES = Nodes((0, 0, 1))
 Stores = list[FaultyBackend]
 
 

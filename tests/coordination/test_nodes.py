@@ -12,9 +12,9 @@ from ckpt.coordination.long_message import drop, receive, send
 from ckpt.coordination.nodes import agree, on_node
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import CommitError, CommitTimeout, ConfigError
-from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Nodes, open_tiers
 from tests.coordination.world import World
+from tests.kit.stores import Wrapped, wrap_stores
 
 
 def test_ranks_that_see_the_same_root_share_a_node_however_they_spell_it(tmp_path: Path) -> None:
@@ -109,19 +109,11 @@ def test_a_damaged_parcel_is_an_error() -> None:
 def test_a_manager_whose_ranks_do_not_come_closes_its_backends(tmp_path, monkeypatch):
     closed = []
 
-    class Closing:
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
+    class Closing(Wrapped):
         def close(self):
             closed.append(self.inner.url)
 
-    monkeypatch.setattr(
-        "ckpt.storage.tiers.open_backend", lambda url, options: Closing(open_backend(url, options))
-    )
+    wrap_stores(monkeypatch, lambda url, store: Closing(store))
     monkeypatch.setattr("ckpt.coordination.nodes._START_SECONDS", 0.1)
     with pytest.raises(CommitTimeout):
         CheckpointManager(Tier(str(tmp_path), local=True), coordinator=World(2).coordinator(0))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,7 +45,8 @@ class Protocol(RuleBasedStateMachine):
     @initialize(begun=st.sampled_from(["now", "refused", "finished too", "late", "withdrawn"]))
     def a_job_saves(self, begun: str) -> None:
         """From the beginning, or from just before two may want different things."""
-        ckpt.coordination.committer.time = SimpleNamespace(monotonic=lambda: self.sim.clock)  # type: ignore[attr-defined]
+        committer: Any = ckpt.coordination.committer
+        committer.time = SimpleNamespace(monotonic=lambda: self.sim.clock)
         self.attempts.append(Attempt(self.sim, "aaaaaa"))
         first, second, last = self.attempts[0].tasks
         match begun:

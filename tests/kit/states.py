@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ckpt import PerRank
+from ckpt import CheckpointManager, PerRank, RestoreReport
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -31,3 +31,10 @@ def assert_is(target: dict[str, Any], step: int) -> None:
     assert torch.equal(target["y"], expected["y"])
     assert target["step"] == step
     assert target["rng"].value == [step]
+
+
+def restored(manager: CheckpointManager, target: dict[str, Any], **how: Any) -> RestoreReport:
+    """Restore a checkpoint, which must be there, and return the report."""
+    report = manager.restore(target, **how)
+    assert report is not None
+    return report

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,40 +28,54 @@ def whole(root: Path | str) -> list[int]:
     return sorted({ref.step for ref in committed(backend)})
 
 
-def faulty(monkeypatch: pytest.MonkeyPatch, where: Path, rules: list[Rule]) -> None:
+class Wrapped:
+    """A store, or an upload, that acts as ``inner`` but for what a subclass overrides."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def wrap_stores(
+    patch: pytest.MonkeyPatch, wrapped: Callable[[str, StorageBackend], object]
+) -> None:
+    """Let each tier that is opened have ``wrapped(url, store)`` as its store."""
+    tiers: Any = ckpt.storage.tiers
+    opened = tiers.open_backend
+
+    def open_wrapped(url: str, options: Mapping[str, object] | None = None) -> object:
+        return wrapped(url, opened(url, options))
+
+    patch.setattr(tiers, "open_backend", open_wrapped)
+
+
+def faulty(monkeypatch: pytest.MonkeyPatch, where: Path | str, rules: Sequence[Rule]) -> None:
     """Let the store of the tier ``where`` fail by ``rules``."""
-
-    def opened(url: str, options: Mapping[str, object]) -> StorageBackend:
-        backend = open_backend(url, options)
-        return FaultyBackend(backend, rules) if url == str(where) else backend
-
-    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+    wrap_stores(
+        monkeypatch,
+        lambda url, store: FaultyBackend(store, rules) if url == str(where) else store,
+    )
 
 
-class Gated:
+class Gated(Wrapped):
     """A store that lets uploads through while its gate is open."""
 
     def __init__(self, url: str) -> None:
-        self.inner = open_backend(url)
+        super().__init__(open_backend(url))
         self.open = threading.Event()
         self.began: list[str] = []
 
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def upload(self, key, size):
+    def upload(self, key: str, size: int) -> Any:
         self.began.append(key)
         assert self.open.wait(30)
         return self.inner.upload(key, size)
 
 
 @pytest.fixture
-def gated(tmp_path, monkeypatch):
+def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gated]:
     far = Gated(str(tmp_path / "far"))
-
-    def opened(url, options):
-        return far if url == str(tmp_path / "far") else open_backend(url, options)
-
-    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+    wrap_stores(monkeypatch, lambda url, store: far if url == str(tmp_path / "far") else store)
     yield far
     far.open.set()

@@ -14,7 +14,7 @@ from ckpt.storage.api import read_object
 from ckpt_backends.memory import forget_memory, open_memory
 from tests.checkpoints import write_checkpoint
 
-ARRAYS = {
+ARRAYS: dict[str, np.ndarray] = {
     "weight": np.arange(40, dtype=np.float32).reshape(10, 4),
     "bias": np.arange(3, dtype=np.int64),
     "scalar": np.array(2.5),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def _any(rng: random.Random, dims: int) -> Row:
     return rng.randrange(6), *(tuple(rng.randrange(low, 4) for _ in range(dims)) for low in (0, 1))  # type: ignore[return-value]
 
 
-def columns(dims: int, found: list[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def columns(dims: int, found: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ranks, offsets, shapes = zip(*found, strict=True) if found else ((), (), ())
     return np.array(ranks, np.int64), *(
         np.array(each, np.int64).reshape(len(found), dims) for each in (offsets, shapes)

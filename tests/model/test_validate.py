@@ -221,12 +221,16 @@ def own_file(**changes: Any) -> Spoil:
     return lambda f: replace(f, file=replace(f.file, **changes))  # type: ignore[type-var]
 
 
-def own_chunk(**changes: Any) -> Spoil:
+def own_chunks(changed: Callable[[tuple[Chunk, ...]], tuple[Chunk, ...]]) -> Spoil:
     def broken(f: Fragment) -> Fragment:
         assert f.file is not None
-        return own_file(chunks=at(f.file.chunks, 1, replace(f.file.chunks[1], **changes)))(f)
+        return own_file(chunks=changed(f.file.chunks))(f)
 
     return broken
+
+
+def own_chunk(**changes: Any) -> Spoil:
+    return own_chunks(lambda chunks: at(chunks, 1, replace(chunks[1], **changes)))
 
 
 def own_tensor(**changes: Any) -> Spoil:
@@ -266,11 +270,11 @@ FRAGMENT_RULES: dict[str, tuple[Spoil, str]] = {
     "a tie over a tensor": (lambda f: replace(f, tied={"bias": "weight"}), "is tied to"),
     "a file too small for its chunks": (own_file(size=1), "do not add up"),
     "a chunk more than its file": (
-        lambda f: own_file(chunks=(*f.file.chunks, Chunk(1, SUM)))(f),
+        own_chunks(lambda chunks: (*chunks, Chunk(1, SUM))),
         "do not add up",
     ),
     "a chunk less than its file": (
-        lambda f: own_file(chunks=f.file.chunks[:-1])(f),
+        own_chunks(lambda chunks: chunks[:-1]),
         "chunks of its file",
     ),
     "a chunk without bytes": (own_chunk(nbytes=0), "a chunk of no bytes"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ckpt.codec.registry import encoder_of
+from ckpt.codec.registry import Encoder, encoder_of
 from ckpt.errors import ChecksumMismatch, OutOfSpace, StagingError, TransientStorageError
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
@@ -19,6 +19,7 @@ from ckpt.pipeline.writer import ImageWrite
 from ckpt.staging.window import Window
 from ckpt.storage.api import PutUpload, read_object
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule, flip_byte
+from tests.kit.stores import Wrapped
 from tests.pipeline.whole import Whole
 
 MIB = 1 << 20
@@ -34,6 +35,12 @@ TABLE = tuple(
 )
 
 
+def encoder(codec: str) -> Encoder:
+    found = encoder_of(codec)
+    assert found is not None
+    return found
+
+
 def write(backend, workers, retry, *, source=None, codec="zstd", on_bytes=lambda _: None, **more):
     job = ImageWrite(
         source=source or Whole(memoryview(IMAGE)),
@@ -44,7 +51,7 @@ def write(backend, workers, retry, *, source=None, codec="zstd", on_bytes=lambda
         on_bytes=on_bytes,
         **more,
     )
-    return write_encoded(job, backend, encoder_of(codec), WIDTHS)
+    return write_encoded(job, backend, encoder(codec), WIDTHS)
 
 
 def image_of(backend, lengths, retry, table=TABLE) -> StoredImage:
@@ -53,7 +60,7 @@ def image_of(backend, lengths, retry, table=TABLE) -> StoredImage:
     return StoredImage.of(backend, stored, retry)
 
 
-class OneByOne:
+class OneByOne(Wrapped):
     """A store that takes one part at a time; it keeps them until the end, or says that it does
     not.
     """
@@ -61,7 +68,7 @@ class OneByOne:
     takes_parts = False
 
     def __init__(self, inner) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.capabilities = replace(
             inner.capabilities, part_bytes=MIB, parallel_parts=False, takes_parts=self.takes_parts
         )
@@ -78,9 +85,6 @@ class OneByOne:
 
         upload.write = alone  # type: ignore[method-assign]
         return upload
-
-    def __getattr__(self, name: str):
-        return getattr(self.inner, name)
 
 
 class Taking(OneByOne):
@@ -209,7 +213,7 @@ def test_a_ring_smaller_than_the_image(memory, workers, retry) -> None:
         retry=retry,
         on_bytes=lambda _: None,
     )
-    table, lengths = write_encoded(job, memory, encoder_of("zstd"), widths)
+    table, lengths = write_encoded(job, memory, encoder("zstd"), widths)
     copier.join()
     assert [chunk.nbytes for chunk in table] == chunks
     stored = image_of(memory, lengths, retry, table)
@@ -227,7 +231,7 @@ def test_small_chunks_are_read_back_by_requests_as_large_as_ever(
     image = (FLOATS * 2)[: sum(chunks)]
     edges = list(itertools.accumulate(chunks, initial=0))
     table = tuple(Chunk(b - a, checksum(image[a:b])) for a, b in itertools.pairwise(edges))
-    lengths = chunks
+    lengths = tuple(chunks)
     if encoded:
         job = ImageWrite(
             source=Whole(memoryview(image)),
@@ -237,7 +241,7 @@ def test_small_chunks_are_read_back_by_requests_as_large_as_ever(
             retry=retry,
             on_bytes=lambda _: None,
         )
-        _, lengths = write_encoded(job, memory, encoder_of("zstd"), [4] * len(chunks))
+        _, lengths = write_encoded(job, memory, encoder("zstd"), [4] * len(chunks))
         assert sum(lengths) < len(image)
     else:
         memory.put(KEY, [image])

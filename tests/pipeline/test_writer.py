@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from ckpt.pipeline.writer import ImageWrite, write_image
 from ckpt.staging.window import Window
 from ckpt.storage.api import Capabilities, PutUpload, StorageBackend, Upload, read_object
 from ckpt.storage.testing import Crash, FaultyBackend, LoseReply, Raise, Rule, SimulatedCrash
+from tests.kit.stores import Wrapped
 from tests.pipeline.whole import Whole
 
 PART = 8 << 20
@@ -38,13 +40,13 @@ def table_of(image: bytes, chunks: list[int]) -> tuple[Chunk, ...]:
     return tuple(found)
 
 
-class InTurn:
+class InTurn(Wrapped):
     """A store that takes one part at a time, small parts, and fails if two come at once."""
 
     def __init__(
         self, inner: StorageBackend, part_bytes: int = PART, parallel: bool = False
     ) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.capabilities: Capabilities = replace(
             inner.capabilities, part_bytes=part_bytes, parallel_parts=parallel
         )
@@ -60,9 +62,6 @@ class InTurn:
 
         upload.write = noted  # type: ignore[method-assign]
         return upload
-
-    def __getattr__(self, name: str):
-        return getattr(self.inner, name)
 
 
 def write(
@@ -263,13 +262,10 @@ def test_the_image_is_not_read_after_the_failure_is_raised(memory, retry, parall
     assert chunks.asked == asked
 
 
-class Mistaken:
+class Mistaken(Wrapped):
     """A store of somebody's, with a mistake in it."""
 
-    def __init__(self, inner: StorageBackend) -> None:
-        self.inner = inner
-
-    def upload(self, key: str, size: int) -> Upload:
+    def upload(self, key: str, size: int) -> Any:
         upload = self.inner.upload(key, size)
         write = upload.write
 
@@ -278,11 +274,8 @@ class Mistaken:
                 raise ZeroDivisionError("a mistake")
             write(offset, data)
 
-        upload.write = mistaken  # type: ignore[method-assign]
+        upload.write = mistaken
         return upload
-
-    def __getattr__(self, name: str):
-        return getattr(self.inner, name)
 
 
 @pytest.mark.timeout(20)

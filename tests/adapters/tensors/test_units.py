@@ -26,6 +26,7 @@ from ckpt.config import Copies
 from ckpt.errors import TensorIncomplete
 from tests.adapters.ranks import rank_of
 from tests.adapters.worlds import restore, save_ranks
+from tests.kit.models import sharded
 
 WORLD, EXPERTS = 4, 4
 
@@ -58,7 +59,8 @@ class Block(nn.Module):
         own = range(group * EXPERTS // 2, (group + 1) * EXPERTS // 2)
         if gaps:  # as DeepSeek has them
             self.experts: nn.Module = nn.ModuleList(
-                Expert(i) if i in own else None for i in range(EXPERTS)
+                Expert(i) if i in own else None  # type: ignore[misc] # torch takes a None
+                for i in range(EXPERTS)
             )
         else:
             self.experts = nn.ModuleDict({str(i): Expert(i) for i in own})
@@ -76,12 +78,12 @@ def group_of(rank: int) -> int:
     return rank % 2
 
 
-def sharded(rank: int) -> nn.Module:
+def experts_on_one_half(rank: int) -> nn.Module:
     """Experts over one half of a mesh, all else over the whole of it."""
     mesh, block = mesh_2d(), Block(group_of(rank), gaps=True)
     for expert in block.mine():
         fully_shard(expert, mesh=mesh["dp"])
-    return fully_shard(block, mesh=mesh["dp", "ep"]._flatten("all"))
+    return sharded(block, mesh=mesh["dp", "ep"]._flatten("all"))
 
 
 def hybrid(rank: int) -> nn.Module:
@@ -89,7 +91,7 @@ def hybrid(rank: int) -> nn.Module:
     mesh, block = mesh_2d(), Block(group_of(rank), gaps=False)
     for expert in block.mine():
         fully_shard(expert, mesh=mesh["dp"])
-    return fully_shard(block, mesh=mesh)
+    return sharded(block, mesh=mesh)
 
 
 def beside_tensor_parallel(rank: int) -> nn.Module:
@@ -98,7 +100,7 @@ def beside_tensor_parallel(rank: int) -> nn.Module:
     parallelize_module(block, mesh["ep"], {"attention": ColwiseParallel()})
     for expert in block.mine():
         fully_shard(expert, mesh=mesh["dp"])
-    return fully_shard(block, mesh=mesh["dp"])
+    return sharded(block, mesh=mesh["dp"])
 
 
 def in_the_same_unit(rank: int) -> nn.Module:
@@ -107,14 +109,14 @@ def in_the_same_unit(rank: int) -> nn.Module:
     """
     mesh, block = mesh_2d(), Block(group_of(rank), gaps=True)
     parallelize_module(block, mesh["ep"], {"attention": ColwiseParallel()})
-    return fully_shard(block, mesh=mesh["dp"])
+    return sharded(block, mesh=mesh["dp"])
 
 
 def on_a_mesh_of_its_own(rank: int) -> nn.Module:
     block = Block(group_of(rank), gaps=False)
     for expert in block.mine():
         fully_shard(expert, mesh=DeviceMesh("cpu", [group_of(rank), group_of(rank) + 2]))
-    return fully_shard(block, mesh=DeviceMesh("cpu", list(range(WORLD))))
+    return sharded(block, mesh=DeviceMesh("cpu", list(range(WORLD))))
 
 
 def ignored_by_fully_shard(rank: int) -> nn.Module:
@@ -122,7 +124,7 @@ def ignored_by_fully_shard(rank: int) -> nn.Module:
     for expert in block.mine():  # a buffer that only this rank has is not the first rank's
         del expert.routed
     ignored = {parameter for expert in block.mine() for parameter in expert.parameters()}
-    return fully_shard(block, mesh=DeviceMesh("cpu", list(range(WORLD))), ignored_params=ignored)
+    return sharded(block, mesh=DeviceMesh("cpu", list(range(WORLD))), ignored_params=ignored)
 
 
 def ignored_by_fsdp1(rank: int) -> nn.Module:
@@ -170,7 +172,7 @@ def with_state(net: nn.Module, *, stepped: bool) -> dict[str, Any]:
 
 
 WAYS = [
-    sharded,
+    experts_on_one_half,
     hybrid,
     beside_tensor_parallel,
     in_the_same_unit,
@@ -244,7 +246,7 @@ def test_three_dimensions_are_shared_over_the_stage_alone() -> None:
 
 
 def fully_sharded(net: nn.Module) -> nn.Module:
-    return fully_shard(net, mesh=DeviceMesh("cpu", list(range(WORLD))))
+    return sharded(net, mesh=DeviceMesh("cpu", list(range(WORLD))))
 
 
 def flat(net: nn.Module) -> nn.Module:

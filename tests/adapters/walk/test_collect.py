@@ -164,7 +164,7 @@ def test_memory_met_twice_is_stored_once_and_fills_both_names() -> None:
     manifest = manifest_of(root)
     assert manifest.tied == {"b/c": "a", "weight": "model/weight"}
     assert manifest.nbytes < 4096 + 1000 * 4 + 15 * 4 + 64
-    target = {
+    target: dict[str, Any] = {
         "a": torch.zeros(1000),
         "b": {"c": torch.zeros(1000)},
         "model": nn.Linear(4, 3),
@@ -172,8 +172,8 @@ def test_memory_met_twice_is_stored_once_and_fills_both_names() -> None:
     }
     restored(root, target)
     assert torch.equal(target["a"], shared)
-    assert torch.equal(target["b"]["c"], shared)  # type: ignore[index]
-    assert torch.equal(target["weight"], model.weight)  # type: ignore[arg-type]
+    assert torch.equal(target["b"]["c"], shared)
+    assert torch.equal(target["weight"], model.weight)
 
 
 def test_tied_parameters_stay_tied() -> None:
@@ -308,7 +308,10 @@ def test_an_array_that_bytes_cannot_hold_is_refused_with_its_path(
 
 def test_tensors_and_arrays_stand_in_for_each_other() -> None:
     state = {"a": np.arange(4.0), "t": torch.arange(3)}
-    target = {"a": torch.zeros(4, dtype=torch.float64), "t": np.zeros(3, dtype="i8")}
+    target: dict[str, Any] = {
+        "a": torch.zeros(4, dtype=torch.float64),
+        "t": np.zeros(3, dtype="i8"),
+    }
     round_trip(state, target)
     assert target["a"].tolist() == [0, 1, 2, 3]
     assert target["t"].tolist() == [0, 1, 2]
@@ -364,8 +367,9 @@ def test_each_dtype_of_torch_is_a_value() -> None:
 
 def test_a_dtype_that_this_torch_lacks_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a checkpoint of a later torch."""
-    root = saved({"dtype": torch.uint4})
-    monkeypatch.delattr(torch, "uint4")
+    name = "uint4"
+    root = saved({"dtype": getattr(torch, name)})
+    monkeypatch.delattr(torch, name)
     with pytest.raises(FormatUnsupported, match=r"'uint4', a dtype that torch .* lacks"):
         restored(root, {"dtype": None})
 
@@ -631,8 +635,10 @@ def test_tensors_made_for_the_call_are_never_taken_for_each_other() -> None:
     """A tensor that is let go during the walk may leave its identity to the next one."""
 
     class Made:
+        loaded: Any = None
+
         def __init__(self, make: Any) -> None:
-            self.make, self.loaded = make, None
+            self.make = make
 
         def state_dict(self) -> dict[str, Any]:
             return {"t": self.make()}
@@ -647,7 +653,7 @@ def test_tensors_made_for_the_call_are_never_taken_for_each_other() -> None:
         state[f"fresh{index}"] = Made(lambda index=index: torch.full((3,), float(index)))
         state[f"same{index}"] = array
         state[f"other{index}"] = array + index + 1
-    target = {
+    target: dict[str, Any] = {
         key: Made(None) if isinstance(value, Made) else emptied(value)
         for key, value in state.items()
     }
@@ -663,7 +669,7 @@ def many(count: int = 40, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.full((3,), float(i)) for i in range(count)} | changes
 
 
-def collected(state: dict[str, Any], memory: Memory, **settings: bool):
+def collected(state: dict[str, Any], memory: Memory, **settings: Any):
     return collect(state, rank=0, memory=memory, **settings)
 
 

@@ -19,6 +19,7 @@ from ckpt.adapters.walk import memory as memory_of_walks
 from ckpt.adapters.walk import segments
 from ckpt.adapters.walk.collect import Collected, collect
 from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.modules import raw_state
 from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.adapters.walk.segments import Segment
 from tests.adapters.ranks import rank_of
@@ -29,7 +30,7 @@ State = dict[str, Any]
 @pytest.fixture(params=[True, False], ids=["guards", "passes"], autouse=True)
 def with_guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without the comparison in torch, which another version of torch may not have."""
-    assert segments.guards_of([torch.ones(2)]) is not torch_private.cannot_tell
+    assert torch_private.guards_of([torch.ones(2)]) is not torch_private.cannot_tell
     if not request.param:
         monkeypatch.setattr(segments, "guards_of", lambda _: torch_private.cannot_tell)
 
@@ -54,12 +55,11 @@ class Extra(nn.Linear):
 def trained() -> State:
     torch.manual_seed(0)
     net = Net()
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [*net.one.parameters(), *net.two.parameters()]},
-            {"params": net.three.parameters()},
-        ]
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": [*net.one.parameters(), *net.two.parameters()]},
+        {"params": net.three.parameters()},
+    ]
+    optimizer = torch.optim.AdamW(groups)
     state = {"model": net, "optimizer": optimizer, "step": 3}
     step(state)
     return state
@@ -255,7 +255,7 @@ def memory_of_a_moment_that_is_a_buffer_too(state: State) -> None:
 
 def hook_that_adds(state: State) -> None:
     def add(module: nn.Module, held: dict[str, Any], prefix: str, _: object) -> None:
-        held[f"{prefix}added"] = module.one.weight
+        held[f"{prefix}added"] = module.get_parameter("one.weight")
 
     state["model"].register_state_dict_post_hook(add)
 
@@ -299,8 +299,8 @@ def method_of_a_child(state: State) -> None:
 
 def class_with_a_method(state: State) -> None:
     class Own(Net):
-        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            held: dict[str, Any] = super().state_dict(*args, **kwargs)
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            held = super().state_dict(*args, **kwargs)
             return {name: held[name] for name in held if name.startswith("one")}
 
     state["model"].__class__ = Own
@@ -450,7 +450,7 @@ def test_a_state_dict_is_asked_for_once_while_nothing_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[nn.Module] = []
-    usual = memory_of_walks.raw_state
+    usual = raw_state
     monkeypatch.setattr(
         memory_of_walks,
         "raw_state",
