@@ -1,5 +1,6 @@
-"""Any rank of any world in this process: torch's own meshes and DTensors, with a process group
-that talks to nobody.
+"""Any rank of any world in this process.
+
+Meshes and DTensors are torch's own, and the process group communicates with no process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 
 @contextmanager
 def rank_of(rank: int, world_size: int) -> Iterator[None]:
-    """Be ``rank``."""
+    """Act as ``rank``."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -31,14 +32,15 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _forget_shardings() -> None:
-    """Clear torch's caches: they would give results the mesh of the rank before, which has that
-    rank's coordinate.
+    """Clear torch's caches.
+
+    They would give results the mesh of the rank before, which has that rank's coordinate.
     """
     propagate: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
     getattr(propagate, "cache", propagate).cache_clear()  # until torch 2.9 the function is inside
-    # since torch 2.10
+    # torch 2.10 and later
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", int)()
-    # until torch 2.9: flattened meshes by the contents of the mesh that they were made of
+    # until torch 2.9: flattened meshes, by the contents of the mesh that they were made of
     vars(_mesh_resources).get("root_to_flatten_mapping", {}).clear()
 
 
@@ -51,7 +53,7 @@ mesh_shapes = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple)
 
 
 def placements(mesh_shape: Sequence[int], ndim: int) -> st.SearchStrategy[tuple[Placement, ...]]:
-    """One of each kind for every mesh dimension."""
+    """Return one placement of each kind for every mesh dimension."""
     one: st.SearchStrategy[Placement] = st.just(Replicate())
     if ndim:
         dims = st.integers(0, ndim - 1)

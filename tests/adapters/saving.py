@@ -1,4 +1,4 @@
-"""What the tests of the adapters share: save here, restore there, compare bit for bit."""
+"""Functions of the adapters' tests that save, restore, and compare bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def new_root() -> str:
 
 
 def saved(state: Mapping[str, Any], root: str | None = None, step: int = 0) -> str:
-    """Save with a manager of its own; returns the root."""
+    """Save with a manager of its own, and return the root."""
     root = root or new_root()
     with CheckpointManager(root) as manager:
         manager.save(state, step)
@@ -50,7 +50,7 @@ def tree_of(root: str) -> Any:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """Its elements as bytes, row-major, whatever its strides, dtype and flags."""
+    """Return its elements as bytes in row-major order, for any strides, dtype and flags."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     if str(plain.dtype).startswith(
         ("torch.float4", "torch.bits", "torch.float8_e8m0", "torch.complex32")
@@ -60,7 +60,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same(one: Any, two: Any, path: str = "state") -> None:
-    """Equal in kind and to the bit."""
+    """Check that both are equal in kind and to the bit."""
     assert type(one) is type(two), (path, one, two)
     if isinstance(one, torch.Tensor):
         assert (one.dtype, one.shape) == (two.dtype, two.shape), path

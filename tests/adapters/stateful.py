@@ -1,5 +1,6 @@
-"""Objects that save themselves as ``torch.distributed.checkpoint`` asks for it, as its tutorial
-and torchtitan write them.
+"""Objects that save themselves as ``torch.distributed.checkpoint`` requires.
+
+They are written as in its tutorial and in torchtitan.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 
 
 class Net(nn.Module):
-    """As ``ToyModel`` of the tutorial, with rows that do not divide evenly, and a tie."""
+    """The tutorial's ``ToyModel``, with rows that do not divide evenly, and a tie."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class Net(nn.Module):
 
 
 class AppState(Stateful):
-    """The tutorial's (recipes/distributed_checkpoint_recipe)."""
+    """The tutorial's class (recipes/distributed_checkpoint_recipe)."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, flat: bool = False) -> None:
         self.model = model
@@ -74,7 +75,7 @@ class Duck:
 
 
 class ModelWrapper(Stateful):
-    """torchtitan's (components/checkpoint.py)."""
+    """torchtitan's class (components/checkpoint.py)."""
 
     def __init__(self, model: nn.Module | list[nn.Module]) -> None:
         self.model = [model] if isinstance(model, nn.Module) else model
@@ -97,7 +98,7 @@ class ModelWrapper(Stateful):
 
 
 class OptimizersContainer(Optimizer, Stateful):
-    """torchtitan's (components/optimizer.py)."""
+    """torchtitan's class (components/optimizer.py)."""
 
     def __init__(self, model_parts: list[nn.Module], **kwargs: Any) -> None:
         all_params = []
@@ -136,7 +137,7 @@ KINDS = ("tutorial", "tutorial flat", "duck", "torchtitan")
 
 
 def state_with(kind: str, net: nn.Module, lr: float) -> tuple[dict[str, Any], Any]:
-    """A state of this kind, and what steps."""
+    """Return a state of this kind, and the optimizer that steps."""
     if kind == "torchtitan":
         container = OptimizersContainer([net], lr=lr)
         return {"model": ModelWrapper(net), "optimizer": container, "lr": lr}, container
@@ -147,7 +148,7 @@ def state_with(kind: str, net: nn.Module, lr: float) -> tuple[dict[str, Any], An
 
 
 def train(net: nn.Module, optimizer: Any, steps: int) -> torch.Tensor:
-    """The parameters after ``steps`` more of them, on the same data on every rank."""
+    """Train ``steps`` more steps on the same data on every rank, and return the parameters."""
     for step in range(steps):
         optimizer.zero_grad()
         net(torch.randn(5, 6, generator=torch.Generator().manual_seed(step))).sum().backward()

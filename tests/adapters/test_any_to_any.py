@@ -1,5 +1,6 @@
-"""Any layout of any world to any layout of any other: real tensors, the real plan, merge and
-reads; every element is where it belongs.
+"""Any layout of any world is restored to any layout of any other world.
+
+The tests use real tensors, and the real plan, merge and reads. Every element is where it belongs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 def layouts(
     draw: st.DrawFn, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
 ) -> tuple[str, Any]:
-    """How a tensor lies on the ranks: as placements, or the boxes or the flat range of each."""
+    """Return how a tensor is laid out on the ranks: as placements, boxes, or a flat
+    range of each.
+    """
     world_size = torch.Size(mesh_shape).numel()
     numel = torch.Size(shape).numel()
     kind = draw(st.sampled_from(["placed", "tiles", "ranges", "plain"]))
@@ -40,7 +43,8 @@ def layouts(
         owned: list[list[Box]] = [[] for _ in range(world_size)]
         for box in partition(shape, 6, rng):
             for rank in rng.sample(range(world_size), rng.choice([1, 1, min(2, world_size)])):
-                owned[rank].append(box)  # on two ranks: copies that do not know of each other
+                # on two ranks these are copies that the plan does not know to be copies
+                owned[rank].append(box)
         return kind, owned
     ends = draw(
         st.lists(st.integers(0, numel), min_size=world_size - 1, max_size=world_size - 1).map(
@@ -53,7 +57,7 @@ def layouts(
 def laid_out(
     whole: torch.Tensor, layout: tuple[str, Any], mesh_shape: tuple[int, ...], rank: int
 ) -> Source:
-    """What ``rank`` holds of it, in memory of its own that is not always contiguous."""
+    """Return what ``rank`` holds of it, in memory of its own that is not always contiguous."""
     kind, how = layout
     if kind == "placed":
         return distribute_tensor(whole, mesh_of(mesh_shape), how, src_data_rank=None)
@@ -96,7 +100,7 @@ World = tuple[tuple[int, ...], dict[str, tuple[str, Any]]]
 def states(
     world: World, wholes: dict[str, torch.Tensor]
 ) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Be each rank in turn: (rank, size of the world, state)."""
+    """Act as each rank in turn, and yield (rank, size of the world, state)."""
     mesh_shape, how = world
     world_size = torch.Size(mesh_shape).numel()
     for rank in range(world_size):

@@ -1,6 +1,4 @@
-"""Parameters that stand in plain dicts: of an optimizer, on several ranks, and in the place of a
-module that was saved.
-"""
+"""Parameters in plain dicts: of an optimizer, on several ranks, and instead of a saved module."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ from tests.adapters.worlds import restore, save_ranks
 
 
 def stage(rank: int, virtual: int, value: float) -> nn.Linear:
-    """One of four stages of a pipeline: every rank has two, as an interleaved schedule deals
-    them out.
+    """Return one of four stages of a pipeline.
+
+    Every rank has two, as an interleaved schedule distributes them.
     """
     net = nn.Linear(3, 3)
     with torch.no_grad():
@@ -29,7 +28,7 @@ def stage(rank: int, virtual: int, value: float) -> nn.Linear:
 def merged(
     rank: int, value: float, *, detached: bool
 ) -> tuple[dict[str, Any], torch.optim.Optimizer, list[nn.Linear]]:
-    """The state of one rank: the parameters of its stages in one dict, by name."""
+    """Return the state of one rank: the parameters of its stages in one dict, by name."""
     stages = {f"layers.{2 * virtual + rank}": stage(rank, virtual, value) for virtual in range(2)}
     weights = {
         f"{name}.{key}": tensor
@@ -108,7 +107,7 @@ def test_tied_names_of_a_module_come_back_into_a_dict() -> None:
 
 
 def test_what_was_known_by_its_place_in_the_optimizer_alone_is_found() -> None:
-    """As an older ckpt saved it, and as it is saved where the dict holds copies."""
+    """An older ckpt saved it like this, and so does this one where the dict holds copies."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
     optimizer.state[weight]["momentum_buffer"] = torch.full((3,), 7.0)

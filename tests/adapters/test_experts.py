@@ -1,5 +1,6 @@
-"""Experts that live on different ranks, whichever way a framework keeps them; saved by so many
-expert parallel ranks, restored by so many others.
+"""Experts that are on different ranks, in each way in which a framework keeps them.
+
+One number of expert parallel ranks saves them, and another number restores them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Router(nn.Module):
 
 
 def by_name(rank: int, world_size: int, fill: float | None) -> nn.Module:
-    """Each expert a module of its own, under a name that one rank alone has."""
+    """Make each expert a module of its own, under a name that only one rank has."""
     net = Router(1.0 if fill is None else fill)
     own = range(rank * EXPERTS // world_size, (rank + 1) * EXPERTS // world_size)
     weights = {
@@ -43,7 +44,7 @@ def by_name(rank: int, world_size: int, fill: float | None) -> nn.Module:
 
 
 def as_dtensor(rank: int, world_size: int, fill: float | None) -> nn.Module:
-    """[experts, ...] cut over the second half of a mesh, of which the first holds copies."""
+    """Cut [experts, ...] over the second half of a mesh, of which the first half holds copies."""
     net = Router(1.0 if fill is None else fill)
     copies = 2 if world_size > 1 else 1
     mesh = DeviceMesh("cpu", torch.arange(world_size).view(copies, -1), mesh_dim_names=("dp", "ep"))
@@ -55,7 +56,7 @@ def as_dtensor(rank: int, world_size: int, fill: float | None) -> nn.Module:
 
 
 def as_declared(rank: int, world_size: int, fill: float | None) -> nn.Module:
-    """A plain parameter with the experts of this rank."""
+    """Make a plain parameter with the experts of this rank."""
     net = Router(1.0 if fill is None else fill)
     own = slice(rank * EXPERTS // world_size, (rank + 1) * EXPERTS // world_size)
     part = WHOLE[own].clone()
@@ -65,7 +66,7 @@ def as_declared(rank: int, world_size: int, fill: float | None) -> nn.Module:
 
 
 def with_state(net: nn.Module, fill: float | None) -> dict[str, Any]:
-    """With an optimizer that has stepped, or (``fill``) not yet."""
+    """Add an optimizer that has stepped or, with ``fill``, has not."""
     optimizer = torch.optim.AdamW(net.parameters())
     if fill is None:
         for parameter in net.parameters():
@@ -89,7 +90,7 @@ def assert_restored(net: nn.Module, state: dict[str, Any]) -> None:
 
 
 def experts(net: nn.Module) -> torch.Tensor:
-    """Those of this rank, as it holds them."""
+    """Return the experts of this rank, as it holds them."""
     if isinstance(net.experts, nn.ParameterDict):
         return torch.stack([net.experts[key].detach() for key in sorted(net.experts)])
     held = net.get_parameter("experts").detach()
@@ -119,7 +120,7 @@ def test_experts_move_to_another_number_of_ranks(
             state = with_state(net, -1.0)
             strict = (
                 after is not by_name
-            )  # there the other experts are on other ranks, whose states are not here
+            )  # the other experts are on other ranks, whose states are not here
             restore(state, images, manifest, rank, others, strict=strict)
             assert_restored(net, state)
             first = rank * per_rank % EXPERTS

@@ -19,7 +19,7 @@ WORKER = Path(__file__).resolve().parents[1] / "distributed" / "workers" / "join
 def world(
     *processes: tuple[int, int], address: str, timeout: float, folder: Path, verb: str = "stay"
 ) -> list[Any]:
-    """What processes with these ranks and world sizes say at their end."""
+    """Return what processes with these ranks and world sizes print at their end."""
     environments = [{"RANK": str(rank), "WORLD_SIZE": str(size)} for rank, size in processes]
     words = [WORKER, verb, address, timeout, folder, len(processes)]
     done = run_forks(words, environments, timeout=150)
@@ -40,7 +40,7 @@ def test_processes_without_a_process_group_share_the_writing_and_restore_by_a_se
     said = world(*ranks, address=address, timeout=100, folder=tmp_path, verb="save")
     assert [(each["step"], each["own"]) for each in said] == [(7, 0), (7, 1), (7, 2)]
     sizes = [each["written"] for each in said]
-    assert max(sizes) < 4e6  # of the 8 MB that all hold, each has written about a third
+    assert max(sizes) < 4e6  # all hold 8 MB, and each has written about a third
     assert sum(sizes) >= 8e6
 
 
@@ -103,7 +103,7 @@ def test_a_world_of_one_needs_no_store(tmp_path: Path) -> None:
 
 
 class Communicator:
-    """An MPI communicator as rank 1 of two has it; ``word`` is what rank 0 broadcasts."""
+    """An MPI communicator as rank 1 of two has it. Rank 0 broadcasts ``word``."""
 
     def __init__(self, rank: int, word: str) -> None:
         self.rank, self.word, self.heard = rank, word, ""

@@ -1,4 +1,4 @@
-"""Placements -> boxes, against what torch itself puts where."""
+"""The boxes of placements equal what torch itself puts on each rank."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ WHOLE = torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
 
 
 def cut(values: torch.Tensor, rank: int, world_size: int) -> State:
-    """The part of ``values`` that FSDP2 gives to a rank, in blocks."""
+    """Return the part of ``values`` that FSDP2 gives to a rank, in blocks."""
     part = values.chunk(world_size)[rank]
     held = DTensor.from_local(
         Blocks.of(part),
@@ -74,7 +74,7 @@ def test_a_sharded_wrapper_is_restored_into_a_whole_one_and_back() -> None:
 
 
 def bytes_written(ranks: int, state_of: Callable[[int], State]) -> Counter[str]:
-    """The bytes that all ranks together write of each tensor."""
+    """Return the bytes that all ranks together write of each tensor."""
     written: Counter[str] = Counter()
     for rank in range(ranks):
         with rank_of(rank, ranks):
@@ -115,7 +115,8 @@ def test_copies_and_parts_on_a_mesh_of_two_dimensions() -> None:
 
 
 def on_one_of_two_dimensions(rank: int) -> State:
-    """Wrappers on the first dimension of a mesh, as a norm beside layers that are cut along both.
+    """Put wrappers on the first dimension of a mesh, as a norm beside layers that are cut along
+    both.
 
     A rank has the same part of them as its neighbour along the other dimension.
     """
@@ -165,7 +166,7 @@ def test_what_is_whole_on_each_rank_must_be_equal() -> None:
 
 
 def test_parts_whose_rows_have_a_large_prime_are_cut_where_blocks_end() -> None:
-    """Half of 34 rows is no whole number of blocks, and neither is a single row. Two rows are."""
+    """Half of 34 rows is not a whole number of blocks, and neither is one row. Two rows are."""
     values = torch.randn(2 * 34, 6, generator=torch.Generator().manual_seed(5))
     images, manifest = save_ranks(2, lambda rank: cut(values, rank, 2))
     target = {"w": Blocks.zeros((68, 6))}
@@ -191,7 +192,7 @@ def prepared(held: torch.Tensor, placements: Any, ranks: int = 2) -> None:
 
 
 class Scaled(TwoTensor):
-    """One that has no slices."""
+    """A wrapper that cannot be sliced."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

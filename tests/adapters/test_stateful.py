@@ -1,5 +1,7 @@
-"""Objects whose ``state_dict()`` holds their own tensors, as ``torch.distributed.checkpoint``
-asks for. On two ranks: tests/distributed/workers/in_layouts.py.
+"""Objects whose ``state_dict()`` holds their own tensors.
+
+``torch.distributed.checkpoint`` requires such objects. For two ranks, see
+tests/distributed/workers/in_layouts.py.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("ranks", "others"), [(2, 3), (4, 2), (1, 2)])
 def test_it_moves_to_another_number_of_ranks(kind: str, ranks: int, others: int) -> None:
-    """Every rank of either world, one after the other; nothing here is gathered."""
+    """The test acts as every rank of either world in turn, and gathers nothing."""
 
     def built(world_size: int, value: float) -> dict[str, Any]:
         net = Net()
@@ -72,7 +74,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pattern(like: torch.Tensor, value: float) -> torch.Tensor:
-    """What a rank has of a tensor whose elements are ``value``, ``value + 1``, and so on."""
+    """Return what a rank has of a tensor whose elements are ``value``, ``value + 1``, and so on."""
     whole = torch.arange(float(like.numel())).view(like.shape) + value
     if not isinstance(like, DTensor):
         return whole
@@ -82,7 +84,7 @@ def pattern(like: torch.Tensor, value: float) -> torch.Tensor:
 
 
 def assert_alike(have: Any, want: Any, path: str = "") -> None:
-    """The objects of two states give the same ``state_dict()``."""
+    """Check that the objects of two states give the same ``state_dict()``."""
     if hasattr(have, "state_dict"):
         have, want = have.state_dict(), want.state_dict()
     if isinstance(have, dict):
@@ -173,7 +175,7 @@ def test_a_model_that_stands_in_the_state_as_well_is_stored_once() -> None:
 
 
 def test_its_tensors_are_copied_before_save_async_returns() -> None:
-    """Nothing is known of what changes them, so that they need not wait for a step."""
+    """The manager does not know what changes them, so they cannot wait for a step."""
     torch.manual_seed(1)
     net = Net()
     state, optimizer = state_with("tutorial", net, lr=0.1)

@@ -1,5 +1,7 @@
-"""Tensor subclasses: those that share plain storage are tensors, and those whose elements are in
-other tensors without a word of their class are refused by name (see ``test_wrappers`` for others).
+"""Tensor subclasses.
+
+Those that share plain storage are tensors. Those whose elements are in other tensors, and whose
+class does not say so, are refused by name (see ``test_wrappers`` for others).
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ State = dict[str, Any]
 
 
 class Dequantised(Dispatching):
-    """A wrapper of integers and a scale, as quantisation libraries make them: every operation
-    sees floats.
+    """A wrapper of integers and a scale, as quantisation libraries make them.
+
+    Every operation sees floats.
     """
 
     @staticmethod
@@ -49,7 +52,7 @@ class Dequantised(Dispatching):
 
 
 class Flattened(torch.Tensor):
-    """It has a storage of its own, and a scale beside it that would be lost."""
+    """A class with a storage of its own, and a scale beside it that would be lost."""
 
     scale: torch.Tensor
 
@@ -64,11 +67,11 @@ class Flattened(torch.Tensor):
 
 
 class Trivial(torch.Tensor):
-    """A name, no more."""
+    """A subclass that changes nothing."""
 
 
 class Watched(Dispatching):
-    """Every operation passes through Python and leaves a plain tensor."""
+    """A subclass where every operation passes through Python and leaves a plain tensor."""
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> Watched:
@@ -174,7 +177,7 @@ def test_it_is_refused_where_a_plain_tensor_was_at_the_save_before() -> None:
 
 
 def test_two_of_them_in_one_target_are_not_taken_for_one_memory() -> None:
-    """Both have the address 0, which is no identity."""
+    """Both have the address 0, which identifies nothing."""
     root = saved({"a": plain(), "b": plain()})
     with pytest.raises(UnsupportedValue, match="'a' is a"):
         restored(root, {"a": dequantised(), "b": dequantised()})
@@ -191,7 +194,7 @@ def test_a_tensor_whose_storage_was_freed_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 16])
 def test_storage_that_was_freed_since_the_last_save_is_refused_by_name(nbytes: int) -> None:
-    """The plan is that of the save before: shape and dtype are the same."""
+    """The plan is that of the save before, since shape and dtype are the same."""
     model = nn.Linear(3, 4)
     with CheckpointManager(new_root()) as manager:
         for step in range(2):

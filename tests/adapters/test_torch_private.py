@@ -1,6 +1,6 @@
-"""The private names of torch: what each does, and what happens where a release lacks it.
+"""What each private name of torch does, and what happens where a release lacks it.
 
-`make matrix` runs this file on every tested release, so that each second way runs where it counts.
+`make matrix` runs this file on every tested release, so each fallback runs where it is needed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.kit.stores import Wrapped
 
 @pytest.fixture
 def coordinator() -> Iterator[TorchStoreCoordinator]:
-    """Rank 0 of one; words of other ranks are put by the tests."""
+    """Rank 0 of one. The tests put the messages of other ranks."""
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
     )
@@ -28,7 +28,7 @@ def coordinator() -> Iterator[TorchStoreCoordinator]:
 
 
 class Forgetful(Wrapped):
-    """A store in which a word is forgotten right after it was seen, as a faster rank does."""
+    """A store that deletes a value right after it was seen, as a faster rank does."""
 
     def __init__(self, store: Any, key: str) -> None:
         super().__init__(store)

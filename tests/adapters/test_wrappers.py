@@ -1,5 +1,6 @@
-"""Tensors whose elements are in other tensors, as their class says by ``__tensor_flatten__``: saved
-and filled as the tensors inside of them.
+"""Tensors whose elements are in other tensors, as their class says by ``__tensor_flatten__``.
+
+They are saved and filled as the tensors inside of them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ State = dict[str, Any]
 
 
 def parts(value: Any, path: str = "") -> dict[str, bytes]:
-    """The bytes of a state's tensors, those inside of wrappers by their attributes."""
+    """Return the bytes of a state's tensors. Those inside of wrappers are named by their
+    attributes.
+    """
     inside: dict[Any, Any]
     match value:
         case PerRank():
@@ -173,7 +176,7 @@ class Named(TwoTensor):
 
 
 class Odd(TwoTensor):
-    """Attributes with slashes."""
+    """A class whose attributes have slashes in their names."""
 
     def __tensor_flatten__(self) -> Any:
         setattr(self, "a/b", self.a)
@@ -419,7 +422,7 @@ def test_a_class_whose_flattening_fails_is_refused_by_name(kind: type, text: str
 
 
 class Computed(TwoTensor):
-    """One whose attribute is computed from another tensor."""
+    """A wrapper whose attribute is computed from another tensor."""
 
     @property
     def total(self) -> torch.Tensor:
@@ -430,7 +433,7 @@ class Computed(TwoTensor):
 
 
 class Stored(TwoTensor):
-    """One that makes a tensor whenever it is flattened."""
+    """A wrapper that makes a tensor each time it is flattened."""
 
     def __tensor_flatten__(self) -> Any:
         self.total = self.a + self.b
@@ -438,7 +441,7 @@ class Stored(TwoTensor):
 
 
 class Viewed(TwoTensor):
-    """One whose attribute is a view of a tensor that it keeps."""
+    """A wrapper whose attribute is a view of a tensor that it keeps."""
 
     @property
     def flat(self) -> torch.Tensor:
@@ -555,7 +558,7 @@ def test_wrappers_that_share_a_tensor_store_it_once() -> None:
 
 
 class Keeper:
-    """An object that takes what it is given."""
+    """An object that keeps what it is given."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -568,7 +571,7 @@ class Keeper:
 
 
 class Declared(Keeper, Stateful):
-    """One whose own tensors are filled."""
+    """An object whose own tensors are filled."""
 
 
 class Extra(nn.Module):
@@ -732,7 +735,7 @@ def test_a_restore_that_fails_leaves_such_an_optimizer_without_state() -> None:
 
 
 class Counting(Quantised):
-    """One that keeps state in attributes of its own, and draws random numbers."""
+    """An optimizer that keeps state in its own attributes, and draws random numbers."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters)

@@ -1,5 +1,6 @@
-"""A whole world in this process: what each rank would write, merged; and what each would read of
-it.
+"""A whole world in this process.
+
+It merges what each rank would write, and reads what each rank would read of that.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.plan.worlds import fragment_over, merged
 def save_ranks(
     world_size: int, state_of: Callable[[int], dict[str, Any]], chunk_bytes: int = 64
 ) -> tuple[dict[int, bytes], Manifest]:
-    """Be each rank in turn, with the state that it has."""
+    """Act as each rank in turn, with the state that it has."""
 
     def each() -> Iterator[tuple[int, int, dict[str, Any]]]:
         for rank in range(world_size):
@@ -38,7 +39,7 @@ def save_ranks(
 def save_each(
     states: Iterable[tuple[int, int, dict[str, Any]]], chunk_bytes: int
 ) -> tuple[dict[int, bytes], Manifest]:
-    """(rank, world size, state) of each -> the files, and the manifest of all."""
+    """Map (rank, world size, state) of each rank to the files, and the manifest of all."""
     images: dict[int, bytes] = {}
     parts = []
     for rank, world_size, state in states:
@@ -66,7 +67,7 @@ def restore(
     *,
     strict: bool = True,
 ) -> None:
-    """What the rank reads, the way the plan says and no other."""
+    """Read what the plan says, as the plan says, and nothing else."""
     matched = match(
         state, manifest, rank=rank, world_size=world_size, selection=Selection(strict=strict)
     )

@@ -98,7 +98,9 @@ class Blocks(Dispatching):
 
 
 class Quantised(Optimizer):
-    """Momentum in ``Blocks``. With ``replaces`` a step puts new tensors into them."""
+    """An optimizer with momentum in ``Blocks``. With ``replaces`` a step puts new tensors into
+    them.
+    """
 
     def __init__(self, parameters: Any, lr: float = 0.1, *, replaces: bool = False) -> None:
         super().__init__(parameters, {"lr": lr})

@@ -35,7 +35,7 @@ ALONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def in_chunks(state: dict[str, Any]) -> str:
-    """Save in chunks that are smaller than the tensors; returns the root."""
+    """Save in chunks that are smaller than the tensors, and return the root."""
     root = new_root()
     with CheckpointManager(root, chunk_bytes=1 << 20) as manager:
         manager.save(state)
@@ -43,7 +43,7 @@ def in_chunks(state: dict[str, Any]) -> str:
 
 
 def blank(state: dict[str, Any]) -> dict[str, Any]:
-    """Values of the same kinds, each with memory of its own."""
+    """Return values of the same kinds, each with memory of its own."""
     return {
         name: value.copy() if isinstance(value, np.ndarray) else value.clone()
         for name, value in state.items()

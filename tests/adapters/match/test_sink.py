@@ -17,7 +17,7 @@ from ckpt.storage.api import aligned_memory
 def chunk(
     source: torch.Tensor, dtype: str, box: Box, *, targets: int = 1
 ) -> tuple[ChunkRead, memoryview]:
-    """A chunk of a tensor that was saved whole, and its bytes."""
+    """Return a chunk of a tensor that was saved whole, and its bytes."""
     part = source[box.slices()].contiguous().reshape(-1).view(torch.uint8)
     data = memoryview(bytearray(part.numpy().tobytes()))
     read = ChunkRead(

@@ -1,4 +1,4 @@
-"""Copies of parameters that torch computes with are not used any more after a restore.
+"""After a restore torch does not use the copies of parameters that it computes with.
 
 See also tests/distributed/workers/in_layouts.py.
 """

@@ -1,5 +1,6 @@
-"""Parts of a tensor, each in a memory of its own: saved as the tensor, filled from any other
-layout of it.
+"""Parts of a tensor, each in a memory of its own.
+
+They are saved as the tensor, and filled from any other layout of it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def numbered(shape: Sequence[int]) -> torch.Tensor:
 
 
 def cut(whole: torch.Tensor, boxes: Sequence[Box], *, strided: bool = False) -> LocalShards:
-    """Each box in memory of its own, every other of them in a column of something larger."""
+    """Put each box in memory of its own, and every second one in a column of something larger."""
     shards: list[tuple[Sequence[int], torch.Tensor]] = []
     for index, box in enumerate(boxes):
         part = whole[box.slices()].clone()
@@ -171,7 +172,7 @@ def owned() -> tuple[torch.optim.Optimizer, torch.Tensor, dict[str, object]]:
 
 @pytest.mark.parametrize("others", [0, LARGE])
 def test_the_owner_is_fenced(others: int) -> None:
-    optimizer, _, state = owned()  # in a large dict it is met with all others at once
+    optimizer, _, state = owned()  # in a large dict it is compared with all others at once
     state |= {f"p{i}": torch.zeros(2) for i in range(others)}
     found = collect({"d": state}, rank=0, lasting=True)
     assert found.optimizers == [optimizer]

@@ -1,5 +1,6 @@
-"""FSDP1, rank by rank: what each holds of each parameter, and that together they hold all of it
-once.
+"""FSDP1, rank by rank: what each rank has of each parameter.
+
+Together the ranks have all of it once.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from tests.adapters.saving import restored, saved
 
 
 class Net(nn.Module):
-    """Parameters of a few sizes, a tie, and three of one shape, of which most ranks hold
-    nothing.
+    """Parameters of a few sizes, a tie, and three of one shape, of which most ranks
+    hold nothing.
     """
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on the CPU, deprecations, over one rank
+        warnings.simplefilter("ignore")  # warnings about the CPU, deprecations, and one rank
         yield
 
 
@@ -122,7 +123,7 @@ def test_nothing_of_it_is_named_anew_from_save_to_save() -> None:
                 for parameter in net.parameters():
                     parameter.data = (
                         parameter.data.clone()
-                    )  # the memory is another: nothing stale may be kept
+                    )  # the memory is different, so nothing of the old one may be kept
             again = collect({"m": net, "o": optimizer}, rank=1, memory=memory)
             assert again.parts[0] is not walks[0].parts[0]
 
@@ -143,7 +144,7 @@ def test_without_shards_all_ranks_are_replicas() -> None:
         with rank_of(1, 3):
             net, _ = wrapped(named=named, kind=ShardingStrategy.NO_SHARD)
             found = collect({"model": net}, rank=1)
-            # a buffer is the first rank's
+            # a buffer is saved by the first rank
             held = [item for item in found.held if item.name != "model/seen"]
             leaves = [leaf_of(item.name, item.tensor, item.replicas) for item in held]
             assert {leaf.replicas for leaf in leaves} == {(0, 1, 2)}
@@ -151,7 +152,7 @@ def test_without_shards_all_ranks_are_replicas() -> None:
 
 
 def sharded(whole: torch.Tensor) -> ShardedTensor:
-    """Of one rank that has both shards."""
+    """Return the parameter as seen by one rank that has both shards."""
     low, high = whole[:2].clone(), whole[2:].clone()
     parts = [
         ShardMetadata([0, 0], list(low.shape), "rank:0/cpu"),

@@ -1,5 +1,7 @@
-"""What only some ranks have: experts under names of their own, in every wrapper, with the state
-that an optimizer keeps of them.
+"""Parts of a state that only some ranks have.
+
+They are experts under their own names, in every wrapper, with the state that an optimizer keeps of
+them.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def quiet() -> Iterator[None]:
 
 
 class Expert(nn.Module):
-    """Two layers whose values tell the expert."""
+    """Two layers whose values identify the expert."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
         own = range(group * EXPERTS // 2, (group + 1) * EXPERTS // 2)
-        if gaps:  # as DeepSeek has them
+        if gaps:  # DeepSeek's models have such gaps
             self.experts: nn.Module = nn.ModuleList(
                 Expert(i) if i in own else None  # type: ignore[misc] # torch takes a None
                 for i in range(EXPERTS)
@@ -66,7 +68,7 @@ class Block(nn.Module):
             self.experts = nn.ModuleDict({str(i): Expert(i) for i in own})
 
     def mine(self) -> list[nn.Module]:
-        """The experts of this rank."""
+        """Return the experts of this rank."""
         return [each for each in self.experts.modules() if isinstance(each, Expert)]
 
 
@@ -79,7 +81,7 @@ def group_of(rank: int) -> int:
 
 
 def experts_on_one_half(rank: int) -> nn.Module:
-    """Experts over one half of a mesh, all else over the whole of it."""
+    """Shard experts over one half of a mesh, and all else over the whole mesh."""
     mesh, block = mesh_2d(), Block(group_of(rank), gaps=True)
     for expert in block.mine():
         fully_shard(expert, mesh=mesh["dp"])
@@ -87,7 +89,7 @@ def experts_on_one_half(rank: int) -> nn.Module:
 
 
 def hybrid(rank: int) -> nn.Module:
-    """The same with all else as copies of shards."""
+    """Shard experts in the same way, and all else as copies of shards."""
     mesh, block = mesh_2d(), Block(group_of(rank), gaps=False)
     for expert in block.mine():
         fully_shard(expert, mesh=mesh["dp"])
@@ -95,7 +97,7 @@ def hybrid(rank: int) -> nn.Module:
 
 
 def beside_tensor_parallel(rank: int) -> nn.Module:
-    """The attention on both dimensions of the mesh, the experts on one."""
+    """Shard the attention over both dimensions of the mesh, and the experts over one."""
     mesh, block = mesh_2d(), Block(group_of(rank), gaps=False)
     parallelize_module(block, mesh["ep"], {"attention": ColwiseParallel()})
     for expert in block.mine():
@@ -104,8 +106,9 @@ def beside_tensor_parallel(rank: int) -> nn.Module:
 
 
 def in_the_same_unit(rank: int) -> nn.Module:
-    """Experts in places of a list that other ranks leave out, sharded together with an attention
-    on both dimensions.
+    """Put experts into places of a list that other ranks leave out.
+
+    They are sharded together with an attention on both dimensions.
     """
     mesh, block = mesh_2d(), Block(group_of(rank), gaps=True)
     parallelize_module(block, mesh["ep"], {"attention": ColwiseParallel()})
@@ -121,7 +124,8 @@ def on_a_mesh_of_its_own(rank: int) -> nn.Module:
 
 def ignored_by_fully_shard(rank: int) -> nn.Module:
     block = Block(group_of(rank), gaps=False)
-    for expert in block.mine():  # a buffer that only this rank has is not the first rank's
+    # a buffer that only this rank has does not come from the first rank
+    for expert in block.mine():
         del expert.routed
     ignored = {parameter for expert in block.mine() for parameter in expert.parameters()}
     return sharded(block, mesh=DeviceMesh("cpu", list(range(WORLD))), ignored_params=ignored)
@@ -143,14 +147,14 @@ def ignored_by_ddp(rank: int) -> nn.Module:
 
 
 def beside_plain_tensor_parallel(rank: int) -> nn.Module:
-    """Nothing but the attention is a DTensor."""
+    """Make only the attention a DTensor."""
     block = Block(group_of(rank), gaps=True)
     mesh = init_device_mesh("cpu", (WORLD,))
     return parallelize_module(block, mesh, {"attention": ColwiseParallel()})
 
 
 def built(build: Callable[[int], nn.Module], rank: int) -> nn.Module:
-    """Equal where ranks must be: the process group of these tests scatters nothing."""
+    """Build values that are equal where ranks must agree: this process group scatters nothing."""
     torch.manual_seed(0)
     net = build(rank)
     with torch.no_grad():
@@ -217,9 +221,9 @@ def test_experts_that_only_some_ranks_have_come_back(build: Callable[[int], nn.M
 
 
 def test_what_a_unit_has_on_a_wider_mesh_is_written_once() -> None:
-    """The norm lies on one dimension of the mesh, beside an attention on both.
+    """The norm is on one dimension of the mesh, beside an attention on both.
 
-    It is not written once per rank of the other.
+    It is not written once for each rank of the other dimension.
     """
     for rank in range(WORLD):
         with rank_of(rank, WORLD):
@@ -231,8 +235,8 @@ def test_what_a_unit_has_on_a_wider_mesh_is_written_once() -> None:
 
 
 def test_three_dimensions_are_shared_over_the_stage_alone() -> None:
-    """With pipeline stages outside, the ranks of other stages hold no copies, and those of
-    tensor parallelism do.
+    """With pipeline stages as the outer dimension, the ranks of other stages hold no copies. Those
+    of tensor parallelism do.
     """
     with rank_of(5, 8):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
@@ -279,9 +283,7 @@ def test_each_node_has_the_buffers_and_those_of_the_first_rank_count(
 
 
 def test_two_names_of_one_buffer_are_tied_on_all_ranks() -> None:
-    """Also where each name has a view of its own, so that only the memory tells that they are
-    one.
-    """
+    """This includes names with a view each, where only the memory shows that the buffer is one."""
 
     def of_rank(rank: int) -> dict[str, Any]:
         net = nn.Linear(8, 8)

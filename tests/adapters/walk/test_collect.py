@@ -37,12 +37,12 @@ from tests.adapters.saving import (
     tree_of,
 )
 
-# of torch, once a process
+# torch warns once in a process
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
 
 def some(dtype: str, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Random bit patterns, so that NaNs with payloads, denormals and -0.0 are among them."""
+    """Return random bit patterns, which include NaNs with payloads, denormals and -0.0."""
     generator = torch.Generator().manual_seed(seed)
     size = DTYPES[dtype].itemsize
     top = 2 if dtype == "bool" else 256
@@ -366,7 +366,7 @@ def test_each_dtype_of_torch_is_a_value() -> None:
 
 
 def test_a_dtype_that_this_torch_lacks_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a checkpoint of a later torch."""
+    """A checkpoint of a later torch may hold such a dtype."""
     name = "uint4"
     root = saved({"dtype": getattr(torch, name)})
     monkeypatch.delattr(torch, name)
@@ -380,7 +380,7 @@ class Opaque:
 
 def nested() -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype, says torch
+        warnings.simplefilter("ignore")  # torch says that it is a prototype
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
@@ -414,7 +414,7 @@ def test_what_only_pickle_could_save_is_refused_with_its_path(value: object, pat
             manager.save_async({"v": value}, 0)
         assert refused.value.name == path
         assert manager.steps() == []
-        manager.save({"v": 1}, 0)  # nothing of the refusal is left
+        manager.save({"v": 1}, 0)  # nothing of the refused value is left
 
 
 class Colour(enum.Enum):
@@ -447,7 +447,7 @@ class Settings:
     ids=lambda value: None if isinstance(value, str) else type(value).__name__,
 )
 def test_the_refusal_says_what_to_do_about_this_kind_of_value(value: object, advice: str) -> None:
-    """A function cannot be given a state_dict, and has no parts."""
+    """A function cannot get a state_dict, and has no parts."""
     refused = pytest.raises(UnsupportedValue, match=re.escape(advice))
     with CheckpointManager(new_root()) as manager, refused:
         manager.save({"v": {"inner": value}}, 0)
@@ -516,7 +516,7 @@ def test_a_value_is_per_rank_once() -> None:
         manager.save_async({"a": PerRank(PerRank(1))}, 0)
 
 
-# -- anything at all -------------------------------------------------------------------------------
+# -- any kind of state -----------------------------------------------------------------------------
 
 _scalars = (
     st.none()
@@ -555,7 +555,7 @@ _states = st.dictionaries(
 
 
 def emptied(value: Any) -> Any:
-    """The same structure with other content."""
+    """Return the same structure with other content."""
     if isinstance(value, torch.Tensor):
         return blank(str(value.dtype).removeprefix("torch."), *value.shape)
     if isinstance(value, np.ndarray):
@@ -632,7 +632,7 @@ def test_complex128_may_stand_beside_any_other_dtype() -> None:
 
 
 def test_tensors_made_for_the_call_are_never_taken_for_each_other() -> None:
-    """A tensor that is let go during the walk may leave its identity to the next one."""
+    """A tensor that is freed during the walk may leave its identity to the next one."""
 
     class Made:
         loaded: Any = None
@@ -740,7 +740,7 @@ def test_a_large_dict_comes_back(tmp_path):
             expected = {key: tensor.clone() for key, tensor in x.items()}
             pending = manager.save_async({"x": x}, step)
             for tensor in x.values():
-                tensor.add_(100)  # nobody's optimizer owns them: they were copied
+                tensor.add_(100)  # no optimizer owns them, so they were copied
             pending.result()
             found = {"x": {key: torch.zeros(3) for key in x}}
             manager.restore(found, step)

@@ -1,6 +1,4 @@
-"""A walk that remembers the last one finds what a first walk finds, whatever has changed in
-between.
-"""
+"""A walk that remembers the last one finds what a first walk finds, after any change in between."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ State = dict[str, Any]
 
 @pytest.fixture(params=[True, False], ids=["guards", "passes"], autouse=True)
 def with_guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without the comparison in torch, which another version of torch may not have."""
+    """Run with and without the comparison in torch, which another version of torch may lack."""
     assert torch_private.guards_of([torch.ones(2)]) is not torch_private.cannot_tell
     if not request.param:
         monkeypatch.setattr(segments, "guards_of", lambda _: torch_private.cannot_tell)
@@ -390,8 +388,9 @@ CHANGES: list[Callable[[State], None]] = [
 
 
 def found(walk: Collected) -> list[tuple[Any, ...]]:
-    """Names and memory of what a walk found, as it is saved: for a segment what the segment has
-    kept of it.
+    """Return names and memory of what a walk found, as it is saved.
+
+    For a segment, this is what the segment has kept of it.
     """
     rows: list[tuple[Any, ...]] = []
     for part in walk.parts:
@@ -543,7 +542,7 @@ def test_a_dtensor_with_another_layout_or_memory_is_found(
 def test_what_an_earlier_module_shares_from_now_on_is_found(
     shared: Callable[[torch.Tensor], Any],
 ) -> None:
-    """The second module itself is as it was."""
+    """The second module itself does not change."""
     state: State = {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3)}
     memory, plans = Memory(), PlanCache(0, 1 << 20)
     for _ in range(2):

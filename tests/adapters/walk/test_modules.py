@@ -39,7 +39,7 @@ def names_of(state: dict[str, Any]) -> set[str]:
 
 def test_parameters_and_buffers_come_back_in_place() -> None:
     source, target = net(0), net(1)
-    source(torch.randn(5, 6))  # moves BatchNorm's statistics
+    source(torch.randn(5, 6))  # this changes BatchNorm's statistics
     parameters = list(target.parameters())
     round_trip({"m": source}, {"m": target})
     assert_same(dict(source.state_dict()), dict(target.state_dict()))
@@ -55,7 +55,7 @@ def test_a_buffer_that_is_not_persistent_is_not_saved() -> None:
 
 
 class Counts(nn.Module):
-    """Has extra state of a kind given by the test."""
+    """A module whose extra state the test chooses."""
 
     def __init__(self, extra: Any) -> None:
         super().__init__()
@@ -90,7 +90,9 @@ def test_extra_state_comes_back(extra: Any, nested: bool) -> None:
 
 
 class Versioned(nn.Module):
-    """Resets a buffer that a checkpoint of its first version lacks, as batch norms do."""
+    """A module that resets a buffer that a checkpoint of its first version lacks, as batch norms
+    do.
+    """
 
     _version = 2
 
@@ -115,7 +117,7 @@ def test_extra_state_of_one_module_resets_nothing_of_another() -> None:
 
 
 class Holder:
-    """Saves a module inside of an object, and notes the versions that it gets."""
+    """An object that saves a module inside of it, and notes the versions that it gets."""
 
     versions: object = None
 
@@ -132,7 +134,7 @@ class Holder:
 
 @pytest.mark.parametrize("left_out", [None, "x"])
 def test_a_state_dict_keeps_the_versions_of_its_modules(left_out: str | None) -> None:
-    """Without them a module takes a state for that of its first version."""
+    """Without them a module treats a state as that of its first version."""
     module = net(0)
     state = {"holder": Holder(module), "dict": module.state_dict(), "x": 1}
     target: dict[str, Any] = {"holder": Holder(net(1)), "dict": None, "x": 0}
@@ -273,7 +275,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 
 
 class Job:
-    """A small training whose losses tell whether anything at all was lost."""
+    """A small training whose losses show whether anything was lost."""
 
     def __init__(self, build: Build, schedule: Callable[[Optimizer], Any], seed: int) -> None:
         self.model = net(seed)
@@ -430,7 +432,9 @@ def test_groups_with_different_settings_cannot_be_joined() -> None:
 
 
 def test_state_of_another_precision_than_its_parameter_is_kept_bit_for_bit() -> None:
-    """load_state_dict would cast it to the parameter's: a master copy in fp32 would be gone."""
+    """load_state_dict would cast it to the parameter's dtype, and a master copy in fp32 would be
+    lost.
+    """
 
     def build(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
@@ -473,7 +477,7 @@ def test_an_optimizer_of_parameters_that_no_module_holds_goes_by_position() -> N
 
 def test_an_optimizer_held_by_another_object_is_saved_through_it() -> None:
     class Accelerated(Optimizer):
-        """As Accelerate does it."""
+        """A wrapper like Accelerate's."""
 
         def __init__(self, inner: Optimizer) -> None:
             self.optimizer = inner
