@@ -1,8 +1,8 @@
-"""Forks savers, has them killed, and looks at what they leave.
+"""Fork savers, kill them, and check what they leave.
 
-Run as a script: importing torch once is what makes many deaths affordable.
+It runs as a script: many deaths are affordable because torch is imported only once.
 
-random ROOT TIMES NUMBERS SEED: kill a saver TIMES times at random moments, its state has so many
+random ROOT TIMES NUMBERS SEED: kill a saver TIMES times at random moments; its state has that many
 NUMBERS. steps ROOT NUMBERS: kill savers before and after every single call to the store, from the
 first to the last of one save.
 """
@@ -34,7 +34,7 @@ Content = dict[str, Any]
 
 
 def content(step: int, numbers: int) -> Content:
-    """What step ``step`` must hold."""
+    """Return what step ``step`` must hold."""
     return {
         "x": torch.arange(numbers, dtype=torch.int64) * 31 + step,
         "small": torch.tensor(step),
@@ -43,8 +43,8 @@ def content(step: int, numbers: int) -> Content:
 
 
 class Killer:
-    """A store in which the process dies of its own hand at the n-th call, before or after it did
-    its work.
+    """A store in which the process kills itself at the n-th call, before or after that call did its
+    work.
     """
 
     def __init__(self, inner: Any, die: Callable[[str], None]) -> None:
@@ -100,7 +100,9 @@ def die() -> NoReturn:
 
 
 def saver(root: Path, log: Path, numbers: int, first: int, last: int) -> None:
-    """Save steps while 'training'; what is committed is noted in a file that outlives us."""
+    """Save steps while 'training', and note what is committed in a file that outlives
+    the process.
+    """
     state = content(first, numbers)
     parameter = nn.Parameter(torch.zeros(1000))
     optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
@@ -115,7 +117,7 @@ def saver(root: Path, log: Path, numbers: int, first: int, last: int) -> None:
             pending = manager.save_async(state)
             parameter.grad = torch.ones(1000)
             optimizer.step()
-            state["x"].fill_(-1)  # the copy must be done with it
+            state["x"].fill_(-1)  # the copy must have ended
             pending.result(60)
             os.write(descriptor, f"{step}\n".encode())
 
@@ -125,9 +127,10 @@ def noted(log: Path) -> set[int]:
 
 
 def check(root: Path, known: set[int], numbers: int) -> int:
-    """All that was committed is there and whole, nothing that is there is torn, and life goes on.
+    """Check that all committed steps are there and whole, that no step is torn, and that saves go
+    on.
 
-    Returns the newest step.
+    Return the newest step.
     """
     backend = open_backend(str(root))
     with Workers("check", 2) as workers:
@@ -147,7 +150,7 @@ def check(root: Path, known: set[int], numbers: int) -> int:
                 assert not steps
                 continue
             assert report.skipped == ()
-            # what had all its parts when its saver died is a checkpoint from now on
+            # if all parts existed when the saver died, the step is a checkpoint from now on
             steps = sorted({*steps, *(finished for finished, _ in report.finished)})
             assert report.step == (steps[-1] if step is None else step)
             expected = content(report.step, numbers)
@@ -180,7 +183,7 @@ def at_random(root: Path, times: int, numbers: int, seed: int) -> None:
         newest = check(root, noted(log), numbers)
         during += before > len(committed(open_backend(str(root)))) - 1
         assert not orphans(child)
-        for folder in root.glob("step-*"):  # of the disk's room only
+        for folder in root.glob("step-*"):  # to free room on the disk
             if int(folder.name[5:14]) < newest:
                 shutil.rmtree(folder)
         log.write_text(f"{newest}\n")
@@ -231,8 +234,10 @@ def at_every_step(root: Path, numbers: int) -> None:
 
 
 def warm_up() -> None:
-    """Before the first fork: torch imports its compiler with the first optimizer, and a saver
-    that does so is killed before it has saved anything.
+    """Import what torch imports late, before the first fork.
+
+    torch imports its compiler with the first optimizer. A saver that does so would be killed before
+    it has saved anything.
     """
     torch.set_num_threads(1)
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)

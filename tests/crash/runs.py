@@ -10,7 +10,7 @@ TINY, LARGE = 100, (64 << 20) // 8
 
 
 def nursery(*args: object, script: str = "nursery.py", timeout: float = 280) -> str:
-    """What the script has printed; it must have ended well."""
+    """Return what the script has printed, and fail if it fails."""
     said = run_script(Path(__file__).parent / script, *args, timeout=timeout)
     assert "ALL WELL" in said
     return said

@@ -1,5 +1,6 @@
-"""A process that is killed at any moment leaves every listed checkpoint whole, loses none, and
-the next one goes on.
+"""A process is killed at any moment.
+
+Every listed checkpoint is whole, none is lost, and the next process goes on.
 """
 
 from __future__ import annotations

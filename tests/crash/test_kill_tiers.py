@@ -1,5 +1,6 @@
-"""A trainer that saves into memory, a disk and a far folder may die at any moment: what was told
-to be committed is there, whole, and the next one goes on from it.
+"""A trainer that saves into memory, a disk and a far folder may die at any moment.
+
+What was reported as committed is there, whole, and the next trainer goes on from it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""As nursery.py, for trainers that save into memory, a disk and a far folder. Run as a script.
+"""Kill trainers that save into memory, a disk and a far folder, as nursery.py does for one folder.
 
-random ROOT TIMES NUMBERS SEED: kill a trainer TIMES times at random moments, each resumes from what
-the one before has left. steps ROOT NUMBERS STRIDE: kill trainers before and after every STRIDE-th
-call to any of the three stores.
+It runs as a script.
+
+random ROOT TIMES NUMBERS SEED: kill a trainer TIMES times at random moments; each one resumes from
+what the one before has left. steps ROOT NUMBERS STRIDE: kill trainers before and after every
+STRIDE-th call to any of the three stores.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ Noted = set[tuple[str, int]]
 
 
 class KillerInMemory(Killer):
-    """One that takes images where they are."""
+    """A killer for a store that takes images where they are."""
 
     def adopt(self, *args: Any) -> Any:
         return self.__getattr__("adopt")(*args)
@@ -58,9 +60,9 @@ def kind(url: str) -> str:
 
 
 def trainer(root: Path, log: Path, numbers: int, last: int, agent: AgentMode = "off") -> None:
-    """Train and save from where it stands up to ``last``.
+    """Train from the newest step, and save up to ``last``.
 
-    What is told to be committed is noted in a file that outlives us.
+    Each step that is reported as committed is noted in a file that outlives the process.
     """
     state = content(-1, numbers)
     parameter = nn.Parameter(torch.zeros(1000))
@@ -82,7 +84,7 @@ def trainer(root: Path, log: Path, numbers: int, last: int, agent: AgentMode = "
             manager.save_async(state)
             parameter.grad = torch.ones(1000)
             optimizer.step()
-            state["x"].fill_(-1)  # the copy must be done with it
+            state["x"].fill_(-1)  # the copy must have ended
 
 
 def noted(log: Path) -> Noted:
@@ -98,8 +100,10 @@ def assert_is(state: dict[str, Any], step: int, numbers: int) -> None:
 
 
 def check(root: Path, known: Noted, numbers: int) -> int:
-    """Nothing torn is listed, nothing that was told is gone but what a rule gave up, and life
-    goes on. Returns the newest step.
+    """Check that no listed step is torn, and that saves go on. Return the newest step.
+
+    Each step that was reported as committed is there, except those that a retention rule has
+    removed.
     """
     listed: dict[str, set[int]] = {}
     with Workers("check", 2) as workers:
@@ -119,7 +123,7 @@ def check(root: Path, known: Noted, numbers: int) -> int:
     assert set(told["disk"][-3:]) <= listed["disk"] | listed["far"], (told, listed)
     somewhere = set[int]().union(*listed.values())
     newest = max((step for steps in told.values() for step in steps), default=-1)
-    # in memory: only that one stays for sure
+    # of the steps in memory, only this one certainly stays
     assert newest == -1 or newest in somewhere, (told, listed)
     state = content(-1, numbers)
     with CheckpointManager(tiers(root), chunk_bytes=CHUNK_BYTES) as manager:
@@ -166,7 +170,7 @@ def at_random(root: Path, times: int, numbers: int, seed: int) -> None:
         from_memory += bool(known) and max(step for _, step in known) not in on_disk
         newest = check(root, known, numbers)
         bury(child, root)
-        for folder in (root / "far").glob("step-*"):  # of the disk's room only
+        for folder in (root / "far").glob("step-*"):  # to free room on the disk
             if int(folder.name[5:14]) < newest - 4:
                 shutil.rmtree(folder)
         log.write_text(f"disk {newest}\n")
