@@ -1,4 +1,4 @@
-"""The ways in which people change a state, one row of the table in docs/safety.md each."""
+"""The ways in which users change a state, one for each row of the table in docs/safety.md."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ fused steps do not take beside DTensors.
 
 
 def nothing(job: Job) -> None:
-    """No more than the job itself."""
+    """Add nothing to the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +47,19 @@ class Case:
     """A row.
 
     Attributes:
-        group: The table that it stands in.
+        group: The table that it belongs to.
         way: Its first cell.
         act: The change, made between the call of ``save_async`` and the copy.
-        before: What is there at the call.
-        changes: Whether the state is another after ``act``.
+        before: What exists at the call.
+        changes: Whether ``act`` changes the state.
         columns: The layouts in which PyTorch, or the package, can do it.
-        quick: Whether it is measured in every run of the tests, not in ``make torture`` alone.
-        checks: The settings of ``check`` that it is measured with. With "sampled" alone the result
+        quick: Whether it is measured in every run of the tests, and not only in ``make
+            torture``.
+        checks: The settings of ``check`` that it is measured with. With "sampled" alone the
+            result
             is the same for all of them.
-        sparse: Whether it changes so little that "sampled" need not see it.
-        needs: A package that it is skipped without.
+        sparse: Whether it changes so little that "sampled" need not detect it.
+        needs: A package without which it is skipped.
     """
 
     group: str
@@ -76,11 +78,11 @@ class Case:
         return Job(column, self.build, seed)
 
     def may_be_missed(self, check: CheckMode) -> bool:
-        """Whether a wrong checkpoint is what ``check`` is documented to allow."""
+        """Return whether ``check`` is documented to allow a wrong checkpoint."""
         return check == "off" or (self.sparse and check == "sampled")
 
     def runs(self, which: str) -> bool:
-        """``which``: "quick" or "all"."""
+        """Return whether it runs for ``which``: "quick" or "all"."""
         if self.needs and importlib.util.find_spec(self.needs) is None:
             return False
         return self.quick or which == "all"
@@ -94,7 +96,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def step(job: Job) -> None:
-    """A step by the gradients that are there; of LBFGS, by a closure."""
+    """Take a step with the gradients that are there, or with a closure for LBFGS."""
     job.optimizer.step(lambda: job.loss(2))
 
 
@@ -138,7 +140,7 @@ def of_package(module: str, kind: str, parameters: Parameters, **settings: Any) 
 
 
 def with_large(parameters: Parameters) -> Optimizer:
-    """Beside the model's parameters one that is large enough for moments in 8 bits."""
+    """Add a parameter that is large enough for moments in 8 bits."""
     large = nn.Parameter(torch.ones(64, 64))
     return of_package("torchao.optim", "AdamW8bit", [*parameters, large])
 
@@ -170,7 +172,7 @@ def climbed(job: Job) -> None:
 
 
 def two_models(job: Job) -> None:
-    """A generator and a discriminator, an optimizer each."""
+    """Return a generator and a discriminator, with an optimizer each."""
     torch.manual_seed(job.parameters[0].numel())
     judge = laid_out(Net(), job.column)
     optimizer = torch.optim.AdamW(judge.parameters(), lr=0.01)
@@ -188,15 +190,15 @@ def both_steps(job: Job) -> None:
 
 @torch.no_grad()
 def clip_judge(job: Job) -> None:
-    """As a Wasserstein GAN bounds its critic."""
+    """Clip weights, as a Wasserstein GAN bounds its critic."""
     for parameter in job.state["judge"].parameters():
         parameter.data.clamp_(-0.01, 0.01)
 
 
 def captured(job: Job) -> None:
-    """A step that is captured in a graph before the first save.
+    """Simulate a step that is captured in a graph before the first save.
 
-    There is no graph on a CPU: that it is captured is simulated.
+    A CPU has no graphs.
     """
     job.backward(2)
     with mock.patch("ckpt.staging.fence.is_capturing", return_value=True):
@@ -206,12 +208,13 @@ def captured(job: Job) -> None:
 def capturable(job: Job) -> None:
     job.backward(2)
     for group in job.optimizer.param_groups:
-        group["capturable"] = True  # the hooks are told; a step on a CPU refuses it
+        group["capturable"] = True  # only the hooks see it: a step on a CPU refuses it
 
 
 def replay(job: Job) -> None:
-    """What a graph's replay is to ckpt: the step without its hooks, and without a version
-    counter that moves.
+    """Do what ckpt sees of a graph's replay.
+
+    That is the step without its hooks, and without a change of a version counter.
     """
     for group in job.optimizer.param_groups:
         group["capturable"] = False
@@ -234,7 +237,7 @@ def compiled_step(job: Job) -> None:
 
 
 def traced(job: Job) -> None:
-    """A compiled step that has been traced before the save. No C++ compiler is needed for it."""
+    """Return a compiled step that was traced before the save. It needs no C++ compiler."""
     job.other = torch.compile(job.optimizer.step, backend="aot_eager")
     for number in (2, 3):
         job.optimizer.zero_grad()
@@ -243,7 +246,7 @@ def traced(job: Job) -> None:
 
 
 def averaged(job: Job) -> None:
-    """Shadow parameters in the state, as an exponential moving average keeps them."""
+    """Put shadow parameters in the state, as an exponential moving average keeps them."""
     job.state["ema"] = [parameter.detach().clone() for parameter in job.parameters]
 
 
@@ -254,7 +257,7 @@ def average(job: Job) -> None:
 
 
 def shadowed(job: Job) -> None:
-    """An average that is kept out of the state."""
+    """Keep an average outside of the state."""
     job.other = [parameter.detach() * 0.5 for parameter in job.parameters]
 
 
@@ -282,7 +285,7 @@ def clip_gradients(job: Job) -> None:
 
 
 def each(change: Callable[[nn.Parameter], object]) -> Act:
-    """The change of every parameter that this rank has a part of."""
+    """Change every parameter that this rank has a part of."""
 
     @torch.no_grad()
     def act(job: Job) -> None:

@@ -22,7 +22,7 @@ Build = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def laid_out(net: nn.Module, column: str) -> nn.Module:
-    """The net as the column has it."""
+    """Return the net in the layout of the column."""
     if column == "plain":
         return net
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -41,7 +41,7 @@ class Job:
 
     Attributes:
         state: What is saved. A case may add to it.
-        other: What a case keeps beside the state.
+        other: What a case keeps outside of the state.
     """
 
     def __init__(self, column: str, build: Build, seed: int) -> None:

@@ -1,5 +1,7 @@
-"""One case in one layout: the change is made between the call of ``save_async`` and the copy,
-and what was committed is compared with the state at the call.
+"""One case in one layout.
+
+The change is made between the call of ``save_async`` and the copy. The committed checkpoint is
+compared with the state at the call.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 def measure(
     case: Case, column: str, manager: CheckpointManager, window: Window, step: int
 ) -> Outcome:
-    """What becomes of a save: the worst that a rank finds.
+    """Return what becomes of a save: the worst that a rank finds.
 
     Raises:
-        AssertionError: The case proves nothing, since the state is not changed; the error names no
+        AssertionError: The case proves nothing, since the state is not changed; the error names
+            no
             value of the state; or ranks disagree.
     """
     here: list[Any] = [None] * dist.get_world_size()
@@ -59,7 +62,7 @@ def measure(
 def _on_this_rank(
     case: Case, column: str, manager: CheckpointManager, window: Window, step: int
 ) -> tuple[str, bool]:
-    """The outcome, and whether the state has changed."""
+    """Return the outcome, and whether the state has changed."""
     job, target = case.job(column, 0), case.job(column, 5)
     case.before(job)
     case.before(target)

@@ -1,7 +1,7 @@
-"""Write the table of docs/safety.md: every row is measured, in every layout that it has a column
-for.
+"""Write the table of docs/safety.md.
 
-``python -m tests.safety.page`` does it in two minutes.
+Every row is measured in every layout that it has a column for. ``python -m tests.safety.page``
+takes two minutes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def measured(which: str, folder: str | os.PathLike[str]) -> list[Found]:
 
 
 def cells(found: Iterable[Found]) -> dict[Cell, str]:
-    """What the page says about what was found."""
+    """Return the cells of the page for what was found."""
     by_way = {case.way: case for case in CASES}
     return {
         (one.way, one.check, one.column): MISSED
@@ -49,7 +49,7 @@ def cells(found: Iterable[Found]) -> dict[Cell, str]:
 
 
 def table(said: dict[Cell, str]) -> str:
-    """The tables of all groups."""
+    """Return the tables of all groups."""
     lines: list[str] = []
     for group in dict.fromkeys(case.group for case in CASES):
         cases = [case for case in CASES if case.group == group]
@@ -74,7 +74,7 @@ def _row(texts: Iterable[str]) -> str:
 
 
 def told() -> dict[Cell, str]:
-    """What the page says now."""
+    """Return what the page says now."""
     found: dict[Cell, str] = {}
     for line in _between(PAGE.read_text())[1].splitlines():
         texts = [text.strip() for text in line.strip("| ").split(" | ")]
@@ -97,7 +97,9 @@ def _between(text: str) -> tuple[str, str, str]:
 
 
 def main() -> None:
-    """Measure all, and write. Rows whose package is not installed stay as they are."""
+    """Measure all cases, and write the page. Rows whose package is not installed stay
+    as they are.
+    """
     missing = {
         case.needs for case in CASES if case.needs and importlib.util.find_spec(case.needs) is None
     }

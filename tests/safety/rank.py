@@ -39,7 +39,7 @@ def manager_of(root: str, column: str, check: CheckMode) -> CheckpointManager:
 
 def main(folder: str, which: str) -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # packages under test deprecate and advise
+    warnings.simplefilter("ignore")  # the tested packages give deprecation warnings and advice
     dist.init_process_group("gloo")
     window = Window()
     Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(
@@ -55,7 +55,7 @@ def main(folder: str, which: str) -> None:
                 try:
                     outcome = measure(case, column, manager, window, step)
                     found.append(Found(way=case.way, check=check, column=column, outcome=outcome))
-                except Exception:  # on all ranks, or the others wait until they are ended
+                except Exception:  # it fails on all ranks, or the others wait until they are ended
                     print(f"FAILED: {case.way} | {column}\n{traceback.format_exc()}", flush=True)
                     failed = True
                 window.close()

@@ -1,5 +1,6 @@
-"""No way of changing the state gives a checkpoint that differs from the state at the call
-without a word, and docs/safety.md says what each gives.
+"""Each change of the state gives the checkpoint of the call or an error.
+
+docs/safety.md says which one, for each change.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def test_the_page_has_all_rows_and_no_others() -> None:
 
 
 def test_what_no_version_counter_sees_is_missed_without_a_check() -> None:
-    """The measure can tell a wrong checkpoint: with ``check="off"`` it found one."""
+    """The measure can detect a wrong checkpoint: with ``check="off"`` it found one."""
     said = {text for (_, check, _), text in told().items() if check == "off"}
     assert said == {MISSED}
 
