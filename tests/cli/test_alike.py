@@ -1,4 +1,4 @@
-"""Places and steps are named alike by all verbs; older spellings go on working."""
+"""All commands name places and steps in the same way, and older spellings still work."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_prune_keeps_what_a_farther_tier_lacks(cli: Cli, monkeypatch: pytest.Mon
             manager.save(state(step), step)
         cli("copy", "runs", "far", "--step", 2)
         found = cli("prune", "--keep-last", 1, "--json").json
-    # far takes no odd ones, and has 2
+    # far takes no odd steps, and has 2
     assert sorted(one["step"] for one in found["pruned"]) == [1, 2, 3]
     assert {one["step"]: one["why"] for one in found["kept"]}[4] == ["a farther tier waits for it"]
 

@@ -20,7 +20,7 @@ def test_the_command_line_tells_the_codec_and_what_it_takes(cli: Cli) -> None:
     assert cli("verify", 5).code == 0
     cli("copy", "runs", "raw")
     both = cli("ls", "--root", "runs", "--root", "raw")
-    assert both.out.count("(zstd of 1.20 MB)") == 2  # a copy is as it was
+    assert both.out.count("(zstd of 1.20 MB)") == 2  # a copy does not change it
     tier = next(
         iter(
             cli("ls", "--root", "runs", "--root", "raw", "--json")

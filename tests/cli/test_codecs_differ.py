@@ -15,8 +15,9 @@ STATE = {"x": torch.randn(300_000) * 0.02, "y": torch.randn(300_000) * 0.02}
 
 @pytest.fixture
 def two(cli: Cli) -> Path:
-    """Steps 25 and 30 on near, raw, and on far, zstd; the folder of step 30 on far, whose data
-    file is damaged.
+    """Two tiers: steps 25 and 30 are raw on near, and zstd on far.
+
+    Return the folder of step 30 on far, whose data file is damaged.
     """
     with CheckpointManager([Tier("near"), Tier("far", codec="zstd")]) as manager:
         for step in (25, 30):

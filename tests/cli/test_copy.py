@@ -92,7 +92,7 @@ def test_a_copy_that_was_cut_goes_on_where_it_was(
 
     def cut(old: str, new: str, **where: object) -> None:
         if "rank-00001.safetensors" in str(new):
-            assert other_is_there.wait(60)  # Otherwise nothing may be there to go on with
+            assert other_is_there.wait(60)  # Otherwise there may be no step to go on with
             raise OSError(errno.EIO, "Input/output error")
         true(old, new)
         if "rank-00000.safetensors" in str(new):
@@ -170,7 +170,7 @@ def test_a_name_that_only_begins_alike_is_another_place(
 
 def test_a_destination_without_permission_exits_with_3(cli: Cli, steps: dict[int, Written]) -> None:
     Path("file").write_text("")
-    ran = cli("copy", "runs", "file/there")  # what root may do too, as whom CI may run
+    ran = cli("copy", "runs", "file/there")  # this works as root too, which CI may run as
     assert ran.code == 3
     assert "file is not a folder" in ran.err
     assert ran.err.count("\n") == 1

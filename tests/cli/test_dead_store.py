@@ -1,4 +1,4 @@
-"""No verb waits for a dead store in silence, or for ever."""
+"""No command waits for a dead store silently or for ever."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ GIVEN_UP = f"'{DEAD}' (no answer within 1.5 s (--timeout)"
 def dead(
     request: pytest.FixtureRequest, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """A ``ckpt.toml`` whose second tier takes connections and says nothing, or takes none."""
+    """Make a ``ckpt.toml`` whose second tier accepts connections and sends nothing, or accepts
+    none.
+    """
     monkeypatch.setattr("ckpt.cli.watched.SILENT_SECONDS", 0.1)
     with contextlib.ExitStack() as stack:
         port = free_port()
@@ -93,7 +95,7 @@ def test_prune_keeps_what_a_dead_farther_tier_may_lack(
 
 
 class Hanging(FaultyBackend):
-    """Answers to nothing that lists until ``over`` is set."""
+    """A store whose listings do not return until ``over`` is set."""
 
     def __init__(self, inner: StorageBackend, over: threading.Event) -> None:
         super().__init__(inner)
@@ -169,7 +171,7 @@ def test_an_answer_after_a_while_starts_the_time_again(cli: Cli, steps: dict[int
 
 @pytest.mark.parametrize("verb", ["list", "folders"])
 def test_a_try_that_fails_is_no_answer(cli: Cli, verb: str) -> None:
-    """The error of a generator comes with its first item. It must not start the time again."""
+    """The error of a generator comes with its first item. It must not restart the time."""
     from ckpt.cli.watched import watch
     from ckpt.errors import TransientStorageError
 

@@ -17,7 +17,7 @@ from tests.cli.conftest import ARRAYS, Cli, data_file, flip
 
 
 def test_the_same_is_the_same_without_reading(cli: Cli, steps: dict[int, Written]) -> None:
-    flip(data_file(steps[300]), 4100)  # nobody looks there
+    flip(data_file(steps[300]), 4100)  # the command does not read these bytes
     ran = cli("diff", "runs", "--step", 200, "--step", 300)
     assert ran.code == 0
     assert ran.out.endswith(

@@ -29,7 +29,7 @@ ODD = odd_state()
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Step 5: a trained model and optimizer, and everything odd."""
+    """Step 5 holds a trained model and optimizer, and values of all odd kinds."""
     root = tmp_path_factory.mktemp("saved")
     net, optimizer = trained()
     with CheckpointManager(root, chunk_bytes=64) as manager:
@@ -208,7 +208,7 @@ def test_dcp_loads_into_a_model_and_optimizer(cli: Cli, saved: Path) -> None:
 
 
 def test_dcp_holds_what_is_in_tuples(cli: Cli, saved: Path) -> None:
-    """A tuple is one entry there, with its tensors in it."""
+    """In DCP a tuple is one entry, with its tensors in it."""
     assert cli("export", saved, "out", "--format", "dcp").code == 0
     dcp_to_torch_save("out", "out.pt")
     loaded = torch.load("out.pt", weights_only=True)
@@ -307,7 +307,7 @@ def test_damage_leaves_nothing_behind(cli: Cli, saved: Path, out: str, kind: str
     ("out", "kind"), [("x.safetensors", "safetensors"), ("x.pt", "torch"), ("x", "dcp")]
 )
 def test_an_export_that_was_cut_runs_again(cli: Cli, saved: Path, out: str, kind: str) -> None:
-    """What it has left under the name that older releases built in, or its own, is not touched."""
+    """It does not touch what is left under its own name, or the name that older releases used."""
     for left in (Path(f".{out}.ckpt-partial"), Path(f".{out}.ckpt-partial-cut")):
         left.mkdir()
         (left / "out").write_text("half")
@@ -323,8 +323,8 @@ KINDS = [("x.safetensors", "safetensors"), ("y", "safetensors"), ("x.pt", "torch
 def test_an_export_follows_no_link_that_was_planted(
     cli: Cli, saved: Path, out: str, kind: str
 ) -> None:
-    """Another user of a shared folder knows the name of the output, and overwrote files behind a
-    link.
+    """Another user of a shared folder knows the name of the output. Through a link, an export would
+    overwrite other files.
     """
     victim = Path("victim")
     victim.mkdir()

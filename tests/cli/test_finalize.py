@@ -21,7 +21,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def left(backend: StorageBackend) -> Written:
-    """Step 300 is committed; of step 400 all is there but the manifest, and the job is dead."""
+    """Step 300 is committed. Step 400 has everything but the manifest, and the job is dead."""
     write_checkpoint(backend, 300, ARRAYS, world_size=2)
     own(backend, DEAD)
     return write_checkpoint(backend, 400, ARRAYS, world_size=2, tree={"epoch": 3}, commit=False)
@@ -123,7 +123,7 @@ def test_a_root_that_was_taken_over_has_another_history(
 ) -> None:
     own(backend, replace(DEAD, attempt="later1"))
     assert "attempt later1 has taken the root over" in refused(cli, left)
-    own(backend, replace(DEAD, attempt="abc12"))  # 'abc123' begins like it, and is another
+    own(backend, replace(DEAD, attempt="abc12"))  # 'abc123' begins with it, and is another attempt
     assert "attempt abc12 has taken the root over" in refused(cli, left)
 
 

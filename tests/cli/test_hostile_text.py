@@ -1,5 +1,6 @@
-"""Names and values in a checkpoint are somebody else's text: no verb prints what a terminal
-would obey.
+"""Names and values in a checkpoint are foreign text.
+
+No command prints anything that a terminal would interpret.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.cli.conftest import Cli
 from tests.kit.damage import sealed
 from tests.kit.texts import ESCAPES
 
-EVIL = "".join(ESCAPES[:-1])  # a lone surrogate is no JSON
+EVIL = "".join(ESCAPES[:-1])  # JSON has no lone surrogate
 NAME = f"model/{EVIL}"
 
 

@@ -34,7 +34,7 @@ from tests.exchange.states import Net, odd_state, same, trained
 
 
 def restored(step: int, **others: Any) -> tuple[Net, torch.optim.Optimizer, dict[str, Any]]:
-    """A net and optimizer of another history, after a restore of ``step``."""
+    """Return a net and optimizer of another history, after a restore of ``step``."""
     net, optimizer = trained(seed=1, steps=1)
     state = {"model": net, "optimizer": optimizer, **others}
     with CheckpointManager("runs") as manager:
@@ -44,7 +44,7 @@ def restored(step: int, **others: Any) -> tuple[Net, torch.optim.Optimizer, dict
 
 
 def check(net: Net, optimizer: torch.optim.Optimizer) -> None:
-    """They are the trained ones, and their next step is too."""
+    """Check that they are the trained ones, and that their next step is equal too."""
     other, other_optimizer = trained()
     assert same(dict(net.state_dict()), dict(other.state_dict()))
     assert same(optimizer.state_dict()["state"], other_optimizer.state_dict()["state"])
@@ -116,7 +116,7 @@ def test_what_was_exported_comes_back(cli: Cli, out: str, kind: str) -> None:
     ran = cli("import", out, "runs", "--step", 5, "--plain", "tensors")
     assert ran.code == 0, ran.err
     expected = {**odd, "frozen": {1}, "np": 0.5, "array": torch.from_numpy(odd["array"])}
-    if kind == "dcp":  # its names are strings, its dicts plain, and an empty one is nothing
+    if kind == "dcp":  # in DCP names are strings, dicts are plain, and an empty one is nothing
         del expected["empty"]
         expected |= {
             "flags": {"a": True, "none": None, "3": "three"},
@@ -178,7 +178,7 @@ def test_a_list_of_our_own_is_no_value_of_each_rank(cli: Cli) -> None:
 
 
 def test_parts_of_several_ranks_are_put_together(cli: Cli) -> None:
-    """As four ranks write them: a table of contents that names parts in several files."""
+    """Four ranks write such parts, with a table of contents that names parts in several files."""
     whole = torch.randn(10, 4)
     os.mkdir("c")
     table: dict[MetadataIndex, _StorageInfo] = {}
@@ -219,7 +219,7 @@ def test_safetensors_become_a_model(cli: Cli, sharded: bool) -> None:
             save_file({name: state[name] for name in names if files[name] == file}, f"c/{file}")
         Path("c/model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     else:
-        save_model(net, "c.safetensors")  # one of two tied names is in its metadata
+        save_model(net, "c.safetensors")  # the metadata has one of two tied names
     assert cli("import", "c" if sharded else "c.safetensors", "runs", "--step", 0).code == 0
     other = trained(seed=1)[0]
     with CheckpointManager("runs") as manager:
@@ -259,7 +259,7 @@ def test_numbers_without_a_match_are_kept_by_place(cli: Cli) -> None:
 
 
 def test_names_can_be_given(cli: Cli) -> None:
-    """Parameters that the optimizer was given in another order than the model has them."""
+    """The optimizer got the parameters in another order than the model has them."""
     torch.manual_seed(0)
     net = nn.Linear(4, 4)
     named = list(reversed(list(net.named_parameters())))
@@ -269,7 +269,7 @@ def test_names_can_be_given(cli: Cli) -> None:
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "c.pt")
     assert (
         "cannot be determined" in cli("import", "c.pt", "runs", "--step", 1).err
-    )  # a bias has not the shape of a weight
+    )  # a bias does not have the shape of a weight
     Path("names.txt").write_text("\n".join(name for name, _ in named))
     ran = cli("import", "c.pt", "runs", "--step", 2, "--param-names", "names.txt", "--json")
     assert (
@@ -290,7 +290,7 @@ def test_names_can_be_given(cli: Cli) -> None:
 
 
 class Evil:
-    """Unpickled, it would make a folder."""
+    """A class that makes a folder when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("owned",)

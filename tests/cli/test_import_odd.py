@@ -1,5 +1,6 @@
-"""Files that are odd, or lie about what is in them: taken as what they are, or refused in one
-sentence. Nothing is an internal error.
+"""Files that are odd, or whose tables are wrong.
+
+An import reads them, or refuses them in one sentence. Nothing is an internal error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MODEL = {"w": ONE}
 
 def nested() -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype, says torch
+        warnings.simplefilter("ignore")  # torch says that it is a prototype
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
@@ -99,7 +100,7 @@ def test_an_index_that_cannot_be_read_is_told(cli: Cli) -> None:
     assert "pytorch_model.bin.index.json cannot be read" in ran.err
 
 
-# -- tables of torch.distributed.checkpoint that lie -----------------------------------------------
+# -- wrong tables of torch.distributed.checkpoint --------------------------------------------------
 
 
 def sized(size: Any) -> Callable[[Any], None]:

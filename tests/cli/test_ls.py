@@ -77,7 +77,7 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
 def test_of_two_attempts_at_a_step_the_younger_is_last_and_the_other_is_older(
     cli: Cli, backend: StorageBackend
 ) -> None:
-    """A restore takes the younger one, whatever the names are."""
+    """A restore takes the younger one, independently of the names."""
     for number, attempt in enumerate(("bbbbbb", "aaaaaa", "cccccc")):
         write_checkpoint(backend, 5, ARRAYS, attempt=attempt, created_at=1.7e9 + number % 2)
     write_checkpoint(backend, 5, ARRAYS, attempt="dddddd", commit=False)
@@ -118,7 +118,9 @@ def test_a_manifest_cannot_write_to_the_terminal(cli: Cli, backend: StorageBacke
 
 @pytest.fixture
 def tiers(cli: Cli, steps: dict[int, Written]) -> str:
-    """Step 100 to 300 in 'runs', 200 and 300 in 'far', 300 there cut short; both in ckpt.toml."""
+    """Steps 100 to 300 in 'runs', 200 and 300 in 'far', where 300 is cut short; both in
+    ckpt.toml.
+    """
     cli("copy", "runs", "far", "--step", 200)
     cli("copy", "runs", "far", "--step", 300)
     (Path("far") / steps[300].ref.manifest).unlink()
@@ -211,9 +213,9 @@ def test_numbers_in_the_metadata_are_short(cli: Cli, backend: StorageBackend) ->
 
 @pytest.fixture
 def memory(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """Steps 1 and 2 in memory, 1 also in 'disk'; both are in ckpt.toml.
+    """Steps 1 and 2 in memory, and step 1 also in 'disk'; both are in ckpt.toml.
 
-    Nobody else's memory is seen.
+    The memory of other jobs is not visible.
     """
     monkeypatch.delenv("CKPT_ROOT")
     Path("ckpt.toml").write_text('[[tiers]]\nurl = "memory"\n[[tiers]]\nurl = "disk"\n')
@@ -249,7 +251,7 @@ def test_memory_shows_all_that_lies_in_this_machines_with_its_url(cli: Cli, memo
         {"root": memory, "error": None},
         {"root": str(Path("disk").absolute()), "error": None},
     ]
-    # who takes one place says how to find it
+    # a command that takes one place says how to find it
     assert "--root memory" in cli("show", "--root", "memory").err
     assert cli("show", "--root", memory).code == 0
 
@@ -345,7 +347,7 @@ def test_a_store_that_never_answers_is_told_and_then_given_up(
     cli: Cli, steps: dict[int, Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckpt.cli.watched.SILENT_SECONDS", 0.1)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, and sends nothing
         (tmp_path / "ckpt.toml").write_text(
             f"""
 [[tiers]]

@@ -20,7 +20,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 
 def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A shell command in which ``ckpt`` is the real thing."""
+    """Return a shell command in which ``ckpt`` is the real program."""
     path = os.pathsep.join([str(REPO), str(REPO / "backends")])
     return subprocess.run(
         [
@@ -182,7 +182,7 @@ def test_a_root_without_permission_exits_with_3(
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
     cli("ls")
-    with monkeypatch.context() as patch:  # chmod would not stop root, whom CI may run as
+    with monkeypatch.context() as patch:  # chmod would not stop root, which CI may run as
         patch.setattr("os.scandir", forbidden)
         ran = cli("ls")
     assert ran.code == 3
@@ -334,7 +334,7 @@ def test_an_error_that_cannot_be_told_has_its_exit_code(
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_option_that_takes_one_value_is_given_once(cli: Cli, verb: str) -> None:
-    """All of them: what click would take the last of."""
+    """click would take the last value of each of these options."""
     from ckpt.cli.main import load_command
 
     options: list[Any] = [
@@ -357,7 +357,7 @@ def test_a_flag_may_be_given_twice(cli: Cli, steps: dict[int, Written]) -> None:
 
 
 def on_terminal(columns: int, *args: object) -> list[str]:
-    """What ``ckpt`` prints on a terminal of so many columns."""
+    """Return what ``ckpt`` prints on a terminal of this many columns."""
     ear, mouth = os.openpty()
     path = os.pathsep.join([str(REPO), str(REPO / "backends")])
     environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": str(columns), "TERM": "xterm"}
@@ -369,7 +369,7 @@ def on_terminal(columns: int, *args: object) -> list[str]:
         try:
             while part := os.read(ear, 65536):
                 said += part
-        except OSError:  # how Linux says that the other end is closed
+        except OSError:  # Linux reports like this that the other end is closed
             pass
         os.close(ear)
     assert done.returncode == 0

@@ -28,7 +28,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 @pytest.fixture
 def manager(cli: Cli, place: Place) -> Iterator[CheckpointManager]:
-    """A job whose step 3 is on its near tiers alone."""
+    """A job that has step 3 on its near tiers only."""
     memory = memory_folder(*TIERS)
     with CheckpointManager(TIERS, agent="required") as found:
         for step in (1, 2, 3):
@@ -109,7 +109,7 @@ def test_without_an_agent_the_root_alone_is_read(
 def test_a_near_folder_that_another_job_has_taken_is_not_read(
     cli: Cli, manager: CheckpointManager, place: Place
 ) -> None:
-    """Someone emptied the near folder for the next experiment, and kept the store of this one."""
+    """The user emptied the near folder for the next experiment, and kept the store of this one."""
     manager.close()
     await_state(place, "closed", "done")
     for each in ("near", memory_folder(*TIERS)):

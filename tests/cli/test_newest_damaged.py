@@ -1,4 +1,4 @@
-"""Verbs that read one step say which else there is when the newest is damaged."""
+"""Commands that read one step name the other steps if the newest one is damaged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_step_before_is_named(
     assert ran.err.rstrip().endswith("--step 200"), ran.err
     ran = cli(*verb, "--step", 300)
     assert ran.code == 4
-    assert "--step" not in ran.err  # it was asked for, there is no second choice
+    assert "--step" not in ran.err  # this step was requested, so there is no second choice
     assert cli(*verb, "--step", 200).code == 0
 
 

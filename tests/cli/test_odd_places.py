@@ -1,5 +1,6 @@
-"""Each command, given a place that holds no checkpoints: one sentence, and the exit code that
-docs/cli.md names.
+"""Each command gets a place that holds no checkpoints.
+
+It prints one sentence, and ends with the exit code that docs/cli.md names.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ def test_a_place_without_checkpoints_is_told_in_one_sentence(
 
 
 def ran_as(user: int, words: list[str]) -> tuple[int, str, str]:
-    """The exit code and both outputs of ``ckpt`` when ``user`` runs it, whose group has the same
-    number.
+    """Return the exit code and both outputs of ``ckpt`` when ``user`` runs it.
+
+    The user's group has the same number.
     """
 
     def work() -> tuple[int, str, str]:
@@ -130,7 +132,7 @@ def test_a_folder_without_permission_is_told_in_one_sentence(
     (shared / "empty").mkdir()
     cli(
         *("empty" if word == "PLACE" else word for word in call.split())
-    )  # imports what the other user may not be able to read
+    )  # this imports what the other user may not be able to read
     code, out, err = ran_as(
         fresh_user(), [str(locked) if word == "PLACE" else word for word in call.split()]
     )
@@ -141,13 +143,14 @@ def test_a_folder_without_permission_is_told_in_one_sentence(
 
 @only_root
 def test_a_group_reads_a_root_after_chmod_and_not_before(cli: Cli, shared: Path) -> None:
-    """As docs/quickstart.md says: new steps are private."""
+    """As docs/quickstart.md says, new steps are private."""
     user = fresh_user()
     assert "chmod -R g+rX runs/gpt" in (REPO / "docs" / "quickstart.md").read_text()
     subprocess.run(["chgrp", "-R", str(user), "runs"], check=True)
     assert os.stat("runs").st_mode & 0o777 == 0o700
     for words in (["ls", "runs"], ["verify", "runs"], ["restore", "runs"]):
-        assert cli(*words).code == 0  # also imports what the other user may not be able to read
+        # this also imports what the other user may not be able to read
+        assert cli(*words).code == 0
         assert ran_as(user, words)[0] == 3
     subprocess.run(["chmod", "-R", "g+rX", "runs"], check=True)
     for words in (["ls", "runs"], ["verify", "runs"], ["restore", "runs"]):

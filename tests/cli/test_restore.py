@@ -127,7 +127,7 @@ def test_a_folder_inside_of_the_root_is_refused(cli: Cli, steps: dict[int, Writt
 
 
 def after(first: Callable[[StepRef], None], work: Callable[..., Any]) -> Callable[..., Any]:
-    """``work`` on a step, after ``first`` with that step."""
+    """Do ``work`` on a step, after ``first`` with that step."""
 
     def both(source: Any, step: Any, **options: Any) -> Any:
         first(step if isinstance(step, StepRef) else step.ref)
@@ -196,7 +196,7 @@ def test_latest_and_step_exclude_each_other(cli: Cli, steps: dict[int, Written])
 
 @pytest.fixture
 def tiers(cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The folder near, which is empty, and runs, the far one; both in ckpt.toml."""
+    """The folder near, which is empty, and runs, the far one; both are in ckpt.toml."""
     monkeypatch.delenv("CKPT_ROOT")
     Path("ckpt.toml").write_text('[[tiers]]\nurl = "near"\n[[tiers]]\nurl = "runs"\n')
     return ["--root", "near", "--root", "runs"]
@@ -318,7 +318,9 @@ def test_nothing_on_any_tier_is_told_with_all_their_names(cli: Cli, tmp_path: Pa
 def test_no_link_that_was_planted_at_the_destination_is_followed(
     cli: Cli, steps: dict[int, Written], name: str
 ) -> None:
-    """Who can write to the destination knows the names of the files that a restore makes there."""
+    """Another user that can write to the destination knows the names of the files that a restore
+    makes.
+    """
     folder = steps[300].ref.folder
     place = Path("there") / name.replace("step-{}", folder)
     place.parent.mkdir(parents=True)

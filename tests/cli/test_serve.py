@@ -1,4 +1,4 @@
-"""``ckpt serve``: what it refuses, and how it starts and ends."""
+"""What ``ckpt serve`` refuses, and how it starts and ends."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_wrong_call_serves_nothing(
 
 
 def start(*words: str) -> tuple[subprocess.Popen[str], str]:
-    """Start ``ckpt serve runs``. Returns the process, and its address."""
+    """Start ``ckpt serve runs``, and return the process and its address."""
     command = [sys.executable, "-um", "ckpt.cli.main", "serve", "runs", "--port", "0", *words]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert server.stdout

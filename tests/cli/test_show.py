@@ -13,7 +13,7 @@ from tests.cli.conftest import Cli
 
 
 class WithPlainState(torch.optim.SGD):
-    """An optimizer that keeps a value that is no tensor of each parameter."""
+    """An optimizer that keeps, for each parameter, a value that is not a tensor."""
 
     def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:

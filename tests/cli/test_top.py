@@ -1,4 +1,4 @@
-"""``ckpt top``: runs at a glance, in 80 columns."""
+"""``ckpt top`` shows runs in 80 columns."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_all_and_a_step_exclude_each_other(cli: Cli, steps: dict[int, Written]) 
 
 @pytest.fixture
 def far(cli: Cli, steps: dict[int, Written]) -> str:
-    """All steps in 'far' too; both tiers are in ckpt.toml."""
+    """Copy all steps to 'far' too; both tiers are in ckpt.toml."""
     copied = cli("copy", "runs", "far", "--all")
     assert copied.code == 0, copied
     Path("ckpt.toml").write_text('[[tiers]]\nurl = "runs"\n[[tiers]]\nurl = "far"\n')

@@ -111,7 +111,7 @@ def test_a_signal_ends_the_command_and_the_pin(runs: Path, number: int, command:
     assert list(runs.glob("pins/*")) == []
     os.set_blocking(process.stdout.fileno(), False)
     with process.stdout as told:
-        assert told.read() == (b"ended\n" if command == CHILD else b"")  # all of it has ended
+        assert told.read() == (b"ended\n" if command == CHILD else b"")  # all processes have ended
     assert not (runs / "watchers").exists()
 
 
