@@ -1,4 +1,4 @@
-"""What one rank has made durable, without a save."""
+"""Put what one rank makes durable, without a save."""
 
 from __future__ import annotations
 

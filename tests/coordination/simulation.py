@@ -1,9 +1,10 @@
-"""The protocol's real code, on stores, a clock and a scheduler that are not: threads that run one
-at a time, from one request to the next.
+"""The real code of the protocol on simulated stores, a simulated clock and a simulated scheduler.
 
-Every request to the job's store or to a tier is a gate. Who goes through next, what becomes of the
-request, and when time passes is the test's to say; whoever is not let through is stopped, whoever
-is killed there is dead, and what it has sent may arrive all the same.
+The scheduler's threads run one at a time, from one request to the next.
+
+Every request to the job's store or to a tier is a gate. The test decides which task goes through
+next, what becomes of its request, and when time passes. A task that does not go through is stopped.
+A task that is killed at a gate is dead, and what it has sent may still arrive.
 """
 
 from __future__ import annotations
@@ -58,12 +59,14 @@ ARRAY = np.arange(6, dtype=np.float32)
 
 
 class Killed(BaseException):
-    """There is no process any more."""
+    """The process does not exist any more."""
 
 
 @dataclass(eq=False)
 class Task:
-    """A process, as far as the protocol goes: what it does between two requests takes no time."""
+    """A process, as far as the protocol sees it: what it does between two requests
+    takes no time.
+    """
 
     name: str
     work: Callable[[], None]
@@ -118,7 +121,7 @@ class Simulation:
         ]
 
     def let(self, task: Task) -> None:
-        """One request of it, and up to the next."""
+        """Let the task do one request, and go on up to the next."""
         self._current = task
         task.turn.release()
         assert self._back.acquire(timeout=20), task.name
@@ -127,14 +130,14 @@ class Simulation:
             raise task.error
 
     def kill(self, task: Task, *, arrives: bool = False) -> None:
-        """At the gate. ``arrives``: what it was about to put is on its way."""
+        """Kill the task at the gate. With ``arrives`` the store gets what it was about to put."""
         task.killed = True
         if arrives:
             task.fault = "arrives"
         self.let(task)
 
     def pass_time(self) -> bool:
-        """To the next end of a wait."""
+        """Let time pass until the end of the next wait."""
         waiting = [
             t for t in self.tasks if not t.ended and not t.ready() and t.deadline > self.clock
         ]
@@ -232,7 +235,9 @@ class Store:
 
 
 class JobStore:
-    """Words and verdicts of one attempt; ``gone`` with the process that held it."""
+    """The messages and verdicts of one attempt. The store is ``gone`` with the process that held
+    it.
+    """
 
     def __init__(self, sim: Simulation) -> None:
         self.sim, self.gone = sim, False
@@ -334,7 +339,7 @@ class Attempt:
             task.waited = 0.0
             try:
                 verdict = committer.commit(self.ref, vote, abort=abort)
-            except CommitError:  # the store is gone: what the save has become is not known
+            except CommitError:  # the store is gone: the outcome of the save is not known
                 return
             self.sim.changes += 1
             self.sim.verdicts.setdefault((self.name, index), {})[rank] = verdict
@@ -357,7 +362,7 @@ class Attempt:
 
 
 def start_finisher(sim: Simulation, attempt: Attempt, index: int) -> Task:
-    """`ckpt finalize --job-is-dead`, or the next restore: said of a job that may live."""
+    """Run `ckpt finalize --job-is-dead`, or the next restore, on a job that may live."""
 
     def finish() -> None:
         sim.finishers.add((attempt.name, index))
@@ -374,7 +379,7 @@ def start_finisher(sim: Simulation, attempt: Attempt, index: int) -> Task:
 
 
 def start_pruner(sim: Simulation, attempt: Attempt, index: int) -> Task:
-    """Of what a job has left, which is long dead."""
+    """Remove what a job has left, which is long dead."""
 
     def clear() -> None:
         with suppress(CkptError):
@@ -388,7 +393,10 @@ def start_pruner(sim: Simulation, attempt: Attempt, index: int) -> Task:
 def check_tiers(
     sim: Simulation, attempts: list[Attempt], seen: dict[tuple[int, str], bytes]
 ) -> None:
-    """What is listed is whole, of one attempt, and always the same; what is not ours is there."""
+    """Check that what is listed is whole, of one attempt, and always the same.
+
+    Objects that do not belong to the job are still there.
+    """
     for index, tier in enumerate(sim.tiers):
         assert tier.objects["notes.txt"] == b"a stranger's"
         for attempt in attempts:
@@ -412,7 +420,7 @@ def check_tiers(
 
 
 def check_verdicts(sim: Simulation) -> None:
-    """All ranks hear one thing, and it is so."""
+    """Check that all ranks get one verdict, and that it is true."""
     for (name, index), heard in sim.verdicts.items():
         assert len(set(map(repr, heard.values()))) == 1, heard
         verdict = next(iter(heard.values()))

@@ -51,7 +51,7 @@ def store():
 
 @pytest.fixture
 def left(store):
-    """All parts of two ranks, and no manifest."""
+    """A store with all parts of two ranks, and no manifest."""
     claim(store, DEAD)
     write_checkpoint(store, REF.step, ARRAYS, world_size=2, commit=False)
     return store
@@ -119,7 +119,7 @@ def test_an_agent_brings_nothing_of_a_rank_that_clears_away(left):
 
 
 def test_the_marker_of_a_rank_stays_while_another_rank_deletes_that_of_the_step(left):
-    """So an agent learns that a rank is not done, although the marker of the step is gone."""
+    """So an agent learns that a rank has not ended, although the marker of the step is gone."""
     assert claim_rank_to_remove(left, REF, 1)
     assert claim_for_removal(left, REF)
     assert clear(left, 0, marked=True)  # It deletes the marker that both have put
@@ -149,7 +149,7 @@ def test_nothing_is_finished_while_a_rank_clears_away(left):
 
 
 def test_who_comes_second_finds_it_finished(left):
-    """Two jobs look for the newest step at once: to both it had no manifest."""
+    """Two jobs look for the newest step at once, and to both it had no manifest."""
     finish(left)
     manifest = read_object(left, REF.manifest, limit=1 << 20)
     finish(left)
@@ -213,7 +213,7 @@ def test_a_removal_that_is_cut_anywhere_is_no_checkpoint_again_and_the_next_rete
         with pytest.raises(CkptError):
             finish(left)
         assert not is_committed(left, REF)
-        # of a job that runs, and just now begun: only the mark says that it goes
+        # the job runs, and the step is young: only the marker shows that it is to be removed
         prune(left, Retention(keep_last=1), PruneContext(own=REF.attempt))
         assert names(left) == set()
     elif names(left):
@@ -228,7 +228,7 @@ def finish_is_whole(store) -> None:
 
 
 def test_what_is_being_removed_is_neither_finished_nor_copied_there(left):
-    """The remover is held up behind its first deletion, that of the manifest."""
+    """The remover is stopped behind its first deletion, that of the manifest."""
     finish(left)
     source = open_memory(f"memory://{uuid.uuid4().hex}", {})
     with Workers("test", 2) as workers:

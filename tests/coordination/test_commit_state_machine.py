@@ -191,7 +191,7 @@ def test_what_is_no_word_is_not_taken_for_one(data):
 
 
 def words_asked_for(size: int, dead: int) -> int:
-    """By all ranks together, until the leader's time is up."""
+    """Count the requests of all ranks together, until the leader's time is up."""
     asked = 0
     for rank in set(range(size)) - {dead}:
         one, now = CommitMachine(5, rank, size, BOUNDS, 0.0), 0.0

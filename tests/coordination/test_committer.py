@@ -45,8 +45,9 @@ LONG = 60.0
 
 
 def checksum_of(verdict):
-    """The manifest's checksum, or the error that a refusal carries: what a saver makes of a
-    verdict.
+    """Return the manifest's checksum, or raise the error that a refusal carries.
+
+    A saver does the same with a verdict.
     """
     if isinstance(verdict, Aborted):
         raise rebuild(verdict, REF.step)
@@ -115,7 +116,7 @@ def test_when_one_has_failed_all_hear_which_and_why(store, failed):
 def test_when_one_is_silent_the_others_hear_its_name_within_the_bound(store, silent):
     others = {0, 1, 2} - {silent}
     votes = {rank: make_durable(store, rank, 3) for rank in others}
-    timeout = 2.0  # the other that votes may be slow to start
+    timeout = 2.0  # the other rank that votes may be slow to start
     began = time.monotonic()
     heard = commit_all(World(3), store, votes, ranks=others, timeout=timeout)
     assert time.monotonic() - began < LONG
@@ -219,7 +220,7 @@ def test_the_first_put_stands():
     name = uuid.uuid4().hex
     store = open_memory(f"memory://{name}", {})
     put_once(store, "m", b"one")
-    put_once(store, "m", b"one")  # two survivors merged the same
+    put_once(store, "m", b"one")  # two survivors merged the same fragments
     for other in (b"two", b"", b"one and a lot more", b"onf"):
         with pytest.raises(CommitError, match="other content"):
             put_once(store, "m", other)
@@ -291,7 +292,7 @@ def test_any_other_error_becomes_a_commit_error_with_its_name():
 
 
 class Partitioned(Wrapped):
-    """A store of which the first manifest gets no answer, and the next try what ``then`` says.
+    """A store that does not answer for the first manifest, and whose next answer is ``then``.
 
     Requests are tried twice.
     """
@@ -320,7 +321,7 @@ def twice(work):
 
 
 def test_a_try_without_an_answer_is_not_forgotten_when_the_next_is_refused(store):
-    """The first may arrive yet: nobody may clear the files away."""
+    """The first one may still arrive, so no rank may remove the files."""
     vote = make_durable(store, 0, 1)
     place = OneTier(Partitioned(store, OutOfSpace(REF.manifest), arrives=False), twice)
     verdict = Committer(SingleCoordinator(), place, name="tier0", bounds=Bounds(5)).commit(

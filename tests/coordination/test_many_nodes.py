@@ -1,5 +1,6 @@
-"""A commit where no rank sees all: three ranks on two nodes, of which each has a store of its
-own.
+"""A commit where no rank sees all files.
+
+Three ranks are on two nodes, each of which has a store of its own.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def test_a_fragment_that_is_not_what_was_told_is_no_part_of_a_checkpoint(stores:
 def test_what_a_leader_has_put_on_its_node_counts_when_it_dies_after_that(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole node dies, its disk does not; the other node's rank learns that it need not put
+    """The whole node dies, but its disk does not. The other node's rank learns that it need not put
     anything there.
     """
 

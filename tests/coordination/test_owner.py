@@ -35,7 +35,7 @@ class Neighbour:
 
 @pytest.fixture
 def neighbour():
-    """Another process of this machine, and what it would write as owner."""
+    """Start another process of this machine, and return what it would write as owner."""
     process = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
     )
@@ -91,7 +91,7 @@ def test_who_cannot_be_known_to_live_is_taken_over(store, change):
     claim(store, ME)
     known = () if other.is_unknown else ("other0",)
     assert read_owner(store) == replace(ME, ended=known)
-    claim(store, replace(ME, started=2))  # again, as by a try whose answer was lost
+    claim(store, replace(ME, started=2))  # again, as if the answer of the first try was lost
     assert read_owner(store) == replace(ME, started=2, ended=known)
 
 

@@ -1,5 +1,6 @@
-"""Three ranks, two attempts, two tiers, and whoever finishes or clears away: kills, stops,
-delays, lost replies and duplicates at every request. See `simulation`.
+"""Three ranks, two attempts, two tiers, and tasks that finish or remove a step.
+
+At every request there are kills, stops, delays, lost replies and duplicates. See `simulation`.
 """
 
 from __future__ import annotations
@@ -44,24 +45,26 @@ class Protocol(RuleBasedStateMachine):
 
     @initialize(begun=st.sampled_from(["now", "refused", "finished too", "late", "withdrawn"]))
     def a_job_saves(self, begun: str) -> None:
-        """From the beginning, or from just before two may want different things."""
+        """Begin a save, or go on to just before two tasks may want different outcomes."""
         committer: Any = ckpt.coordination.committer
         committer.time = SimpleNamespace(monotonic=lambda: self.sim.clock)
         self.attempts.append(Attempt(self.sim, "aaaaaa"))
         first, second, last = self.attempts[0].tasks
         match begun:
-            case "refused" | "finished too":  # all parts are there, and it is refused
+            case "refused" | "finished too":  # all parts are there, and the step is refused
                 self.come_to("tell", last)
                 self.come_to("/verdict", first, second)
                 if begun == "finished too":
                     self.come_to("/verdict", start_finisher(self.sim, self.attempts[0], 0))
-            case "late":  # the leader is about to refuse; the word that it waited for has come, and another wants to commit  # noqa: E501
+            case "late":
+                # the leader is about to refuse; the message that it waited for has arrived, and
+                # another rank wants to commit
                 self.come_to("tell", last)
                 self.come_to("verdict", second)
                 self.come_to("/intent", first)
                 self.sim.let(last)
                 self.come_to("decide", second)
-            case "withdrawn":  # the leader will fail to put, another is about to take its turn
+            case "withdrawn":  # the leader will fail to put, another task is about to take its turn
                 self.come_to("manifest.json", first, second, last)
                 first.fault = "full"
                 self.come_to("/turn manifest.json", second)
@@ -69,7 +72,7 @@ class Protocol(RuleBasedStateMachine):
                 pass
 
     def come_to(self, what: str, *tasks: Task) -> None:
-        """Those go on until they are about to do ``what``; who is there waits."""
+        """Let these tasks go on until each is about to do ``what``. A task that is there waits."""
         while going := [
             task for task in tasks if not any(word in task.doing for word in what.split())
         ]:
@@ -112,7 +115,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(number=some, rounds=st.integers(1, 60))
     def all_but_one_go_on(self, number: int, rounds: int) -> None:
-        """One is stopped; time passes where the others wait for it."""
+        """One task is stopped, and time passes where the others wait for it."""
         tasks = [task for task in self.sim.tasks if not task.ended]
         stopped = tasks[number % len(tasks)] if tasks else None
         for _ in range(rounds):
@@ -171,7 +174,7 @@ class Protocol(RuleBasedStateMachine):
             start_pruner(self.sim, dead[0], index)
 
     def teardown(self) -> None:
-        """Whatever has happened: if all that live go on, all come to an end."""
+        """All tasks that live go on, and all come to an end."""
         try:
             for _ in range(3000):
                 if tasks := self.sim.runnable():

@@ -1,5 +1,6 @@
-"""What all ranks do together in a restore: what fails on one is heard by all, soon, and with its
-cause.
+"""What all ranks do together in a restore.
+
+If one rank fails, all ranks soon get an error with the cause.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from tests.coordination.world import World
 def outcome(
     works: dict[int, Any], *, seconds: dict[int, float] | None = None, patience: float = 60
 ) -> Any:
-    """What each rank gets if the ranks of ``works`` do that, after so many seconds; others are
-    dead.
+    """Return what each rank gets if the ranks of ``works`` do that, after that many seconds.
+
+    The other ranks are dead.
     """
 
     def run(coordinator: Coordinator) -> object:

@@ -1,4 +1,4 @@
-"""A world of ranks in one process: what they tell each other lies in a dict."""
+"""A world of ranks in one process, whose messages are in a dict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.coordination.api import Coordinator
 class World:
     """What a store keeps for ``size`` ranks.
 
-    ``patience`` shortens every wait, so that nobody waits for the dead.
+    ``patience`` shortens every wait, so that no rank waits long for the dead.
     """
 
     def __init__(self, size: int, *, patience: float = 6) -> None:
@@ -29,7 +29,7 @@ class World:
     def run(
         self, work: Callable[[Coordinator], Any], ranks: Iterable[int] | None = None
     ) -> dict[int, Any]:
-        """``work`` on every rank at once; its result or its error, by rank."""
+        """Do ``work`` on every rank at once, and return its result or its error, by rank."""
         chosen = list(range(self.size)) if ranks is None else list(ranks)
 
         def guarded(rank: int) -> Any:
