@@ -30,7 +30,9 @@ from ckpt.catalog.transfer import copy_files
 from ckpt.catalog.verify import StepFolder
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import StoredFile
-from ckpt.nodes.server import NodeServer, NodeStore, Peer, Step
+from ckpt.nodes.server import NodeServer
+from ckpt.nodes.store import NodeStore
+from ckpt.nodes.wire import Peer, Step
 from ckpt.pipeline.reader import ChunkReader, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers

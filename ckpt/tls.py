@@ -77,7 +77,8 @@ class Encryption:
         self._tls, self._lock = tls, threading.Lock()
         self._used = self._unfit = _state(tls)
         self._contexts = _Contexts.of(tls)
-        self._noted: set[str] = set()
+        self._noted: dict[str, set[str]] = {}
+        self._notes = 0
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
         """Return the server's end of a connection whose handshake is still to be done."""
@@ -99,13 +100,24 @@ class Encryption:
         except OSError as error:
             raise ConnectionError(reason_of(error)) from error
 
-    def is_new(self, note: str, *, most: int | None = None) -> bool:
-        """Return whether this is to be logged: it was not, and there are fewer than ``most``."""
+    def is_new(self, peer: str, reason: str, *, most: int | None = None) -> bool:
+        """Return whether it is to be logged that ``peer`` is not connected, for this ``reason``.
+
+        It is not if it was logged since the last connection to that peer (see ``connected``), or if
+        ``most`` reasons were.
+        """
         with self._lock:
-            if note in self._noted or (most is not None and len(self._noted) >= most):
+            noted = self._noted.setdefault(peer, set())
+            if reason in noted or (most is not None and self._notes >= most):
                 return False
-            self._noted.add(note)
+            noted.add(reason)
+            self._notes += 1
             return True
+
+    def connected(self, peer: str) -> None:
+        """Note that ``peer`` has been connected. Its next failure is to be logged again."""
+        with self._lock:
+            self._noted.pop(peer, None)
 
     def _current(self) -> _Contexts:
         with self._lock:

@@ -19,7 +19,8 @@ from ckpt.errors import CkptError, OutOfSpace, StorageError
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Fragment, Manifest, StoredFile
 from ckpt.model.readable import size
-from ckpt.nodes.server import NodeStore, Peer, Step
+from ckpt.nodes.store import NodeStore
+from ckpt.nodes.wire import Peer, Step
 from ckpt.pipeline.pace import Pace
 from ckpt.pipeline.reader import ChunkReader, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
@@ -74,7 +75,7 @@ class StepCopies:
         backend, ref, files = self.tier.backend, self.ref, self.manifest.file_map()
         theirs = [part for part in self.manifest.fragments if part.rank in ranks]
         sizes = {files[part.rank].name: files[part.rank].size for part in theirs}
-        store = reading(self.tier, peer, ref, sizes)
+        store = reading(self.tier, peer, ref, sizes, how.pace)
         parts = [
             (part.name, *load_fragment(store, ref, self.manifest, part, files[part.rank]))
             for part in theirs
@@ -109,14 +110,16 @@ def remove(backend: StorageBackend, kept: Sequence[str]) -> None:
             backend.delete(key)
 
 
-def reading(tier: OpenTier, peer: Peer, ref: StepRef, files: Mapping[str, int]) -> NodeStore:
+def reading(
+    tier: OpenTier, peer: Peer, ref: StepRef, files: Mapping[str, int], pace: Pace
+) -> NodeStore:
     """Return a store that has the manifest of a step and the given files, by their sizes, on the
-    node ``peer``.
+    node ``peer``. When ``pace`` stops, it reads nothing more.
     """
     announced = {tier.index: {ref.folder: Step(listed=True, files=dict(files))}}
     encryption = tier.nodes.encryption if tier.nodes else None
     known = msgspec.structs.replace(peer, tiers=announced)
-    return NodeStore(tier.index, tier.url, [known], encryption)
+    return NodeStore(tier.index, tier.url, [known], encryption, lambda: pace.stopped)
 
 
 def _fetch(

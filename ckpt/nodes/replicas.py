@@ -27,7 +27,8 @@ from ckpt.events import NodeReplicated, Observers
 from ckpt.model.keys import StepRef
 from ckpt.nodes.copies import Copying
 from ckpt.nodes.ring import Held, Node, Ring, ring_of
-from ckpt.nodes.server import NodeServer, Peer
+from ckpt.nodes.server import NodeServer
+from ckpt.nodes.wire import Peer
 from ckpt.pipeline.pace import Pace
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.tiers import Nodes, OpenTier

@@ -17,7 +17,7 @@ from ckpt.errors import CkptError
 from ckpt.model.keys import MANIFEST, StepRef, data_name, is_fragment, rank_of
 from ckpt.model.manifest import Manifest
 from ckpt.nodes.copies import Copying, StepCopies, reading, remove
-from ckpt.nodes.server import Peer
+from ckpt.nodes.wire import Peer
 from ckpt.plan.buddies import buddies, missing_copies
 from ckpt.storage.tiers import Nodes, OpenTier
 
@@ -109,7 +109,7 @@ class Ring:
         having = [node for node, has in held.items() if has.listed]
         if not having:
             return 0
-        store = backend if listed else reading(self.tier, self.peers[having[0]], ref, {})
+        store = backend if listed else reading(self.tier, self.peers[having[0]], ref, {}, how.pace)
         manifest, data = read_packed(store, ref)
         holders = {
             file.rank: [node for node, has in held.items() if file.rank in has.ranks]

@@ -23,7 +23,9 @@ from ckpt.model.keys import StepRef, rank_of
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import size
 from ckpt.model.reference import carried_fragments, fill
-from ckpt.nodes.server import NodeServer, NodeStore, Peer, Step, Union
+from ckpt.nodes.server import NodeServer
+from ckpt.nodes.store import NodeStore, Union
+from ckpt.nodes.wire import Peer, Step
 from ckpt.plan.copies import without_copy
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier

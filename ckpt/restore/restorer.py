@@ -35,8 +35,8 @@ from ckpt.errors.base import few
 from ckpt.events import CommitFinished, Observers, Repaired, Restored, StepDamaged
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.model.patterns import unfitting
-from ckpt.nodes.server import Peer
 from ckpt.nodes.survey import NodeSurvey, Sources
+from ckpt.nodes.wire import Peer
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ import ckpt.tls
 from ckpt.config import Tls
 from ckpt.errors import ObjectNotFound
 from ckpt.model.keys import StepRef
-from ckpt.nodes.server import _ANSWER, _MAGIC, _REQUEST, NodeServer, NodeStore, Peer, Step
+from ckpt.nodes.server import NodeServer
+from ckpt.nodes.store import NodeStore
+from ckpt.nodes.wire import ANSWER, MAGIC, REQUEST, Peer, Step
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.tls import Encryption
@@ -71,7 +74,7 @@ class Node:
 
     def request(self, offset: int = 0, length: int = 4, key: str = KEY) -> bytes:
         name = key.encode()
-        head = _REQUEST.pack(_MAGIC, self.server.token, 1, offset, length, len(name))
+        head = REQUEST.pack(MAGIC, self.server.token, 1, offset, length, len(name))
         return head + name
 
     def connect(self) -> socket.socket:
@@ -186,7 +189,7 @@ def test_the_wire_shows_no_token_no_key_and_no_data(job: Job, *, is_encrypted: b
         node.server.close()
         proxy.close()
     assert len(proxy.seen) > len(DATA)
-    for secret in (node.server.token, KEY.encode(), PATTERN, PATTERN[7:20], _MAGIC):
+    for secret in (node.server.token, KEY.encode(), PATTERN, PATTERN[7:20], MAGIC):
         assert (secret in proxy.seen) != is_encrypted
 
 
@@ -320,7 +323,7 @@ def test_the_token_is_asked_for_all_the_same(node: Node, here: Encryption) -> No
 
 
 @pytest.mark.parametrize(
-    "sent", [b"GET / HTTP/1.1\r\n\r\n", _MAGIC + bytes(60), b"\x16\x03\x01\0\4junk"]
+    "sent", [b"GET / HTTP/1.1\r\n\r\n", MAGIC + bytes(60), b"\x16\x03\x01\0\4junk"]
 )
 def test_a_caller_without_tls_is_closed_at_once(
     node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sent: bytes
@@ -417,7 +420,7 @@ def test_a_request_counts_however_it_is_cut_on_the_wire(
         client.tls.write(node.request(7, 50_000))
         send(client.written())
         answer = client.answer()
-    assert answer[_ANSWER.size :] == DATA[7 : 7 + 50_000]
+    assert answer[ANSWER.size :] == DATA[7 : 7 + 50_000]
 
 
 def test_a_request_in_many_records_counts(node: Node, here: Encryption) -> None:
@@ -428,7 +431,7 @@ def test_a_request_in_many_records_counts(node: Node, here: Encryption) -> None:
         for byte in node.request(7, 9):
             client.tls.write(bytes([byte]))
         connection.sendall(client.written())
-        assert client.answer()[_ANSWER.size :] == DATA[7:16]
+        assert client.answer()[ANSWER.size :] == DATA[7:16]
 
 
 @pytest.mark.parametrize("part", ["nothing", "half a hello", "no certificate yet"])
@@ -573,10 +576,39 @@ def test_files_that_do_not_fit_yet_are_tried_again(
 
 def test_what_strangers_cause_does_not_fill_the_log(here: Encryption) -> None:
     """And leaves room for what this node finds out itself."""
-    notes = [here.is_new(f"reason {number}", most=64) for number in range(200)]
+    notes = [here.is_new("10.0.0.9", f"reason {number}", most=64) for number in range(100)]
+    here.connected("10.0.0.9")
+    notes += [here.is_new("10.0.0.9", f"reason {number}", most=64) for number in range(100)]
     assert notes.count(True) == 64
-    assert here.is_new("the node of rank 2")
-    assert not here.is_new("the node of rank 2")
+    assert here.is_new("the node of rank 2", "expired")
+    assert not here.is_new("the node of rank 2", "expired")
+
+
+def test_a_certificate_that_expires_again_is_logged_again(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was renewed once, and the job has run on."""
+    node = Node(job, job.serve(Encryption(job.authority.issue("server"))))
+    other = unchecked(job.authority.issue("client", days=-1))
+
+    def both_sides_have_logged(times: int) -> bool:
+        sides = ("rank 2 does not give its files", "connection from 127.0.0.1 was refused")
+        return [caplog.text.count(side) for side in sides] == [times, times]
+
+    try:
+        for times in (1, 2):
+            for _ in range(2):
+                with pytest.raises(ObjectNotFound):
+                    read(node.store(other))
+            assert until(partial(both_sides_have_logged, times))
+            job.authority.issue("client")
+            assert read(node.store(other)) == DATA
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ckpt.tls._Contexts, "check", lambda *_: None)
+                job.authority.issue("client", days=-1)
+                other._current()
+    finally:
+        node.server.close()
 
 
 def test_a_peer_is_not_known_by_its_address(node: Node, here: Encryption) -> None:

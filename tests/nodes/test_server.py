@@ -17,11 +17,17 @@ import msgspec
 import pytest
 
 import ckpt.nodes.server
+import ckpt.nodes.store
 from ckpt.config import Tier
 from ckpt.errors import CommitError, ObjectNotFound, StorageError
 from ckpt.model.keys import StepRef
-from ckpt.nodes.server import _ANSWER, _MAGIC, _REQUEST, NodeServer, NodeStore, Peer, Step
+from ckpt.nodes.copies import reading
+from ckpt.nodes.server import NodeServer
+from ckpt.nodes.store import NodeStore
 from ckpt.nodes.survey import NodeSurvey
+from ckpt.nodes.wire import ANSWER, MAGIC, OK, REQUEST, Peer, Step
+from ckpt.pipeline.pace import Pace
+from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import ObjectInfo
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Nodes, OpenTier
@@ -75,13 +81,13 @@ def read(store: NodeStore, key: str, offset: int, nbytes: int) -> bytes:
 
 
 def asked(
-    node: Node, key: str, token: bytes | None = None, *, tier: int = 1, magic: bytes = _MAGIC
+    node: Node, key: str, token: bytes | None = None, *, tier: int = 1, magic: bytes = MAGIC
 ) -> bytes:
     """What comes back for a request, whoever makes it."""
     name = key.encode()
     with connect(node) as connection:
         connection.sendall(
-            _REQUEST.pack(magic, token or node.server.token, tier, 0, 4, len(name)) + name
+            REQUEST.pack(magic, token or node.server.token, tier, 0, 4, len(name)) + name
         )
         got = b""
         # what it did not care to read is thrown away, and the connection with it
@@ -157,10 +163,10 @@ def test_beyond_the_end_is_an_error_not_less(node: Node) -> None:
 )
 def test_nothing_else_is_read(node: Node, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # how long it waits to hear of the step
-    monkeypatch.setattr("ckpt.nodes.server._CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("ckpt.nodes.server.CONNECT_SECONDS", 0.2)
     answer = asked(node, key)
-    assert len(answer) == _ANSWER.size
-    assert _ANSWER.unpack(answer)[1] != 0
+    assert len(answer) == ANSWER.size
+    assert ANSWER.unpack(answer)[1] != 0
     assert node.server.served_bytes == 0
 
 
@@ -168,7 +174,7 @@ def test_who_knows_no_token_gets_no_answer(node: Node) -> None:
     assert asked(node, KEY, secrets.token_bytes(32)) == b""
     assert asked(node, KEY, magic=b"GET ") == b""
     assert asked(node, KEY) != b""
-    assert len(asked(node, KEY, tier=7)) == _ANSWER.size  # a tier that it does not serve
+    assert len(asked(node, KEY, tier=7)) == ANSWER.size  # a tier that it does not serve
 
 
 def test_those_who_connect_and_say_nothing_do_not_hold_up_the_end(node: Node) -> None:
@@ -186,7 +192,7 @@ def test_those_who_connect_and_say_little_do_not_keep_others_waiting(
     monkeypatch.setattr(ckpt.nodes.server, "_REQUEST_SECONDS", 0.5)
     slow = [socket.create_connection(("127.0.0.1", node.server.port), 5) for _ in range(12)]
     for connection in slow:
-        connection.sendall(_MAGIC)
+        connection.sendall(MAGIC)
     began = time.monotonic()
     assert read(node.store, KEY, 3, 5) == DATA[3:8]
     assert time.monotonic() - began < 10
@@ -219,6 +225,76 @@ def test_the_next_address_and_the_next_node_are_tried(node: Node) -> None:
     other = msgspec.structs.replace(node.peer, addresses=("127.0.0.1.invalid", "127.0.0.1"))
     store = NodeStore(1, "here", [dead, other], node.encryption)
     assert read(store, KEY, 3, 5) == DATA[3:8]
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Slow:
+    """A connection whose answer arrives byte by byte, one every 50 s."""
+
+    def __init__(self, clock: Clock, answer: bytes) -> None:
+        self._clock, self._answer, self.received = clock, answer, 0
+
+    def __enter__(self) -> Slow:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def sendall(self, data: bytes) -> None: ...
+
+    def settimeout(self, seconds: float) -> None: ...
+
+    def recv_into(self, out: memoryview) -> int:
+        self._clock.now += 50
+        out[:1] = self._answer[self.received :][:1]
+        self.received += 1
+        return 1
+
+
+@pytest.mark.parametrize("nbytes", [5, 1 << 20])
+def test_an_answer_as_a_whole_has_a_time_limit(
+    node: Node, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """Each single byte comes within the time that a byte may take."""
+    clock = Clock()
+    slow = Slow(clock, ANSWER.pack(MAGIC, OK, len(DATA)) + DATA)
+    monkeypatch.setattr(ckpt.nodes.store, "time", clock)
+    monkeypatch.setattr(node.store, "_connect", lambda _: slow)
+    with pytest.raises(ObjectNotFound, match="no node that answers"):
+        read(node.store, KEY, 0, nbytes)
+    assert slow.received <= 2 * 3  # It is asked twice
+
+
+def test_the_end_of_the_copying_ends_a_request_under_way(tmp_path: Path) -> None:
+    """A buddy that sends single bytes holds up no ``close``."""
+    pace, sent = Pace(None), list[int]()
+
+    def drip(listening: socket.socket) -> None:
+        with listening.accept()[0] as connection, suppress(OSError):
+            connection.sendall(ANSWER.pack(MAGIC, OK, len(DATA)))
+            while True:
+                connection.sendall(b"x")
+                sent.append(1)
+                time.sleep(0.01)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, Workers("test", 2) as workers:
+        workers.submit(drip, listening)
+        peer = Peer(2, ("127.0.0.1",), listening.getsockname()[1], "00" * 32, {})
+        tier = OpenTier(1, Tier(str(tmp_path)), open_backend(str(tmp_path)))
+        found = reading(tier, peer, REF, {"rank-00002.safetensors": len(DATA)}, pace)
+        copying = workers.submit(read, found, KEY, 0, len(DATA))
+        assert until(lambda: len(sent) > 3)
+        pace.end(now=True)
+        with pytest.raises(StorageError, match="not wanted any more"):
+            copying.result()
 
 
 def test_nothing_is_written_through_it(node: Node) -> None:
@@ -309,7 +385,7 @@ def test_four_hundred_silent_connections_shut_nobody_out(
         connection.close()
 
 
-@pytest.mark.parametrize("sent", [b"G", b"ckp2", b"c\0", _MAGIC + bytes(_REQUEST.size - 4)])
+@pytest.mark.parametrize("sent", [b"G", b"ckp2", b"c\0", MAGIC + bytes(REQUEST.size - 4)])
 def test_a_wrong_byte_ends_the_connection(
     node: Node, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
@@ -323,24 +399,24 @@ def test_a_part_of_the_token_tells_nothing(node: Node) -> None:
     """Whether its first bytes are right or wrong, the connection stays until all of it is there."""
     for token in (node.server.token, bytes(32)):
         with connect(node) as connection:
-            connection.sendall(_MAGIC + token[:31])
+            connection.sendall(MAGIC + token[:31])
             assert not is_closed(connection, 0.2)
 
 
 def test_a_request_in_single_bytes_is_answered(node: Node) -> None:
     name = KEY.encode()
     with connect(node) as connection:
-        for byte in _REQUEST.pack(_MAGIC, node.server.token, 1, 7, 4, len(name)) + name:
+        for byte in REQUEST.pack(MAGIC, node.server.token, 1, 7, 4, len(name)) + name:
             connection.sendall(bytes([byte]))
         got = b""
         while piece := connection.recv(1 << 16):
             got += piece
-    assert got[_ANSWER.size :] == DATA[7:11]
+    assert got[ANSWER.size :] == DATA[7:11]
 
 
 def test_a_key_that_is_too_long_is_not_waited_for(node: Node) -> None:
     with connect(node) as connection:
-        connection.sendall(_REQUEST.pack(_MAGIC, node.server.token, 1, 0, 4, 65_535))
+        connection.sendall(REQUEST.pack(MAGIC, node.server.token, 1, 0, 4, 65_535))
         assert is_closed(connection, 4)
 
 

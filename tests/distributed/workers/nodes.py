@@ -20,7 +20,7 @@ from nets import assert_same, full, step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ckpt.nodes.server
+import ckpt.nodes.store
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, RestoreReport, Tier
 from ckpt.coordination.owner import Owner
@@ -41,7 +41,7 @@ def data_of(keys: list[str]) -> list[str]:
 
 def watch() -> None:
     """Record every request to another node."""
-    request = ckpt.nodes.server.NodeStore._request
+    request = ckpt.nodes.store.NodeStore._request
 
     def told(self: Any, peer: Any, key: str, offset: int, out: memoryview) -> int:
         asked.append(key)
@@ -49,7 +49,7 @@ def watch() -> None:
         reached.update(self._reached.values())
         return size
 
-    ckpt.nodes.server.NodeStore._request = told  # type: ignore[method-assign]
+    ckpt.nodes.store.NodeStore._request = told  # type: ignore[method-assign]
 
 
 def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

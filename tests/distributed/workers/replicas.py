@@ -29,7 +29,9 @@ from ckpt.model.keys import StepRef
 from ckpt.nodes.copies import StepCopies
 from ckpt.nodes.replicas import NodeReplicas
 from ckpt.nodes.ring import Ring
-from ckpt.nodes.server import NodeServer, NodeStore, Peer
+from ckpt.nodes.server import NodeServer
+from ckpt.nodes.store import NodeStore
+from ckpt.nodes.wire import Peer
 from ckpt.storage.api import Upload
 from ckpt.storage.tiers import OpenTier, open_tiers
 from ckpt_backends.posix import PosixBackend
