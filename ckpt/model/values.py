@@ -77,6 +77,23 @@ def unescape(part: str) -> str | int:
     return part.replace("~1", "/").replace("~0", "~")
 
 
+def is_text(value: str) -> bool:
+    """Return False for a str that UTF-8 cannot encode, since it contains a lone surrogate."""
+    if value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_name(key: str, path: str) -> None:
+    """Raise ``UnsupportedValue`` for ``path`` if its last part, ``key``, is not text."""
+    if not is_text(key):
+        raise UnsupportedValue(path, "name that is not text", "rename it")
+
+
 def below(names: Sequence[str], path: str) -> Sequence[str]:
     """Return those of the sorted names that are inside of ``path``."""
     return names[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # '0' follows '/'
@@ -192,7 +209,12 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
     ``UnsupportedValue``. A large dict is first passed to it as a whole, and it may return None.
     """
     kind = type(value)
-    if value is None or kind is bool or kind is str:
+    if kind is str:
+        if not is_text(value):  # type: ignore[arg-type]
+            way = "save its bytes instead: text.encode('utf-8', 'surrogatepass')"
+            raise UnsupportedValue(path, "str that is not text", way)
+        return value
+    if value is None or kind is bool:
         return value
     if kind is int:
         return value if -(2**63) <= value < 2**63 else {"$": "int", "v": hex(value)}  # type: ignore[operator, arg-type]
@@ -237,6 +259,8 @@ def _encode_mapping(
     value: Mapping[Any, Any], kind: type, path: str, inner: Callable[[object, object], Node]
 ) -> Node:
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        for key in value:
+            check_name(key, join(path, key))
         return {key: inner(item, key) for key, item in value.items()}
     _check_hashes(value, path)
     pairs = [[inner(key, "key"), inner(item, key)] for key, item in value.items()]
@@ -372,7 +396,7 @@ def dumps(node: Node, name: str) -> bytes:
     """
     try:
         data = msgspec.json.encode(node)
-    except (UnicodeError, TypeError, RecursionError) as error:  # For example, a lone surrogate
+    except (UnicodeError, TypeError, RecursionError) as error:
         raise UnsupportedValue(name, "value", str(error)) from None
     if fault := _excess(node, len(data)):
         raise UnsupportedValue(name, "value", fault)

@@ -237,11 +237,21 @@ def test_a_hundred_levels_are_kept_and_many_more_are_refused(wrap):
         encode(value, "deep", refuse)
 
 
-@pytest.mark.parametrize("value", ["\ud800", {"\udfff": 1}, ["x", {1: "a\ud800"}]])
-def test_a_lone_surrogate_is_refused_with_the_name(value):
-    with pytest.raises(UnsupportedValue) as caught:
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        ("\ud800", ""),
+        ({"\udfff": 1}, "/\udfff"),
+        ({"a/b": {"c": [0, "\ud800"]}}, "/a~1b/c/1"),
+        (["x", {1: "a\ud800"}], "/1/~21"),
+        ({("\ud800", 1): 2}, "/key/0"),
+        ({"s": {"\ud800"}}, "/s/0"),
+    ],
+)
+def test_a_lone_surrogate_is_refused_with_the_name(value, name):
+    with pytest.raises(UnsupportedValue, match="that is not text") as caught:
         to_json("metadata", value)
-    assert caught.value.name.startswith("metadata")
+    assert caught.value.name == f"metadata{name}"
 
 
 @pytest.mark.parametrize(

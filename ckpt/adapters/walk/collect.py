@@ -53,7 +53,7 @@ from ckpt.adapters.walk.stand_in import OptimizerStandIn
 from ckpt.adapters.walk.wrappers import Wrappers, in_module, in_optimizer
 from ckpt.errors import UnsupportedValue
 from ckpt.model.patterns import WHOLE, Patterns
-from ckpt.model.values import Node, encode, join
+from ckpt.model.values import Node, check_name, encode, join
 
 _log = logging.getLogger("ckpt")
 _REMADE: Final = (
@@ -182,6 +182,7 @@ def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             raise UnsupportedValue(
                 repr(key), "key of the state", "use non-empty strings that do not begin with '$'"
             )
+        check_name(key, join("", key))
         yield key, value
 
 

@@ -22,6 +22,7 @@ from ckpt.adapters.walk.collect import Collected
 from ckpt.adapters.walk.segments import Held, Segment
 from ckpt.config import CheckMode, Copies, SaveConfig
 from ckpt.errors import UnsupportedValue
+from ckpt.model.values import check_name
 from ckpt.plan.copies import left, writers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SPLIT_FROM_BYTES, SavePlan, plan_save
@@ -202,8 +203,7 @@ class PlanCache:
                 raise UnsupportedValue(
                     item.name, "name that two values share", "rename one of them"
                 )
-            if not _is_text(item.name):
-                raise UnsupportedValue(item.name, "name that is not text", "rename it")
+            check_name(item.name, item.name)
             names.add(item.name)
         leaves = tuple(self._leaf(item) for item in held)
         plan = plan_save(leaves, rank=self._rank, chunk_bytes=self._chunk_bytes)
@@ -308,11 +308,3 @@ def _devices(held: Iterable[Held]) -> Devices:
         for part in (source.tensors if isinstance(source, LocalShards) else (local(source),))
     }
     return tuple(sorted((device for device in found if device.type != "cpu"), key=str))
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # The name contains a lone surrogate
-        return False
-    return True

@@ -404,9 +404,11 @@ class Point(collections.namedtuple("Point", "x y")):
         (torch.empty(2, device="meta"), "v"),
         (nested(), "v"),
         ({"a": nested()}, "v/a"),
-        ("\ud800", "state"),
+        ("\ud800", "v"),
+        ({"a": [1, {"b": "x\ud800"}]}, "v/a/1/b"),
+        ({"\ud800": 1}, "v/\ud800"),
     ],
-    ids=["object", "in-list", "deep", "function", "class", "namedtuple", "defaultdict", "range", "np-str", "sparse", "meta", "nested", "nested-in-dict", "surrogate"],  # noqa: E501
+    ids=["object", "in-list", "deep", "function", "class", "namedtuple", "defaultdict", "range", "np-str", "sparse", "meta", "nested", "nested-in-dict", "surrogate", "surrogate-deep", "surrogate-key"],  # noqa: E501
 )  # fmt: skip
 def test_what_only_pickle_could_save_is_refused_with_its_path(value: object, path: str) -> None:
     with CheckpointManager(new_root()) as manager:
