@@ -35,7 +35,13 @@ from ckpt.adapters.torch_private import with_versions
 from ckpt.adapters.walk.collect import find_parameters
 from ckpt.adapters.walk.items import Part
 from ckpt.adapters.walk.modules import asked, items_of, raw_state, unwrapped
-from ckpt.adapters.walk.objects import declares_state, is_stateful, look_again, walk_objects
+from ckpt.adapters.walk.objects import (
+    check_mode,
+    declares_state,
+    is_stateful,
+    look_again,
+    walk_objects,
+)
 from ckpt.adapters.walk.stand_in import Checked, Refilled, StandIn
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
 from ckpt.model.manifest import Manifest
@@ -61,6 +67,7 @@ def match(
             ``on_resize``, or a renaming fails.
         RestoreError: The state is no dict, the manifest has a tree that ckpt does not write, or an
             object of the state fails.
+        UnsupportedValue: A tensor of the state cannot be filled, as under ``FakeTensorMode``.
     """
     if not isinstance(state, MutableMapping):
         way = "a state is a dict: {'model': model, 'optimizer': optimizer, ...}"
@@ -84,6 +91,7 @@ class _Match:
     ) -> None:
         self._state, self._rank, self._world = state, rank, world_size
         self._objects = list(walk_objects(state))
+        check_mode(state, self._objects)
         look_again(self._objects)
         for _, value in self._objects:
             if isinstance(value, nn.Module):

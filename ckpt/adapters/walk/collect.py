@@ -42,6 +42,7 @@ from ckpt.adapters.walk.modules import (
     unwrapped,
 )
 from ckpt.adapters.walk.objects import (
+    check_mode,
     declares_state,
     is_stateful,
     look_again,
@@ -126,6 +127,7 @@ def collect(
         )
     memory = memory or Memory()
     objects = list(walk_objects(state))
+    check_mode(state, objects)
     look_again(objects)
     optimizers = _Optimizers(
         [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)], captured

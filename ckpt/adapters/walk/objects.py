@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.tensors.layout import PLAIN
 from ckpt.adapters.walk.stand_in import StandIn
+from ckpt.errors import UnsupportedValue
 from ckpt.model.values import join
 
 
@@ -40,6 +42,24 @@ def look_again(objects: Sequence[tuple[str, Any]]) -> None:
     for _, value in objects:
         if isinstance(value, StandIn):
             value.look()
+
+
+def check_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> None:
+    """Raise ``UnsupportedValue`` under ``FakeTensorMode``, in which no tensor has data, unless the
+    state has no tensor.
+    """
+    if torch.empty(0, device="cpu").untyped_storage().device.type != "meta":
+        return
+    modules = (
+        join(path, name)
+        for path, value in objects
+        if isinstance(value, nn.Module)
+        for name, _ in chain(value.named_parameters(), value.named_buffers())
+    )
+    if name := next(chain(modules, (path for path, _ in walk_tensors(state))), None):
+        raise UnsupportedValue(
+            name, "tensor under FakeTensorMode", "leave the mode before you save or restore"
+        )
 
 
 def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from ckpt import CheckpointManager, PerRank
 from ckpt.adapters.walk.collect import collect
@@ -417,6 +418,26 @@ def test_what_only_pickle_could_save_is_refused_with_its_path(value: object, pat
         assert refused.value.name == path
         assert manager.steps() == []
         manager.save({"v": 1}, 0)  # nothing of the refused value is left
+
+
+@pytest.mark.parametrize("how", ["real", "real, allowed", "fake"])
+def test_a_state_under_fake_tensor_mode_is_refused_with_the_name_of_a_tensor(how: str) -> None:
+    state: dict[str, Any] = {"t": torch.ones(2), "model": torch.nn.Linear(2, 2)}
+    with CheckpointManager(new_root()) as manager:
+        manager.save(state, 1)
+        with FakeTensorMode(allow_non_fake_inputs="allowed" in how):
+            if how == "fake":
+                state = {"t": torch.ones(2), "model": torch.nn.Linear(2, 2)}
+            for call in (manager.prepare, manager.save, manager.restore):
+                with pytest.raises(UnsupportedValue, match="leave the mode") as refused:
+                    call(state)
+                assert refused.value.name == "model/weight"
+            with pytest.raises(UnsupportedValue) as refused:
+                manager.save({"n": {"a": torch.ones(2)}}, 2)
+            assert refused.value.name == "n/a"
+        if how != "fake":
+            manager.save(state, 3)  # nothing of the refusal is left
+            manager.restore(state)
 
 
 class Colour(enum.Enum):
