@@ -386,8 +386,22 @@ class CkptCheckpoint(ModelCheckpoint):
         self._is_due = (
             is_due and not self._should_skip_saving_checkpoint(trainer) and more_follows(trainer)
         )
-        if not self._is_due:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._is_due:
+            return
+        candidates = self._monitor_candidates(trainer)
+        if is_due and self.monitor is not None and self.monitor not in candidates:
+            if self.save_last and not self._should_skip_saving_checkpoint(trainer):
+                self._save_last_checkpoint(
+                    trainer, candidates
+                )  # It does not count as one of the best
+                return
+            _log.warning(
+                "ckpt: step %d is not saved, since the metric %r has no value yet: set "
+                "save_last=True to save each step",
+                trainer.global_step,
+                self.monitor,
+            )
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save a step that is due, unless the end of the epoch follows."""
@@ -404,7 +418,7 @@ class CkptCheckpoint(ModelCheckpoint):
             super().on_train_epoch_end(trainer, pl_module)
 
     def _save_due(self, trainer: Trainer) -> None:
-        self._is_due = False
+        self._is_due = self._defer_save_until_validation = False
         self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -155,6 +155,18 @@ def test_the_policy_decides_which_steps_are_kept(
     assert callback.best_model_path.endswith(f"#{best}")
 
 
+@pytest.mark.parametrize("save_last", [True, False])
+def test_a_step_before_the_metric_has_a_value_is_saved_or_named(
+    nets: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, save_last: bool
+) -> None:
+    tier = Tier(str(tmp_path), keep_last=9)
+    callback = fit_with(nets, tier, [2.0, 1.0], every_n_train_steps=3, save_last=save_last)
+    assert steps(tmp_path) == ([3, 6] if save_last else [6])
+    assert callback.best_model_path.endswith("#6")
+    named = "step 3 is not saved, since the metric 'score' has no value yet" in caplog.text
+    assert named != save_last
+
+
 def test_of_equal_scores_the_newest_is_kept_and_is_the_best(nets: Any, tmp_path: Path) -> None:
     callback = fit_with(nets, tmp_path, [1.0, 1.0, 2.0], save_top_k=1, save_last=True)
     assert steps(tmp_path) == [8, 12]
