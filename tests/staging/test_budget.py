@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """64 GiB of free memory, whatever else runs on this machine."""
+    """Set 64 GiB of free memory, independently of this machine."""
     monkeypatch.setattr(budget, "_meminfo_available", lambda: 64 << 30)
 
 
@@ -54,12 +54,12 @@ def test_the_ranks_of_a_node_share_what_is_there(tmp_path):
 
 
 def test_the_last_rank_to_ask_gets_as_much_as_the_first(cgroup, tmp_path):
-    """Of four, three have taken their part already."""
+    """Three of four ranks have taken their part already."""
     cgroup(("/job", 1000, 0, 0))
     first = measure(str(tmp_path), ranks=4).memory
     cgroup(("/job", 1000, 3 * first // MIB, 0))
     assert first <= measure(str(tmp_path), ranks=4, held=3 * first).memory <= 1.1 * first
-    # what it would get if they were strangers
+    # what it would get if they were foreign processes
     assert measure(str(tmp_path), ranks=4).memory < first / 2
 
 
@@ -91,7 +91,7 @@ UNLIMITED = {"v1": str(0x7FFFFFFFFFFFF000), "v2": "max"}
 
 @pytest.fixture(params=["v1", "v2"])
 def cgroup(request, tmp_path, monkeypatch):
-    """Puts cgroups below a mount of their own; this process is in the last one, or in ``told``."""
+    """Put cgroups below a mount of their own; this process is in the last one, or in ``told``."""
     names = {"v1": V1, "v2": V2}[request.param]
     kind = {"v1": "_V1", "v2": "_V2"}[request.param]
     monkeypatch.setattr(budget, kind, replace(getattr(budget, kind), mount=str(tmp_path)))
@@ -118,7 +118,7 @@ def cgroup(request, tmp_path, monkeypatch):
 
 
 def room(tmp_path, ranks: int = 1) -> float:
-    """MiB that are left, before anything is kept back for others."""
+    """Return the MiB that are left, before anything is kept back for others."""
     return measure(str(tmp_path), ranks=ranks).memory / MIB / budget._HEADROOM
 
 

@@ -1,4 +1,4 @@
-"""What is known of devices without having one; ``tests/device`` is for those that have."""
+"""What the code does for devices, tested without one; ``tests/device`` needs a device."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_draining_asks_each_device_for_what_it_has(monkeypatch):
 
 
 class Runtime:
-    """CUDA's calls on host memory, written down."""
+    """A record of CUDA's calls on host memory."""
 
     def __init__(self, monkeypatch, *, code: int = 0) -> None:
         self.calls: list[str] = []

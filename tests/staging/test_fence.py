@@ -153,8 +153,8 @@ def test_a_fence_does_not_keep_an_optimizer_alive():
 
 
 def test_a_snapshot_that_has_landed_is_not_held_against_a_step_after_the_next_one():
-    """It is still being written when the next one is taken: its last look at the versions comes
-    after the step.
+    """It is still being written when the next one is taken. Its last comparison of the versions
+    comes after the step.
     """
     parameter, optimizer = trained()
     fence = Fence()
@@ -185,7 +185,7 @@ def test_a_change_before_the_next_one_is_still_seen():
 
 
 def test_a_snapshot_is_let_go_when_a_step_has_passed_it_and_when_hooks_are_removed():
-    """It holds on to its slot."""
+    """It keeps its slot in use."""
     parameter, optimizer = trained()
     fence = Fence()
     fence.guard([optimizer])

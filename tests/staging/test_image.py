@@ -20,7 +20,7 @@ def slot():
 
 
 def random(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """A tensor of any bits (of 0 and 1 for bool)."""
+    """Return a tensor of random bits (of 0 and 1 for bool)."""
     count = DTYPES[dtype].itemsize
     for n in shape:
         count *= n
@@ -32,7 +32,7 @@ def random(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
 
 
 def views(image: Image) -> list[torch.Tensor]:
-    """The place of each item, none of which is cut here."""
+    """Return the place of each item, none of which is cut here."""
     return [
         target.view for i in range(len(image.plan.items)) for target in image.targets(i, flat=True)
     ]

@@ -26,8 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def shm(monkeypatch):
-    """A folder of this test's own in /dev/shm takes its place, so that no other job's slots are
-    seen and none of ours are seen there.
+    """Use a folder of this test's own in the place of /dev/shm.
+
+    The test sees no slots of other jobs, and no other job sees the slots of the test.
     """
     folder = Path(tempfile.mkdtemp(prefix="ckpt-test-", dir="/dev/shm"))
     monkeypatch.setattr(slot_files, "SHM", str(folder))
@@ -112,7 +113,7 @@ def test_when_all_slots_are_taken_there_is_none_or_one_waits(pools):
 
 
 class Needed(NoContents):
-    """The file ``path`` holds what is nowhere else, and so do ``others``."""
+    """The only copy of some contents is in the file ``path``, and in each of ``others``."""
 
     path: str | None = None
     others: tuple[str, ...] = ()
@@ -125,7 +126,7 @@ class Needed(NoContents):
 
 
 def with_needed(pools, count=2):
-    """A pool whose slots are all taken. The contents of the first slot are nowhere else."""
+    """Return a pool whose slots are all taken. The contents of the first slot are nowhere else."""
     contents = Needed()
     pool = pools(count, contents=contents)
     taken = [take(pool, MIB) for _ in range(count)]
@@ -278,7 +279,7 @@ def test_no_file_is_left_after_close():
     assert len(own_files()) == len(before) + 2
     pool.close()
     assert own_files() == before
-    held.view[0] = 1  # memory that is still looked at stays
+    held.view[0] = 1  # memory that is still in use stays
 
 
 def test_two_hundred_saves_leave_memory_files_and_descriptors_flat(pools):
@@ -293,7 +294,7 @@ def test_two_hundred_saves_leave_memory_files_and_descriptors_flat(pools):
 
 
 def child() -> subprocess.Popen:
-    """A process that holds a slot in this test's folder, and has said where it is."""
+    """Run a process that holds a slot in this test's folder, and has printed its path."""
     script = (
         "from ckpt.staging import slot_files, slots; import sys; slot_files.SHM = sys.argv[1]; "
         "s = slots.SlotPool(1).acquire(1 << 20, wait=False); print(s.path, flush=True); "
@@ -317,15 +318,15 @@ def test_the_slot_of_a_dead_process_is_removed_by_the_next_pool_and_that_of_a_li
         pools(1)
         assert [os.path.exists(path) for path in paths] == [False, True]
         two.kill()
-        pools(1)  # it is dead, though nobody has reaped it yet
+        pools(1)  # it is dead, although no process has reaped it yet
         two.wait()
         pools(1)
         assert not os.path.exists(paths[1])
 
 
 def test_what_the_other_ranks_of_a_launcher_hold_is_known(pools):
-    """Those that the same process has started; this test's own are not among them, and it is not
-    among theirs.
+    """The slots that are counted are those of ranks that the same process has started. This test's
+    own are not among them, and theirs are not among this test's.
     """
     script = (
         "from ckpt.staging import slot_files, slots; import sys; slot_files.SHM = sys.argv[1]; "
@@ -382,7 +383,7 @@ def test_without_shared_memory_a_slot_is_anonymous_and_that_is_said(
 
 @pytest.fixture
 def tiny_shm(tmp_path):
-    """A /dev/shm of 4 MiB."""
+    """Use a /dev/shm of 4 MiB."""
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=4m", "none", tmp_path],
         capture_output=True,
@@ -400,7 +401,7 @@ def test_a_full_shared_memory_is_met_before_the_first_byte_and_leaves_no_file(
     monkeypatch.setattr(slot_files, "SHM", str(tiny_shm))
     pool = pools(2)
     slot = take(pool, 16 * MIB)
-    slot.tensor.fill_(1)  # would be a SIGBUS if the pages were not there
+    slot.tensor.fill_(1)  # this would be a SIGBUS if the pages did not exist
     assert not slot.shared
     assert list(tiny_shm.iterdir()) == []
 
@@ -437,7 +438,7 @@ def test_a_pool_knows_whether_all_its_slots_are_there(pools):
     assert not pool.has_all(3 * MIB)
     os.unlink(slot.path)
     pool.release(slot)
-    for taken in [take(pool, MIB), take(pool, MIB)]:  # One has replaced the slot that was lost
+    for taken in [take(pool, MIB), take(pool, MIB)]:  # one has replaced the slot that was lost
         pool.release(taken)
     assert pool.has_all(MIB)
     pool.reserve(3 * MIB)
@@ -478,7 +479,8 @@ def test_a_kernel_that_cannot_populate_has_its_pages_touched_one_by_one(pools, m
 
 def test_pages_that_are_gone_are_an_error_and_not_a_sigbus(pools):
     slot = take(pools(1), 8 * MIB)
-    os.truncate(slot.path, 0)  # whoever did that: touching one of these pages would kill
+    # foreign code did this: an access to one of these pages would kill the process
+    os.truncate(slot.path, 0)
     with pytest.raises(HostMemoryExhausted, match="Bad address"):
         slot.prefault()
 
@@ -501,8 +503,8 @@ def raise_exhausted(slot) -> None:
 
 
 def test_memory_that_went_with_the_shared_memory_is_not_taken_twice(pools, monkeypatch, tmp_path):
-    """The room for two was there when it was measured; then somebody took it, and anonymous
-    memory would be an OOM kill.
+    """There was room for two when it was measured. Then another process took it, and anonymous
+    memory would mean an OOM kill.
     """
     monkeypatch.setattr(slot_files, "SHM", str(tmp_path / "missing"))
     pool = pools(2)
@@ -530,8 +532,8 @@ def test_a_slot_that_could_not_be_made_holds_nothing_though_its_error_is_kept(po
 def test_memory_that_the_slots_have_taken_is_no_error_when_the_budget_is_thought_over(
     pools, monkeypatch, tmp_path
 ):
-    """It is after the first commit: the others would never hear of it, and farther tiers never
-    get it.
+    """The budget is computed again after the first commit. An error then would never reach the
+    other ranks, and farther tiers would never get the step.
     """
     monkeypatch.setattr(slot_files, "SHM", str(tmp_path / "missing"))
     pool = pools(1)
@@ -572,7 +574,7 @@ def test_a_slot_whose_step_cannot_be_taken_off_is_let_go_all_the_same():
 
 
 def test_a_slot_whose_file_has_vanished_is_replaced_by_a_new_one(pools):
-    """As logind's RemoveIPC and cleaners of /dev/shm remove what a user has there."""
+    """logind's RemoveIPC and programs that clean /dev/shm remove a user's files there."""
     pool = pools(1)
     lost = take(pool, MIB)
     os.unlink(lost.path)
@@ -580,7 +582,7 @@ def test_a_slot_whose_file_has_vanished_is_replaced_by_a_new_one(pools):
     slot = take(pool, MIB)
     assert slot is not lost
     assert own_files() == {os.path.basename(slot.path)}
-    lost.view[0] = 1  # an image that was in it is still whole
+    lost.view[0] = 1  # an image in it is still whole
 
 
 def test_a_file_that_stands_in_the_place_of_a_slots_own_is_neither_used_nor_removed(pools):
@@ -595,7 +597,7 @@ def test_a_file_that_stands_in_the_place_of_a_slots_own_is_neither_used_nor_remo
 
 
 def fill(folder: Path) -> Path:
-    """Another process takes all of a small /dev/shm."""
+    """Fill a small /dev/shm from another process."""
     room = os.statvfs(folder)
     path = folder / "another"
     with path.open("wb") as file:
@@ -606,8 +608,8 @@ def fill(folder: Path) -> Path:
 def test_a_slot_that_cannot_grow_back_is_replaced_by_anonymous_memory_until_there_is_room(
     pools, monkeypatch, tiny_shm, caplog
 ):
-    """It was cut when a store in memory took the image in it, and another process has taken what
-    was cut off.
+    """It was cut when a store in memory took the image in it, and another process has taken the
+    memory that was cut off.
     """
     monkeypatch.setattr(slot_files, "SHM", str(tiny_shm))
     pool = pools(1)
@@ -621,14 +623,14 @@ def test_a_slot_that_cannot_grow_back_is_replaced_by_anonymous_memory_until_ther
             slot = take(pool, MIB)
             slot.tensor.fill_(1)
             pool.release(slot)
-            if slot.shared:  # the slot that was let go has made room
+            if slot.shared:  # the slot that was released has made room
                 another.unlink()
                 os.truncate(slot.path, MIB)
                 another = fill(tiny_shm)
     assert not slot.shared
     assert caplog.text.count("using anonymous memory") == 1
     again = take(pool, MIB)
-    assert again is slot  # and no new one for every save
+    assert again is slot  # a save does not make a new one each time
     another.unlink()
     with caplog.at_level(logging.INFO, logger="ckpt"):
         pool.release(again)
@@ -651,13 +653,13 @@ def test_a_slot_is_made_ahead_again_when_there_is_room_in_shared_memory(
 
 
 def mapped() -> int:
-    """Slots of this test that are in this process's memory."""
+    """Return the slots of this test that are mapped by this process."""
     with open("/proc/self/maps") as file:
         return sum(f"{slot_files.SHM}/ckpt-slot" in line for line in file)
 
 
 def test_a_slot_that_is_let_go_is_not_mapped_any_more(pools):
-    """A plan that was laid over it is let go of with it."""
+    """A plan over it is released with it."""
     pool = pools(1)
     slot = take(pool, MIB)
     plan = threading.Event()

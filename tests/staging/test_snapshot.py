@@ -152,8 +152,8 @@ def test_digests_are_taken_with_the_copies_they_belong_to():
 
 
 def test_a_rank_that_copies_nothing_late_still_takes_late_digests():
-    """Another replica writes the tensor; this one must tell all the same whether it holds the
-    same.
+    """Another replica writes the tensor. This rank must still report whether it holds the same
+    values.
     """
     tensor = torch.ones(3)
     snapshot = snapshot_of(checks=[Check("w", "all", (tensor,), late=True)])
@@ -164,7 +164,7 @@ def test_a_rank_that_copies_nothing_late_still_takes_late_digests():
 
 
 class Queued:
-    """A device of which the copies are queued at once; a stand-in for ``Late``."""
+    """A device that queues copies at once, as a substitute for ``Late``."""
 
     thread = staticmethod(nullcontext)
 
@@ -181,7 +181,7 @@ class Queued:
 
 
 def test_a_fence_holds_the_stream_alone_and_waits_for_no_late_digest(monkeypatch):
-    """The digest on an accelerator is read by the host when the fence has let the step go on."""
+    """The host reads the digest on an accelerator when the fence has let the step go on."""
     passed, waited = threading.Event(), list[bool]()
 
     def read(parts):
@@ -237,8 +237,8 @@ def test_one_flipped_bit_gives_another_digest(name):
 
 @pytest.mark.parametrize("size", [2, 4, 16, 64, 1000, 4096, 1 << 16, 1 << 20])
 def test_constant_tensors_of_different_values_have_different_digests(size):
-    """A fresh bias is all zeros, a fresh norm all ones: a replica that was never loaded must be
-    found.
+    """A fresh bias is all zeros and a fresh norm all ones. The digest must show a replica that was
+    never loaded.
     """
     values = [torch.full((size,), value) for value in (0.0, 1.0, 2.0, -1.0, 0.5, 3.0)]
     assert len({digest(value) for value in values}) == len(values)
@@ -262,7 +262,7 @@ def test_an_empty_tensor_has_a_digest():
 
 
 class Launched:
-    """Copies from a GPU as a snapshot sees them: under way until they are waited for."""
+    """Copies from a GPU as a snapshot sees them: they run until a wait for them ends."""
 
     under_way = False
 
@@ -283,7 +283,7 @@ class Launched:
 
 
 def test_a_save_that_fails_is_over_when_the_gpu_writes_to_its_slot_no_more(monkeypatch):
-    """The slot is another save's then."""
+    """Another save has the slot then."""
     monkeypatch.setattr("ckpt.staging.copies.PIECE_BYTES", 8)
     broken = Copy("x", torch.ones(3), torch.zeros(4), torch.ones(3), end=40)
     snapshot = snapshot_of(late=[copy_of("w", torch.ones(2)), broken])
@@ -297,7 +297,7 @@ def test_a_save_that_fails_is_over_when_the_gpu_writes_to_its_slot_no_more(monke
 def test_what_is_lazy_is_resolved_before_a_copy_that_is_only_launched(monkeypatch):
     """Torch resolves it in the target, which an asynchronous copy has not filled by then.
 
-    The CPU plays the device.
+    The CPU stands for the device.
     """
     lazy = {
         "conj": torch.complex(torch.ones(3), torch.arange(3.0)).conj(),
@@ -322,7 +322,7 @@ def test_what_is_lazy_is_resolved_before_a_copy_that_is_only_launched(monkeypatc
 
 
 def test_a_source_that_lost_its_memory_under_an_asynchronous_copy_fails_the_save_by_name():
-    """It is looked for behind the event too: the copy was only launched before."""
+    """It is checked after the event too, since the copy was only launched before."""
     source = torch.ones(4)
     copy = Copy("w", source, torch.zeros(4), source, end=16, address=source.data_ptr())
     snapshot = snapshot_of(late=[copy])

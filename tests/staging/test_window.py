@@ -57,7 +57,7 @@ def test_a_failure_reaches_those_that_wait_for_bytes_and_for_room():
     copier.join(5)
     assert [str(one) for one in (*read, *room)] == ["lost", "lost"]
     window.fail(StagingError("later"))
-    with pytest.raises(StagingError, match="lost"):  # the first is the cause
+    with pytest.raises(StagingError, match="lost"):  # the first error is the cause
         window.view(0, 1)
 
 
@@ -75,7 +75,7 @@ def test_an_image_that_fits_needs_no_room_and_stays():
 
 def test_a_ring_frees_what_is_both_written_and_hashed_whatever_the_order():
     window = Window(memoryview(bytearray(10)), 25, "/dev/shm/x")
-    assert window.path is None  # the file never holds all of it
+    assert window.path is None  # the file never holds the whole image
     window.wait_room(10)
     window.land(10)
     window.written(4, 8)
@@ -96,8 +96,8 @@ def test_a_ring_frees_what_is_both_written_and_hashed_whatever_the_order():
     chunk=st.integers(1, 7),
 )
 def test_everything_passes_through_a_ring_unharmed(size, capacity, piece, part, chunk):
-    """A copier, a writer and a hasher of different strides: all bytes arrive, none is
-    overwritten before both have seen it.
+    """A copier, a writer and a hasher use different strides. All bytes arrive, and none is
+    overwritten before both have read it.
     """
     data = bytes(i % 251 for i in range(size))
     memory = bytearray(capacity)

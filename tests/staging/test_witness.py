@@ -1,4 +1,4 @@
-"""Changes that move no version counter, seen by what the sources held at the call."""
+"""Samples detect changes that move no version counter, by what the sources held at the call."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_full_sees_one_bit_in_any_place():
 
 
 def test_a_sample_sees_a_sparse_change_and_misses_a_few_elements():
-    """The limit that the docs tell of."""
+    """The docs describe this limit."""
     torch.manual_seed(0)
     source = torch.randn(16 * MIB // 4)
     seen = snapshot_of(copy_of(source))
@@ -120,7 +120,7 @@ def test_nans_are_equal_to_themselves():
 
 
 def offsets_of(subset: Subset, copy: Copy) -> list[int]:
-    """Where in the image the places of a subset with one copy begin."""
+    """Return where in the image the places of a subset with one copy begin."""
     subset._build_targets()
     begin = copy.target.data_ptr()
     return [
