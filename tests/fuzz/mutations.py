@@ -1,5 +1,6 @@
-"""Values of JSON, changed a little at any place: what a damaged or hostile writer with the right
-checksum might leave.
+"""Values of JSON with small changes at any place.
+
+A damaged writer, or a hostile one with the right checksum, might leave such values.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ WILD: tuple[Any, ...] = (
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every value in ``node``."""
+    """Return the path of every value in ``node``."""
     children = (
         node.items()
         if isinstance(node, dict)
@@ -78,8 +79,9 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @st.composite
 def mutated(draw: st.DrawFn, node: Any, most: int = 3) -> Any:
-    """``node`` with one to ``most`` changes: a value replaced, removed, doubled, or moved to
-    another place.
+    """Change ``node`` at one to ``most`` places.
+
+    A change replaces, removes or doubles a value, or moves it to another place.
     """
     node = copy.deepcopy(node)
     for _ in range(draw(st.integers(1, most))):

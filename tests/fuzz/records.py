@@ -38,7 +38,7 @@ def told(error: CkptError) -> None:
 
 
 def fuzz(examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> int:
-    """``check`` on so many examples; returns how many there were."""
+    """Run ``check`` on this many examples, and return how many there were."""
     count = 0
 
     @settings(max_examples=examples, database=None, suppress_health_check=list(HealthCheck))
@@ -53,7 +53,7 @@ def fuzz(examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any],
 
 
 def target() -> dict[str, Any]:
-    """A state of all kinds of things that has stepped once."""
+    """Return a state with values of all kinds that has stepped once."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,5 +1,6 @@
-"""A few bytes in a store take little memory and time, whatever they say: both grow no faster
-than the bytes.
+"""A few bytes in a store take little memory and time, with any content.
+
+Both grow no faster than the bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def body_with(**fields: Any) -> bytes:
     "filling", [[], "key", {"key=": "x"}, 0], ids=["lists", "keys", "dicts", "zeros"]
 )
 def test_a_few_bytes_never_unpack_to_many(filling: Any) -> None:
-    """A manifest of some kB held ``ls`` for a minute, and took gigabytes."""
+    """A manifest of some kB once kept ``ls`` busy for a minute, and took gigabytes."""
     data = compressed(body_with(tree={"x": [filling] * 2_000_000}))
     assert len(data) < 40_000
     tracemalloc.start()
@@ -56,7 +57,7 @@ def test_a_few_bytes_never_unpack_to_many(filling: Any) -> None:
 
 
 def test_a_record_that_would_become_too_small_is_stored_as_it_is() -> None:
-    """So whatever a save writes can be read."""
+    """So a reader accepts everything that a save writes."""
     tree = msgspec.json.encode({"x": [0] * 2_000_000})
     record = msgspec.structs.replace(
         unpack(sealed(body_with()), Manifest, key="k"), tree=msgspec.Raw(tree)
@@ -105,7 +106,7 @@ def test_a_long_name_above_many_values_is_neither_written_nor_read() -> None:
 
 @pytest.mark.parametrize("tag", ["set", "frozenset", "dict", "Counter"])
 def test_members_that_all_have_one_hash_are_refused(tag: str) -> None:
-    """10,000 of them took a second, 100,000 minutes."""
+    """10,000 of them once took a second, and 100,000 minutes."""
     prime = 2**61 - 1
     members = [{"$": "int", "v": hex(1 + i * prime)} for i in range(20_000)]
     node = {"$": tag, "v": members if "set" in tag else [[each, 1] for each in members]}
@@ -172,8 +173,9 @@ VERBS = ("ls", "show", "show --json", "verify", "diff")
 def cost(
     root: Path, words: str, tree: Any, capsys: pytest.CaptureFixture[str]
 ) -> tuple[float, int, int]:
-    """Seconds and bytes of memory of a verb on a checkpoint with this tree, and the bytes of its
-    manifest.
+    """Return the seconds and bytes of memory of a command on a checkpoint with this tree.
+
+    The last value is the size of its manifest.
     """
     [path] = root.glob("step-*/manifest.json")
     body = json.loads(path.read_bytes())["body"]
@@ -211,8 +213,8 @@ def root(tmp_path: Path) -> Path:
 def test_time_and_memory_of_a_verb_grow_as_the_manifest_does(
     root: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sixteen times the bytes cost at most about sixteen times as much, and a byte at most some
-    hundred bytes.
+    """For sixteen times the bytes the cost grows at most about sixteen times. A byte costs at most
+    some hundred bytes.
     """
     for words in VERBS:
         cost(root, words, {}, capsys)

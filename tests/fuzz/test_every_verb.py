@@ -1,6 +1,4 @@
-"""Whatever a manifest says, each verb of the command line ends with one of our errors, and
-touches nothing outside.
-"""
+"""With any manifest, each command ends with one of our errors, and touches nothing outside."""
 
 from __future__ import annotations
 
@@ -41,15 +39,15 @@ CODES = {0, 1, 2, 3, 4, 5, 7, 8}
 SCALE = pytest.mark.parametrize(
     "examples",
     [12, pytest.param(20_000, marks=[pytest.mark.torture, pytest.mark.timeout(7_200)])],
-    # of the few, each goes through every verb; of the many, each through the next one
+    # each of the few goes through every command, and each of the many through the next one
     ids=["few", "many"],
 )
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the root ``runs`` of two steps, a copy of it, and files that are none of its
-    business.
+    """A folder with the root ``runs`` of two steps, a copy of it, and files that do not belong to
+    it.
     """
     os.mkdir(tmp_path / "place")
     monkeypatch.chdir(tmp_path / "place")

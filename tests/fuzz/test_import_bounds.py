@@ -1,5 +1,6 @@
-"""Files of other programs that are made to do harm: an import refuses them soon, and takes
-little memory for it.
+"""Files of other programs that were made to do harm.
+
+An import refuses them soon, and takes little memory for it.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def read(source: Path, kind: Kind | None = None) -> dict[str, object]:
 
 
 def refused(source: Path, kind: Kind | None = None) -> str:
-    """The message with which it is refused, in no more than 2 s of processor time and 64 MiB of
-    memory.
+    """Return the message of the refusal.
+
+    It must take at most 2 s of processor time and 64 MiB of memory.
     """
     before = resource.getrusage(resource.RUSAGE_SELF)
     with pytest.raises(CkptError) as caught:
@@ -88,7 +90,7 @@ def test_a_part_that_is_no_ordinary_file_is_not_waited_for(tmp_path: Path) -> No
     assert "is not an ordinary file" in refused(source)
     part.unlink()
     part.symlink_to(tmp_path / "part")
-    assert read(source).keys() == {"w"}  # a link to a file is one
+    assert read(source).keys() == {"w"}  # a link to a file counts as a file
 
 
 TOWER = b"\x80\x02(K\x01t" + b"q\x00h\x00h\x00\x86" * 60
@@ -121,7 +123,7 @@ def test_tuples_of_the_same_tuples_are_refused(tmp_path: Path, ending: bytes) ->
 
 
 def test_marks_take_time_in_proportion() -> None:
-    """180 kB of them held an import for minutes."""
+    """180 kB of them once kept an import busy for minutes."""
     data = b"\x80\x02" + b"(" * 90_000 + b"t" * 90_000 + b"."
     with pytest.raises(UnsupportedValue):
         read_inert(b"\x80\x02" + b"(" * 90_000 + b"tt" * 45_000 + b"}.", "x")
@@ -177,7 +179,7 @@ def test_two_entries_in_the_same_bytes_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_compressed_is_not_unpacked(tmp_path: Path) -> None:
-    """204 kB took 605 MB."""
+    """204 kB once took 605 MB."""
     path = archive(
         tmp_path / "x.pt", b"\x80\x02]" + b"]a" * 50_000_000 + b".", zipfile.ZIP_DEFLATED
     )

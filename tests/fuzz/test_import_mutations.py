@@ -1,5 +1,6 @@
-"""Files of other programs with changed bytes: `ckpt import` takes them or refuses them, soon,
-and writes nothing but its target.
+"""Files of other programs with changed bytes.
+
+`ckpt import` accepts them or refuses them, soon, and writes nothing but its target.
 """
 
 from __future__ import annotations
@@ -86,8 +87,9 @@ PIECES = (
 
 
 def anywhere(data: bytes, draw: random.Random) -> bytes:
-    """One to four changes: bits, bytes, numbers, parts removed, doubled, moved, cut, or of
-    another meaning.
+    """Make one to four changes: to bits, bytes or numbers, or to parts.
+
+    A part is removed, doubled, moved or cut, or gets another meaning.
     """
     changed = bytearray(data)
     for _ in range(draw.randint(1, 4)):
@@ -122,8 +124,8 @@ def anywhere(data: bytes, draw: random.Random) -> bytes:
 
 
 def inside_the_archive(data: bytes, draw: random.Random) -> bytes:
-    """An archive of ``torch.save`` with right checksums, one part of it changed, most often the
-    pickle.
+    """Change one part of an archive of ``torch.save``, most often the pickle. Its checksums are
+    right.
     """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
@@ -144,7 +146,7 @@ def inside_the_archive(data: bytes, draw: random.Random) -> bytes:
 
 
 def header(data: bytes, draw: random.Random) -> bytes:
-    """A file of safetensors with a header of the right length, in which values are others."""
+    """Change values in the header of a file of safetensors. Its length is right."""
     length = int.from_bytes(data[:8], "little")
     node = json.loads(data[8 : 8 + length])
     for _ in range(draw.randint(1, 3)):
@@ -224,7 +226,7 @@ CASES: dict[str, tuple[Callable[[Path], str], str, Change]] = {
 
 @dataclass
 class Watch:
-    """What Python opens for writing, makes, renames, removes or runs, while ``on``."""
+    """Records what Python opens for writing, makes, renames, removes or runs, while ``on``."""
 
     on: bool = False
     found: list[str] = field(default_factory=list)
@@ -256,7 +258,7 @@ WATCH = Watch()
 
 @pytest.fixture(scope="module", autouse=True)
 def watched() -> None:
-    sys.addaudithook(WATCH.hear)  # there is no way to remove one: it is off between the imports
+    sys.addaudithook(WATCH.hear)  # no hook can be removed, so it is off between the imports
 
 
 @pytest.fixture
@@ -271,7 +273,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def peak_bytes(begin: bool = False) -> int:
-    """The most memory of this process since the last time ``begin`` was given."""
+    """Return the most memory of this process since the last time ``begin`` was given."""
     if begin:
         Path("/proc/self/clear_refs").write_text("5")
     [line] = [
@@ -284,7 +286,7 @@ def peak_bytes(begin: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Imported:
-    """What one import did. ``faults`` are the sentences about what it must not do."""
+    """What one import did. ``faults`` has the sentences about what it must not do."""
 
     code: int
     faults: list[str]
@@ -294,7 +296,7 @@ class Imported:
 def imported(
     source: str, size: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Imported:
-    """``ckpt import`` of a source of ``size`` bytes, in the folder of ``place``."""
+    """Run ``ckpt import`` on a source of ``size`` bytes, in the folder of ``place``."""
     monkeypatch.setattr("sys.argv", ["ckpt", "import", source, "runs", "--step", "1"])
     capsys.readouterr()
     WATCH.found.clear()
@@ -403,8 +405,9 @@ def test_changed_bytes_are_imported_or_refused(
 
 
 def inside(name: str, root: Path) -> bool:
-    """Whether it is a name below the root, or of the memory that a save is copied into, or no
-    file at all.
+    """Return whether a name is below the root.
+
+    The memory that a save is copied into counts as below it, and so does a descriptor.
     """
     whole = os.path.normpath(os.path.join(root.parent, name))
     return (

@@ -1,4 +1,4 @@
-"""Manifests, and fragments in columns, changed anywhere: read or refused, within bounds."""
+"""Manifests, and fragments in columns, with changes anywhere are read or refused, within bounds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FORM = msgspec.json.decode(zstandard.decompress(PACKED[0].form))
 
 
 def use(record: Manifest) -> None:
-    """As a restore does."""
+    """Use it as a restore does."""
     check_manifest(record, key="k")
     wanted = [Leaf(t.name, t.dtype, t.shape, (Box.whole(t.shape),)) for t in record.tensors]
     ranks = ranks_of(record, [(leaf.name, leaf.boxes) for leaf in wanted])
@@ -87,7 +87,7 @@ def test_a_fragment_in_columns_changed_anywhere_is_read_or_refused(
 
 
 def read_or_refused(data: bytes) -> None:
-    """By itself, and with what a merge asks of it."""
+    """Read it by itself, and with what a merge needs of it."""
     for way in (
         lambda: read_fragment(data, key="k"),
         lambda: merge([(unpack(data, Packed, key="k"), record_ref(PACKED[0]))]),
@@ -100,7 +100,7 @@ def read_or_refused(data: bytes) -> None:
 
 @SCALE
 def test_columns_changed_anywhere_are_read_or_refused(examples: int, tally: Count) -> None:
-    """Numbers that are consistent to JSON and zstd, and say anything."""
+    """The numbers are consistent for JSON and zstd, and have any values."""
     tensors, dims, shards, chunks = FORM
     columns = {
         "tensors": tensors,
@@ -165,7 +165,7 @@ def test_columns_that_do_not_fit_their_fragment_are_refused(change: dict[str, An
 
 
 def of_form(tensors: list[Any], shards: list[list[int]]) -> Packed:
-    """``PACKED[0]`` with other tensors of up to one dimension in its file."""
+    """Return ``PACKED[0]`` with other tensors of up to one dimension in its file."""
     form = [
         tensors,
         1,
@@ -191,7 +191,9 @@ def of_form(tensors: list[Any], shards: list[list[int]]) -> Packed:
 def test_shards_that_cannot_be_are_refused_where_fragments_are_merged(
     tensors: list[Any], told: str
 ) -> None:
-    """On the same bytes of the file; and of so many bytes that a sum of them is 0."""
+    """Two shards are on the same bytes of the file, or have so many bytes that their sum overflows
+    to 0.
+    """
     chunk = _numbers(FORM[3])[1]
     tensors[0][2] = [chunk // 4]
     if told == "overlap":
@@ -204,7 +206,7 @@ def test_shards_that_cannot_be_are_refused_where_fragments_are_merged(
 
 
 def test_a_box_that_is_empty_in_a_dimension_which_its_tensor_lacks_is_refused() -> None:
-    """It would have no place in the file, and the tensor an element."""
+    """It would have no place in the file, while the tensor has an element."""
     tensors = [["x", "float32", []], ["y", "float32", [1]]]
     first, second = _numbers(FORM[3])[0], _numbers(FORM[3])[0] + 4
     with pytest.raises(ManifestCorrupt, match="less than nothing"):
@@ -228,7 +230,9 @@ def test_a_manifest_whose_boxes_overlap_is_refused_before_anything_is_read() -> 
 
 
 def test_a_frame_unpacks_to_no_more_than_its_length_allows() -> None:
-    """300 MB of names that compress to 30 kB, and offsets of more shards than the form has."""
+    """The cases are 300 MB of names that compress to 30 kB, and offsets of more shards than the
+    form has.
+    """
     form = [[["x", "float32", [1]]] * 100_000 * 4, 1, b"", b""]
     many = zstandard.compress(msgspec.json.encode(form))
     for field, frame in (("form", many), ("offsets", zstandard.compress(bytes(8 << 20)))):

@@ -1,5 +1,5 @@
-"""Whatever lies on a tier, whoever reads it gets a value or one of our errors, within bounds of
-time and memory.
+"""Any content of a tier gives each reader a value or one of our errors, within bounds of time and
+memory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["tally"]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> StorageBackend:
-    """That state, saved."""
+    """A store with that state."""
     root = tmp_path_factory.mktemp("saved")
     with CheckpointManager(root) as manager:
         manager.save(target(), 1)
@@ -54,7 +54,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> StorageBackend:
 
 @pytest.fixture(scope="module")
 def saved(store: StorageBackend) -> Manifest:
-    """The manifest of that state, with its fragment filled in."""
+    """Return the manifest of that state, with its fragment filled in."""
     return read_manifest(store, committed(store)[0])
 
 
@@ -82,7 +82,7 @@ def test_a_record_changed_anywhere_is_read_or_refused(
 def test_a_tree_changed_anywhere_is_restored_or_refused(
     saved: Manifest, examples: int, tally: Count
 ) -> None:
-    """All the way a restore goes, without the bytes: matching, planning, and setting the values
+    """The test does what a restore does, without the bytes: it matches, plans, and sets the values
     that are not tensors.
     """
     state = target()
@@ -111,7 +111,7 @@ def test_a_tree_changed_anywhere_is_restored_or_refused(
 def test_a_manifest_on_a_tier_is_restored_or_refused(
     store: StorageBackend, examples: int, tally: Count
 ) -> None:
-    """A whole restore of a checkpoint whose manifest was changed and sealed again.
+    """A whole restore of a checkpoint whose manifest was changed and got a new checksum.
 
     Its data is gone.
     """
