@@ -1,5 +1,6 @@
-"""Checkpoints without torch or an engine: the same planning, merging and packing, with arrays
-for state.
+"""Checkpoints without torch or an engine.
+
+They have the same planning, merging and packing, with arrays as the state.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """``manifest`` has all fragments filled in; ``stored`` is as it is on the tier."""
+    """``manifest`` has all fragments filled in, and ``stored`` is as it is on the tier."""
 
     ref: StepRef
     manifest: Manifest
@@ -52,8 +53,9 @@ def write_checkpoint(
     tied: Mapping[str, str] | None = None,
     commit: bool = True,
 ) -> Written:
-    """Save ``arrays``, cut along their first dimension among ``world_size`` ranks (those too
-    short belong to rank 0).
+    """Save ``arrays``, cut along their first dimension among ``world_size`` ranks.
+
+    Arrays that are too short belong to rank 0.
     """
     ref = StepRef(step, attempt)
     parts = [

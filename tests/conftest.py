@@ -1,4 +1,4 @@
-"""Fixtures for all tests; the servers live in tests/servers.py, stores in tests/kit/stores.py."""
+"""Fixtures for all tests; the servers are in tests/servers.py, stores in tests/kit/stores.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 pytest.register_assert_rewrite("ckpt.storage.testing.conformance", "ckpt.storage.testing.uploads")
 
-if importlib.util.find_spec("hypothesis"):  # `make device` does without it
+if importlib.util.find_spec("hypothesis"):  # `make device` has no hypothesis
     from hypothesis import HealthCheck, settings
 
-    # A busy machine is no failure.
+    # A busy machine does not make a test fail.
     settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("tests")
 
@@ -26,10 +26,10 @@ __all__ = ["fake_gcs", "gated", "moto_server", "rclone_s3"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked ``torture`` runs only when it is asked for. Files with long tests come first.
+    """Skip what is marked ``torture`` unless it was requested, and put files with long tests first.
 
-    The files are handed to the workers of xdist in this order, so that no worker waits at the end
-    for a long file of another.
+    The workers of xdist get the files in this order, so that no worker waits at the end for a long
+    file of another.
     """
     if "torture" not in config.option.markexpr:
         kept = [item for item in items if not item.get_closest_marker("torture")]
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What the tests have imported and pytest has collected stays until the end.
+    """Keep what the tests have imported and pytest has collected until the end.
 
     A garbage collection need not look through these 700,000 objects each time.
     """

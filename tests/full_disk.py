@@ -1,7 +1,8 @@
-"""A disk of 4 MiB, in a mount namespace of its own: the tier has a capacity that is larger than the
-disk. Run by ``test_capacity``.
+"""A tier has a capacity that is larger than its disk of 4 MiB.
 
-full_disk.py FOLDER: the disk. Prints what is there in the end.
+``test_capacity`` runs it in a mount namespace of its own.
+
+full_disk.py FOLDER: the disk. It prints what is there at the end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Processes that a test starts end with it, whatever becomes of the test: those that they have
-started too.
-"""
+"""Processes that a test starts, and those that they start, end with the test, even if it fails."""
 
 from __future__ import annotations
 
@@ -21,8 +19,10 @@ os.environ[_MARK] = str(os.getpid())
 
 @contextmanager
 def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
-    """After the block it is dead and its pipes are closed, and so is all below it: torchrun's
-    workers have sessions of their own and outlive a killed agent.
+    """Kill the process at the end of the block, and close its pipes.
+
+    All its descendants are killed too: torchrun's workers have sessions of their own and outlive a
+    killed agent.
     """
     with process:
         try:
@@ -32,8 +32,9 @@ def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
 
 
 def kill_all(process: subprocess.Popen[Any]) -> None:
-    """SIGKILL to it and to all below it, and to what tests have started and has lost its parent:
-    below it too, but that it was dead before.
+    """Send SIGKILL to a process and all its descendants.
+
+    Processes that tests have started and that have lost their parent count as descendants.
     """
     tree: list[psutil.Process] = []
     if process.poll() is None:
@@ -60,9 +61,9 @@ def _orphans() -> list[psutil.Process]:
 def run(
     command: Sequence[object], *, timeout: float, **how: Any
 ) -> subprocess.CompletedProcess[str]:
-    """As ``subprocess.run``, with standard error among the output.
+    """Run a command as ``subprocess.run`` does, with standard error in the output.
 
-    Fails with what was said if it takes longer, and leaves nothing running.
+    If it takes longer, fail with its output, and leave nothing running.
     """
     words = [str(word) for word in command]
     heard = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | how

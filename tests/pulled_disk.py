@@ -1,8 +1,8 @@
 """A disk that is unmounted while a job saves to it.
 
-Run by ``test_disk`` in a mount namespace of its own.
+``test_disk`` runs it in a mount namespace of its own.
 
-pulled_disk.py FOLDER: a file system of its own. Prints what was committed.
+pulled_disk.py FOLDER: a file system of its own. It prints what was committed.
 """
 
 from __future__ import annotations

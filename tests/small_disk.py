@@ -1,8 +1,8 @@
-"""Jobs that are killed in mid-save, one after the other, on a small disk.
+"""Jobs on a small disk that are killed during a save, one after the other.
 
-Run by ``test_disk`` in a mount namespace of its own.
+``test_disk`` runs it in a mount namespace of its own.
 
-small_disk.py FOLDER: a disk of 4 MiB. Prints what is there in the end.
+small_disk.py FOLDER: a disk of 4 MiB. It prints what is there at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.kit.deadly import die_before_a_removal, die_in_the_save_of
 from tests.kit.stores import whole
 from tests.kit.waiting import until
 
-NUMBERS = 110_000  # 0.9 MB: with keep_last=1 two lie there for a while
+NUMBERS = 110_000  # 0.9 MB: with keep_last=1 there are two for a while
 LARGE = 101
 REMOVAL = -1
 """A job with this ``kill`` commits its first step, and removes none. Other jobs are killed in the
@@ -47,14 +47,14 @@ def job(root: Path, steps: range, kill: int | None, tier: Callable[[str], Tier])
     with CheckpointManager(tier(str(root))) as manager:
         for step in steps:
             manager.save(state(step), step, timeout=60)
-            if kill == 2:  # It removes older steps in the background, and is killed after that
+            if kill == 2:  # it removes older steps in the background, and is killed after that
                 assert until(lambda: taken(root) < 1.5 * NUMBERS * 8)
 
 
 def run(
     root: Path, steps: range, kill: int | None = None, tier: Callable[[str], Tier] | None = None
 ) -> int:
-    """A job in a fork; returns its exit status."""
+    """Run a job in a fork, and return its exit status."""
     if (child := os.fork()) == 0:
         code = 1
         try:
@@ -74,7 +74,7 @@ def run(
 def main(disk: Path) -> None:
     root = disk / "run"
     one = NUMBERS * 8
-    for number in range(1, 8):  # each would fill the disk with four
+    for number in range(1, 8):  # four of each would fill the disk
         assert os.WTERMSIG(run(root, range(number, number + 1), kill=1)) == signal.SIGKILL
         assert taken(root) < 2.5 * one, (number, taken(root))
     assert run(root, range(10, 13)) == 0
@@ -94,8 +94,8 @@ def main(disk: Path) -> None:
     print("beside another's file", *whole(root))
     fresh(root)
     assert run(root, range(1, 5), tier=Tier) == 0
-    assert run(root, range(5, 7), tier=Tier) == 3 << 8  # nothing need not be kept
-    assert run(root, range(7, 9)) == 0  # the rule is another one now
+    assert run(root, range(5, 7), tier=Tier) == 3 << 8  # no step has to be kept
+    assert run(root, range(7, 9)) == 0  # the retention rule is another one now
     print("with another rule", *whole(root))
 
 

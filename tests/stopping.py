@@ -1,5 +1,6 @@
-"""Trainers that get signals, each a fork of this process: prints how each has ended and what it
-has left, as JSON. FOLDER [CASE ...].
+"""FOLDER [CASE ...]: send signals to trainers, each of which is a fork of this process.
+
+The script prints, as JSON, how each has ended and what it has left.
 """
 
 from __future__ import annotations
@@ -57,14 +58,15 @@ def train(
     settings: dict[str, Any] = {},  # noqa: B006 - read only
     **options: Any,
 ) -> SimpleNamespace:
-    """Saves each third step and the last; ``at``: what happens within a step."""
+    """Save each third step and the last. ``at`` is what happens within a step."""
     state = {"x": torch.zeros(50_000), "step": 0}
     with CheckpointManager(root, **settings) as manager:
         manager.restore(state)
         stop = manager.on_signals(*signals, **options)
         for step in range(state["step"] + 1, steps + 1):
             at.get(step, int)()
-            while SENT and stop._last._promise is None:  # else a busy machine may be a step late
+            # otherwise a busy machine may be a step late
+            while SENT and stop._last._promise is None:
                 time.sleep(0.001)
             state["x"].fill_(step)
             state["step"] = step
@@ -125,7 +127,7 @@ def what_was_ignored_is_ignored(root: Path) -> None:
 @case
 def many_signals(root: Path) -> None:
     faults(Rule(verb="put", key="manifest", fault=Delay(0.3)))
-    # not before the signals are heard, however slow the machine is
+    # wait until the signals are handled, on a slow machine too
     later = threading.Timer(0.25, kill)
     train(root, at={3: later.start, 4: lambda: [kill() for _ in range(200)] and None})
 
@@ -137,12 +139,12 @@ def interrupted_once(root: Path) -> None:
 
 @case
 def interrupted_twice(root: Path) -> None:
-    # a shell starts what it puts into the background with this signal ignored
+    # a shell starts background processes with this signal ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def twice() -> None:
         kill(signal.SIGINT)
-        time.sleep(0.3)  # two that are pending at once are one
+        time.sleep(0.3)  # two signals that are pending at once are one
         try:
             kill(signal.SIGINT)
         except KeyboardInterrupt:
@@ -160,7 +162,7 @@ def the_grace_time_runs_out_while_the_last_save_streams(root: Path) -> None:
 @case
 def the_training_thread_is_stuck_where_python_hears_nothing(root: Path) -> None:
     libc = ctypes.CDLL(None)
-    # as a collective is: sleep() itself would return at the signal
+    # a collective does not return at the signal, and sleep() itself would
     mutex = ctypes.create_string_buffer(64)
 
     def stick() -> None:
@@ -274,7 +276,7 @@ def requested_and_then_signalled(root: Path) -> None:
 
 @case
 def requested_and_not_in_time(root: Path) -> None:
-    """In a thread that is not the main one, which no handler of a signal could be set in."""
+    """Request a stop in a thread that is not the main one, where no signal handler can be set."""
 
     def work() -> None:
         with CheckpointManager(root) as manager:
@@ -315,9 +317,9 @@ def wrong_calls(root: Path) -> None:
 
 
 def live(work: Callable[[Path], None], root: Path) -> None:
-    """And die at once: a second of taking torch apart tells nothing.
+    """Run the case, and exit at once: to finalize torch takes a second and shows nothing.
 
-    But for the one that forgets what the interpreter must end.
+    The exception is the case that omits what the interpreter must end.
     """
     code: Any = 0
     try:
@@ -340,7 +342,7 @@ def main() -> None:
         began = time.monotonic()
         child = os.fork()
         if child == 0:
-            signal.alarm(20)  # kills what hangs
+            signal.alarm(20)  # kills a process that hangs
             with open(output, "w") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)

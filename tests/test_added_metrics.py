@@ -1,4 +1,4 @@
-"""Metrics that arrive after the save: an evaluation that ends later."""
+"""Metrics that arrive after the save, from an evaluation that ends later."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_the_best_step_by_a_late_metric_stays(tmp_path: Path) -> None:
             manager.add_metrics(step, {"accuracy": {3: torch.tensor(0.9)}.get(step, 0.1)})
         manager.save(state(), 6)
     assert whole(tmp_path) == [3, 6]
-    assert len(records(tmp_path)) == 1  # the others went with their steps
+    assert len(records(tmp_path)) == 1  # the others were removed with their steps
 
 
 def test_a_metric_that_beats_the_best_is_seen_for_a_step_that_was_looked_at_before(
     tmp_path: Path,
 ) -> None:
-    """Retention remembers steps that are whole, which an addition changes."""
+    """Retention remembers whole steps, and an addition changes them."""
     tier = Tier(str(tmp_path), keep_last=2, keep_best=("accuracy", "max"))
     with CheckpointManager(tier) as manager:
         manager.save(state(), 1, metrics={"accuracy": 0.2})
@@ -108,7 +108,7 @@ def test_a_save_under_way_is_waited_for_and_one_that_failed_is_unknown(
         manager.save_async(state(), 2)
         with pytest.raises(ConfigError, match="step 2 is on no durable tier"):
             manager.add_metrics(2, {"accuracy": 0.5})
-        with pytest.raises(OutOfSpace):  # its error is raised all the same
+        with pytest.raises(OutOfSpace):  # its error is raised nevertheless
             manager.fence()
     assert len(records(tmp_path)) == 1
 
@@ -138,7 +138,7 @@ def test_a_record_that_is_damaged_counts_as_none(tmp_path: Path, cli: Any) -> No
         (step,) = cli("ls", "--json").json["steps"]
         assert (step["state"], step["metrics"]) == ("committed", {})
     with CheckpointManager(root) as manager:
-        manager.add_metrics(1, {"accuracy": 0.5})  # and is written again
+        manager.add_metrics(1, {"accuracy": 0.5})  # it is written again
         assert manager.restore(state()) is not None
     assert record.read_bytes() == data
 
@@ -178,7 +178,7 @@ def test_any_rank_adds_and_the_leader_s_retention_sees_it(
 
 
 def test_the_evictor_keeps_the_best_step_by_a_metric_that_came_late(tmp_path: Path) -> None:
-    """A tier with a capacity remembers steps too, which an addition changes."""
+    """A tier with a capacity remembers steps too, and an addition changes them."""
     large = {"x": torch.zeros(250_000)}
     tier = Tier(str(tmp_path), capacity="4.5MB", keep_last=10, keep_best=("loss", "min"))
     with CheckpointManager(tier) as manager:

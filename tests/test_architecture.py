@@ -1,5 +1,6 @@
-"""The house rules that no linter holds: storeys, sizes, what is imported when, nothing
-evaluated.
+"""Rules of the project that no linter checks.
+
+They concern layers, sizes, what is imported when, and that nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ def name_of(path: Path) -> str:
 def bare_python(
     *args: str, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter that sees the two source roots, installed or not, and nothing pytest has
-    imported.
+    """Run a fresh interpreter that finds the two source roots, installed or not.
+
+    It has nothing that pytest has imported.
     """
     return subprocess.run(
         [sys.executable, *args],
@@ -66,7 +68,7 @@ def bare_python(
     )
 
 
-# -- storeys and sizes -----------------------------------------------------------------------------
+# -- layers and sizes ------------------------------------------------------------------------------
 
 
 def test_the_storeys_hold() -> None:
@@ -86,8 +88,9 @@ def docstring_of(node: ast.AST) -> ast.Expr | None:
 
 
 def code_lines(path: Path) -> int:
-    """Lines of a file; docstrings are free, so that no one shortens them for the sake of the
-    bound.
+    """Count the lines of a file.
+
+    Docstrings do not count, so that no developer shortens them for the bound.
     """
     text = path.read_text()
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -105,7 +108,7 @@ def test_no_file_is_longer_than_500_lines() -> None:
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines from the first statement to the last; a docstring is free."""
+    """Count the lines from the first statement to the last, without a docstring."""
     body = function.body
     if (
         isinstance(body[0], ast.Expr)
@@ -142,7 +145,7 @@ LATE_IMPORTS = {
     "ckpt/cli/export.py": {"ckpt"},  # torch: --help does not need it
     "ckpt/cli/import_.py": {"ckpt"},
     "ckpt/cli/main.py": {"ckpt", "os"},  # --help needs none of it
-    "ckpt/cli/output.py": {"rich"},  # a bar is shown on terminals only
+    "ckpt/cli/output.py": {"rich"},  # only terminals show a bar
     "ckpt/model/encoding.py": {"zstandard"},
     "ckpt/model/packed.py": {"zstandard"},
     "ckpt/storage/registry.py": {"fsspec"},  # slow: only foreign schemes need it
@@ -182,7 +185,7 @@ def module_of(path: Path) -> str:
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """How many a caller gives; ``self`` and ``cls`` do not count."""
+    """Count what a caller gives; ``self`` and ``cls`` do not count."""
     given = function.args
     names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return (
@@ -206,9 +209,7 @@ def test_no_function_has_more_than_six_parameters() -> None:
 
 
 def imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
-    """The modules of ours that a file imports, those for type checkers and inside of functions
-    included.
-    """
+    """Return our modules that a file imports, for type checkers and inside of functions too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
@@ -218,7 +219,7 @@ def imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
 
 
 def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
-    """Groups of modules of which each imports each, if only by way of others."""
+    """Return groups of modules in which each imports each, directly or by way of others."""
 
     def reached(start: str) -> set[str]:
         seen, left = set[str](), [start]
@@ -249,7 +250,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 def late_imports(tree: ast.AST) -> Iterator[str]:
-    """The top-level packages that are imported inside of functions."""
+    """Return the top-level packages that are imported inside of functions."""
     functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
     for node in (node for function in functions for node in ast.walk(function)):
         if isinstance(node, ast.Import):
@@ -270,7 +271,7 @@ def test_imports_inside_of_functions_are_of_optional_packages() -> None:
 
 
 def private_uses(code: str) -> Iterator[str]:
-    """Each use of a private name of another object, as 'line: what'."""
+    """Return each use of a private name of another object, as 'line: what'."""
     for node in ast.walk(ast.parse(code)):
         if (
             not isinstance(node, ast.Attribute)
@@ -299,7 +300,7 @@ def test_no_object_uses_private_names_of_another() -> None:
 
 
 def private_imports(code: str) -> Iterator[str]:
-    """Each private name of torch that is imported, as 'line: what'."""
+    """Return each private name of torch that is imported, as 'line: what'."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -329,8 +330,9 @@ def test_private_names_of_torch_are_used_in_one_file() -> None:
 
 
 def loads_weights_only(node: ast.AST) -> bool:
-    """Whether it is a call, on the spot, that says ``weights_only=True``: torch then makes tensors
-    and plain values, nothing else.
+    """Return whether a node is a call that says ``weights_only=True``.
+
+    Torch then makes tensors and plain values, and nothing else.
     """
     return isinstance(node, ast.Call) and any(
         keyword.arg == "weights_only"
@@ -341,7 +343,7 @@ def loads_weights_only(node: ast.AST) -> bool:
 
 
 def unsafe_uses(code: str) -> Iterator[str]:
-    """Each place that could run what a checkpoint says, as 'line: what'."""
+    """Return each place that could run what a checkpoint says, as 'line: what'."""
     tree = ast.parse(code)
     safe = {
         id(node.func)
@@ -479,7 +481,7 @@ def test_the_command_line_does_not_import_torch(saved: Path, tmp_path: Path, com
 
 
 def test_help_takes_a_quarter_of_a_second_of_processor_time(tmp_path: Path) -> None:
-    seconds: list[float] = []  # not of the clock: other tests run beside this one
+    seconds: list[float] = []  # CPU seconds: other tests run beside this one
     for _ in range(5):
         before = os.times()
         done = run_cli("--help", root=tmp_path)

@@ -20,7 +20,7 @@ def hops(section: str) -> list[tuple[int, str, str]]:
 
 
 def defined(path: Path) -> set[str]:
-    """Functions at the top of a module, and methods as ``Class.method``."""
+    """Return functions at the top of a module, and methods as ``Class.method``."""
     found: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef):

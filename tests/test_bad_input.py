@@ -1,5 +1,6 @@
-"""A target that does not fit is refused before anything in it changes, and the error names what
-does not fit.
+"""A target that does not fit is refused before anything in it changes.
+
+The error names what does not fit.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(
             manager.restore(target)
         assert_same(content(target), before)
         good = blank()
-        assert manager.restore(good) is not None  # the manager is none the worse
+        assert manager.restore(good) is not None  # the manager still works
     assert good["n"] == 5
 
 

@@ -1,5 +1,7 @@
-"""Tiers that cannot be: said at construction where it can be known then, else in the handle,
-with the tier's URL and the way out.
+"""Tiers that cannot work.
+
+The constructor raises the error if it can know it then. Otherwise the handle does, with the tier's
+URL and the remedy.
 """
 
 from __future__ import annotations
@@ -125,13 +127,13 @@ def test_a_tier_that_cannot_be_written_is_told_by_its_url_and_the_others_go_on(t
     far.write_text("now a file")
     far.unlink()
     with CheckpointManager([near, far]) as manager:
-        far.write_text("in the way")  # chmod would not stop root, whom CI may run as
+        far.write_text("in the way")  # chmod would not stop root, which CI may run as
         save = manager.save_async({"x": torch.ones(3)}, 1)
         error = save.exception(20)
         assert isinstance(error, StorageError)
         assert f"in {far}" in str(error) or repr(str(far)) in str(error)
         far.unlink()
-        manager.save({"x": torch.ones(3)}, 2)  # training went on, and so does saving
+        manager.save({"x": torch.ones(3)}, 2)  # training went on, and saves still work
     assert (whole(near), whole(far)) == ([1, 2], [2])
 
 
@@ -210,7 +212,7 @@ def test_a_save_that_is_aborted_leaves_no_parts_to_pay_for(tmp_path, moto_server
     for how in ("at once", "at the end"):
         with CheckpointManager(Tier(url, bucket)) as manager, monkeypatch.context() as patch:
             patch.setattr(S3Backend, "send_part", away)
-            # it was refused too, which nobody heard of
+            # the abort was refused too, and no caller learned it
             patch.setattr(_S3Upload, "abort", lambda _: None)
             if how == "at the end":
                 patch.setattr(S3Backend, "unfinished", away)

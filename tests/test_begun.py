@@ -1,5 +1,5 @@
-"""A save that is cut in two as it begins holds nobody up: not the optimizer, not ``close``, not
-the next save.
+"""A save that is interrupted as it begins blocks nothing: not the optimizer, ``close`` or the next
+save.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def cut(work: Callable[[pytest.MonkeyPatch], None]) -> None:
 
 
 def on_group(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
-    """Of all groups of threads only ``name`` is disturbed, and by saves only."""
+    """Disturb only the group of threads ``name``, and only in saves."""
 
     def submit(self: Workers, work: Any, *args: Any) -> Any:
         return (act if self.name == name else original)(self, work, *args)
@@ -96,7 +96,7 @@ def as_slots_are_made_ahead(patch: pytest.MonkeyPatch) -> None:
 
 
 def finishes(work: Callable[[], object]) -> None:
-    """Run on another thread, so that a wait for ever fails the test and does not stop the tests."""
+    """Run on another thread, so that an endless wait fails the test and does not stop the tests."""
     done: list[object] = []
     thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
     thread.start()
@@ -151,7 +151,9 @@ def test_without_a_thread_the_manager_says_so_when_it_is_built(
 def test_a_save_needs_no_new_thread_to_begin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it needs to write it is told of as any other failure, and the next save works."""
+    """The save fails like any other if it cannot start what it needs to write. The next
+    save works.
+    """
 
     def full(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

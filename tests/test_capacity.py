@@ -1,4 +1,4 @@
-"""A tier with a capacity makes room for each save, and never gives up what is needed."""
+"""A tier with a capacity makes room for each save, and never removes what is needed."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_the_oldest_go_before_a_save_that_would_exceed_it(tmp_path, caplog):
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:
-    """Of 400 kB, which zstd makes about a seventh smaller."""
+    """Return 400 kB, which zstd makes about a seventh smaller."""
     return {"x": torch.randn(100_000, generator=torch.Generator().manual_seed(step))}
 
 
 def test_behind_a_codec_counts_what_is_stored(tmp_path):
-    """Five raw images would not fit, five encoded ones do; also for a job that begins with them
+    """Five raw images would not fit, but five encoded ones do, also for a job that finds them
     there.
     """
     with CheckpointManager(Tier(str(tmp_path / "all"), codec="zstd")) as manager:
@@ -72,8 +72,8 @@ def test_a_checkpoint_that_fits_only_behind_its_codec_is_saved(tmp_path):
 
 
 def test_what_the_codec_did_not_shrink_as_before_goes_off_after_the_commit(tmp_path):
-    """Of zeros are those that lie there when one comes that is not: it was reckoned as small as
-    they are.
+    """The steps on the tier are all zeros, and the next one is not. Its size was estimated as
+    theirs.
     """
     with CheckpointManager(Tier(str(tmp_path / "other"), codec="zstd")) as manager:
         manager.save(weights(1), 1)
@@ -149,7 +149,7 @@ def test_the_newest_goes_only_if_it_lies_elsewhere(tmp_path):
         with pytest.raises(OutOfSpace):
             manager.save(state(2), 2)
     with CheckpointManager([Tier(str(far), capacity=IMAGE + 100_000), near]) as manager:
-        # near and far have changed places: each step lies on both once it is done
+        # near and far are exchanged: each step is on both when its save has ended
         for step in (3, 4):
             manager.save(state(step), step)
     assert (whole(far), whole(near)) == ([4], [1, 3, 4])
@@ -211,7 +211,7 @@ def test_a_step_given_up_by_a_rollback_goes_before_those_of_the_running_job(tmp_
     with CheckpointManager(Tier(str(tmp_path), capacity=THREE)) as manager:
         manager.restore(state(0), step=10)
         manager.save(state(11), 11)
-        # 10 is what a restarted job would want until there was 11
+        # a restarted job would need 10 until 11 existed
         assert whole(tmp_path) == [10, 11, 30]
         manager.save(state(12), 12)
         manager.save(state(13), 13)
@@ -219,7 +219,7 @@ def test_a_step_given_up_by_a_rollback_goes_before_those_of_the_running_job(tmp_
 
 
 def test_the_images_of_all_ranks_count(tmp_path):
-    """Each rank writes its own: two images are a checkpoint."""
+    """Each rank writes its own image, and two images are a checkpoint."""
 
     def save(coordinator):
         mine = {f"x{coordinator.rank}": torch.ones(50_000, dtype=torch.int64)}
@@ -233,9 +233,9 @@ def test_the_images_of_all_ranks_count(tmp_path):
 
 
 def test_a_rank_that_does_not_lead_makes_room_of_what_the_leader_has_found(tmp_path, monkeypatch):
-    """The job before has closed in order, so that no note tells of it.
+    """The job before has closed in order, so no note names it.
 
-    The disk is full for rank 1 alone, once.
+    The disk is full once, and for rank 1 alone.
     """
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
@@ -307,5 +307,5 @@ def test_on_a_disk_that_is_really_full(tmp_path):
         timeout=120,
         check=False,
     )
-    # the save that is larger than the disk gave up all but the newest for nothing, and told
+    # the save that is larger than the disk removed all but the newest in vain, and said so
     assert done.stdout == "left 5 7\n", done.stderr[-3000:]

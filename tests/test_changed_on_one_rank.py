@@ -1,5 +1,6 @@
-"""A rank whose tensor was changed behind its back has no image for any tier; the others go on to
-the next one, and hear of it there.
+"""A rank whose tensor has changed during the copy has no image for any tier.
+
+The others go on to the next tier, and learn of it there.
 """
 
 from __future__ import annotations

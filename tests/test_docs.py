@@ -1,5 +1,6 @@
-"""What the pages say is there: links, files, commands, options, settings, figures, and examples
-that run.
+"""What the pages say exists.
+
+The tests cover links, files, commands, options, settings, figures, and examples that run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tests.coordination.world import World
 from tests.kit.pages import FENCE, PAGES, Block, block, blocks, named
 
 ROOT = Path(__file__).resolve().parents[1]
-HISTORY = re.compile(r"bench/results/|docs/decisions/|CHANGELOG")  # of what was, not of what is
+HISTORY = re.compile(r"bench/results/|docs/decisions/|CHANGELOG")  # these describe the past
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`([^`\n]+)`")
 
@@ -41,12 +42,12 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-# -- what is named is there ------------------------------------------------------------------------
+# -- named files and links exist -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -109,7 +110,7 @@ def test_the_tree_of_errors_has_all_with_their_exit_codes() -> None:
 
 
 def _in_code(page: Path) -> Iterator[str]:
-    """Each line of its blocks, without prompts and comments, and each piece of code in its
+    """Return each line of code blocks, without prompts and comments, and each piece of code in the
     prose.
     """
     for match in FENCE.finditer(page.read_text()):
@@ -124,8 +125,9 @@ def commands(program: str) -> list[str]:
 
 
 def examples_of_help() -> list[str]:
-    """What ``ckpt --help`` and ``ckpt VERB --help`` show: the command, then two blanks or a pipe
-    and other words.
+    """Return the examples that ``ckpt --help`` and ``ckpt VERB --help`` show.
+
+    An example is the command, followed by two blanks or a pipe and other words.
     """
     texts = [
         HELP,
@@ -172,7 +174,7 @@ def test_the_bench_knows(line: str) -> None:
 
 
 def table(page: str, heading: str) -> dict[str, list[str]]:
-    """The first table below a heading: first cell -> the others."""
+    """Return the first table below a heading: first cell -> the others."""
     text = (ROOT / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -214,7 +216,7 @@ def test_a_configuration_that_is_shown_is_one(text: str, tmp_path: Path) -> None
 
 
 def _rows(path: str) -> dict[str, list[str]]:
-    """The main table: who -> numbers."""
+    """Return the main table: name -> numbers."""
     lines = (ROOT / path).read_text().splitlines()
     rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
     return {
@@ -262,7 +264,7 @@ DOORS = [
 
 
 def change_on(page: Path) -> list[str]:
-    """The lines of the diff that shows how a script changes."""
+    """Return the lines of the diff that shows how a script changes."""
     (shown,) = [each.text for each in blocks("diff") if each.page == page]
     return shown.splitlines()
 
@@ -394,7 +396,7 @@ def test_names_are_translated_as_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/nodes.md"])
 def test_tiers_are_named_as_shown(page: str) -> None:
     lines = block(page, "CheckpointManager([").replace("from ckpt import", "# ")
-    # no bucket is there to be opened
+    # there is no bucket to open
     names: dict[str, Any] = {"Tier": Tier, "CheckpointManager": as_tiers}
     exec(lines, names)
     assert [tier.url for tier in names["manager"]] == ["memory", "/nvme/ckpt", "s3://bucket/run42"]

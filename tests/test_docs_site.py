@@ -1,5 +1,6 @@
-"""The documentation site: it builds without a warning, it loads nothing from another host, and
-it shows every public name.
+"""The documentation site builds without a warning, and loads nothing from another host.
+
+It shows every public name.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "bench").rglob
 
 
 def too_long(text: str) -> list[str]:
-    """Lines of more than 100 columns. Tables, links and the output of programs may be longer."""
+    """Return the lines of more than 100 columns. Tables, links and the output of programs may be
+    longer.
+    """
     found: list[str] = []
     language: str | None = None
     for line in text.splitlines():

@@ -1,5 +1,6 @@
-"""An exception ends the process: ``close`` has ``exit_seconds`` and no more, what was durable
-stays, and the others hear of it.
+"""An exception ends the process.
+
+``close`` takes at most ``exit_seconds``, what was durable stays, and the other ranks learn of it.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ WAYS = {
 def test_a_process_that_an_exception_ends_does_not_wait_for_a_store_that_hangs(
     way: str, tmp_path: Path
 ) -> None:
-    """The store takes an hour: the process ends all the same, and says what it has given up."""
+    """The store would take an hour. The process ends nevertheless, and says what it has
+    given up.
+    """
     how, call, code = WAYS[way]
     said = run_code(STUCK.replace("HOW", how) + call, tmp_path / "run", status=code, timeout=100)
     assert f"this process ends: {tmp_path / 'run'} lacks step 2 (not finished within 0.3 s)" in said
@@ -287,7 +290,7 @@ except ValueError:
 
 def test_a_module_whose_first_line_is_a_function_is_read_without_warnings(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(ODD.strip())
-    # the caller of a function that asks is the module itself
+    # the function that asks is called by the module itself
     done = subprocess.run(
         [sys.executable, "-W", "always", str(tmp_path / "odd.py")],
         env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"},
@@ -457,7 +460,7 @@ def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
     world.coordinator(1).set_once("gone", b'{"rank": 1, "reason": "boom"}')
 
     class Late(type(world.coordinator(0))):  # type: ignore[misc]
-        """The word comes between the wait for it and the look at who has left."""
+        """The message arrives between the wait for it and the check of who has left."""
 
         def verdict(self, subject: str, *, timeout: float) -> bytes | None:
             if subject == "gone":
@@ -490,7 +493,7 @@ def test_a_wait_that_is_under_way_ends_when_this_rank_leaves(
 
 @pytest.mark.distributed
 def test_a_rank_that_raises_ends_in_seconds_and_the_other_hears_of_it(tmp_path: Path) -> None:
-    """With the commit timeout of 600 s."""
+    """The commit timeout is 600 s."""
     outputs = run_world(2, "raises.py", tmp_path / "run", store_here=True)
     told(outputs, 0)
     assert "ValueError: boom" in outputs[1]

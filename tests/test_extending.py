@@ -1,5 +1,6 @@
-"""Each row of the table in CONTRIBUTING.md, done by a distribution of another author: it is
-installed, and ckpt is not changed.
+"""Each row of the table in CONTRIBUTING.md, done by a distribution of another author.
+
+The distribution is installed, and ckpt is not changed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.kit.worlds import ROOT, run_code
 
 
 class Distribution:
-    """A package in a folder of its own, with entry points, as an installer leaves one."""
+    """A package in a folder of its own, with entry points, as an installer leaves it."""
 
     def __init__(self, folder: Path, module: str, source: str, entries: str) -> None:
         (folder / f"{module}.py").write_text(textwrap.dedent(source))
@@ -28,7 +29,7 @@ class Distribution:
         self._folder = folder
 
     def run(self, *args: str) -> subprocess.CompletedProcess[str]:
-        """A command, in a fresh interpreter that sees the package."""
+        """Run a command in a fresh interpreter that finds the package."""
         path = os.pathsep.join([str(self._folder), str(ROOT), str(ROOT / "backends")])
         return subprocess.run(
             [sys.executable, *args],
@@ -40,7 +41,7 @@ class Distribution:
         )
 
     def run_code(self, code: str, *args: str) -> str:
-        """What a program prints that sees the package."""
+        """Return what a program prints that finds the package."""
         see = f"import sys\nsys.path.insert(0, {str(self._folder)!r})\n"
         return run_code(see + textwrap.dedent(code), *args)
 

@@ -1,4 +1,6 @@
-"""A far tier that is down, hangs or crawls, on a real S3 server behind a wire that can be cut."""
+"""A far tier that is down, hangs or is slow, on a real S3 server behind a connection that can be
+cut.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,8 @@ def test_a_far_tier_in_trouble_changes_nothing_nearer_and_has_everything_in_the_
             calls[troubled].append(time.perf_counter() - began)
             saves[-1].result(20, tier=near)
             durable[troubled].append(time.perf_counter() - began)
-            assert not troubled or not saves[3].done()  # nothing has waited for it
-        time.sleep(2.5)  # longer than one request is given
+            assert not troubled or not saves[3].done()  # no save has waited for it
+        time.sleep(2.5)  # longer than the time limit of one request
         assert not saves[-1].done()
         wire.down = wire.held = False
         wire.bytes_per_second = 0.0
@@ -77,7 +79,7 @@ def test_a_far_tier_in_trouble_changes_nothing_nearer_and_has_everything_in_the_
             found = state(0)
             manager.restore(found, step)
             assert found["x"].unique().tolist() == [step]
-    # generous: the machine is shared; a store that is waited for would take many seconds
+    # generous, since the machine is shared; a wait for the store would take many seconds
     assert statistics.median(durable[True]) < 5 * statistics.median(durable[False]) + 2
     assert statistics.median(calls[True]) < 5 * statistics.median(calls[False]) + 2
 

@@ -158,7 +158,7 @@ def test_a_damaged_fragment_is_found_by_verify_and_refused_by_all_that_need_it(
     faults = [fault["file"].rsplit("/")[-1] for fault in ran.json["steps"][0]["faults"]]
     assert faults == ["rank-00001.json", "rank-00000.safetensors"]
     assert cli("export", "runs", "out.safetensors", "--step", "200").code != 0
-    assert cli("ls", "--root", "runs").code == 0  # as it was: asks for manifests only
+    assert cli("ls", "--root", "runs").code == 0  # unchanged: it asks for manifests only
     large = open_backend(root)
     ref = next(ref for ref in committed(large) if ref.step == 200)
     with pytest.raises((Exception, ObjectNotFound), match="rank-00001"):
@@ -182,7 +182,7 @@ def test_a_fragment_that_is_gone_is_told_where_files_are_encoded_too(
 def test_a_fragment_that_is_damaged_near_is_no_loss_where_the_far_tier_is_encoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its fragments are others than those that the near manifest was merged from: it has a
+    """Its fragments differ from those that the near manifest was merged from, since it has a
     manifest of its own.
     """
     tiers = [Tier(str(tmp_path / "near")), Tier(str(tmp_path / "far"), codec="zstd")]

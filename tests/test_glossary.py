@@ -24,7 +24,7 @@ def rows() -> list[re.Match[str]]:
 
 
 def names_in(path: Path) -> set[str]:
-    """Classes, functions and constants at the top of a module."""
+    """Return classes, functions and constants at the top of a module."""
     found: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):

@@ -1,4 +1,4 @@
-"""Jobs that share a root: what one of them does takes nothing from another that may be alive."""
+"""Jobs that share a root: a job takes nothing from another job that may be alive."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def far(tmp_path: Path) -> Path:
 
 
 def seems(root: Path, **fields: Any) -> None:
-    """The owner of ``root`` looks to others as ``fields`` say; to itself it is what it was."""
+    """Let the owner of ``root`` look to others as ``fields`` say. To itself it is unchanged."""
     backend = open_backend(str(root))
     owner = read_owner(backend)
     assert owner is not None
@@ -66,7 +66,7 @@ def test_a_job_that_only_restores_evicts_nothing_of_a_job_on_another_machine(
     far: Path,
     gated: Gated,  # noqa: F811
 ) -> None:
-    """Steps 11 and 12 wait for the far tier, and lie nowhere else."""
+    """Steps 11 and 12 wait for the far tier, and are nowhere else."""
     gated.open.set()
     with CheckpointManager(far) as manager:
         manager.save(state(9), 9)
@@ -100,7 +100,7 @@ def test_a_job_that_only_restores_leaves_what_another_has_begun(
 
 @pytest.fixture
 def in_memory(tmp_path: Path) -> Iterator[list[Tier]]:
-    """Tiers of which the first lies in memory, which is given back in the end."""
+    """Return tiers of which the first is in memory, which is freed at the end."""
     tiers = [Tier("memory"), Tier(str(tmp_path / "disk"))]
     yield tiers
     memory = open_tiers(tiers)[0].backend
@@ -147,8 +147,9 @@ def test_a_restore_between_the_last_fragment_and_the_manifest_costs_no_step_in_m
 
 
 class Partitioned:
-    """A store that takes the first manifest and does not answer; then another job takes the root
-    and evicts that step.
+    """A store that takes the first manifest and does not answer.
+
+    Then another job takes the root and evicts that step.
     """
 
     def __init__(self, root: Path, meanwhile: Callable[[], None]) -> None:
@@ -195,9 +196,7 @@ def test_a_manifest_is_not_put_again_once_another_job_has_the_root(
 def test_a_pruner_that_comes_late_removes_nothing_of_the_next_job(
     near: Path, closed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first job is held up before it prunes; meanwhile another machine goes on from its step
-    2.
-    """
+    """The first job stops before it prunes. Meanwhile another machine goes on from its step 2."""
     prune, go = ckpt.retention.pruner.prune, threading.Event()
 
     def late(*args: Any, **how: Any) -> Any:
@@ -224,7 +223,9 @@ def test_a_pruner_that_comes_late_removes_nothing_of_the_next_job(
 
 
 def test_a_root_whose_next_owner_has_closed_is_taken_again(near: Path) -> None:
-    """Else the job would write there without a name, and a third could take it for nobody's."""
+    """Otherwise the job would write there without a name, and a third one could take the root for
+    free.
+    """
     with CheckpointManager(near) as first:
         first.save(state(1), 1)
         seems(near, **ELSEWHERE)

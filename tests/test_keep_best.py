@@ -1,4 +1,4 @@
-"""Metrics: told at the save, kept in the manifest, and what retention goes by."""
+"""Metrics are given to the save and kept in the manifest, and retention goes by them."""
 
 from __future__ import annotations
 

@@ -56,8 +56,9 @@ Faults = Callable[..., None]
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """Every backend opened from now on has these faults; none of its uploads, which are not what
-    is tested here.
+    """Make every backend that is opened from now on have these faults.
+
+    Its uploads have none, since they are not tested here.
     """
 
     def wrap(*rules: Rule) -> None:
@@ -133,7 +134,7 @@ def test_everything_may_be_changed_right_after_the_call(root: str, overlap: Any)
         state["bytes"][0] = 0
         state["model"][1].running_mean.fill_(7)
         train(state)
-        for parameter in state["model"].parameters():  # stepped over: the copy has landed
+        for parameter in state["model"].parameters():  # the step has passed, so the copy has landed
             parameter.data.zero_()
         pending.result(60)
         assert pending.step == 1
@@ -189,8 +190,9 @@ def test_after_a_fence_parameters_may_be_changed_by_anybody(memory: str) -> None
 
 @pytest.fixture
 def held_copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Late copies wait until the event is set, so that a test can come between the call and the
-    copy.
+    """Make late copies wait until the event is set.
+
+    So a test can act between the call and the copy.
     """
     from ckpt.staging.snapshot import Snapshot
 
@@ -218,13 +220,14 @@ def test_a_parameter_changed_behind_our_back_fails_that_save_by_name_and_nothing
         held_copier.clear()
         pending = manager.save_async(state, 2)
         with torch.no_grad():
-            state["model"][2].weight.add_(1)  # no step: nobody was asked
+            state["model"][2].weight.add_(1)  # not a step, so the fence does not see it
         held_copier.set()
         with pytest.raises(TensorChanged, match=r"'model/2\.weight'"):
             pending.result(30)
-        train(state)  # training is alive
+        train(state)  # training works
         assert manager.steps() == [1]
-        manager.save(state, 2)  # and so is the manager: result() has told, nothing is raised again
+        # the manager works too: result() has raised the error, so no later call raises it again
+        manager.save(state, 2)
         assert manager.steps() == [1, 2]
     assert_equal(copy_of(back(root, 1)), expected)
     assert "changed while step 2" in caplog.text
@@ -322,7 +325,7 @@ def test_the_error_of_the_body_goes_before_one_of_the_background(
 
 @pytest.fixture
 def gate(memory: str, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """No file of a tensor gets into the store before it is set."""
+    """Let no file of a tensor into the store before it is set."""
     store = Gated(memory)
     monkeypatch.setattr(ckpt.storage.tiers, "open_backend", lambda url, options: store)
     return store.open
@@ -340,7 +343,7 @@ def test_with_skip_a_save_is_left_out_while_no_slot_is_free(
             second.result()
         gate.set()
         first.result(30)
-        manager.save({"x": 3}, 2)  # the skipped step was not taken
+        manager.save({"x": 3}, 2)  # the skipped step was not used
         assert manager.steps() == [1, 2]
 
 
@@ -418,7 +421,7 @@ def test_a_step_is_saved_once(memory: str) -> None:
 
 
 def test_a_run_that_forgets_to_restore_is_led_to_restore_first(tmp_path: Path) -> None:
-    """Another number, which a step of its own run needs, would hide the run that is there."""
+    """Another number, which a step of its own run needs, would hide the existing run."""
     with CheckpointManager(tmp_path) as manager:
         for step in (8, 16):
             manager.save({"x": step}, step)
@@ -462,12 +465,12 @@ def test_a_second_manager_on_a_living_ones_root_is_refused_and_writes_nothing(ro
         first.save({"x": 1}, 1)
         before = sorted(str(path) for path in Path(root).rglob("*"))
         with CheckpointManager(root) as second:
-            assert second.restore({"x": 0}) is not None  # reading is free
+            assert second.restore({"x": 0}) is not None  # reading needs no claim
             with pytest.raises(RootInUse, match="of this very process"):
                 second.save({"x": 2}, 2)
         assert sorted(str(path) for path in Path(root).rglob("*")) == before
         first.save({"x": 3}, 3)
-    with CheckpointManager(root) as third:  # given back by close
+    with CheckpointManager(root) as third:  # close has freed the root
         third.save({"x": 4}, 4)
         assert third.steps() == [1, 3, 4]
 
@@ -661,7 +664,7 @@ def test_observers_are_told_what_happens_and_cannot_break_it(
     assert "observer failed" in caplog.text
 
 
-# -- for ever --------------------------------------------------------------------------------------
+# -- for a long time -------------------------------------------------------------------------------
 
 
 def own_slots() -> list[str]:
@@ -670,7 +673,7 @@ def own_slots() -> list[str]:
 
 
 def footprint() -> tuple[int, int, int, int]:
-    """Descriptors, threads, slots, resident bytes."""
+    """Return descriptors, threads, slots, and resident bytes."""
     gc.collect()
     process = psutil.Process()
     return (

@@ -50,7 +50,7 @@ manager.close()
 
 @pytest.fixture
 def near(tmp_path: Path):
-    """A manager's two tiers, and the folder of the first."""
+    """Return a manager's two tiers, and the folder of the first."""
     tiers = [Tier("memory"), Tier(str(tmp_path / "disk"))]
     folder = MEMORY / f"ckpt-memory-{os.getuid()}-{urls_of(tiers)[0].removeprefix('shm://')}"
     yield tiers, folder
@@ -62,7 +62,8 @@ def near(tmp_path: Path):
 def work(root: Path, steps: int, end: str) -> list[str]:
     status = -signal.SIGKILL if end == "kill" else 0
     said = run_code(WORKER, root, steps, end, status=status, timeout=60)
-    return [line for line in said.splitlines() if line.startswith(("from ", "sum "))]  # no warnings
+    # without warnings
+    return [line for line in said.splitlines() if line.startswith(("from ", "sum "))]
 
 
 def test_a_killed_trainer_resumes_from_memory_and_from_disk_where_that_is_gone(tmp_path, near):
@@ -123,7 +124,7 @@ def test_closing_frees_the_memory_unless_it_holds_the_newest_step(near, tmp_path
     }
     with CheckpointManager(tiers) as manager:
         assert manager.steps() == [1, 10, 11]
-        # what an earlier job left is swept away by the first commit
+        # the first commit removes what an earlier job left
         manager.save({"x": torch.ones(3)}, 12)
         assert manager.steps() == [1, 10, 12]
 
@@ -246,7 +247,7 @@ def test_a_folder_in_shared_memory_that_is_not_ours_alone_is_left_out(
 ):
     """Nothing is read from it, and the job goes on with the other tiers.
 
-    The log says so, and not again for every step.
+    The log says so once, and not for every step.
     """
     tiers, folder = near
     with CheckpointManager(str(tmp_path / "planted")) as other:
@@ -295,7 +296,7 @@ def test_a_step_for_memory_alone_that_finds_no_room_is_skipped(near):
     ],
 )
 def test_closing_says_when_even_what_was_restored_is_in_memory_only(near, caplog, before, told):
-    """``before``: the first step that is saved; 10 is the last before the job dies, and no
+    """``before`` is the first step that is saved. Step 10 is the last before the job dies, and no
     durable tier takes it.
     """
     tiers, _ = near
@@ -319,7 +320,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_closing_names_only_the_newest_step_that_is_in_memory_only(near, caplog):
-    """The step before it is in the other slot: that is no second warning."""
+    """The step before it is in the other slot, which is no reason for a second warning."""
     tiers, _ = near
     with CheckpointManager([Tier("memory"), Tier(tiers[1].url, every=100)]) as manager:
         for step in (0, 1, 2, 3):
@@ -360,8 +361,9 @@ def test_closing_says_nothing_of_that_where_the_restored_step_is_durable(near, c
 
 
 def test_slots_that_vanish_from_shared_memory_are_replaced_and_every_step_is_saved(near, tmp_path):
-    """logind removes what a user has in /dev/shm when his last session ends (RemoveIPC), and
-    cleaners do.
+    """logind removes a user's files in /dev/shm when the user's last session ends (RemoveIPC).
+
+    Programs that clean the folder do so too.
     """
     tiers, folder = near
     with CheckpointManager(tiers) as manager:

@@ -1,5 +1,6 @@
-"""A restore from several tiers: each chunk from the nearest that has it intact, and what came
-from far stays near.
+"""A restore from several tiers.
+
+Each chunk comes from the nearest tier that has it intact, and what came from far stays near.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ def saved(template: Path, near: Path, far: Path) -> list[Path]:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """Wraps the store of a folder whenever a manager opens it; the last one is returned by
-    calling the result.
+    """Wrap the store of a folder whenever a manager opens it.
+
+    Calling the result returns the last one.
     """
 
     def watching(folder: Path, *rules: Rule) -> FaultyBackend:
@@ -123,7 +125,7 @@ def test_a_flipped_bit_is_mended_from_the_next_tier_and_told(
     asked = [
         call for call in store.calls if call.verb == "read_into" and "manifest" not in call.key
     ]
-    assert len(asked) == 2  # for the state, and for the file near
+    assert len(asked) == 2  # for the state, and for the file on near
     # a disk is read in whole blocks
     assert all(call.nbytes <= repair.nbytes + 2 * 4096 for call in asked)
     assert files(near, 3)["data"].read_bytes() == files(far, 3)["data"].read_bytes()
@@ -165,7 +167,9 @@ def test_a_file_that_cannot_be_written_anew_stays_as_it_is_and_is_told(
 
 
 def test_the_report_names_every_tier_that_should_have_had_it(tmp_path: Path) -> None:
-    """Changed on the first, gone from the second, cut on the third; the fourth has it."""
+    """It is changed on the first, removed from the second, and cut on the third; the
+    fourth has it.
+    """
     roots = [tmp_path / name for name in "abcd"]
     with CheckpointManager(roots) as manager:
         manager.save(state_of(3))
@@ -214,7 +218,7 @@ def test_a_full_cache_gives_up_its_oldest_for_what_is_restored(
 def test_a_cache_that_another_job_writes_to_gives_up_nothing(
     saved: list[Path], near: Path, far: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """That one's farther tiers may still read what lies there: nobody here can know."""
+    """That job's farther tiers may still read what is there, which no other job can know."""
     with CheckpointManager(far) as manager:
         manager.restore(blank())
         manager.save(state_of(4))
@@ -247,7 +251,7 @@ def test_an_owner_that_cannot_be_read_costs_no_restore(
 def test_a_cache_never_gives_up_the_only_copy_of_its_newest(
     saved: list[Path], near: Path, far: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of 1 to 3 far has only 2, and near has 3 only: no room for 2 there but in the place of 3."""
+    """Of 1 to 3 far has only 2, and near has only 3: room for 2 would have to be the place of 3."""
     for step in (1, 3):
         shutil.rmtree(files(far, step)["data"].parent)
     for step in (1, 2):
@@ -266,7 +270,7 @@ def test_a_cache_never_gives_up_the_only_copy_of_its_newest(
 def test_a_partial_cache_is_listed_only_if_it_is_right(
     saved: list[Path], near: Path, far: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All files are there and as long as they should be: only reading tells."""
+    """All files are there with the right sizes, so only reading them shows it."""
     found = files(near, 3)
     found["manifest"].unlink()
     flip(found["data"])
@@ -318,7 +322,7 @@ def test_a_torn_manifest_near_stops_nobody(
         }
         again = manager.restore(target)
     assert again is not None
-    assert again.repaired == ()  # a good one was put in its place
+    assert again.repaired == ()  # an intact one has replaced it
     assert whole(near) == [1, 2, 3]
 
 
@@ -337,7 +341,7 @@ def test_what_is_damaged_on_all_tiers_gives_way_to_the_step_before(
         assert step == 3
         assert str(near) in reason
         assert str(far) in reason
-        assert report.repaired == ()  # that of step 2: none
+        assert report.repaired == ()  # the report is about step 2, which has none
         assert [event.step for event in told if isinstance(event, StepDamaged)] == [3]
         with pytest.raises(NoCheckpoint, match="no tier has"):
             manager.restore(target, 3)
@@ -354,7 +358,7 @@ def test_damage_in_different_places_of_three_tiers_is_no_damage(tmp_path: Path) 
     files(roots[2], 3)["manifest"].unlink()
     flip(
         files(roots[2], 3)["data"], 4096 + 4096 * 3
-    )  # only here: 0 and 1 have it flipped, this is the second flip
+    )  # 0 and 1 have it flipped, and this is the second flip here
     target = blank()
     with CheckpointManager(roots) as manager:
         report = manager.restore(target, read_through=False)
@@ -381,13 +385,13 @@ def test_a_far_tier_that_is_down_is_told_and_the_near_one_serves(
         assert len(warnings(caplog)) == 1
         assert "cannot be listed" in warnings(caplog)[0]
         flip(files(near, 3)["data"])
-        report = manager.restore(target)  # as before: what cannot be listed is no way out
+        report = manager.restore(target)  # as before: a tier that cannot be listed does not help
     assert_is(target, 2)
 
 
 @pytest.fixture
 def answers(far: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The farther tier says nothing before it is set."""
+    """Make the farther tier wait until it is set."""
     event, open_any = threading.Event(), ckpt.storage.tiers.open_backend
 
     class Silent:
@@ -416,7 +420,7 @@ def answers(far: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Ev
 
 
 def listing() -> list[str]:
-    """The threads that list a tier."""
+    """Return the threads that list a tier."""
     return [each.name for each in threading.enumerate() if each.name.startswith("ckpt-list")]
 
 
@@ -438,7 +442,7 @@ def test_a_far_tier_that_hangs_is_not_waited_for(
         assert report.seconds < 50
         assert "no answer within" in caplog.text
     assert listing(), "nor at the end"
-    for path in near.rglob("manifest.json"):  # what nobody else has is worth any wait
+    for path in near.rglob("manifest.json"):  # the only copy is worth any wait
         path.unlink()
     target = blank()
     threading.Timer(3, answers.set).start()
@@ -462,7 +466,7 @@ def test_a_far_tier_that_is_down_is_not_waited_for_as_long_as_one_that_lists(
         report = manager.restore(blank())
         assert report is not None
         assert report.step == 3
-        assert report.seconds < 14  # of the 15 that one that lists may take
+        assert report.seconds < 14  # a tier that lists may take 15
         assert (
             f"the tier {far} cannot be listed: storage did not answer properly: '{far}'"
             in caplog.text
@@ -473,7 +477,7 @@ def test_a_far_tier_that_is_down_is_not_waited_for_as_long_as_one_that_lists(
     with CheckpointManager([near, far]) as manager:
         report = manager.restore(blank())
         assert report is not None
-        assert report.step == 3  # it answers, so it is worth a wait: what it holds may be newer
+        assert report.step == 3  # it answers, so it is worth a wait: it may hold something newer
 
 
 # -- read-through ----------------------------------------------------------------------------------
@@ -530,7 +534,7 @@ def test_a_short_file_near_is_replaced(saved: list[Path], near: Path, far: Path)
 def test_a_partial_cache_is_used_and_pruned_in_the_end(
     saved: list[Path], tmp_path: Path, far: Path, watch: Watch
 ) -> None:
-    """A fragment that is gone when it is to be copied leaves the data in a cache that does not
+    """A fragment that is missing when it is to be copied leaves the data in a cache that does not
     list the step.
     """
     fresh = tmp_path / "fresh"
@@ -629,7 +633,7 @@ def test_damage_far_is_never_cached_as_a_step(saved: list[Path], tmp_path: Path,
 
 
 def test_what_is_in_memory_is_not_fetched_from_far(tmp_path: Path, far: Path, watch: Watch) -> None:
-    """Nearer than the folder, and whole: nothing to do."""
+    """It is nearer than the folder, and whole, so nothing has to be fetched."""
     fresh = tmp_path / "fresh"
     tiers = [Tier(f"shm://test-nearest-{os.getpid()}"), Tier(str(fresh), every=10), Tier(str(far))]
     try:
@@ -692,7 +696,7 @@ def test_a_near_tier_that_does_not_answer_is_asked_once_for_all_files(
         )
         == 2
     )
-    assert len(warnings(caplog)) == 1  # it does not answer; nothing is put there then
+    assert len(warnings(caplog)) == 1  # it does not answer, so nothing is put there
 
 
 def test_a_save_after_a_read_through_is_as_ever(

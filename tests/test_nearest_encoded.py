@@ -1,4 +1,4 @@
-"""Tiers of which one is encoded: a chunk has one identity on both, though its place differs."""
+"""One of the tiers is encoded: a chunk has one identity on both, though its place differs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def state(value: float = 1.0) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(params=["near", "far"])
 def tiers(request: pytest.FixtureRequest, tmp_path: Path) -> list[Tier]:
-    """Step 1 on both; one of them is encoded."""
+    """Step 1 is on both tiers, of which one is encoded."""
     tiers = [
         Tier(str(tmp_path / name), codec="zstd" if name == request.param else "none")
         for name in ("near", "far")

@@ -79,7 +79,7 @@ def test_the_blocking_save_does_not_raise_either(
         pending = manager.save(state(1), 1)
         assert isinstance(pending.exception(), OutOfSpace)
         with pytest.raises(OutOfSpace):
-            pending.result()  # the error is raised where it is asked for
+            pending.result()  # the error is raised where it is requested
         assert manager.save(state(1), 1).exception() is None
     assert whole(tmp_path) == [1]
 
@@ -161,7 +161,7 @@ def test_what_close_gives_up_is_raised_or_said(
         give_up()
         assert "lacks step 1" in caplog.text
         assert "1 save failed: step 1" in caplog.text
-    # the save goes on behind it, and must not meet the next test
+    # the save goes on in the background, and must not affect the next test
     for _ in range(600):
         gc.collect()  # the error holds the manager, whose threads end with it
         if not (left := set(threading.enumerate()) - before):
@@ -174,7 +174,7 @@ def test_what_close_gives_up_is_raised_or_said(
 def test_all_ranks_go_on_where_one_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
-    """One rank's disk is full, and later one rank has no memory: no rank has the step."""
+    """One rank's disk is full, and later one rank has no memory. No rank has the step."""
     rule = Rule(verb="upload", key=f"rank-{failing:05d}", nth=2, fault=Raise(OutOfSpace))
     faulty(monkeypatch, tmp_path, [rule])
 

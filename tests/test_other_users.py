@@ -1,6 +1,4 @@
-"""Another user of the machine can neither plant a state in the memory tier nor stop the job that
-uses it.
-"""
+"""Another user of the machine can neither plant a state in the memory tier nor stop its job."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def tiers(place: Path) -> list[Tier]:
 
 @pytest.fixture
 def memory(tiers: list[Tier]):
-    """Where the victim's tier in memory lies."""
+    """Return where the victim's tier in memory is."""
     folder = Path(f"/dev/shm/ckpt-memory-{VICTIM}-{urls_of(tiers)[0].removeprefix('shm://')}")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -55,7 +53,7 @@ def memory(tiers: list[Tier]):
 
 @pytest.fixture
 def planted(place: Path) -> Path:
-    """A whole checkpoint of step 99, as an attacker makes it in a folder of his own."""
+    """A whole checkpoint of step 99, as an attacker makes it in a folder of its own."""
     with CheckpointManager(str(place / "planted")) as manager:
         manager.save(state(666.0), 99)
     subprocess.run(["chmod", "-R", "a+rX", place / "planted"], check=True)
@@ -63,7 +61,7 @@ def planted(place: Path) -> Path:
 
 
 def plant(planted: Path, folder: Path) -> None:
-    """By the attacker: the victim may read it all."""
+    """Plant it as the attacker. The victim may read it all."""
     old = os.umask(0)
     shutil.copytree(planted, folder)
     os.chmod(folder, 0o755)
@@ -93,9 +91,7 @@ def test_a_state_that_was_planted_before_the_job_is_not_restored_and_the_job_goe
 def test_a_state_that_is_planted_while_the_job_runs_is_not_restored(
     tiers: list[Tier], memory: Path, planted: Path
 ) -> None:
-    """The folder is removed, as a cleaner of /dev/shm does, and another user puts his own in its
-    place.
-    """
+    """The folder is removed, as programs do that clean /dev/shm, and another user replaces it."""
     gone, there = os.pipe(), os.pipe()
 
     def attack() -> None:
@@ -145,7 +141,7 @@ def test_while_a_job_runs_nobody_else_can_take_the_place_of_its_memory(
 
 
 def test_a_file_of_another_user_is_not_read_though_it_lies_in_the_own_folder(place: Path) -> None:
-    """As it may, where the folder was open to all for a while."""
+    """This can happen if the folder was open to all for a while."""
     url = f"shm://test-users-{os.getpid()}"
     folder = Path(f"/dev/shm/ckpt-memory-{VICTIM}-{url.removeprefix('shm://')}")
 
@@ -202,7 +198,7 @@ def test_a_folder_of_another_user_is_no_store_of_this_one_and_ls_says_so(
 
 
 def test_a_slot_that_another_user_pretends_to_have_is_not_counted() -> None:
-    """The name of a slot tells a process; whose file it is tells the file."""
+    """The name of a slot gives a process. The file's owner shows which user it belongs to."""
 
     def pretend() -> str:
         path = f"/dev/shm/ckpt-slot-{os.getppid()}-{Process.of(os.getppid()).started}-9-{namespace()}.abc"  # noqa: E501

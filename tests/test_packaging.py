@@ -1,4 +1,4 @@
-"""The wheel and the sdist, as someone gets them who has no checkout.
+"""The wheel and the sdist, as a user without a checkout gets them.
 
 ``python -m build`` makes the wheel out of the sdist, so a file that the sdist lacks is missing in
 the wheel too. The clean environment does not install torch and the rest again: a ``.pth`` line
@@ -76,7 +76,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 
 @pytest.fixture(scope="module")
 def sdist_names(built: Distributions) -> set[str]:
-    """Paths in the sdist, relative to its one top folder."""
+    """Return the paths in the sdist, relative to its one top folder."""
     with tarfile.open(built.sdist) as archive:
         return {name.partition("/")[2] for name in archive.getnames()}
 

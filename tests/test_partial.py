@@ -1,4 +1,4 @@
-"""Restoring a part: some names only, or what both sides have."""
+"""Restoring a part: only some names, or what both sides have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt.errors import ConfigError, EntryMissing, EntryUnexpected, ShapeMismatc
 
 
 def job(seed: int, *, head: int = 3, deeper: bool = False) -> dict[str, Any]:
-    """A model, its optimizer that has stepped, a scheduler and a number."""
+    """Return a model, its optimizer that has stepped, a scheduler and a number."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, head)]
     model = nn.Sequential(*layers, *([nn.Linear(head, 2)] if deeper else []))
@@ -39,7 +39,7 @@ def job(seed: int, *, head: int = 3, deeper: bool = False) -> dict[str, Any]:
 
 
 def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Every tensor of model and optimizer."""
+    """Return every tensor of model and optimizer."""
     found = {
         f"model/{name}": tensor.detach().clone()
         for name, tensor in state["model"].state_dict().items()
@@ -66,7 +66,7 @@ def root(tmp_path: Path) -> str:
 
 
 def assert_taken(state: dict[str, Any], before: dict[str, torch.Tensor], *taken: str) -> None:
-    """Names that begin with one of ``taken`` are what was saved, all others what they were."""
+    """Check that names that begin with one of ``taken`` are as saved, and all others unchanged."""
     saved = tensors(job(1))
     for name, value in tensors(state).items():
         expected = saved if name.startswith(taken) else before

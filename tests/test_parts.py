@@ -20,7 +20,7 @@ from tests.kit.worlds import world
 
 
 def stored(root: Path, step: int) -> set[str]:
-    """The names of the tensors that a step has."""
+    """Return the names of the tensors that a step has."""
     with ckpt.open(root, step=step) as opened:
         return set(opened.names())
 
@@ -31,7 +31,7 @@ def nbytes(root: Path, step: int) -> int:
 
 
 def assert_taken(now: dict[str, Any], saved: Any, before: Any, names: set[str]) -> None:
-    """``names`` have the values that were saved, all others those of before."""
+    """Check that ``names`` have the values that were saved, and all others those of before."""
     for name, value in values(now).items():
         assert torch.equal(value, (saved if name in names else before)[name]), name
 
@@ -100,7 +100,7 @@ def test_plain_values_and_settings_are_parted_too(tmp_path: Path) -> None:
 def test_a_pattern_that_fits_any_name_of_one_character_leaves_the_longer_ones(
     tmp_path: Path,
 ) -> None:
-    """A name without an optimizer is no name of a parameter, which the pattern could exclude."""
+    """A name without an optimizer is not a name of a parameter, which the pattern could exclude."""
     with CheckpointManager(tmp_path) as manager:
         manager.save({"w": torch.ones(3), "long": torch.ones(4)}, 1, exclude="?")
         assert stored(tmp_path, 1) == {"long"}
@@ -138,11 +138,11 @@ def test_a_pattern_that_fits_no_name_is_an_error_and_nothing_is_saved(tmp_path: 
             with pytest.raises(ConfigError, match="give names or patterns"):
                 manager.save_async(state, 1, **patterns)
         assert manager.steps() == []
-        manager.save(state, 1)  # and the manager is as good as before
+        manager.save(state, 1)  # the manager still works
         assert manager.steps() == [1]
 
 
-@pytest.mark.timeout(400)  # a hundred real saves, also on a machine that is busy
+@pytest.mark.timeout(400)  # a hundred real saves, which may run on a busy machine
 def test_a_hundred_saves_whose_patterns_alternate_are_each_of_their_own_part(
     tmp_path: Path,
 ) -> None:
@@ -219,7 +219,7 @@ def test_a_parameter_that_is_trained_from_now_on_is_saved_from_now_on(tmp_path: 
     assert stored(tmp_path, 2) - stored(tmp_path, 3) == {"model/0.lora_a.weight"}
     other = job(2)
     with CheckpointManager(tmp_path) as manager, pytest.raises(EntryMissing, match="optimizer"):
-        manager.restore(other)  # nothing of it was left out: it was not in the state
+        manager.restore(other)  # nothing of it was left out, since it was not in the state
 
 
 def test_a_trained_part_writes_the_bytes_of_the_adapter(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from ckpt.storage.testing import FaultyBackend, Raise, Rule
 
 
 class Gate:
-    """A store whose uploads finish when the test says so."""
+    """A store whose uploads finish when the test allows it."""
 
     def __init__(self, inner: Any, opened: threading.Event) -> None:
         self._inner, self._opened = inner, opened
@@ -96,7 +96,7 @@ def test_a_failed_save_says_so_to_everyone_who_asks(
         for _ in range(2):
             with pytest.raises(AccessDenied):
                 pending.result()
-        pending.wait_staged()  # the copy itself was well
+        pending.wait_staged()  # the copy itself succeeded
         assert repr(pending) == "<PendingSave step=0 failed>"
 
 

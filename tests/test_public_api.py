@@ -1,6 +1,6 @@
 """What ``import ckpt`` promises.
 
-A name added or removed here is a change for users: say so in CHANGELOG.md.
+A name that is added or removed here changes something for users: say so in CHANGELOG.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Restoring under other names, in other dtypes, and what another program or optimizer has saved."""
+"""Restoring under other names, in other dtypes, and from what another program or optimizer has
+saved.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ def restored(root: str, state: dict[str, Any], **how: Any) -> RestoreReport:
 def unchanged(
     root: str, state: dict[str, Any], error: type[Exception], match: str, **how: Any
 ) -> None:
-    """It fails, and leaves everything as it was."""
+    """Check that it fails, and leaves everything as it was."""
     before = {name: t.clone() for name, t in state["model"].state_dict().items()}
     settings = [dict(group) for group in state["optimizer"].param_groups]
     with pytest.raises(error, match=match):
@@ -336,7 +338,7 @@ def test_what_would_lose_is_no_cast(tmp_path: Path, there: str, here: str, good:
 
 @pytest.mark.parametrize("stepped", [True, False])
 def test_a_model_and_its_optimizer_in_another_dtype(root: str, stepped: bool) -> None:
-    """As torch's optimizers do it: what had the dtype of its parameter has it again."""
+    """Torch's optimizers do it: what had the dtype of its parameter has it again."""
     state = job(2, Net().to(torch.float64), stepped=False)
     if stepped:
         state["model"](torch.rand(8, 4, dtype=torch.float64)).sum().backward()
@@ -377,7 +379,7 @@ def test_settings_that_are_none(root: str, setting: str, value: Any) -> None:
     unchanged(root, job(2), ConfigError, setting, **{setting: value})
 
 
-# -- what others have saved ------------------------------------------------------------------------
+# -- what other programs have saved ----------------------------------------------------------------
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OTHERS: dict[str, Make] = {
@@ -434,7 +436,7 @@ def test_options_and_schedulers_make_no_other_optimizer(
     if scheduler:
         torch.optim.lr_scheduler.OneCycleLR(states[0]["optimizer"], 1.0, total_steps=9)
         states[0]["optimizer"].param_groups[0]["of a user"] = 3
-    # as an older torch saves it
+    # an older torch saves it like this
     del states[1]["optimizer"].param_groups[0]["decoupled_weight_decay"]
     with CheckpointManager(str(tmp_path)) as manager:
         manager.save(states[0], 1)
@@ -444,7 +446,7 @@ def test_options_and_schedulers_make_no_other_optimizer(
 
 
 def test_a_plain_dict_is_given_to_an_object(tmp_path: Path) -> None:
-    """What ``ckpt import`` makes of a scheduler in a file of ``torch.save``."""
+    """``ckpt import`` makes such a dict of a scheduler in a file of ``torch.save``."""
     optimizer = job(1)["optimizer"]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7)
     scheduler.last_epoch = 41
@@ -469,7 +471,7 @@ def test_a_plain_dict_is_given_to_an_object(tmp_path: Path) -> None:
 def test_a_part_that_is_renamed_is_as_strict_as_one_that_is_not(
     root: str, how: dict[str, Any]
 ) -> None:
-    """By ``only`` the state's names are meant, also for what the checkpoint has too much."""
+    """``only`` selects the state's names, also among what the checkpoint has in addition."""
     teacher = Net(heads=())
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
     with pytest.raises(EntryUnexpected, match=r"model/head\.weight"):

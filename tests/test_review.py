@@ -1,6 +1,4 @@
-"""What a strict review has proved once, held for good: each test is the scenario of a defect
-that was there.
-"""
+"""Defects that a review has found. Each test is the scenario of one of them."""
 
 from __future__ import annotations
 

@@ -30,9 +30,9 @@ def root() -> str:
 
 @pytest.fixture
 def handler() -> Iterator[Callable[[Callable[[], object]], list[BaseException]]]:
-    """Sets what SIGUSR1 calls.
+    """Set what SIGUSR1 calls.
 
-    Returns the list of what that raised, which a handler of a user's might let pass.
+    Return the list of the errors that it raised, which a user's handler might suppress.
     """
     before = signal.getsignal(signal.SIGUSR1)
 
@@ -59,8 +59,8 @@ def interrupt() -> None:
 def test_a_save_or_close_inside_of_a_save_is_refused_and_not_waited_for(
     root: str, handler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The call that is interrupted has taken the only slot, which it gives back when the handler
-    has returned.
+    """The interrupted call has taken the only slot, which it gives back when the handler has
+    returned.
     """
     state = job()
     reference, pin = content(state), Slot.pin
@@ -99,7 +99,7 @@ def test_a_second_close_while_the_first_waits_does_nothing(
 
 
 def test_a_state_that_is_being_restored_is_not_saved(root: str, handler: Any) -> None:
-    """Some of its tensors are of the checkpoint then, others of before."""
+    """Some of its tensors are those of the checkpoint then, and others those of before."""
     state, other = job(), job(seed=7)
     with CheckpointManager(root) as manager:
         state["more"] = other["more"] = loaded = Interrupting()
@@ -136,7 +136,7 @@ def test_ctrl_c_as_a_call_returns_leaves_the_manager_usable(call: str, root: str
 def test_ctrl_c_before_a_slot_is_filled_gives_the_slot_back(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The only slot would be lost otherwise, and the next save would wait for it for ever."""
+    """Otherwise the only slot would be lost, and the next save would wait for it for ever."""
     state = job()
 
     def interrupted(*_: Any) -> None:
@@ -155,7 +155,7 @@ def test_ctrl_c_before_a_slot_is_filled_gives_the_slot_back(
 def test_ctrl_c_in_a_constructor_leaves_other_managers_usable(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error keeps what was made until then, where others find it."""
+    """The error keeps what was made until then, and other managers find it."""
 
     def interrupted() -> int:
         monkeypatch.undo()
@@ -208,9 +208,7 @@ def test_no_signal_handler_runs_between_the_taking_of_a_lock_and_its_block(root:
 
 @contextmanager
 def _interrupted_in(file: str, turn: int) -> Iterator[None]:
-    """Raise ``KeyboardInterrupt`` as the function that is the ``turn``-th to begin in ``file``
-    begins.
-    """
+    """Raise ``KeyboardInterrupt`` as the ``turn``-th function in ``file`` begins."""
     reached = 0
 
     def on_call(frame: FrameType, *_: object) -> None:
@@ -229,7 +227,7 @@ def _interrupted_in(file: str, turn: int) -> Iterator[None]:
 
 
 class Interrupting:
-    """An object of a state in the midst of whose restore a signal comes."""
+    """An object of a state, during whose restore a signal arrives."""
 
     count = 0
 
@@ -242,7 +240,7 @@ class Interrupting:
 
 
 class Interrupted(torch.optim.SGD):
-    """A signal comes when some parameters have been changed and others have not."""
+    """A signal arrives when some parameters have changed and others have not."""
 
     armed = False
 

@@ -1,5 +1,7 @@
-"""Two hundred saves in a training loop: memory, shared memory, descriptors and threads are after
-the last what they were after the fiftieth.
+"""Two hundred saves in a training loop.
+
+Memory, shared memory, descriptors and threads are the same after the last one as after the
+fiftieth.
 """
 
 from __future__ import annotations
@@ -57,8 +59,9 @@ def footprint() -> Footprint:
 
 
 def settled(root: Path) -> Footprint:
-    """The smallest of some looks, once the pruner has removed what is too old: it may still have a
-    folder open when the save that asked for it has ended.
+    """Return the smallest of some measurements, once the pruner has removed what is too old.
+
+    It may still have a folder open when the save that asked for it has ended.
     """
     assert until(lambda: len([name for name in os.listdir(root) if "step" in name]) <= KEPT)
     looks = [footprint()]
@@ -67,12 +70,14 @@ def settled(root: Path) -> Footprint:
 
 
 def others() -> list[str]:
-    """The threads of managers."""
+    """Return the threads of managers."""
     return [each.name for each in threading.enumerate() if each.name.startswith("ckpt-")]
 
 
 def job() -> dict[str, Any]:
-    """4 MiB: a model with its AdamW state, an average of it, and what else a loop saves."""
+    """Return 4 MiB: a model with its AdamW state, an average of it, and other parts that a loop
+    saves.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -107,7 +112,7 @@ def test_two_hundred_saves_leave_everything_flat(tmp_path: Path, overlap: Any) -
     state = job()
     train(state)
     gc.collect()
-    until(lambda: not others(), 20)  # Managers of earlier tests may still end
+    until(lambda: not others(), 20)  # managers of earlier tests may still end
     before = footprint()
     root = tmp_path / "run"
     with CheckpointManager([Tier(str(root), keep_last=KEPT)], overlap=overlap) as manager:
@@ -131,7 +136,7 @@ def test_two_hundred_saves_leave_everything_flat(tmp_path: Path, overlap: Any) -
         warm.threads,
     )
     assert after.resident - warm.resident < SPARE_BYTES, (warm, after)
-    # not 0: in the same process, an earlier test may have given up a save that still holds its slot
+    # not 0: an earlier test in this process may have given up a save that still holds its slot
     assert closed.shared <= before.shared, (before, closed)
     assert closed.mappings <= before.mappings, (before, closed)
     assert closed.descriptors <= before.descriptors, (before, closed)

@@ -1,4 +1,4 @@
-"""Whatever a test starts must not outlive it, least of all when it fails."""
+"""No process that a test starts outlives the test, above all when it fails."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_a_test_that_fails_leaves_neither_the_process_nor_what_it_has_started(
 
 @pytest.mark.parametrize("family", [FAMILY, ORPHANS])
 def test_what_takes_too_long_is_told_with_what_it_has_said_and_ended(family: list[str]) -> None:
-    """Also where only those live that the process has started: they hold its output open."""
+    """The test also covers processes that only hold the output open of the process that started
+    them.
+    """
     with pytest.raises(pytest.fail.Exception, match="not at its end after 1 s") as told:
         run(family, timeout=1)
     assert not psutil.pid_exists(int(str(told.value).split()[-1]))

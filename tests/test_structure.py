@@ -1,4 +1,4 @@
-"""The tests have the structure of the code, and share code by modules that are no tests."""
+"""The tests have the structure of the code, and share code by modules without tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.kit.worlds import ROOT
 
 TESTS = ROOT / "tests"
 
-# Folders and files that show what no single package does. These lists only shrink.
+# Folders and files that do not belong to a single package. These lists only shrink.
 ACROSS_PACKAGES = {
     "crash",
     "device",
@@ -65,7 +65,7 @@ ACROSS_FILES = {
 
 
 def imports_of_tests(code: str) -> Iterator[str]:
-    """The modules with tests that a file imports."""
+    """Return the modules with tests that a file imports."""
     for node in ast.walk(ast.parse(code)):
         match node:
             case ast.ImportFrom(module=str(module)):

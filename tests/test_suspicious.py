@@ -1,4 +1,4 @@
-"""Saves whose trained tensors show that training is dead: ``on_suspicious``."""
+"""Saves whose trained tensors show that training does not work: ``on_suspicious``."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_the_largest_numbers_are_finite(name: str) -> None:
 def test_a_change_on_one_rank_is_enough(
     tmp_path: Path, moving: tuple[int, ...], scans: bool
 ) -> None:
-    """Each rank has a stage of its own, and both raise alike."""
+    """Each rank has a stage of its own, and both raise the same error."""
 
     def train(coordinator: Any) -> list[SuspiciousState]:
         settings = {"coordinator": coordinator, "on_suspicious": "raise", "check_finite": scans}

@@ -1,6 +1,4 @@
-"""What a model may be when it is restored: without memory, wrapped, compiled, without its
-optimizer.
-"""
+"""A model in a restore: without memory, wrapped, compiled, or without its optimizer."""
 
 from __future__ import annotations
 
@@ -78,14 +76,14 @@ def restored(root: str, state: dict[str, Any], **how: Any) -> RestoreReport:
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """Without wrappers."""
+    """Return the state without wrappers."""
     while (inner := getattr(model, "_orig_mod", getattr(model, "module", None))) is not None:
         model = inner
     return model
 
 
 def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
-    """Model, optimizer and the step after are."""
+    """Check that model, optimizer and the step after are equal."""
     ones, twos = (plain(each["model"]) for each in (one, two))
     for name, tensor in ones.state_dict().items():
         assert torch.equal(tensor, twos.state_dict()[name]), name
@@ -126,8 +124,8 @@ def test_a_model_on_meta_and_an_optimizer_built_over_it(
 def test_what_was_not_asked_for_stays_on_meta_though_its_optimizer_state_is_real(
     root: str, saved: dict[str, Any], only: Any
 ) -> None:
-    """By the parameter its state is laid out: memory that nothing was read into must not become
-    the weight.
+    """Its optimizer state is laid out by the parameter. Memory that nothing was read into must not
+    become the weight.
     """
     state = job(on_meta(), 2, steps=0)
     model, wanted = state["model"], only != "optimizer"
@@ -173,8 +171,8 @@ def test_on_the_default_device_only(root: str, saved: dict[str, Any]) -> None:
 def test_the_default_device_is_not_for_what_is_saved_on_the_cpu(
     tmp_path: Path, saved: dict[str, Any]
 ) -> None:
-    """Random states are refused by torch on any other; the meta device stands for another one
-    here.
+    """Torch refuses random states on any other device. Here the meta device stands for another
+    device.
     """
     more = {"rng": PerRank(RngState()), "history": [[torch.ones(2)], 1], "model": saved["model"]}
     with CheckpointManager(str(tmp_path)) as manager:
@@ -224,7 +222,8 @@ def test_nothing_becomes_real_when_the_data_is_damaged(root: str) -> None:
 
 def test_parameters_that_nothing_can_make_real(root: str) -> None:
     state = job(on_meta(), 2, steps=0)
-    state["model"].to_empty(device="cpu")  # makes new parameters; the optimizer owns the old ones
+    # this makes new parameters, and the optimizer owns the old ones
+    state["model"].to_empty(device="cpu")
     with pytest.raises(RestoreError, match="build the optimizer after"):
         restored(root, state)
     state = job(on_meta(), 2, steps=0)

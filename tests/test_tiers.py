@@ -1,4 +1,4 @@
-"""Several tiers: nearest first, each at its own pace."""
+"""Several tiers: a step goes to the nearest first, and to each at its own pace."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_what_a_near_tier_kept_for_a_far_one_goes_when_the_manager_closes(tmp_pa
 
 
 def test_a_step_that_only_a_far_tier_takes_holds_its_slot_and_no_near_tier(tmp_path, gated):
-    """Of two slots one waits with step 3, and all others pass through the other."""
+    """One of two slots waits with step 3, and all other steps pass through the other one."""
     near, far = str(tmp_path / "near"), str(tmp_path / "far")
     with CheckpointManager([Tier(near, every=2), Tier(far)], slots=2, backlog=9) as manager:
         saves = {2: manager.save_async(state(2), 2)}

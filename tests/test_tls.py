@@ -1,4 +1,4 @@
-"""The files of TLS are checked when a manager is built, on all ranks alike."""
+"""The files of TLS are checked when a manager is built, with the same result on all ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def test_the_certificates_between_may_be_in_the_file(tmp_path: Path, authority: 
 def test_an_authority_that_another_one_has_signed_is_enough(
     tmp_path: Path, authority: Authority
 ) -> None:
-    """The job's own authority below that of the cluster, whose other nodes are not the job's."""
+    """The job's own authority is below that of the cluster, whose other nodes do not belong to the
+    job.
+    """
     between = authority.between("between")
     file = tmp_path / "job.pem"
     file.write_bytes(between._chain)
@@ -117,7 +119,7 @@ def test_a_key_with_a_passphrase_asks_no_terminal(tmp_path: Path, authority: Aut
             ),
             "unable to get local issuer certificate",
         ),
-        # A node is asked, and asks
+        # A node is a server for other nodes, and also a client
         (lambda authority: authority.issue("node", usages=SERVER_ONLY), "unsuitable certificate"),
     ],
 )
@@ -139,7 +141,7 @@ def test_a_certificate_that_other_nodes_would_refuse_is_named(
 def on_ranks(
     folder: Path, tls: Callable[[int], Tls | None], ranks: int = 4
 ) -> dict[int, tuple[OpenTier, ...] | Exception]:
-    """What each rank gets; each is a node."""
+    """Return what each rank gets. Each rank is a node."""
 
     def work(coordinator: Coordinator) -> tuple[OpenTier, ...]:
         tiers = open_tiers([Tier(str(folder / f"node{coordinator.rank}"), local=True)])

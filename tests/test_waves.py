@@ -1,5 +1,6 @@
-"""A state larger than the staging memory: staged in waves, whole all the same, and its stall
-told.
+"""A state that is larger than the staging memory is staged in waves.
+
+Its checkpoint is whole, and the stall is reported.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 
 MIB = 1 << 20
-STAGING = 176 * MIB  # a ring of 128 MiB, the least
+STAGING = 176 * MIB  # a ring of 128 MiB, the smallest
 WIDTH = 4800  # weight and two moments of 88 MiB each
 
 
 class Net(nn.Module):
-    """Its state passes round the ring twice.
+    """A network whose state passes twice through the ring.
 
-    One weight is not contiguous, and one tensor lies across the end.
+    One weight is not contiguous, and one tensor crosses the end of the ring.
     """
 
     def __init__(self) -> None:
@@ -89,11 +90,11 @@ def test_a_state_larger_than_the_staging_memory_is_saved_whole(tmp_path, caplog,
             if overlap == "off":
                 pending.wait_staged(0)  # nothing is left to copy on return
             with torch.no_grad():
-                net.odd.zero_()  # no optimizer's: it was copied, or set aside
-            optimizer.step()  # waits for the last wave by itself
+                net.odd.zero_()  # no optimizer owns it: it was copied, or set aside
+            optimizer.step()  # it waits for the last wave itself
             stalled = pending.stall_seconds
             pending.result()
-            # most of the streaming was waited for, and is told
+            # the call waited for most of the streaming, and the report says so
             assert stalled > pending.durable_seconds / 8
             assert_restores(tmp_path, expected)
     assert "in waves" in caplog.text
@@ -159,8 +160,8 @@ def test_too_little_for_waves_is_said_before_the_first_save(tmp_path):
 
 
 def test_a_part_that_fails_for_good_while_the_ring_is_full_holds_up_nobody(tmp_path, monkeypatch):
-    """The other writer runs ahead until the ring is full; both must hear of it, and so must the
-    copy and the fence.
+    """The other writer continues until the ring is full. Both get the error, and so do the copy and
+    the fence.
     """
     net, optimizer = trained()
     backend = open_backend(str(tmp_path))
@@ -176,7 +177,7 @@ def test_a_part_that_fails_for_good_while_the_ring_is_full_holds_up_nobody(tmp_p
 
             def stubborn(offset: int, data: memoryview) -> None:
                 if offset == 8 * MIB and not failing.is_set():
-                    time.sleep(1.0)  # as long as retries take
+                    time.sleep(1.0)  # the time that retries take
                     failing.set()
                     raise OutOfSpace(key, "disk full")
                 write(offset, data)
@@ -193,7 +194,7 @@ def test_a_part_that_fails_for_good_while_the_ring_is_full_holds_up_nobody(tmp_p
 
 
 def test_what_is_set_aside_is_set_aside_once(tmp_path):
-    """An eager tensor of many pieces: its memory is taken once, not once for each piece."""
+    """The memory for an eager tensor of many pieces is taken once, not once for each piece."""
     from ckpt.staging import snapshot
 
     assert snapshot.SPARE == 4

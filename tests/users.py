@@ -1,6 +1,6 @@
 """Two users of one machine, for tests of what one can do to the other.
 
-Needs root, which may become anybody.
+The tests need root, which may act as any user.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 
 import pytest
 
-ATTACKER = 65534  # nobody
+ATTACKER = 65534  # the user "nobody"
 only_root = pytest.mark.skipif(
     os.getuid() != 0, reason="needs root: the test acts as two users, by os.setuid in a child"
 )
 
 
 def fresh_user() -> int:
-    """A user id that no other test and no person has."""
+    """Return a user id that no other test and no person has."""
     return 200_000 + os.getpid()
 
 
 def act_as(user: int, work: Callable[[], Any]) -> Any:
-    """Run ``work`` in a fork that is ``user``, and return what it returns (JSON).
+    """Run ``work`` in a fork as ``user``, and return what it returns (JSON).
 
-    Raises what it says if it fails.
+    Raise its error if it fails.
     """
     return begin_as(user, work)()
 
 
 def begin_as(user: int, work: Callable[[], Any]) -> Callable[[], Any]:
-    """As ``act_as``, but returns at once. What is returned waits for the result."""
+    """Do as ``act_as``, but return at once a function that waits for the result."""
     ear, mouth = os.pipe()
     child = os.fork()
     if child == 0:
