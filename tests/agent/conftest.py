@@ -24,7 +24,7 @@ from tests.kit.waiting import until
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """The place of an agent that this test and its children alone know."""
+    """Return the place of an agent that only this test and its children know."""
     monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "0")
     with new_place() as found:
         monkeypatch.setenv("CKPT_AGENT_FOLDER", found.folder)
@@ -33,7 +33,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 @contextmanager
 def new_place() -> Iterator[Place]:
-    """The place of an agent, which ends with the block."""
+    """Yield the place of an agent, which ends with the block."""
     found = Place(tempfile.mkdtemp(prefix="ckpt-agent-test-"))
     yield found
     for pid in {*holders(found, "listen"), *holders(found, "work")}:
@@ -44,7 +44,7 @@ def new_place() -> Iterator[Place]:
 
 
 def holders(place: Place, name: str) -> list[int]:
-    """Processes that have the lock file ``name`` open."""
+    """Return the processes that have the lock file ``name`` open."""
     wanted, found = f"{place.folder}/{name}.lock", []
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with suppress(OSError):
@@ -54,7 +54,7 @@ def holders(place: Place, name: str) -> list[int]:
 
 
 def job(attempt: str = "abc", pid: int | None = None) -> Job:
-    """A job of this process, or of another one."""
+    """Return a job of this process, or of another one."""
     found = os.getpid() if pid is None else pid
     process = Process.of(found)
     tier = {"url": f"/nowhere/{attempt}"}
@@ -69,13 +69,13 @@ def job(attempt: str = "abc", pid: int | None = None) -> Job:
 
 
 def job_of(place: Place) -> JobStatus | None:
-    """The last job that the agent knows."""
+    """Return the last job that the agent knows."""
     found = status(place)
     return found.jobs[-1] if isinstance(found, AgentStatus) and found.jobs else None
 
 
 def await_state(place: Place, *states: str) -> JobStatus:
-    """The last job of the agent, once it is in one of ``states``."""
+    """Return the last job of the agent, once it is in one of ``states``."""
     assert until(lambda: (job := job_of(place)) and job.state in states), (
         job_of(place),
         Path(place.log).read_text(),
@@ -86,5 +86,5 @@ def await_state(place: Place, *states: str) -> JobStatus:
 
 
 def memory_folder(*tiers: Tier) -> Path:
-    """The folder of the tier in memory."""
+    """Return the folder of the tier in memory."""
     return Path(f"/dev/shm/ckpt-memory-{os.getuid()}-{urls_of(tiers)[0].removeprefix('shm://')}")

@@ -1,4 +1,6 @@
-"""As tests/crash/three_tiers.py, for trainers with an agent. Run as a script.
+"""Kill trainers with an agent, as tests/crash/three_tiers.py does without one.
+
+It runs as a script.
 
 deaths.py ROOT TIMES NUMBERS SEED: kill the trainer, the agent, or both, TIMES times at random
 moments. Each trainer resumes from what is left.
@@ -41,7 +43,7 @@ def kill_agent(place: Place) -> None:
 
 
 def knows(place: Place, trainer_pid: int, *states: str) -> bool:
-    """Whether the agent knows the job of a trainer, in one of ``states``."""
+    """Return whether the agent knows the job of a trainer, in one of ``states``."""
     found = status(place)
     return found is not None and any(
         trainer_pid in job.processes and job.state in states for job in found.jobs
@@ -49,7 +51,7 @@ def knows(place: Place, trainer_pid: int, *states: str) -> bool:
 
 
 def one(root: Path, numbers: int, how: str, chance: random.Random) -> bool:
-    """One death. Returns whether the trainer had committed a step before."""
+    """Cause one death, and return whether the trainer had committed a step before."""
     place, log = Place.of_this_user(), root / "log"
     child = fork(lambda: trainer(root, log, numbers, 10**6, agent="required"))
     assert until(lambda: knows(place, child, "running"))
@@ -87,12 +89,12 @@ def one(root: Path, numbers: int, how: str, chance: random.Random) -> bool:
 
 
 def below(folder: Path) -> list[str]:
-    """The folder, if it is there, and what is in it."""
+    """Return the folder, if it exists, and what is in it."""
     return [str(folder), *map(str, folder.rglob("*"))] if folder.exists() else []
 
 
 def tail(place: Place) -> str:
-    """The status of the agent, and the end of its log."""
+    """Return the status of the agent, and the end of its log."""
     return f"{status(place)}\n{Path(place.log).read_text()[-8000:]}"
 
 

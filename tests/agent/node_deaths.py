@@ -1,5 +1,6 @@
-"""As tests/agent/deaths.py, for jobs of four ranks on two nodes, with an agent on each. Run as a
-script.
+"""Kill jobs of four ranks on two nodes, with an agent on each, as tests/agent/deaths.py does.
+
+It runs as a script.
 
 node_deaths.py ROOT TIMES NUMBERS SEED: kill the ranks and the agents of one node or of both, TIMES
 times at random moments. Each job resumes from what is left. A store in memory, a folder and an
@@ -77,14 +78,14 @@ class Cluster:
         return self.root / "shared"
 
     def memory(self, node: int) -> Path:
-        """The folder of the tier in memory."""
+        """Return the folder of the tier in memory."""
         return Path(f"/dev/shm/ckpt-memory-{os.getuid()}-{self._name(node)}")
 
     def _name(self, node: int) -> str:
         return f"deaths-{self.owner}-{node}"
 
     def own(self, node: int) -> Path:
-        """The folder on the disk of a node."""
+        """Return the folder on the disk of a node."""
         return self.root / f"node{node}"
 
     def tiers(self, node: int) -> list[Tier]:
@@ -95,13 +96,13 @@ class Cluster:
         ]
 
     def noted(self) -> Noted:
-        """What the ranks have noted. The last line may be torn."""
+        """Return what the ranks have noted. The last line may be torn."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         found = (line.split() for line in lines if line.endswith("."))
         return {(name, int(step)) for name, step, _ in found}
 
     def listed(self) -> list[int]:
-        """The steps of the shared tier."""
+        """Return the steps of the shared tier."""
         return whole(self.shared)
 
     def job(self, node: int, pid: int) -> JobStatus | None:
@@ -127,7 +128,7 @@ def content(rank: int, step: int, numbers: int) -> torch.Tensor:
 
 
 def trainer(cluster: Cluster, rank: int, port: int) -> None:
-    """Train and save from where it stands, until it is killed."""
+    """Train from the newest step, and save, until the process is killed."""
     node = NODES[rank]
     os.environ.update(environment_of(rank, len(NODES), port))
     os.environ["CKPT_AGENT_FOLDER"] = cluster.places[node].folder
@@ -239,7 +240,7 @@ DEATHS = (*FINISHED, a_node_with_its_agent, agents_while_they_finish, a_node_wit
 
 
 def one(cluster: Cluster, death: Callable[[Victims], None], chance: random.Random) -> bool:
-    """One death. Return whether the job had committed a step before."""
+    """Cause one death, and return whether the job had committed a step before."""
     before, port = cluster.noted(), free_port()
     ranks = tuple(fork(partial(trainer, cluster, rank, port)) for rank in range(4))
     job = Victims(cluster, ranks, chance)
@@ -272,7 +273,7 @@ def _has(cluster: Cluster, step: int) -> bool:
 
 
 def check_freed(job: Victims) -> None:
-    """Check that the agents free what the job had in memory, once they are done."""
+    """Check that the agents free what the job had in memory when they have ended."""
     cluster = job.cluster
     cluster.await_each(job.ranks, "done", "superseded")
     for node in (0, 1):
@@ -284,8 +285,10 @@ def check_freed(job: Victims) -> None:
 
 
 def check(cluster: Cluster, known: Noted, newest: int, *, lost: bool) -> None:
-    """Check that nothing torn is listed, and that nothing is gone that was reported as committed,
-    but for what a node had that is lost.
+    """Check that no torn step is listed, and that every step that was reported as committed is
+    there.
+
+    The exception is what a lost node had.
     """
     # The agents may still work: a step may be listed meanwhile, and none may go.
     listed = cluster.listed()
@@ -305,7 +308,7 @@ def check(cluster: Cluster, known: Noted, newest: int, *, lost: bool) -> None:
     restored = resumed(cluster)
     least = max(listed, default=-1) if lost else newest
     assert restored >= least, (restored, least, known, listed, tails(cluster))
-    for folder in cluster.shared.glob("step-*"):  # For want of room on the disk only
+    for folder in cluster.shared.glob("step-*"):  # To free room on the disk
         if int(folder.name[5:14]) < max(listed, default=-1) - KEPT:
             shutil.rmtree(folder)
     cluster.log.write_text("".join(f"shared {step} .\n" for step in listed[-1:]))

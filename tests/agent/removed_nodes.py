@@ -1,7 +1,9 @@
-"""A job on several nodes, each with namespaces of its own and an agent. One node after the other is
-removed with all that it has. Run as a script, by the words ``ALONE`` of ``tests.kit.machines``.
+"""Remove the nodes of a job one after the other, with all that they have.
 
-removed_nodes.py ROOT NODES EACH TIMES SEED: EACH ranks on each of so many NODES. Each job resumes
+Each node has namespaces of its own and an agent. It runs as a script, by the words ``ALONE`` of
+``tests.kit.machines``.
+
+removed_nodes.py ROOT NODES EACH TIMES SEED: EACH ranks on each of this many NODES. Each job resumes
 on the nodes that are left and on a new one. A node is removed TIMES times. Its cable is pulled
 first, then its processes, its memory and its namespaces end.
 """

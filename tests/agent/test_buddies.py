@@ -22,7 +22,7 @@ __all__ = ["cluster"]
 
 @pytest.fixture(autouse=True)
 def _with_copies(cluster: Cluster) -> None:
-    """Each node has a copy of the files of the other one."""
+    """Give each node a copy of the files of the other one."""
     cluster.tiers[0]["replicas"] = 1
 
 
@@ -35,12 +35,14 @@ def end_agent(cluster: Cluster, node: int) -> None:
 
 
 def marked(cluster: Cluster) -> list[str]:
-    """The markers on the shared tier of agents that have brought the files of other nodes."""
+    """Return the markers on the shared tier of agents that have brought the files of
+    other nodes.
+    """
     return [name for name in listed(cluster.shared) if name.endswith(".verdict")]
 
 
 def names_of(cluster: Cluster, step: int) -> list[str]:
-    """The names of the files of a step on the shared tier."""
+    """Return the names of the files of a step on the shared tier."""
     return [path.name for path in cluster.shared.glob(f"step-{step:09}.*/*")]
 
 
@@ -117,7 +119,7 @@ def test_copies_are_not_used_if_both_agents_do_their_part(cluster: Cluster) -> N
 
 
 def test_a_copy_is_used_while_the_ranks_of_the_other_node_live(cluster: Cluster) -> None:
-    """They may hang until a collective fails. What they do later takes nothing away."""
+    """They may hang until a collective fails. What they do later removes nothing."""
     with cluster.training(3, "kill copied live"):
         assert until(lambda: whole(cluster.shared) == [3])
         assert marked(cluster) == ["rank-00002.verdict", "rank-00003.verdict"]

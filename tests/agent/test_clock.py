@@ -1,4 +1,4 @@
-"""The clock jumps under the agent: it tries, keeps and verifies when it would have."""
+"""The clock jumps under the agent, which tries, keeps and verifies as without the jump."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Jump = Callable[[float], None]
 
 @pytest.fixture
 def jump(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jump]:
-    """Sets the clock of an agent, which runs, so many seconds off."""
+    """Set the clock of a running agent off by this many seconds."""
     monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "600")
     monkeypatch.setenv("CKPT_AGENT_SCRUB_SECONDS", "2")
     clock, new = tmp_path / "clock", tmp_path / "new"
@@ -68,7 +68,7 @@ def jump(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def test_a_try_that_has_failed_is_followed_by_others(
     place: Place, tmp_path: Path, jump: Jump, seconds: float
 ) -> None:
-    """One that is far in the future of the clock, or a day after the first by the clock."""
+    """The failed try is far in the future of the clock, or a day after the first one."""
     (tmp_path / "far").write_text("no folder")
     run_code(TRAINER, tmp_path / "near", tmp_path / "far" / "run", status=-signal.SIGKILL)
     assert until(lambda: (job := job_of(place)) and job.state == "waiting" and job.error)
@@ -90,7 +90,7 @@ def test_memory_is_kept_as_long_and_an_idle_agent_stays(
     before = status(place)
     jump(3 * HOUR)
     status(place)
-    again = status(place)  # it has looked at the clock since
+    again = status(place)  # it has read the clock since
     assert before is not None
     assert again is not None
     assert again.pid == before.pid

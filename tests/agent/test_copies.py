@@ -72,13 +72,13 @@ def save(manager: CheckpointManager, *steps: int, elements: int = ELEMENTS) -> l
 
 
 def files_of(root: Path) -> dict[str, bytes]:
-    """The data files of each step, without the attempts."""
+    """Return the data files of each step, without the attempts."""
     found = [path for path in root.rglob("rank-*") if path.suffix != ".json"]
     return {f"{path.parent.name[:14]} {path.name}": path.read_bytes() for path in found}
 
 
 def manifest_of(root: Path) -> Manifest:
-    """The newest manifest of a tier, without what no two runs have in common."""
+    """Return the newest manifest of a tier, without what differs in any two runs."""
     backend = open_backend(str(root))
     found = read_manifest(backend, attempts(backend)[0])
     parts = [msgspec.structs.replace(part, size=0, checksum="") for part in found.fragments]
@@ -109,13 +109,13 @@ def listed(tier: Tier) -> list[int]:
 
 
 def unfinished(tier: Tier) -> list[str]:
-    """The uploads that a store charges for, and does not list."""
+    """Return the uploads that a store charges for, and does not list."""
     store = open_backend(tier.url, tier.options)
     return [one.name for ref in attempts(store) for one in unfinished_of(store, ref)]
 
 
 def lent(place: Place) -> list[int]:
-    """The workers of the agent."""
+    """Return the workers of the agent."""
     agents = holders(place, "listen")
     return [pid for pid in holders(place, "work") if pid not in agents]
 
@@ -197,7 +197,7 @@ def test_an_empty_state_is_copied(place: Place, tmp_path: Path) -> None:
 def test_a_step_that_the_near_tier_does_not_take_goes_from_memory(
     place: Place, tmp_path: Path
 ) -> None:
-    """And from the far tier to the one behind it, as its nearest file is there."""
+    """It goes from the far tier to the one behind it too, since its nearest file is there."""
     tiers = [
         Tier(str(tmp_path / "near"), every=2),
         Tier(str(tmp_path / "far")),
@@ -264,7 +264,7 @@ def test_the_trainer_finishes_what_its_worker_has_begun(
 def test_a_worker_that_is_silent_is_ended(
     place: Place, tmp_path: Path, wire: Proxy, caplog, monkeypatch
 ) -> None:
-    """It would write on when it continues."""
+    """Otherwise it would continue to write later."""
     far = bucket(wire, tmp_path)
     manager, going = begun(place, wire, [Tier(str(tmp_path / "near")), far])
     [worker] = lent(place)
@@ -310,7 +310,7 @@ def test_a_store_that_is_down_for_a_while_gets_everything_in_the_end(
         wire.down = True
         going = manager.save_async(state(2), 2)
         going.result(100, tier=str(tmp_path / "near"))
-        time.sleep(1)  # of the outage
+        time.sleep(1)  # the length of the outage
         assert not going.done()
         wire.down = False
         going.result(100)
@@ -321,7 +321,7 @@ def test_a_store_that_is_down_for_a_while_gets_everything_in_the_end(
 
 
 def error_of(tiers: list[Tier], mode: AgentMode, elements: int) -> CkptError:
-    """The error of a save that the far tier refuses."""
+    """Return the error of a save that the far tier refuses."""
     manager = CheckpointManager(tiers, agent=mode, coordinator=World(1).coordinator(0))
     pending = manager.save_async(state(1, elements), 1)
     error = pending.exception(100)
@@ -435,7 +435,9 @@ def test_a_detach_ends_the_copy_and_leaves_it_to_the_agent(
 def test_a_worker_goes_on_if_the_event_of_a_finished_copy_comes_late(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An event that came after the answer ended the wait for the next request, and the worker."""
+    """An event that came after the answer once ended the wait for the next request, and
+    the worker.
+    """
     answered, write = threading.Event(), os.eventfd_write
 
     def late(descriptor: int, value: int) -> None:
@@ -462,7 +464,7 @@ def test_a_worker_goes_on_if_the_event_of_a_finished_copy_comes_late(
     gc.collect()
 
 
-# -- requests that make no sense -------------------------------------------------------------------
+# -- invalid requests ------------------------------------------------------------------------------
 
 
 @pytest.fixture

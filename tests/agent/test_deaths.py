@@ -1,5 +1,7 @@
-"""Trainer and agent may die at any moment: nothing torn is listed, what was committed in memory
-becomes durable if the agent lives, and the next trainer goes on.
+"""Trainer and agent may die at any moment.
+
+No torn step is listed, what was committed in memory becomes durable if the agent lives, and the
+next trainer goes on.
 """
 
 from __future__ import annotations

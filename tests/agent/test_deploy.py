@@ -1,4 +1,4 @@
-"""The files in ``deploy`` that start an agent are what their readers accept."""
+"""The programs that read the files in ``deploy`` that start an agent accept them."""
 
 from __future__ import annotations
 

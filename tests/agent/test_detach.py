@@ -78,7 +78,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging
 
 @pytest.fixture
 def ended_threads() -> Callable[..., bool]:
-    """Return whether no thread of such a name is left, apart from those that were there before."""
+    """Return whether no thread with this name is left, apart from those that were there before."""
     before = set(threading.enumerate())
 
     def ended(*names: str) -> bool:
@@ -91,7 +91,7 @@ def ended_threads() -> Callable[..., bool]:
 def test_it_does_not_wait_for_a_far_tier_that_hangs(
     place: Place, tmp_path: Path, hanging: Hanging, ended_threads: Callable[..., bool]
 ) -> None:
-    """What the trainer had begun there ends later, and harms nothing that the agent has done."""
+    """What the trainer had begun there ends later, and does not affect what the agent has done."""
     manager = CheckpointManager([tmp_path / "near", tmp_path / "far"], agent="required")
     saves = [manager.save_async(state(step), step) for step in (1, 2, 3)]
     for save in saves:
@@ -108,7 +108,7 @@ def test_it_does_not_wait_for_a_far_tier_that_hangs(
     far_url = str(tmp_path / "far")
     assert all(isinstance(save.exception(tier=far_url), LeftToAgent) for save in saves)
     assert until(lambda: ended_threads("ckpt-queue", "ckpt-save", "ckpt-end"))
-    assert not hanging.changed  # the agent may be at the same files
+    assert not hanging.changed  # the agent may use the same files
     assert whole(tmp_path / "far") == [1, 2, 3]
     with Workers("test", 2) as workers:
         far = open_backend(str(tmp_path / "far"))
@@ -155,7 +155,7 @@ def test_it_waits_for_the_removal_of_a_save_that_was_aborted(
     request: pytest.FixtureRequest,
     ended_threads: Callable[..., bool],
 ) -> None:
-    """Else the agent could copy the step while the files of the aborted save are removed."""
+    """Otherwise the agent could copy the step while the files of the aborted save are removed."""
     far, detached = Refusing(str(tmp_path / "far")), threading.Event()
 
     def opened(url, options):
@@ -177,7 +177,7 @@ def test_it_waits_for_the_removal_of_a_save_that_was_aborted(
     assert until(lambda: far.began)
     with Workers("test", 1) as workers:
         closing = workers.submit(manager.close, detach=True)
-        assert until(lambda: ended_threads("ckpt-save"))  # it has come to the detach
+        assert until(lambda: ended_threads("ckpt-save"))  # it has reached the detach
         assert not detached.wait(0.2)
         far.open.set()
         closing.result(60)
@@ -217,7 +217,9 @@ def test_a_rank_leaves_the_job_though_the_leader_has_ended_and_its_store_with_it
 
 
 class Down(Gated):
-    """A far store whose record of the job cannot be read: it answers with an error, or not."""
+    """A far store whose record of the job cannot be read: it answers with an error, or
+    not at all.
+    """
 
     def __init__(self, url: str, hangs: bool) -> None:
         super().__init__(url)
@@ -266,7 +268,7 @@ def in_memory(tmp_path: Path) -> Iterator[list[Tier]]:
 def test_an_exception_leaves_the_job_to_the_agent(
     in_memory: list[Tier], place: Place, tmp_path: Path, how
 ) -> None:
-    """A step that memory alone has becomes durable."""
+    """A step that only memory has becomes durable."""
     with pytest.raises(ValueError, match="oh"):  # noqa: PT012
         manager = CheckpointManager(in_memory, agent="required")
         if how == "with":
@@ -306,8 +308,10 @@ def test_a_step_that_only_the_far_tier_takes_is_waited_for(place: Place, tmp_pat
 def test_a_backlog_of_2_gib_does_not_hold_up_the_end(
     place: Place, tmp_path: Path, hanging: Hanging
 ) -> None:
-    """The far tier takes nothing from the trainer. The last step is on its way to the near tier at
-    the call. Prints the time from its commit there to the return.
+    """The far tier takes nothing from the trainer, and the last step is on its way to the near
+    tier.
+
+    The test prints the time from its commit there to the return.
     """
     committed_at: dict[int, float] = {}
 

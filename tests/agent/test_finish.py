@@ -65,7 +65,7 @@ def train(tiers: list[dict[str, object]], first: int, last: int, end: str) -> st
 
 
 def holds(root: Path | str, step: int, **options: object) -> bool:
-    """Whether ``step`` restores from ``root`` alone, with its content."""
+    """Return whether ``step`` restores from ``root`` alone, with its content."""
     state = {"x": torch.zeros(200_000, dtype=torch.int64)}
     with CheckpointManager(Tier(str(root), options)) as manager:
         report = manager.restore(state, step)
@@ -74,7 +74,7 @@ def holds(root: Path | str, step: int, **options: object) -> bool:
 
 @pytest.fixture(autouse=True)
 def tiers(tmp_path: Path) -> Iterator[list[dict[str, object]]]:
-    """Memory, a disk that takes each 100th step, and a far folder.
+    """Return memory, a disk that takes each 100th step, and a far folder.
 
     What a test leaves in memory is removed after its agent has ended, since this is set up first.
     """
@@ -92,7 +92,7 @@ def memory_of(tiers: list[dict[str, object]]) -> Path:
 
 
 def no_traces(tiers: list[dict[str, object]]) -> bool:
-    """Whether nothing of the job is in /dev/shm."""
+    """Return whether nothing of the job is in /dev/shm."""
     return not memory_of(tiers).exists()
 
 
@@ -129,7 +129,7 @@ def test_a_root_that_a_job_of_another_machine_has_left_is_no_obstacle(
 def test_a_step_in_memory_alone_reaches_an_object_store(
     place: Place, tmp_path: Path, tiers, moto_server: Server
 ) -> None:
-    """Its credentials travel over the socket, and are in no file and no command line."""
+    """Its credentials go over the socket, and are in no file and no command line."""
     secret = "S3CRET-of-the-test"
     options = {"endpoint_url": moto_server.url, "key": "AKIDTEST", "secret": secret}
     url = f"s3://bucket/agent-{os.getpid()}"
@@ -223,7 +223,7 @@ def test_memory_that_was_kept_outlives_the_version_of_the_agent(
         client.reach(place).close()
         lock = Lock(place, "work")
         stack.callback(lock.close)
-        assert until(lock.take)  # as the newer agent takes it
+        assert until(lock.take)  # the newer agent takes it
         if seconds == 3600:
             assert older in holders(place, "work")
             assert not no_traces(tiers)
@@ -236,7 +236,7 @@ def test_memory_that_was_kept_outlives_the_version_of_the_agent(
 def test_a_signal_right_after_the_death_of_the_trainer_finishes_its_steps(
     place: Place, tmp_path: Path, tiers
 ) -> None:
-    """As Kubernetes ends a sidecar when the trainer has ended."""
+    """Kubernetes ends a sidecar like this when the trainer has ended."""
     train(tiers, 1, 3, "kill nearest")
     [pid] = holders(place, "listen")
     os.kill(pid, signal.SIGTERM)
@@ -296,14 +296,14 @@ def test_closing_with_detach_leaves_the_far_tier_to_the_agent(place: Place, tmp_
     assert whole(tmp_path / "far") == [1, 2, 3]
     for root in ("disk", "far"):
         assert read_owner(open_backend(str(tmp_path / root))) is None
-    with CheckpointManager(tiers, agent="required") as manager:  # of the same process
+    with CheckpointManager(tiers, agent="required") as manager:  # a trainer of the same process
         assert manager.restore({"x": torch.zeros(200_000, dtype=torch.int64)}).step == 3
         manager.save({"x": torch.full((200_000,), 4)}, 4)
     assert whole(tmp_path / "far") == [1, 2, 3, 4]
 
 
 def test_detach_makes_durable_what_memory_alone_has(place: Place, tmp_path: Path, tiers) -> None:
-    tiers[2]["every"] = 100  # else the trainer itself may bring the step there
+    tiers[2]["every"] = 100  # otherwise the trainer itself may bring the step there
     assert "closed" in train(tiers, 1, 3, "detach nearest")
     await_state(place, "done")
     assert holds(tmp_path / "disk", 3)
@@ -359,7 +359,7 @@ def test_an_agent_that_dies_is_started_again_by_the_trainer(place: Place, tmp_pa
 
 
 def test_a_root_of_another_job_is_left_alone(place: Place, tmp_path: Path, tiers) -> None:
-    """The other job is on a machine that cannot be seen, and may be alive."""
+    """The other job is on another machine, whose processes are not visible, and may be alive."""
     tiers[1] = {"url": str(tmp_path / "disk")}
     (tmp_path / "disk").mkdir()
     other = Owner(attempt="feedbeef0000", host="far", machine="elsewhere", pid=1, started=1)

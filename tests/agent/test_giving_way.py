@@ -1,4 +1,4 @@
-"""The agent gives way to the next job, and a failing tier costs no other."""
+"""The agent gives way to the next job, and a failing tier does not affect the others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ os.kill(os.getpid(), 9)
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Owner]:
-    """What a job has left that has died with steps 1 to 3 on one tier."""
+    """Return what a job has left that has died with steps 1 to 3 on one tier."""
     near = tmp_path_factory.mktemp("dead") / "near"
     told = run_code(TRAINER, near, status=-signal.SIGKILL)
     return near, msgspec.json.decode(told, type=Owner)
@@ -51,7 +51,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Owner]:
 
 @pytest.fixture
 def dead(tmp_path: Path, left: tuple[Path, Owner]) -> Job:
-    """The job that was to have its steps on "far" and "farther" too."""
+    """The job was to have its steps on "far" and "farther" too."""
     shutil.copytree(left[0], tmp_path / "near")
     tiers = [Tier(str(tmp_path / name)) for name in ("near", "far", "farther")]
     return Job(
@@ -109,14 +109,14 @@ def test_all_of_it_is_taken_farther_newest_first_and_twice_does_nothing_more(
     assert copied == [(step, far) for far in ("far", "farther") for step in (3, 2, 1)]
     assert steps(tmp_path / "farther") == [1, 2, 3]
     assert finish(dead) == (Ended("done"), [])
-    assert read_owner(open_backend(str(tmp_path / "far"))) is None  # no root was taken
+    assert read_owner(open_backend(str(tmp_path / "far"))) is None  # it took no root
 
 
 @pytest.mark.parametrize("taken", ["near", "far"])
 def test_no_manifest_is_put_once_another_job_has_taken_a_root(
     tmp_path: Path, dead: Job, monkeypatch, taken
 ) -> None:
-    """The other job comes while the files of the first copy are on their way."""
+    """The other job begins while the files of the first copy are on their way."""
     other = msgspec.structs.replace(Owner.here("feedbeef0000"), pid=1, machine="elsewhere")
 
     def take(key: str) -> None:
@@ -165,7 +165,7 @@ def test_a_job_after_it_on_the_same_roots_ends_its_turn(tmp_path: Path, dead: Jo
 
 
 def test_a_job_after_another_of_the_same_process_is_finished(tmp_path: Path, dead: Job) -> None:
-    """The far tier still names the job before, which has detached; the near one knows that it has
+    """The far tier still names the job before, which has detached. The near one knows that it has
     ended.
     """
     first = msgspec.structs.replace(dead.owner, attempt="feedbeef0000", pid=NO_PROCESS)
@@ -219,7 +219,7 @@ def test_a_tier_that_cannot_be_opened_costs_no_other(tmp_path: Path, dead: Job) 
 
 @pytest.fixture
 def full(tmp_path: Path, dead: Job) -> Iterator[Job]:
-    """The job with step 3 in memory alone. "near" has steps 1 and 2, and room for no more."""
+    """The job has step 3 in memory only. "near" has steps 1 and 2, and room for no more."""
     near, memory = Tier(str(tmp_path / "near")), Tier(f"shm://test-{os.getpid()}")
     folder = memory_folder(memory)
     [newest] = (tmp_path / "near").glob("step-000000003.*")
@@ -244,7 +244,7 @@ def test_a_full_near_tier_keeps_what_the_far_one_lacks(tmp_path: Path, full: Job
 
 
 def test_a_copy_in_memory_does_not_make_a_step_durable(tmp_path: Path, full: Job) -> None:
-    """There is room for one step, and memory has the only one on the disk too."""
+    """There is room for one step, and memory has a copy of the only one on the disk."""
     shutil.rmtree(next((tmp_path / "near").glob("step-000000001.*")))
     [second] = (tmp_path / "near").glob("step-000000002.*")
     shutil.copytree(second, memory_folder(Tier(full.tiers[0]["url"])) / second.name)
@@ -261,7 +261,9 @@ def test_a_copy_in_memory_does_not_make_a_step_durable(tmp_path: Path, full: Job
 def test_what_the_job_was_writing_makes_room_for_the_copies(
     tmp_path: Path, full: Job, monkeypatch, lives
 ) -> None:
-    """Unless a process of the job may still be writing it, here or on another node."""
+    """The exception is a process of the job that may still be writing it, here or on
+    another node.
+    """
     near = open_backend(str(tmp_path / "near"))
     [newest] = memory_folder(Tier(full.tiers[0]["url"])).glob("step-000000003.*")
     begun = near.upload(f"{newest.name}/rank-00000.safetensors", 100)

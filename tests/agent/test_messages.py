@@ -1,4 +1,4 @@
-"""Messages to the agent: whole or refused, and nothing secret is shown."""
+"""A message to the agent is whole or refused, and no secret is shown."""
 
 from __future__ import annotations
 

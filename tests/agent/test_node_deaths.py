@@ -1,5 +1,6 @@
-"""Ranks and agents of two nodes may die at any moment, and a node may be lost with all it holds:
-nothing torn is listed, what was committed becomes durable if both agents live, and the next job
+"""Ranks and agents of two nodes may die at any moment, and a node may be lost with all it holds.
+
+No torn step is listed, what was committed becomes durable if both agents live, and the next job
 goes on.
 """
 

@@ -22,7 +22,7 @@ __all__ = ["cluster"]
 
 
 def steps_of(root: Path) -> list[int]:
-    """The steps that a node lists in its folder."""
+    """Return the steps that a node lists in its folder."""
     return sorted(int(path.parent.name[5:14]) for path in root.glob("step-*/manifest.json"))
 
 
@@ -57,7 +57,7 @@ def test_a_step_in_memory_alone_reaches_an_object_store(
 def test_folders_of_nodes_are_brought_to_the_shared_tier_as_it_takes_them(
     cluster: Cluster,
 ) -> None:
-    """The last step in any case, older ones if the shared tier takes them."""
+    """The last step comes in any case, and older ones if the shared tier takes them."""
     near = {"url": str(cluster.folder / "node-NODE"), "local": True, "codec": "zstd"}
     cluster.tiers[:] = [near, {"url": str(cluster.shared), "every": 2}]
     cluster.train(1, 5, "kill")
@@ -95,7 +95,7 @@ def test_the_newest_step_in_memory_comes_to_the_folder_of_each_node(cluster: Clu
 def test_each_agent_verifies_the_folder_of_its_node(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And takes what is damaged there from the shared tier."""
+    """It takes what is damaged there from the shared tier."""
     monkeypatch.setenv("CKPT_AGENT_SCRUB_SECONDS", "1")
     near = {"url": str(cluster.folder / "node-NODE"), "local": True, "codec": "zstd"}
     cluster.tiers[:] = [near, {"url": str(cluster.shared), "every": 2}]
@@ -126,7 +126,7 @@ def test_a_folder_of_a_node_that_takes_no_files_holds_up_nothing(cluster: Cluste
     with cluster.training(3, "kill live"):
         assert until(lambda: cluster.waits(0, "rank(s) 2, 3 have not ended"))
         [blocked] = {path.parent.name for path in cluster.memory(0).glob("step-000000003.*/*")}
-        for node in (0, 1):  # a file is where the folder of the step is to be
+        for node in (0, 1):  # a file is at the place of the step's folder
             (cluster.folder / f"node-{node}").mkdir(exist_ok=True)
             (cluster.folder / f"node-{node}" / blocked).touch()
     assert [job.error for job in cluster.await_end()] == ["", ""]

@@ -1,4 +1,4 @@
-"""Where the agent is found, and how a place that is not this user's alone is refused."""
+"""Where the agent is found, and how a place that belongs to another user too is refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_another_users_folder_is_refused(place: Place) -> None:
 
 @only_root
 def test_another_users_socket_is_refused(place: Place) -> None:
-    """The folder was open to the other user before it was this one's."""
+    """The folder was open to the other user before it belonged to this one."""
     os.chmod(place.folder, 0o777)
 
     def listen() -> None:

@@ -156,7 +156,7 @@ def test_a_tier_of_a_job_that_lives_is_left_alone(tmp_path: Path, far: Path, cli
         assert "another CheckpointManager" in ran.err
         manager.save(state(2), 2)
     assert whole(near) == [1, 2]
-    with CheckpointManager(far) as manager:  # beside the job of the far tier
+    with CheckpointManager(far) as manager:  # it runs besides the job of the far tier
         manager.save(state(3), 3)
         assert cli("agent", "prefetch", far, "--to", near).code == 0
         manager.save(state(4), 4)

@@ -1,5 +1,7 @@
-"""Nodes with namespaces of their own are removed, one after the other, with their processes, agents
-and memory. The next job goes on from the newest step that had its copies on other nodes.
+"""Nodes with namespaces of their own are removed, one after the other.
+
+Their processes, agents and memory end with them. The next job goes on from the newest step that had
+its copies on other nodes.
 """
 
 from __future__ import annotations

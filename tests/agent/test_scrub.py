@@ -56,7 +56,7 @@ def tiers(tmp_path: Path) -> list[Tier]:
 
 
 def scrub() -> ScrubStatus:
-    """What the agent shows of its last job."""
+    """Return what the agent shows of its last job."""
     job = job_of(Place.of_this_user())
     return job.scrub if job is not None else ScrubStatus()
 

@@ -1,4 +1,6 @@
-"""The agent as a process: one of each user, in its own session, replaced by another version."""
+"""The agent as a process: each user has one, in its own session, and another version
+replaces it.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,7 @@ start(Place.of_this_user(), 20)
             stack.enter_context(socket.socket(socket.AF_UNIX)).connect(place.socket)
         assert until(lambda: "no more callers" in Path(place.log).read_text(), 20)
         assert agent.cpu_percent(interval=2.0) < 10
-        registered.ask(AskStatus())  # those that it has are served
+        registered.ask(AskStatus())  # those that are registered are served
     found = status(place)
     assert found is not None
     assert [one.attempt for one in found.jobs] == ["abc"]
@@ -248,7 +250,7 @@ def test_a_signal_ends_it_in_order(place: Place, number) -> None:
 
 
 def agent_of(version: str) -> subprocess.Popen[bytes]:
-    """This very code, which says another version."""
+    """The same code, which says another version."""
     script = (
         "import sys, ckpt.agent.server as server\n"
         f"server.VERSION = {version!r}\n"
@@ -295,7 +297,7 @@ def test_a_trainer_whose_agent_a_newer_one_has_replaced_says_so_once(
 
 
 def replaced_by(place: Place, version: str, agents: contextlib.ExitStack) -> bool:
-    """Do as a trainer of ``version`` does, until its agent runs: the older trainer may be first."""
+    """Do as a trainer of ``version`` does, until its agent runs. The older trainer may be first."""
     found = connect(place)
     if found is None:
         agents.enter_context(ended(agent_of(version)))
@@ -382,7 +384,7 @@ def test_a_socket_that_another_program_serves_is_refused(place: Place) -> None:
         listening.bind(place.socket)
         listening.listen()
 
-        def answer() -> None:  # while this thread asks
+        def answer() -> None:  # answer while this thread asks
             theirs, _ = listening.accept()
             with theirs:
                 theirs.sendall(struct.pack(">I", 5) + b"hello")
@@ -396,7 +398,7 @@ def test_a_socket_that_another_program_serves_is_refused(place: Place) -> None:
 
 @only_root
 def test_another_user_is_not_heard(place: Place) -> None:
-    """Also where the folder and the socket were opened to all by mistake."""
+    """This also holds if the folder and the socket were opened to all by mistake."""
     connection = reach(place)
     os.chmod(place.folder, 0o777)
     os.chmod(place.socket, 0o777)

@@ -1,5 +1,6 @@
-"""A job of four ranks on two nodes with tiers of their own. A store in memory, a folder and an
-agent stand for a machine.
+"""A job of four ranks on two nodes with tiers of their own.
+
+A store in memory, a folder and an agent stand for a machine.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Cluster:
     Attributes:
         places: The agent of each node.
         tiers: The tiers; ``NODE`` in a URL becomes the number of the node.
-        folder: Of this test.
+        folder: The folder of the test.
     """
 
     places: tuple[Place, Place]
@@ -167,7 +168,7 @@ class Cluster:
 
     @contextmanager
     def training(self, last: int, end: str, numbers: int = NUMBERS) -> Iterator[None]:
-        """As ``train``, beside the block. At its end, the ranks that live may end."""
+        """Do as ``train``, beside the block. When the block ends, the ranks that live may end."""
         runner = threading.Thread(target=self.train, args=(1, last, end, numbers))
         runner.start()
         try:
@@ -184,7 +185,7 @@ class Cluster:
         return found.jobs[-1] if isinstance(found, AgentStatus) and found.jobs else None
 
     def waits(self, node: int, why: str) -> bool:
-        """Whether the agent of a node has tried, and waits because of ``why``."""
+        """Return whether the agent of a node has tried, and waits because of ``why``."""
         found = self.job(node)
         return found is not None and why in found.error
 
@@ -210,7 +211,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
 def holds(
     root: Path | str, step: int, numbers: int = NUMBERS, options: Mapping[str, object] | None = None
 ) -> bool:
-    """Whether ``step`` restores from ``root`` alone, with the content of all ranks."""
+    """Return whether ``step`` restores from ``root`` alone, with the content of all ranks."""
     state = {f"x{rank}": torch.zeros(numbers, dtype=torch.int64) for rank in range(4)}
     with CheckpointManager(Tier(str(root), options or {})) as manager:
         report = manager.restore(dict(state), step)
@@ -220,5 +221,5 @@ def holds(
 
 
 def listed(root: Path) -> list[str]:
-    """The names of all files of steps."""
+    """Return the names of all files of steps."""
     return sorted(path.name for path in root.glob("step-*/*"))
