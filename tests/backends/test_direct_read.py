@@ -57,7 +57,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Read:
-    """A direct read that the kernel was asked for: where the parts lie, and what it said."""
+    """A direct read that the kernel got: where the parts are, and what it returned."""
 
     places: tuple[int, ...]
     nbytes: tuple[int, ...]
@@ -81,7 +81,7 @@ def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
 
 
 class Room:
-    """Memory whose surroundings are watched; ``at`` is the distance from a page's start."""
+    """Memory with checked surroundings; ``at`` is the distance from a page's start."""
 
     def __init__(self, nbytes: int, at: int) -> None:
         self._map = mmap.mmap(-1, nbytes + at + mmap.PAGESIZE)
@@ -303,9 +303,7 @@ def test_a_direct_read_that_is_refused_goes_on_buffered(
 def test_after_one_refusal_nothing_is_left_out(
     disk: Path, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
-    """A later request may well succeed: its bytes must not take the place of those that are
-    missing.
-    """
+    """A later request may succeed. Its bytes must not take the place of those that are missing."""
     real, asked = os.preadv, []
 
     def preadv(fd: int, parts: Sequence[memoryview], offset: int) -> int:
@@ -354,7 +352,7 @@ def test_direct_reads_that_stop_short_are_gone_on_with(
     def preadv(fd: int, parts: Sequence[memoryview], offset: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             count = real(fd, parts, offset)
-            for part in parts:  # what a kernel that stops has not written
+            for part in parts:  # a kernel that stops has not written these
                 part[max(0, min(at_most, part.nbytes)) :] = b"\0" * max(0, part.nbytes - at_most)
             return min(count, at_most)
         return real(fd, parts, offset)

@@ -14,7 +14,7 @@ from tests.servers import free_port
 
 pytestmark = [
     pytest.mark.server,
-    # gcsfs hands aiohttp whole parts; Python does not show this one unless asked
+    # gcsfs hands aiohttp whole parts, and Python hides this warning by default
     pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning"),
 ]
 _numbers = itertools.count()
@@ -83,7 +83,7 @@ def test_a_part_that_breaks_the_stream_may_be_sent_again(backend):
 
 
 def test_a_part_that_has_been_sent_is_let_go(backend):
-    """Its memory may be another part's at once, and nothing of it is held."""
+    """Its memory may be another part's at once, and nothing refers to it."""
     size = 64 << 20
     memory = bytearray(8 << 20)
     upload = backend.upload("key", size)
@@ -122,7 +122,7 @@ def test_a_size_that_ends_with_a_part_and_is_less_than_was_announced(backend):
 
 
 def test_a_server_that_takes_half_a_part_gets_the_other_half(backend):
-    """As Google's may; the emulator takes all, so its answers are cut here."""
+    """Google's server may do so. The emulator takes all, so its answers are cut here."""
     data = payload(24 << 20)
     real, asked = backend.request, []
 
@@ -164,7 +164,7 @@ def test_a_last_reply_that_was_lost_is_found_out(backend):
 
 
 def test_a_reply_lost_in_the_middle_never_passes_for_whole(backend):
-    """Google ignores what it has; the emulator appends it once more, which must be seen."""
+    """Google ignores what it has. The emulator appends it once more, which must be detected."""
     data = payload(24 << 20)
     view, part = memoryview(data), 8 << 20
     upload = backend.upload("key", len(data))

@@ -1,4 +1,4 @@
-"""Tries again, of whatever client, leave Python's global generator alone: it is the training's."""
+"""The retries of each client leave Python's global generator alone, since the training uses it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_store_that_is_away_draws_nothing(client: str, monkeypatch: pytest.Mon
     with pytest.raises(TransientStorageError):
         work()
     assert random.getstate() == before
-    assert client == "policy" or len(PAUSES) >= 2  # it was tried again
+    assert client == "policy" or len(PAUSES) >= 2  # the request was retried
 
 
 def _stumble() -> None:

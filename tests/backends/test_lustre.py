@@ -1,6 +1,6 @@
 """Striping on Lustre.
 
-There is none here: a table of mounts says so, and an ``lfs`` of ours writes down what it was asked.
+There is no Lustre here. A table of mounts claims it, and an ``lfs`` of ours records its arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAYOUT = ["setstripe", "-E", "64M", "-c", "1", "-S", "4M", "-E", "-1", "-c"]
 
 @pytest.fixture
 def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """``tmp_path/scratch`` is Lustre; returns the arguments of all calls of ``lfs`` so far."""
+    """Make ``tmp_path/scratch`` Lustre, and return the arguments of all calls of ``lfs`` so far."""
     mounts, log, programs = tmp_path / "mounts", tmp_path / "log", tmp_path / "bin"
     (tmp_path / "scratch").mkdir()
     programs.mkdir()

@@ -54,7 +54,7 @@ class TestWithoutDirect(BackendConformance):
 
 
 class TestByLink(BackendConformance):
-    """A file system without RENAME_NOREPLACE, such as NFS."""
+    """Tests on a file system without RENAME_NOREPLACE, such as NFS."""
 
     @pytest.fixture
     def open_root(self, tmp_path, monkeypatch):
@@ -70,7 +70,7 @@ class TestWithoutConditionalPut(BackendConformance):
 
 @contextmanager
 def mounted(folder: Path, options: str):
-    """A tmpfs of its own. Needs root: without it the test is skipped, and says so."""
+    """A tmpfs of its own. It needs root: without it the test is skipped, and says so."""
     folder.mkdir(exist_ok=True)
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "t", str(folder)], capture_output=True, text=True
@@ -330,7 +330,7 @@ def test_folders_are_forced_to_the_medium_up_to_the_parent_of_the_root(tmp_path,
 
 
 def direct_writes(monkeypatch) -> list[tuple[int, int]]:
-    """Offsets and lengths that reach a direct descriptor from now on."""
+    """Return the offsets and lengths that reach a direct descriptor from now on."""
     seen: list[tuple[int, int]] = []
     real = os.pwrite
 
@@ -453,7 +453,7 @@ def test_a_disk_that_fills_up_keeps_older_objects_whole(small_disk, monkeypatch)
     backend.put("old", [payload(100)])
     with pytest.raises(OutOfSpace):
         backend.put("small", [payload(30 << 20)])
-    # as where nothing can be reserved
+    # this is so where nothing can be reserved
     monkeypatch.setattr(posix_module, "reserve", lambda fd, size: None)
     upload = backend.upload("large", 30 << 20)
     with pytest.raises(OutOfSpace):
@@ -532,7 +532,7 @@ def test_a_file_system_without_any_conditional_rename_says_what_to_do(
 
 
 def test_a_link_whose_reply_was_lost_has_won(backend, monkeypatch):
-    """NFS repeats the request and is told that the name is taken: by its own first request."""
+    """NFS repeats the request, and learns that the name is taken: by its own first request."""
     real = os.link
 
     def link(source, target, **how):

@@ -43,13 +43,13 @@ class TestMoto(BackendConformance):
     def open_root(self, moto_server):
         test = fresh()
         # moto, one Python process, was seen once to leave a request of eight racing threads without
-        # an answer: ask again sooner
+        # an answer, so a request is repeated sooner
         options = {**RIGHT, "endpoint_url": moto_server.url, "config_kwargs": {"read_timeout": 5}}
         return lambda name: open_s3(f"s3://bucket/{test}/{name}", options)
 
 
 class TestRclone(BackendConformance):
-    """A real server, which ignores ``If-None-Match``."""
+    """Tests on a real server, which ignores ``If-None-Match``."""
 
     @pytest.fixture
     def open_root(self, rclone_s3):
@@ -60,7 +60,7 @@ class TestRclone(BackendConformance):
         )
 
     def test_an_aborted_upload_leaves_nothing(self, backend):
-        """rclone makes the folder when an upload begins and leaves it there."""
+        """rclone makes the folder when an upload begins, and leaves it there."""
         upload = backend.upload("gone/large", 20 << 20)
         upload.write(0, memoryview(payload(8 << 20)))
         upload.abort()
@@ -82,8 +82,8 @@ class TestRclone(BackendConformance):
         assert [info.key for info in backend.list("busy/")] == ["busy/stays"]
 
     def test_reads_while_a_key_is_replaced_see_one_version_or_the_other(self, backend):
-        """rclone writes over the file in place, which no client can help: a short answer must at
-        least be seen as one.
+        """rclone writes over the file in place, which no client can prevent. A short answer must at
+        least be detected.
         """
         backend.put("flip", [payload(50_000)])
 
@@ -102,7 +102,9 @@ class TestRclone(BackendConformance):
 
 
 class TestObstore(UploadConformance):
-    """The other client for large objects; it has no part in small ones, nor in reading."""
+    """Tests with the other client for large objects. It does not write small ones, and does not
+    read.
+    """
 
     @pytest.fixture
     def open_root(self, rclone_s3):
@@ -141,7 +143,7 @@ def obstore(moto_server):
 
 
 def test_the_description_of_s3_is_read_once(moto_server, rclone_s3, monkeypatch):
-    """It takes a tenth of a second of CPU for each client of a tier otherwise."""
+    """Otherwise it takes a tenth of a second of CPU for each client of a tier."""
     read: list[str] = []
     load_file = JSONFileLoader.load_file
 
@@ -159,7 +161,7 @@ def test_the_description_of_s3_is_read_once(moto_server, rclone_s3, monkeypatch)
 
 
 def losing(backend, method: str, error: Exception, times: int = 1):
-    """From now on the replies of ``method`` are lost, ``times`` times."""
+    """Lose the replies of ``method`` from now on, ``times`` times."""
     real, left = backend._fs.call_s3, [times]
 
     def call_s3(name, **arguments):
@@ -320,7 +322,7 @@ def test_the_environment_may_name_the_endpoint(moto_server, monkeypatch):
 
 
 def test_a_part_is_sent_from_the_memory_it_lies_in(moto, monkeypatch):
-    """The kernel is given slices of the caller's memory, and of nothing else."""
+    """The kernel gets slices of the caller's memory, and of nothing else."""
     import socket
 
     data = page_aligned(payload(20 << 20))
@@ -378,7 +380,7 @@ def test_a_request_that_moves_no_byte_is_cut_and_tried_again(rclone_s3, way):
 
 
 def test_a_slow_wire_is_no_stall(rclone_s3):
-    """A part that takes longer than any timeout, but moves."""
+    """A part takes longer than any timeout, but moves."""
     config = {"retries": {"max_attempts": 1}, "connect_timeout": 1, "read_timeout": 3}
     with Proxy(rclone_s3.port) as wire:
         options = {
@@ -476,7 +478,7 @@ def test_a_lost_reply_to_the_last_request_of_obstore_is_no_failure(obstore):
     data = payload(20 << 20)
     upload = obstore.upload("key", len(data))
     send(upload, memoryview(data))
-    upload._file.close()  # arrived; and once more fails
+    upload._file.close()  # it has arrived, and another try fails
     assert upload.finish().size == len(data)
     assert fetch(obstore, "key") == data
 
@@ -585,8 +587,8 @@ def test_a_server_that_dies_under_an_upload(rclone, rclone_s3):
 
 @pytest.mark.parametrize("when", ["a part", "the end"])
 def test_an_upload_that_the_server_has_forgotten_may_be_sent_anew(rclone, when):
-    """A server that was started anew knows its uploads no more: nothing is missing that could
-    not be sent again.
+    """A server that was restarted does not know its uploads any more. Everything that is missing
+    can be sent again.
     """
     data = memoryview(payload(20 << 20))
     upload = rclone.upload("key", len(data))

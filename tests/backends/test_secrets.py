@@ -1,5 +1,6 @@
-"""No credential gets into an error, a log, a URL for people, or a listing: whatever way it was
-given, and whoever puts it into a message.
+"""No credential gets into an error, a log, a displayed URL, or a listing.
+
+This holds for each way to give it, and for each writer of a message.
 """
 
 from __future__ import annotations

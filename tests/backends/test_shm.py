@@ -41,7 +41,7 @@ class TestShm(BackendConformance):
             assert backend.adopt("step/x", str(path), 7).size == 7
             assert fetch(backend, "step/x") == b"0123456"
             assert path.stat().st_nlink == 2
-            backend.adopt("step/x", str(path), 3)  # once more, in place of the first
+            backend.adopt("step/x", str(path), 3)  # once more, which replaces the first
             assert backend.head("step/x").size == 3
             backend.delete("step/x")
             assert path.read_bytes() == b"012"
