@@ -1,4 +1,4 @@
-"""Every contender gives back what it was given: else its times would mean nothing."""
+"""Every contender gives back what it was given. Otherwise its times would mean nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.contenders import ALL, Handle
 from bench.state import Raw, Reference, Subject, Training
 from tests.kit.worlds import world
 
-PROCESSES = {"dcp.best", "torch_checkpointing"}  # these start one, which imports torch
+PROCESSES = {"dcp.best", "torch_checkpointing"}  # these start a process, which imports torch
 VARIANTS = {name for name, row in ALL.items() if not row.everywhere and name != "ckpt.memory"}
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "training": lambda: Training.make(256 << 10, layers=1, batch=2, seed=1),
@@ -39,7 +39,7 @@ def change(subject: Subject) -> None:
 
 
 def left_behind() -> tuple[list[str], list[str]]:
-    """Processes and shared memory of this one.
+    """Return processes and shared memory of this process.
 
     The tracker of multiprocessing and torch's keeper of names live as long as it does.
     """
@@ -60,15 +60,15 @@ def left_behind() -> tuple[list[str], list[str]]:
             name, marks=pytest.mark.torture if name in PROCESSES or name in VARIANTS else ()
         )
         for name in ALL
-        # the hook of an optimizer holds its step alone, and no step is made here
+        # the hook of an optimizer holds only its step, and no step is made here
         if name != "ckpt.device"
     ],
 )
 def test_what_was_saved_comes_back_bit_for_bit_whatever_happens_meanwhile(
     name: str, kind: str, tmp_path: Path
 ) -> None:
-    """Changed as soon as it may be, saved once more before the first is durable, and changed
-    again.
+    """The state is changed as soon as it may be, saved once more before the first save is durable,
+    and changed again.
     """
     contender = contenders.make(installed(name))
     before = left_behind()
@@ -95,7 +95,7 @@ def test_what_was_saved_comes_back_bit_for_bit_whatever_happens_meanwhile(
 
 
 def test_a_bit_that_went_wrong_on_the_disk_is_found(tmp_path: Path) -> None:
-    """With a contender that does not look for it itself."""
+    """The contender does not look for it itself."""
     subject = SUBJECTS["raw"]()
     reference = Reference(str(tmp_path / "reference"), subject.nbytes)
     reference.take(subject)
@@ -115,7 +115,7 @@ def test_a_bit_that_went_wrong_on_the_disk_is_found(tmp_path: Path) -> None:
 @pytest.mark.torture
 @pytest.mark.parametrize("name", sorted(PROCESSES))
 def test_thousands_of_tensors_reach_the_writing_process(name: str, tmp_path: Path) -> None:
-    """By another way than few of them."""
+    """They take another way than a few of them do."""
     contender = contenders.make(installed(name))
     subject = Raw.make(100_000, 1001, seed=1)
     reference = Reference(str(tmp_path / "reference"), subject.nbytes)
@@ -127,7 +127,7 @@ def test_thousands_of_tensors_reach_the_writing_process(name: str, tmp_path: Pat
     contender.wait_durable(handle)
     before = left_behind()
     contender.close()
-    assert left_behind() != before  # the process, which could be seen
+    assert left_behind() != before  # the process, which is visible
     contenders.make(name).load_back(handle.path, subject)
     assert reference.differences(subject) == []
 
@@ -165,8 +165,8 @@ def test_what_is_not_installed_is_missing_with_the_reason(monkeypatch: pytest.Mo
 
 
 def test_whoever_needs_a_package_says_so() -> None:
-    """All that a contender imports is torch's, ours, or what its row names: so a missing package
-    is told before it is run into.
+    """A contender imports only torch, ckpt, and what its row names. So the error about a missing
+    package comes before the import fails.
     """
     folder = Path(contenders.__file__).parent
     for row in ALL.values():

@@ -1,5 +1,6 @@
-"""The bench of the device path, with whatever there is in the place of the device: the CPU if
-need be. Nothing here is about speed.
+"""The bench of the device path, with the CPU if there is no device.
+
+No test here is about speed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A contender that fails, lies or hangs has no numbers, and the others are measured all the
-same.
+"""A contender that fails, gives wrong bytes or hangs has no numbers.
+
+The others are measured nevertheless.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def flip_a_bit(session: Session) -> None:
-    """In the middle of the largest file, far from any header."""
+    """Flip a bit in the middle of the largest file, far from any header."""
     _, _, made = session.kept[-1]
     files = [
         path for entry in made for path in (Path(entry), *Path(entry).rglob("*")) if path.is_file()

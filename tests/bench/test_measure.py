@@ -1,4 +1,4 @@
-"""The arithmetic of the numbers."""
+"""The computation of the numbers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_spread_keeps_the_ends() -> None:
 
 
 def test_a_ratio_is_taken_within_its_round() -> None:
-    # the machine was twice as slow in the second round: the ratio is not
+    # the machine was half as fast in the second round, but the ratio is the same
     assert Spread.ratio([1.0, 2.0, 1.0], [0.5, 1.0, 0.5]).all == (2.0, 2.0, 2.0)
     with pytest.raises(ValueError, match="zip"):
         Spread.ratio([1.0, 2.0], [0.5])
@@ -89,7 +89,7 @@ def test_memory_and_descriptors_of_this_process_are_seen() -> None:
 
 
 def test_floors_are_times_of_the_size_asked_for_and_leave_nothing(tmp_path: Path) -> None:
-    floors = Floors(3_000_000)  # no multiple of a block
+    floors = Floors(3_000_000)  # not a multiple of a block
     assert floors.copy() > 0
     assert floors.write(str(tmp_path)) > 0
     assert list(tmp_path.iterdir()) == []
@@ -106,7 +106,7 @@ def test_evicted_files_are_whole(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "data").write_bytes(b"x" * 10_000)
     evict(str(tmp_path / "step-1"))
-    evict(str(tmp_path / "1"))  # a root and a step: all of the root
+    evict(str(tmp_path / "1"))  # a root and a step: the whole root is evicted
     assert (tmp_path / "step-1" / "data").read_bytes() == b"x" * 10_000
 
 
@@ -115,7 +115,7 @@ def test_the_disk_is_that_of_the_folder_also_when_it_is_relative(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert disk_of(".") == disk_of(str(tmp_path))
-    assert disk_of("/dev/shm").startswith("tmpfs")  # where a slot is
+    assert disk_of("/dev/shm").startswith("tmpfs")  # a slot is there
 
 
 def test_a_result_survives_its_file() -> None:

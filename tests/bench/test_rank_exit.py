@@ -1,4 +1,4 @@
-"""A rank ends without a finalized interpreter, and what goes wrong at its end still fails it."""
+"""A rank ends without a finalized interpreter, and an error at its end still makes it fail."""
 
 from __future__ import annotations
 

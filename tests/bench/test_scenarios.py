@@ -1,6 +1,6 @@
 """Every scenario runs through the command line, compares what it measures, and writes what it says.
 
-Nothing here is about speed.
+No test here is about speed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Runs a scenario, or all of them, when a test first asks for the results."""
+    """Return a function that runs scenarios when a test first asks for their results."""
 
     @cache
     def run(scenario: str) -> Path:

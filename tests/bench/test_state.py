@@ -1,4 +1,4 @@
-"""What the benchmark saves, and the comparison on which every one of its figures rests."""
+"""What the benchmark saves, and the comparison that all its figures depend on."""
 
 from __future__ import annotations
 

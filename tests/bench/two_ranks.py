@@ -1,5 +1,6 @@
-"""A rank that holds tensors of its own, saves them with one contender after the other, together
-with the other rank, and compares.
+"""A rank that saves its own tensors with one contender after the other, and compares.
+
+It does so together with the other rank.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def main(root: str, names: list[str]) -> None:
                 for tensor in subject.tensors().values():
                     tensor.add_(1)
             contender.wait_durable(handle)
-            dist.barrier()  # each rank says it of what it has written itself
+            dist.barrier()  # each rank checks what it has written itself
             subject.spoil()
             contender.load_back(handle.path, subject)
             assert reference.differences(subject) == [], name
