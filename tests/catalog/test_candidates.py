@@ -1,4 +1,4 @@
-"""Which steps are tried, where stores fail half-way."""
+"""Which steps are tried if stores fail halfway."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def store(*attempts: str) -> tuple[StorageBackend, dict[str, Written]]:
 
 
 def unreadable(backend: StorageBackend) -> StorageBackend:
-    """Lists, and tells sizes."""
+    """A store that lists, and gives sizes, but cannot be read."""
     return FaultyBackend(
         backend, [Rule(verb="read_into", key="manifest", fault=Raise(AccessDenied))]
     )

@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["none", "zstd to none", "none to zstd", "zstd"])
 def roots(request, saved: Path, tmp_path: Path) -> tuple[Tier, Tier]:
-    """The damaged tier and the other one, by their codecs."""
+    """Return the damaged tier and the other one, by their codecs."""
     other, _, damaged = request.param.rpartition(" to ")
     return (
         copied(saved, tmp_path / "a", damaged),

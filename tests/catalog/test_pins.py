@@ -125,7 +125,9 @@ class Interrupted(Wrapped):
 
 
 def test_a_pin_that_succeeds_holds_whatever_two_removals_do_meanwhile(tmp_path: Path) -> None:
-    """One removal runs, a pin at any of its calls, and at any call of the pin another removal."""
+    """One removal runs, with a pin at any of its calls, and another removal at any call
+    of the pin.
+    """
     outcomes = set()
     for nth, mth in itertools.product(range(1, 12), range(1, 6)):
         backend = save(tmp_path / f"{nth}-{mth}", 1, 2)
@@ -148,7 +150,7 @@ def test_a_pin_that_succeeds_holds_whatever_two_removals_do_meanwhile(tmp_path: 
         there = 1 in steps(backend)
         assert there or not pinned[0], (nth, mth)
         assert pinned[0] == is_pinned(backend, ref)
-        if there:  # whole, and not only its manifest
+        if there:  # the step is whole
             assert {h.ref.step for h in Inventory(backend).look() if h.state == "committed"} >= {1}
         outcomes.add((pinned[0], there))
     assert {(True, True), (False, False)} <= outcomes

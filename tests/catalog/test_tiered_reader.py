@@ -1,4 +1,4 @@
-"""Every byte from the nearest store that has it intact."""
+"""Every byte comes from the nearest store that has it intact."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WANTED = [Leaf("x", "float64", ARRAY.shape, (Box.whole(ARRAY.shape),))]
 
 
 def written(*names: str) -> tuple[list[StorageBackend], Written]:
-    """The same step on as many stores."""
+    """The same step on this many stores."""
     stores = [open_backend(f"memory://{uuid.uuid4().hex}/{name}") for name in names]
     for store in stores:
         done = write_checkpoint(store, 7, {"x": ARRAY}, world_size=2, chunk_bytes=128)
@@ -116,16 +116,16 @@ def test_a_file_that_is_missing_or_short_comes_from_the_next(workers: Workers, d
     near = FaultyBackend(near)
     array, origin, given_by, told = read([near, far], done, workers)
     assert np.array_equal(array, ARRAY)
-    # what lies before the cut is intact
+    # what is before the cut is intact
     assert len(given_by[1].reads) == (2 if damage == "cut" else 6)
     assert len(told) == len(origin.repairs) == 1
     if damage == "gone":
-        # asked by each worker once at most
+        # each worker asks once at most
         assert sum(call.key == key(done, 0) for call in near.calls) <= 3
 
 
 def test_files_serve_where_there_is_no_manifest(workers: Workers) -> None:
-    """A partial cache: what it lacks was never there, and is no damage."""
+    """The cache is partial: what it lacks was never there, and is not damage."""
     (near, far), done = written("near", "far")
     near.delete(done.ref.manifest)
     near.delete(key(done, 1))

@@ -76,8 +76,9 @@ def data_key(written: Written, rank: int = 0) -> str:
 
 
 class Uploads(FaultyBackend):
-    """Any store, with uploads in small parts; counts what is begun, finished and aborted, and
-    the parts under way.
+    """Any store, with uploads in small parts.
+
+    It counts what is begun, finished and aborted, and the parts under way.
     """
 
     def __init__(
@@ -440,8 +441,8 @@ def test_an_interrupted_fetch_aborts_its_uploads(source: StorageBackend) -> None
 def test_memory_does_not_grow_with_the_file(
     source: StorageBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A store that takes what it is given at once lets spans and parts go: only what workers
-    hold is alive.
+    """A store that takes bytes at once frees spans and parts, so only what workers hold
+    is alive.
     """
     alive: list[int] = [0, 0]
 
@@ -461,7 +462,7 @@ def test_memory_does_not_grow_with_the_file(
     store = memory()
 
     class Copies(_Counted):
-        """Takes the bytes, not the memory."""
+        """A store that copies the bytes and does not keep the memory."""
 
         def write(self, offset: int, data: memoryview) -> None:
             super().write(offset, memoryview(bytes(data)))
