@@ -47,7 +47,7 @@ def bf16(values: np.ndarray) -> bytes:
         (NORMAL.tobytes(), 4, 1.20),
         (bf16(NORMAL), 2, 1.51),
         (NORMAL.astype(np.float16).tobytes(), 2, 1.05),
-        (NORMAL.astype(np.float64).tobytes(), 8, 1.8),  # of 52 bits of mantissa 29 are zero
+        (NORMAL.astype(np.float64).tobytes(), 8, 1.8),  # 29 of the 52 bits of mantissa are zero
         ((NORMAL**2).tobytes(), 4, 1.18),
         (np.arange(100_000).tobytes(), 1, 3.0),
     ],
@@ -97,7 +97,7 @@ def test_exponents_may_lie_anywhere(spread: float) -> None:
     st.integers(0, 2**63 - 1),
 )
 def test_any_bits_come_back(width: int, seed: int, count: int, bits: int, offset: int) -> None:
-    """nan, infinities and subnormal numbers included: runs of values of any range."""
+    """The bits include nan, infinities and subnormal numbers, as runs of values of any range."""
     words = np.random.default_rng(seed).integers(
         0, 2 ** min(bits, 63), count, dtype=np.uint64, endpoint=True
     )
@@ -116,7 +116,7 @@ def test_damage_gives_our_error_or_the_same_bytes(raw: bytes) -> None:
     for place in places:
         damaged = bytearray(data)
         damaged[place] ^= 1 << int(random.integers(8))
-        try:  # zstd frames have bits of no meaning
+        try:  # zstd frames have bits without a meaning
             assert decoded(bytes(damaged), len(raw), digest) == raw
         except ValueError:
             found += 1
@@ -165,7 +165,7 @@ def test_a_frame_that_claims_more_than_the_manifest_gets_no_memory() -> None:
 
 
 def by_the_book(data: bytes, nbytes: int, packed: list[int]) -> bytes:
-    """A reader written from docs/format.md, one element after another."""
+    """Decode as docs/format.md says, one element after another."""
     import zstandard
 
     width, shift, base, zero = data[:4]
