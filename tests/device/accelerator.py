@@ -39,15 +39,16 @@ def device(index: int = 0) -> torch.device:
 
 
 def why_not() -> str:
-    """Why there is nothing to test with; empty if there is."""
+    """Return why there is nothing to test with, or an empty string."""
     if torch.accelerator.current_accelerator(check_available=True) is None:
         return "there is no accelerator here (torch.accelerator.is_available() is False)"
     return ""
 
 
 class Delay:
-    """Products of matrices, as large as it takes for one of them to last for some milliseconds:
-    a queue of launches is short.
+    """Products of matrices that are large enough for one of them to take some milliseconds.
+
+    A queue of launches is short.
     """
 
     def __init__(self, place: torch.device) -> None:
@@ -69,7 +70,7 @@ class Delay:
         return time.perf_counter() - began
 
     def queue(self, seconds: float) -> None:
-        """Keep the current stream busy for about as long."""
+        """Keep the current stream busy for about this long."""
         for _ in range(max(1, round(seconds / self._each))):
             torch.mm(self._matrix, self._matrix, out=self._out)
 
@@ -80,7 +81,7 @@ def delay(place: torch.device) -> Delay:
 
 
 def keep_busy(seconds: float, stream: torch.Stream | None = None) -> torch.Event:
-    """Queue work on ``stream``, or on the current one; the event is behind it."""
+    """Queue work on ``stream``, or on the current one, and return an event behind it."""
     chosen = stream or torch.accelerator.current_stream()
     made = delay(torch.device(chosen.device.type, chosen.device_index))
     with on(chosen):
@@ -95,7 +96,7 @@ def trained(
     width: int = 256,
     kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
 ) -> dict[str, Any]:
-    """A state that has stepped: all of it but the learning rate belongs to the optimizer."""
+    """Return a state that has stepped: the optimizer owns all of it but the learning rate."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)).to(place)
     # a simulated accelerator has no foreach kernels
@@ -113,7 +114,7 @@ def backward(state: dict[str, Any]) -> None:
 
 
 def content(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """What a checkpoint of it holds once all that is queued is done."""
+    """Return what a checkpoint of it holds once all queued work has ended."""
     found = {
         name: parameter.detach().cpu() for name, parameter in state["model"].named_parameters()
     }

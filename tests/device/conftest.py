@@ -11,7 +11,7 @@ from tests.device import accelerator
 
 @pytest.fixture(autouse=True)
 def place() -> Iterator[torch.device]:
-    """The first device. Nothing is under way on any before and after a test."""
+    """The first device. No work runs on any device before and after a test."""
     if reason := accelerator.why_not():
         pytest.skip(reason)
     for index in range(torch.accelerator.device_count()):

@@ -1,5 +1,7 @@
-"""One rank of ``test_sharded``: slow copies, a step at once, then another seed is restored to
-what was saved.
+"""One rank of ``test_sharded``.
+
+Copies are slow and a step comes at once. Then a state of another seed is restored to what was
+saved.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Graph captures, which CUDA has (and XPU, where it says so): a save neither goes into one nor
-breaks it.
+"""Graph captures, which CUDA has (and XPU, where it says so).
+
+A save does not become a part of one, and does not break it.
 """
 
 from __future__ import annotations

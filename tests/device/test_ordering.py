@@ -1,6 +1,6 @@
-"""What a checkpoint holds where the streams are slow.
+"""What a checkpoint holds if the streams are slow.
 
-Each scenario is run once more with the one mistake in the engine that it is there to find.
+Each scenario also runs with the one mistake in the engine that it must find.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Scenario = Callable[[str, float], None]
 
 
 def differences(root: str, expected: Mapping[str, torch.Tensor], step: int = 1) -> list[str]:
-    """Names of what the checkpoint holds otherwise."""
+    """Return the names of what differs in the checkpoint."""
     loaded = trained(device(), seed=9)
     with CheckpointManager(root, check="off") as manager:
         manager.restore(loaded, step)
@@ -37,8 +37,10 @@ def differences(root: str, expected: Mapping[str, torch.Tensor], step: int = 1) 
 
 
 class Writes(torch.optim.SGD):
-    """Its later steps only queue a write to each tensor, and move no version counter: nothing
-    but the fence stands between them and a copy.
+    """An optimizer whose later steps only queue a write to each tensor, and move no version
+    counter.
+
+    Only the fence separates them from a copy.
     """
 
     @torch.no_grad()
@@ -103,7 +105,7 @@ def when_it_has_landed(root: str, seconds: float) -> None:
 
 
 def of_what_no_optimizer_owns(root: str, seconds: float) -> None:
-    """It may change as soon as the call has returned, and is as the queue makes it."""
+    """It may change as soon as the call has returned, and is saved as the queue makes it."""
     place = device()
     tensor = torch.zeros(4096, device=place)
     with CheckpointManager(root, check="off") as manager:
@@ -136,8 +138,9 @@ def over_queued_work(root: str, seconds: float) -> None:
 
 
 def beside_a_save(root: str, seconds: float) -> None:
-    """A restore on a stream of the user's own waits for the copies of a save under way, which
-    hold the state from before it.
+    """A restore on a stream of the user's own waits for the copies of a save under way.
+
+    These hold the state from before it.
     """
     place = device()
     state = trained(place)

@@ -1,4 +1,4 @@
-"""FSDP2 over the accelerator's own collectives, as many ranks as there are devices."""
+"""FSDP2 over the accelerator's own collectives, with as many ranks as there are devices."""
 
 from __future__ import annotations
 

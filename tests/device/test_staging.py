@@ -1,4 +1,4 @@
-"""What a save asks of an accelerator: which streams, which devices, which memory."""
+"""Which streams, devices and memory of an accelerator a save uses."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_call_that_copies_nothing_from_the_device_does_not_wait_for_what_is_qu
 def test_a_step_does_not_wait_on_the_cpu_for_copies_that_are_only_launched(
     root: str, place: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The current stream waits, the thread does not."""
+    """The current stream waits, and the thread does not."""
     state = trained(place)
     side = side_stream(place)
     assert side is not None
@@ -124,7 +124,7 @@ def test_threads_may_be_on_one_stream_at_once(place: torch.device) -> None:
 def test_a_device_without_streams_is_copied_while_the_caller_waits(
     root: str, place: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As MPS is, or any that torch.accelerator does not know."""
+    """MPS is such a device, and each device that torch.accelerator does not know."""
     monkeypatch.setattr(copies, "side_stream", lambda _: None)
     monkeypatch.setattr(prepare, "is_ordered", lambda at: at.type == "cpu")
     state = trained(place)

@@ -47,15 +47,13 @@ def test_what_stays_is_confirmed_and_what_changes_is_named(
     confirm(snapshot())
     before = snapshot()
     sources[kind].data.add_(1)
-    torch.accelerator.synchronize(place)  # the copy reads what is there when it is made
+    torch.accelerator.synchronize(place)  # the copy reads what is there when it runs
     with pytest.raises(TensorChanged, match=f"'{kind}'"):
         confirm(before)
 
 
 def test_a_write_by_data_while_copies_wait_is_found(root: str, place: torch.device) -> None:
-    """A machine may be so busy that the copies are made before the write: then a longer try
-    shows it.
-    """
+    """On a busy machine the copies may run before the write. A longer try shows it then."""
     state = trained(place)
     side = side_stream(place)
     assert side is not None
