@@ -1,5 +1,6 @@
-"""Wherever the ranks are when one of them is asked to stop, all stop after the same step, and
-none has passed it.
+"""A request to stop reaches one rank at any place: all ranks stop after the same step.
+
+No rank has passed it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.coordination.world import World
 def train(
     coordinator: Coordinator, seed: int, stride: int, callers: set[int], end: int = 400
 ) -> int:
-    """A rank that trains at its own pace until it is told to stop; returns its last step.
+    """Run a rank that trains at its own pace until it must stop, and return its last step.
 
     Callers are asked to stop at a random moment.
     """

@@ -19,7 +19,7 @@ Told = dict[str, tuple[int, list[int], float, str]]
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """By case: exit status, committed steps, seconds, output."""
+    """The exit status, committed steps, seconds and output of each case."""
     said = run_script(ROOT / "tests" / "stopping.py", tmp_path_factory.mktemp("stop"), timeout=200)
     return json.loads(said.splitlines()[-1])
 
@@ -70,5 +70,5 @@ def test_when_the_grace_time_is_over_it_ends_all_the_same_and_older_steps_are_wh
 ) -> None:
     status, steps, seconds, output = told[case]
     assert (status, steps) == (-signal.SIGTERM, [3])
-    assert GRACE < seconds < GRACE + 25  # not the 30 s of the store
+    assert GRACE < seconds < GRACE + 25  # the store would take 30 s
     assert "the grace time of 0.7 s is over" in output

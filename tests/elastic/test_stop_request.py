@@ -1,4 +1,4 @@
-"""A stop that a program asks for: on one rank or on all, in any thread."""
+"""A program requests a stop, on one rank or on all, in any thread."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_request_without_a_deadline_and_then_none_is_waited_for(tmp_path: Path
 
 
 def manager_is_quiet() -> bool:
-    """Whether no thread of a planned stop is left."""
+    """Return whether no thread of a planned stop is left."""
     return not [each for each in threading.enumerate() if each.name.startswith("ckpt-stop")]
 
 
