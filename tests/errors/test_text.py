@@ -1,5 +1,6 @@
-"""What comes from a store is cleaned where it leaves: no terminal obeys it, and no credential is
-in it.
+"""Text that comes from a store is cleaned where it leaves the library.
+
+No terminal interprets it, and it contains no credential.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def test_values_that_look_like_credentials_are_struck_out(text: str, told: str) 
 )
 @pytest.mark.parametrize("function", [redact, clean])
 def test_time_grows_as_the_text_does(function: Callable[[str], str], unit: str) -> None:
-    """Eight times the text takes about eight times as long; it took 64 times as long."""
+    """Eight times the text takes about eight times as long. It once took 64 times as long."""
 
     def seconds(count: int) -> float:
         text, took = unit * count, []
