@@ -1,7 +1,7 @@
 """DEMO ARGUMENT ...: run a demo whose trainings, and launchers of trainings, are forks of this one.
 
-This process is a fork of one that has imported torch (``tests.kit.fork_server``), which saves each
-of them the import. All else that the demo starts it starts as it does for a user.
+This process is a fork of one that has imported torch (``tests.kit.fork_server``), so that its forks
+need not import it. The demo starts everything else as it does for a user.
 """
 
 from __future__ import annotations

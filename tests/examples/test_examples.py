@@ -1,5 +1,7 @@
-"""The examples are run as a user runs them: in processes of their own, killed with SIGKILL, and
-resumed. The trainings of the demos are forks, see ``forked_demo.py``.
+"""The examples run as a user runs them: in processes of their own, killed with SIGKILL, and
+resumed.
+
+The trainings of the demos are forks, see ``forked_demo.py``.
 """
 
 import json
@@ -21,7 +23,7 @@ from tests.kit.waiting import until
 from tests.kit.worlds import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
-# the two source roots first, as in pytest's own pythonpath: this checkout is what is tested,
+# the two source roots first, as in pytest's own pythonpath: the tests are for this checkout,
 # installed or not
 SOURCES = [str(ROOT), str(ROOT / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
 DEMO = Path(__file__).with_name("forked_demo.py")
@@ -134,7 +136,7 @@ def test_gpt_told_to_stop_saves_that_step_and_goes_on_from_it(tmp_path: Path) ->
 
 
 def test_one_training_is_resumed_from_memory_from_disk_and_from_s3(tmp_path: Path) -> None:
-    """And the memory of another job, which begins meanwhile, is not touched."""
+    """The memory of another job, which begins meanwhile, is not touched."""
     options = [
         "--json",
         "--folder",

@@ -1,5 +1,6 @@
-"""The examples without torch.distributed: killed with SIGKILL, resumed, and compared loss by loss
-with a run that nothing stopped.
+"""The examples without torch.distributed: killed with SIGKILL, resumed, and compared.
+
+The comparison is loss by loss with an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def needs(*packages: str, program: str = "python3") -> pytest.MarkDecorator:
 
 
 def commands(script: str, root: Path) -> list[Command]:
-    """The processes of one run."""
+    """Return the processes of one run."""
     words = [sys.executable, str(ROOT / "examples" / script), "--root", str(root)]
     words += ["--steps", str(STEPS), "--save-every", str(EVERY)]
     if script == "train_mpi.py":
@@ -56,7 +57,7 @@ def commands(script: str, root: Path) -> list[Command]:
 
 
 def workers(root: Path) -> list[Command]:
-    """The two workers of a MultiWorkerMirroredStrategy."""
+    """Return the two workers of a MultiWorkerMirroredStrategy."""
     ((words, _),) = commands("train_tensorflow.py", root)
     address = f"127.0.0.1:{free_port()}"
     cluster = {"worker": [f"127.0.0.1:{free_port()}" for _ in range(2)]}
@@ -72,9 +73,9 @@ def workers(root: Path) -> list[Command]:
 def run(
     started: Sequence[Command], log: Path, *, kill_after: Path | None = None
 ) -> tuple[dict[int, str], str]:
-    """Step -> loss as printed, and all that was printed.
+    """Return step -> loss as printed, and all that was printed.
 
-    ``kill_after``: the root whose second checkpoint ends the run by SIGKILL.
+    ``kill_after`` is the root whose second checkpoint ends the run by SIGKILL.
     """
     with ExitStack() as stack:
         output = stack.enter_context(log.open("wb"))
