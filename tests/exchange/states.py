@@ -1,4 +1,4 @@
-"""A state with everything that other formats stumble over."""
+"""A state with everything that other formats cannot represent easily."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Tied weights, a buffer, 0-d and bf16 parameters."""
+    """A network with tied weights, a buffer, 0-d and bf16 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def trained(seed: int = 0, steps: int = 2) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def odd_state() -> dict[str, Any]:
-    """Plain values and tensors outside of modules."""
+    """Return plain values and tensors outside of modules."""
     return {
         "epoch": 3,
         "best": 0.25,
@@ -78,7 +78,7 @@ def odd_state() -> dict[str, Any]:
 
 
 def same(one: Any, two: Any) -> bool:
-    """Bit for bit."""
+    """Check that both are equal bit for bit."""
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         one, two = one.detach(), two.detach()
         return (

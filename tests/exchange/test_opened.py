@@ -32,7 +32,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Bit for bit."""
+    """Check that both are equal bit for bit."""
     return (
         one.dtype == two.dtype
         and one.shape == two.shape

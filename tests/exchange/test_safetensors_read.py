@@ -58,7 +58,7 @@ def test_it_reads_what_the_library_writes(tmp_path: Path) -> None:
 def test_a_tensor_need_not_be_aligned(tmp_path: Path) -> None:
     entry = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
     text = json.dumps({"w": entry}).encode()
-    text += b" " * (1 - len(text) % 2)  # an odd place
+    text += b" " * (1 - len(text) % 2)  # so that the data begins at an odd place
     path = written(tmp_path / "x", text, torch.arange(3.0).numpy().tobytes())
     assert same(read_file(path)[0]["w"], torch.arange(3.0))
 
