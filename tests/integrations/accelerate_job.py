@@ -1,5 +1,7 @@
-"""A training with Accelerate that has one of everything: two models with an optimizer each, a
-scheduler, dropout, an order that is shuffled, gradient accumulation, and an object of its own.
+"""A training with Accelerate that has one of everything.
+
+It has two models with an optimizer each, a scheduler, dropout, a shuffled order, gradient
+accumulation, and an object of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ EPOCHS = 3
 
 
 class Seen:
-    """What this rank has trained on; ranks differ in it."""
+    """What this rank has trained on. It differs between ranks."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -33,7 +35,7 @@ class Seen:
 
 
 def forget() -> None:
-    """Accelerate keeps its state in the classes."""
+    """Reset the state that Accelerate keeps in its classes."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -58,7 +60,7 @@ class Job:
         set_seed(seed)
         length = 4 * BATCHES * ranks
         data = torch.randn(length, 6, generator=torch.Generator().manual_seed(1))
-        # With a generator of its own the loader leaves the global one alone.
+        # With a generator of its own, the loader does not use the global one.
         loader = DataLoader(
             TensorDataset(data, torch.arange(length)),
             4,

@@ -1,4 +1,4 @@
-"""The small trainings that several modules of tests share."""
+"""The small trainings that several test modules share."""
 
 from __future__ import annotations
 

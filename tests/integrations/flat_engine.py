@@ -1,8 +1,10 @@
-"""An engine as DeepSpeed's under ZeRO 1, of one rank: 16-bit parameters in one flat buffer per
-group, fp32 master weights and a real AdamW over them.
+"""An engine like DeepSpeed's under ZeRO 1, on one rank.
 
-The real one needs a C++ compiler and seconds to start; what differs with stages and ranks is shown
-with it, in ``test_deepspeed.py``.
+It has 16-bit parameters in one flat buffer per group, fp32 master weights, and a real AdamW over
+them.
+
+The real one needs a C++ compiler and seconds to start. ``test_deepspeed.py`` uses it to show what
+differs with stages and ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Accelerate's own objects, saved and resumed: to the bit, on one rank and on two."""
+"""Accelerate's own objects are saved and resumed to the bit, on one rank and on two."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_two_ranks_killed_in_mid_save_resume_to_the_bit(tmp_path: Path, mode: st
         assert resumed["iteration"] == 2
         assert len(resumed["trained"]) == 16
         assert resumed["trained"] == dict(islice(reference.items(), 14, None))
-        # its own, not that of the first rank
+        # its own loss, not that of the first rank
         assert resumed["sum"] == sum(sum(numbers) for numbers, *_ in reference.values())
 
 
@@ -227,14 +227,14 @@ def test_a_folder_of_save_state_is_refused_with_the_way_to_load_it(tmp_path: Pat
         AcceleratorCheckpoints(job.accelerator, theirs)
     with AcceleratorCheckpoints(job.accelerator) as checkpoints:
         with pytest.raises(ConfigError, match=way):
-            checkpoints.load_state()  # else it would begin again, without a word
+            checkpoints.load_state()  # otherwise it would begin again silently
         with pytest.raises(ConfigError, match=re.escape(f"load_state({theirs!r})")):
             checkpoints.load_state(theirs)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=re.escape("save_state('out')")):
             checkpoints.save_state("out")  # type: ignore[arg-type]
         assert all(map(torch.equal, weights, job.net.parameters()))
 
-        job.accelerator.load_state(theirs)  # as the error says
+        job.accelerator.load_state(theirs)  # the error says to do this
         checkpoints.save_state().result()
         assert job.seen.batches == 2
         assert checkpoints.load_state() is not None

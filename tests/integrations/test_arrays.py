@@ -26,7 +26,7 @@ class Moments(NamedTuple):
 
 
 def moved(root: Path, source: Any, target: Any) -> Any:
-    """``target`` after ``source`` was saved and restored into it."""
+    """Save ``source``, and return ``target`` after a restore of it."""
     with CheckpointManager(root) as manager:
         manager.save({"all": state_of(source)}, 1)
         holder = state_of(target)
@@ -72,7 +72,7 @@ def test_arrays_of_dtypes_that_numpy_lacks_keep_their_bytes(tmp_path: Path, dtyp
     target = np.zeros((2, 3), kind)
     assert moved(tmp_path, source, target) is target
     assert target.tobytes() == source.tobytes()
-    with CheckpointManager(tmp_path) as manager:  # the same as torch has
+    with CheckpointManager(tmp_path) as manager:  # torch has the same
         state = {"all": {"value": torch.zeros(2, 3, dtype=getattr(torch, dtype))}}
         manager.restore(state)
     assert torch.equal(state["all"]["value"].float(), torch.arange(6.0).reshape(2, 3))
@@ -170,7 +170,7 @@ def test_jax_arrays_are_replaced_by_new_ones(tmp_path: Path, jax: Any) -> None:
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(source), strict=True):
         assert (one.dtype, one.weak_type) == (other.dtype, other.weak_type)
         assert (one == other).all()
-    assert before[0]["b"].tolist() == [1, 1, 1, 1]  # as JAX promises
+    assert before[0]["b"].tolist() == [1, 1, 1, 1]  # JAX promises this
 
 
 def test_a_key_of_random_numbers_draws_what_it_would_have_drawn(tmp_path: Path, jax: Any) -> None:
@@ -224,8 +224,9 @@ def test_a_jax_array_on_several_devices_returns_to_them(tmp_path: Path, run_apar
 
 @pytest.fixture
 def run_apart(tmp_path: Path) -> Callable[..., None]:
-    """Run a script in a process of its own: what TensorFlow warns of while it is imported, and the
-    devices of JAX, belong to a process.
+    """Run a script in a process of its own.
+
+    The warnings of TensorFlow's import, and the devices of JAX, belong to a process.
     """
     import subprocess
     import textwrap

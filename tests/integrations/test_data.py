@@ -1,4 +1,4 @@
-"""A position in the data: each sample once in an epoch, whatever the number of ranks."""
+"""A position in the data: each sample comes once in an epoch, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKER = Path(__file__).parent / "workers" / "dealt.py"
 
 
 def order(length: int, seed: int, epoch: int) -> list[int]:
-    """The documented order of an epoch."""
+    """Return the documented order of an epoch."""
     generator = torch.Generator().manual_seed(seed + epoch)
     found: list[int] = torch.randperm(length, generator=generator).tolist()
     return found
@@ -36,7 +36,7 @@ def loader_of(sampler: ElasticSampler, length: int, size: int | None = 4, **more
 
 
 def one(length: int = 50, **more: Any) -> ElasticSampler:
-    """A sampler of a job with one rank."""
+    """Return a sampler of a job with one rank."""
     return ElasticSampler(length, **{"rank": 0, "world_size": 1, **more})
 
 
@@ -46,7 +46,7 @@ class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return count()
 
-    def __repr__(self) -> str:  # the name of a test, the same in each process
+    def __repr__(self) -> str:  # the name of a test must be the same in each process
         return "Endless()"
 
 
@@ -61,7 +61,7 @@ class Life:
         self.loaders = [loader_of(sampler, length, size) for sampler in self.samplers]
 
     def position(self) -> dict[str, Any]:
-        """What a save would hold. It is the same on all ranks."""
+        """Return what a save would hold. It is the same on all ranks."""
         first, *others = (sampler.state_dict() for sampler in self.samplers)
         assert all(other == first for other in others)
         return first
@@ -91,7 +91,9 @@ class Life:
 def test_an_epoch_gives_each_sample_once_whatever_ranks_and_batches_its_lives_had(
     length: int, lives: list[tuple[int, int, int]], ranks: int, seed: int, shuffle: bool
 ) -> None:
-    """The last life, of ``ranks``, trains to the end of the epoch, and then through the next."""
+    """The last life has ``ranks`` ranks. It trains to the end of the epoch, and then through the
+    next one.
+    """
     position = one(length, seed=seed, shuffle=shuffle).state_dict()
     trained: list[int] = []
     orders = [order(length, seed, epoch) if shuffle else list(range(length)) for epoch in (0, 1)]
@@ -158,7 +160,8 @@ def test_what_workers_have_read_ahead_does_not_count(tmp_path: Path, persistent:
         loader = loader_of(again, 50, **more)
         manager.restore({"data": again})
         assert len(loader) == 8
-        for batch in islice(again.batches(loader), 2):  # left and continued, with the same workers
+        # the loop is left and continued, with the same workers
+        for batch in islice(again.batches(loader), 2):
             trained += batch.tolist()
         for batch in again.batches(loader):
             trained += batch.tolist()
@@ -192,7 +195,7 @@ def test_four_ranks_then_two_then_three_train_on_each_sample_once(tmp_path: Path
         said = world(ranks, WORKER, tmp_path, save_at, stop_at, "sampler", 1)
         for line in map(json.loads, said.splitlines()):
             seen[line["step"]].append(line["samples"])
-        assert min(seen) == first + 1  # of what the life before did not save, nothing counts
+        assert min(seen) == first + 1  # batches that the life before did not save do not count
         for step, parts in seen.items():
             times = 2 if step == save_at + 1 else 1
             assert len({len(part) for part in parts}) == 1, "equal counts on all ranks"

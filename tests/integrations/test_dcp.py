@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint`` with ckpt as its storage: the calls are DCP's own."""
+"""``torch.distributed.checkpoint`` uses ckpt as its storage, through DCP's own calls."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def assert_equal(one: Any, two: Any) -> None:
 
 
 def error_of(call: Any) -> BaseException:
-    """What DCP has wrapped."""
+    """Return the error that DCP has wrapped."""
     with pytest.raises(CheckpointException) as caught:
         call()
     (failure,) = caught.value.failures.values()

@@ -1,5 +1,7 @@
-"""Real engines of DeepSpeed: what one stage and number of ranks saves, any other restores, and
-so does plain PyTorch; and back.
+"""Real engines of DeepSpeed.
+
+What one stage and number of ranks saves, any other one restores, and so does plain PyTorch. The
+reverse holds too.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def nets() -> Iterator[Any]:
 
 
 def train(nets: Any, net: Any, optimizer: Any, first: int, steps: int) -> list[float]:
-    """As the engines do: clipped, and a rate that grows as theirs."""
+    """Train as the engines do, with clipping and a rate that grows as theirs."""
     losses: list[float] = []
     for step in range(first, first + steps):
         words = nets.batch(step, 0, 1)
@@ -50,7 +52,7 @@ def train(nets: Any, net: Any, optimizer: Any, first: int, steps: int) -> list[f
 
 
 def contents(net: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Under the worker's names."""
+    """Return the contents under the worker's names."""
     found = {f"model/{name}": value.detach().clone() for name, value in net.named_parameters()}
     found |= {f"model/{name}": value.clone() for name, value in net.named_buffers()}
     for name, parameter in net.named_parameters():
@@ -61,8 +63,9 @@ def contents(net: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(nets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What plain PyTorch has saved, and what two ranks have saved and restored at once under
-    other stages.
+    """Return the folder of what plain PyTorch has saved, and two ranks.
+
+    The two ranks have saved it and restored it at once under other stages.
     """
     made = tmp_path_factory.mktemp("zero")
     net, optimizer = nets.build(1)
@@ -127,7 +130,7 @@ def test_plain_pytorch_goes_on_where_an_engine_was(nets: Any, folder: Path, kind
     assert net.head.weight is net.embed.weight
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.01, 0.0]
     losses = train(nets, net, optimizer, 3, 2)
-    near = 2e-7 if kind.endswith("fp32") else 2e-2  # the model's own arithmetic was bf16
+    near = 2e-7 if kind.endswith("fp32") else 2e-2  # the model computed in bf16
     assert losses[0] == pytest.approx(told["losses"][0], abs=near)
     assert losses[1] == pytest.approx(told["losses"][1], abs=near)
 

@@ -1,4 +1,4 @@
-"""Real trainers of Lightning: what ``CkptCheckpoint`` saves, it resumes to the bit."""
+"""Real trainers of Lightning resume to the bit what ``CkptCheckpoint`` saves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def steps(root: Path) -> list[int]:
 
 
 def test_every_step_resumes_with_the_same_losses(nets: Any, tmp_path: Path) -> None:
-    """Also within an epoch, at its last batch, and with dropout and a shuffled order."""
+    """This includes steps within an epoch, at its last batch, and with dropout and a shuffled
+    order.
+    """
     root = tmp_path / "whole"
     every = {"save_top_k": -1, "every_n_train_steps": 1}
     losses = nets.fit(nets.Net(), CkptCheckpoint(root, **every))
@@ -107,14 +109,14 @@ def test_a_kill_in_mid_save_resumes_from_the_last_committed_step(nets: Any, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "ddp-steps", "fsdp2"])
 def test_two_ranks_resume_in_the_same_process(nets: Any, tmp_path: Path, mode: str) -> None:
-    """And Lightning's part of a save copies no tensor."""
+    """Lightning's part of a save copies no tensor."""
     said = world(2, WORKER, tmp_path, mode)
     assert "equal losses on rank 0 2" in said
     assert "equal losses on rank 1 2" in said
     net = nets.Net()
     if mode == "fsdp2":
         net.net[1] = torch.nn.Identity()
-    one = nets.trainer(CkptCheckpoint(tmp_path / "resumed"))  # restores what two ranks saved
+    one = nets.trainer(CkptCheckpoint(tmp_path / "resumed"))  # it restores what two ranks saved
     (found,) = one.validate(net, nets.validation(), ckpt_path="last")
     assert f"val_loss {found['val_loss']:.4f}" in said
 

@@ -1,4 +1,4 @@
-"""Steps that are saved where an epoch or a validation ends, and what a resume makes of them."""
+"""Steps that are saved where an epoch or a validation ends, and what a resume does with them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_batch_before_a_validation_resumes(
 def test_max_steps_within_an_epoch_resumes(
     nets: Any, tmp_path: Path, trigger: dict[str, Any]
 ) -> None:
-    """Lightning ends the epoch in mid-epoch then, and a larger limit continues it."""
+    """Lightning ends the epoch in the middle then, and a larger limit continues it."""
     how = {"loader": nets.Loader, "epochs": -1, "validates": False}
     whole = train(nets, tmp_path / "whole", trigger, max_steps=12, **how)
     train(nets, tmp_path / "parts", trigger, max_steps=6, **how)

@@ -31,7 +31,7 @@ def last(nets: Any, *callbacks: Callback) -> str | None:
 
 
 def callbacks(root: Path, *names: str) -> list[CkptCheckpoint]:
-    """Return one for each folder. Lightning wants their policies to differ."""
+    """Return one callback for each folder. Lightning requires that their policies differ."""
     return [
         CkptCheckpoint(root / name, every_n_train_steps=number)
         for number, name in enumerate(names, 1)
@@ -39,7 +39,9 @@ def callbacks(root: Path, *names: str) -> list[CkptCheckpoint]:
 
 
 def test_last_of_several_folders_has_the_highest_step(nets: Any, tmp_path: Path) -> None:
-    """Of equal ones the first callback's: the hashes of the paths differ in each process."""
+    """Of equal steps the first callback's is taken: the hashes of the paths differ in
+    each process.
+    """
     nets.fit(nets.Net(), CkptCheckpoint(tmp_path / "whole", save_top_k=-1))
     for place, step in (("a", 8), ("b", 8), ("c", 8), ("d", 8), ("younger", 4)):
         nets.only_step(tmp_path / "whole", step, tmp_path / place)

@@ -1,4 +1,4 @@
-"""What ``CkptCheckpoint`` refuses before a training begins, and the way out that it names."""
+"""What ``CkptCheckpoint`` refuses before a training begins, and the remedy that it names."""
 
 from __future__ import annotations
 

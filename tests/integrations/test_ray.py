@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(BOUND + 40)
 
 
 def run(script: Path, *arguments: object, timeout: float) -> str:
-    """Run a driver of Ray with a cluster of its own, and return what it said."""
+    """Run a driver of Ray with a cluster of its own, and return its output."""
     done = processes.run(
         [sys.executable, script, *arguments],
         env={
@@ -54,7 +54,7 @@ def run(script: Path, *arguments: object, timeout: float) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs of ``rayed.py`` have left their files."""
+    """Return where the runs of ``rayed.py`` have left their files."""
     made = tmp_path_factory.mktemp("ray")
     run(WORKERS / "rayed.py", made, timeout=BOUND)
     return made
@@ -77,7 +77,8 @@ def test_a_worker_that_is_killed_in_mid_save_costs_no_bit(folder: Path) -> None:
         assert json.loads((folder / f"killed-{rank}-4.json").read_text())["reported"]
     root = folder / "storage" / "killed" / "ckpt"
     (before,), (after,) = (root.glob(f"step-{step:09d}.*") for step in (4, 6))
-    assert before.suffix != after.suffix  # the step of the killed attempt was none, and is removed
+    # the killed attempt had not committed the step, so it was removed
+    assert before.suffix != after.suffix
 
 
 @pytest.mark.slow

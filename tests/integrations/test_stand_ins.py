@@ -279,7 +279,7 @@ def test_what_cannot_be_saved_is_refused_at_once(change: Any, told: str) -> None
 
 def test_ranks_that_hold_other_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = engine(1)
-    # of which its data parallel group has one
+    # its data parallel group has one of them
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(ConfigError, match="another kind than that of data"):
         zero_state(wrong)

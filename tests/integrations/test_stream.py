@@ -1,5 +1,6 @@
-"""A position in a dataset without a length: each sample once in an epoch, whatever the number of
-ranks and of workers.
+"""A position in a dataset without a length.
+
+Each sample comes once in an epoch, for any number of ranks and of workers.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Life:
             stream.load_state_dict(position)
 
     def position(self) -> dict[str, Any]:
-        """What a save would hold. It is the same on all ranks."""
+        """Return what a save would hold. It is the same on all ranks."""
         first, *others = (stream.state_dict() for stream in self.streams)
         assert all(other == first for other in others)
         return first
@@ -89,8 +90,10 @@ class Life:
 
 
 def through_lives(length: int, lives: list[tuple[int, int, int]], ranks: int, workers: int) -> None:
-    """Train so many steps with so many ranks and such batches, and then to the end of two epochs
-    with ``ranks``. Compare with what one process reads.
+    """Train through several lives, and compare with what one process reads.
+
+    Each life trains this many steps with these ranks and batches. The last one trains to the end of
+    two epochs with ``ranks``.
     """
     orders = [Lines(length).order(epoch) for epoch in (0, 1)]
     position: dict[str, Any] = one(length).state_dict()
@@ -106,7 +109,7 @@ def through_lives(length: int, lives: list[tuple[int, int, int]], ranks: int, wo
             break
         if position["consumed"] <= length:
             assert position["consumed"] == len(trained)
-        else:  # the last batch was smaller: nothing is left for anyone
+        else:  # the last batch was smaller, and no rank has any sample left
             assert length - len(trained) < max(each[0] for each in lives)
     else:
         life = Life(length, ranks, 3, workers)
@@ -168,7 +171,7 @@ def test_persistent_workers_begin_where_each_loop_does(tmp_path: Path) -> None:
             trained += batch.tolist()
         assert stream.state_dict()["consumed"] == len(trained) == 20
         manager.save({"data": stream}, 1)
-        for _ in islice(stream.batches(loader), 2):  # a step that went wrong
+        for _ in islice(stream.batches(loader), 2):  # a step that failed
             pass
         manager.restore({"data": stream})
     for batch in stream.batches(loader):
@@ -219,7 +222,8 @@ def test_four_ranks_then_two_then_three_train_on_each_sample_once(
     for ranks, workers, save_at, stop_at in [(4, 1, 2, 4), (2, 2, 6, 7), (3, 2, 8, 100)]:
         seen: defaultdict[int, list[list[int]]] = defaultdict(list)
         said = world(ranks, WORKER, tmp_path, save_at, stop_at, kind, workers)
-        for line in map(json.loads, re.findall("^{.*", said, re.MULTILINE)):  # torchdata warns
+        # torchdata prints warnings
+        for line in map(json.loads, re.findall("^{.*", said, re.MULTILINE)):
             seen[line["step"]].append(line["samples"])
         for step, parts in seen.items():
             times = 2 if step == save_at + 1 else 1

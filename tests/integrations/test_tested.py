@@ -1,4 +1,4 @@
-"""A framework of a release that no test ran with is reported."""
+"""A release of a framework that no test ran with is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchao's optimizers and weights, by the package itself, resumed in a fresh process."""
+"""The optimizers and weights of the package torchao are resumed in a fresh process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKER = HERE.parent / "workers" / "quantised.py"
 
 
 def worker(kind: str, phase: str, root: Path, *, ranks: int = 1) -> list[str]:
-    """The losses of every rank after the save, or after the restore."""
+    """Return the losses of every rank after the save, or after the restore."""
     command = [sys.executable, str(WORKER), kind, phase, str(root)]
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -73,7 +73,9 @@ def tensors_in(root: Path) -> dict[str, bytes]:
 def test_moments_are_resharded_from_rank_to_rank(
     kind: str, worlds: list[int], tmp_path: Path
 ) -> None:
-    """What every rank of another world restores and saves again is the same, to the bit."""
+    """Every rank of another world restores and saves the moments again, and they are equal to the
+    bit.
+    """
     world(worlds[0], WORKER, kind, "save", tmp_path / "0", timeout=500)  # it compiles
     saved = tensors_in(tmp_path / "0")
     assert sum(name.endswith("/codes") for name in saved) == 4

@@ -1,7 +1,7 @@
 """torchtitan's manager with the saves of ckpt.
 
 The cases of its ``tests/unit_tests/test_checkpoint.py`` that apply are here under their names, with
-the real components in the place of mocks.
+the real components instead of mocks.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def names_in(folder: Path) -> set[str]:
-    """The names of the tensors of the newest step."""
+    """Return the names of the tensors of the newest step."""
     return {tensor.name for tensor in manifest_of(str(folder)).tensors}
 
 
-# -- their cases -----------------------------------------------------------------------------------
+# -- cases of torchtitan's tests -------------------------------------------------------------------
 
 
 def test_trainer_uses_checkpoint_interface_with_concrete_default() -> None:
@@ -115,7 +115,7 @@ def test_initial_load_path_used_when_folder_has_no_valid_checkpoints(
     job = Job(tmp_path, initial_load_path=str(path))
     assert job.manager.load()
     assert torch.equal(job.parts[0].layer.up.weight, source.parts[0].layer.up.weight)
-    assert job.progress.step == 0  # the model alone
+    assert job.progress.step == 0  # only the model was loaded
     job.run(1)
     again = Job(tmp_path, seed=2, initial_load_path=str(path))  # ..._ignored_when_folder_has_...
     assert again.manager.load()
@@ -167,7 +167,7 @@ def test_last_save_model_only_and_initial_load_model_only(tmp_path: Path, dtype:
 
 
 def test_async_save_leaves_no_future_behind(tmp_path: Path) -> None:
-    """In the place of ``test_async_save_calls_maybe_wait_for_saving``."""
+    """It replaces ``test_async_save_calls_maybe_wait_for_saving``."""
     job = Job(tmp_path)
     job.train()
     assert job.manager.save(1)
@@ -229,7 +229,7 @@ def test_sanity_and_range_checks(wrong: dict[str, Any]) -> None:
         CkptManager.Config(**{"last_save_model_only": True} | wrong)
 
 
-# -- what they do not have -------------------------------------------------------------------------
+# -- cases that torchtitan's tests do not have -----------------------------------------------------
 
 
 def test_exclude_from_loading(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def saved_by_their_manager(base: Path, monkeypatch: pytest.MonkeyPatch, steps: s
 
 
 def test_a_run_of_their_manager_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder stays as it is, and the steps of ckpt come beside it."""
+    """Its folder stays as it is, and the steps of ckpt are added to it."""
     theirs = saved_by_their_manager(tmp_path, monkeypatch, {1})
     job = Job(tmp_path, seed=2)
     assert job.manager.load()
@@ -321,7 +321,7 @@ def test_a_run_of_their_manager_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_run_that_went_back_saves_again_and_names_the_later_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a plain manager does: a restart takes the later step of the run that was given up."""
+    """A plain manager does so too: a restart takes the later step of the run that was given up."""
     Job(tmp_path, keep_latest_k=0).run(6)
     back = Job(tmp_path, seed=2, interval=2, keep_latest_k=0)
     assert back.manager.load(2)
@@ -472,7 +472,7 @@ def test_two_ranks_of_fsdp2_killed_in_mid_save_have_the_losses_of_their_own_mana
     )
     assert done.stdout == "ended 0 0\nended 1 -9\nended 2 0\n", log.read_text()[-6000:]
     attempts = list((folder / "CkptManager").glob("step-000000006.*"))
-    # what the killed job had begun of it may be cleared away by now
+    # what the killed job had begun of it may have been removed by now
     assert [(each / "manifest.json").exists() for each in attempts].count(True) == 1
     for rank in range(2):
         whole = json.loads((folder / f"whole-{rank}.json").read_text())

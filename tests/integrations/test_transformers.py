@@ -1,4 +1,4 @@
-"""Real trainers of transformers and TRL: what they resume with is what they saved, to the bit."""
+"""Real trainers of transformers and TRL resume with exactly what they saved, to the bit."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def folders(folder: Path) -> list[int]:
 
 
 def interrupted(folder: Path, at: int, **options: Any) -> None:
-    """A run that ends with an exception after the step ``at``."""
+    """Run until an exception after the step ``at``."""
     with pytest.raises(Stopped):
         trainer(folder, callbacks=[At(at, stop)], **options).train()
 
@@ -200,7 +200,7 @@ def test_a_damaged_newest_step_gives_way_to_the_one_before(tmp_path: Path, asked
     whole.train()
     interrupted(tmp_path / "cut", 8)
     flip(tmp_path / "cut", 6)
-    with pytest.raises(RestoreError, match="step 6"):  # it was asked for by its name
+    with pytest.raises(RestoreError, match="step 6"):  # the step was requested by its name
         trainer(tmp_path / "cut").train(
             resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-6")
         )
@@ -224,7 +224,7 @@ def test_an_error_names_the_step_if_all_are_damaged(tmp_path: Path) -> None:
 
 
 class SaveToo(transformers.TrainerCallback):  # type: ignore[misc]
-    """Asks for a save at the end of each epoch."""
+    """A callback that requests a save at the end of each epoch."""
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_save = True
@@ -236,7 +236,7 @@ def test_a_second_save_of_a_step_is_none(tmp_path: Path) -> None:
 
 
 def test_two_nodes_write_one_folder(tmp_path: Path) -> None:
-    """Two nodes may have processes of one number, as two threads have."""
+    """Two nodes may have processes with the same id, as two threads have."""
 
     def write(_: int) -> None:
         for step in range(40):
@@ -293,7 +293,7 @@ BEST = {
 
 
 class Graded:
-    """An evaluation whose result is a plan's."""
+    """A trainer whose evaluations return the results of a plan."""
 
     def __init__(self, trained: Any, plan: dict[int, float]) -> None:
         self.trained, self.plan, self.seen = trained, plan, dict[int, dict[str, torch.Tensor]]()

@@ -1,4 +1,4 @@
-"""Flat partitions: whatever the sizes, the ranks' parts of a parameter are all of it, once."""
+"""Flat partitions: for all sizes, the ranks' parts of a parameter are the whole of it, once."""
 
 from __future__ import annotations
 

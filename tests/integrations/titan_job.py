@@ -1,6 +1,6 @@
 """torchtitan's debug model, trained on a CPU.
 
-torchtitan trains on accelerators alone. What it asks of one is answered here: the device, its
+torchtitan trains only on accelerators. This module replaces what it needs of one: the device, its
 memory, an attention that has a backward pass on CPUs, and a sum instead of a scaled one, which gloo
 lacks.
 """

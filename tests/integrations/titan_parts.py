@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 class Loader:
-    """Ranks differ in its state, which is pickled as torchtitan's own is."""
+    """A loader whose state differs between ranks, and is pickled as torchtitan's own is."""
 
     position = 0
 
@@ -90,7 +90,7 @@ class Job:
         )
 
     def train(self) -> float:
-        """One step of the trainer's loop."""
+        """Do one step of the trainer's loop."""
         loss = sum(part(torch.ones(2, 3)).square().mean() for part in self.parts)
         loss.backward()
         self.manager.maybe_wait_for_staging()

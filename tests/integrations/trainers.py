@@ -1,4 +1,4 @@
-"""Trainers of transformers for the tests: tiny models made from scratch, data from a seed."""
+"""Trainers of transformers for the tests: tiny models made from scratch, and data from a seed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Words(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def model(width: int = 16) -> Any:
-    """It has dropout: a resumed run needs the random generators."""
+    """Return a model with dropout, so that a resumed run needs the random generators."""
     set_seed(3)
     config = GPT2Config(
         vocab_size=64, n_positions=12, n_embd=width, n_layer=2, n_head=2,
@@ -57,7 +57,7 @@ def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
 
 
 class At(TrainerCallback):  # type: ignore[misc]
-    """Calls a function at the end of a step."""
+    """A callback that calls a function at the end of a step."""
 
     def __init__(self, step: int, do: Callable[[], object]) -> None:
         self.step, self.do = step, do
@@ -68,7 +68,7 @@ class At(TrainerCallback):  # type: ignore[misc]
 
 
 class Stopped(Exception):
-    """The training ends here, as if by a crash that the process survives."""
+    """The training ends here, as after a crash that the process survives."""
 
 
 def stop() -> None:
@@ -76,7 +76,9 @@ def stop() -> None:
 
 
 def trainer(folder: Path | str, kind: Any = CkptTrainer, **options: Any) -> Any:
-    """``options``: of the constructor, of ``model`` and ``Words``, and training arguments."""
+    """Make a trainer with ``options`` of the constructor, of ``model`` and ``Words``, and of
+    training.
+    """
     names = ("callbacks", "ckpt_tiers", "ckpt_config")
     own = {name: options.pop(name) for name in names if name in options}
     net, count = model(options.pop("width", 16)), options.pop("count", 32)

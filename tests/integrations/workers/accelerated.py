@@ -1,8 +1,8 @@
 """A rank of a training under Accelerate.
 
-The first life trains without saves, then once more with saves, and every rank is killed with
-SIGKILL while the last of them is on its way. The second life resumes. Each life leaves what it has
-trained in a file.
+The first life trains without saves, and then once more with saves. Every rank is killed with
+SIGKILL while the last save streams. The second life resumes. Each life leaves what it has trained
+in a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAVED, KILLED = 14, 18  # both within an epoch
 
 def job(mode: str, seed: int) -> Job:
     made = accelerator(total_limit=2)
-    if mode == "fsdp2":  # on CPUs accelerate ignores its plugin: let it prepare as on GPUs
+    if mode == "fsdp2":  # on CPUs accelerate ignores its plugin, so let it prepare as on GPUs
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="size_based_wrap",

@@ -28,7 +28,7 @@ from tests.kit.deadly import die_in_the_save_of
 
 
 def say(*words: object) -> None:
-    """One write, since several ranks have one output."""
+    """Print by one write, since several ranks have one output."""
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()
 
@@ -47,7 +47,7 @@ def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def total(model: nn.Module, optimizer: Any) -> float:
-    """The same for the same values, on any number of ranks."""
+    """Return a sum that is the same for the same values, on any number of ranks."""
     tensors = [
         *model.parameters(),
         *(optimizer.state[each]["exp_avg"] for each in model.parameters()),
@@ -65,7 +65,7 @@ def state_of(model: nn.Module, optimizer: Any, step: int) -> dict[str, Any]:
     values, moments = get_state_dict(model, optimizer)
     lists = [torch.arange(3.0), {"names": ["a", "b"]}]
     state = {"model": values, "optimizer": moments, "step": step, "lists": lists}
-    if dist.is_initialized():  # of a list with a shard in it, several ranks write entries
+    if dist.is_initialized():  # if a list has a shard in it, several ranks write its entries
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         shard = distribute_tensor(torch.full((5,), float(step)), mesh, [Shard(0)])
         state["mixed"] = [shard, torch.full((2,), step), step]
@@ -106,7 +106,7 @@ def load(root: str, steps: Sequence[int] = (1, 3)) -> None:
 
 
 def part_of_the_ranks(root: str) -> None:
-    """Ranks 1 and 2 save alone."""
+    """Save on ranks 1 and 2 only."""
     group = dist.new_group([1, 2])
     if dist.get_rank():
         state = {"t": torch.arange(4.0), f"of rank {dist.get_rank()}": 1}
@@ -117,7 +117,7 @@ def part_of_the_ranks(root: str) -> None:
 
 
 def process(root: str) -> None:
-    """The same from the process executor's process, which gets a copy of the writer."""
+    """Do the same from the process executor's process, which gets a copy of the writer."""
     model, optimizer = build(0)
     writer = CkptWriter(root)
 
@@ -137,7 +137,7 @@ def process(root: str) -> None:
 
 
 def refuse(save: Callable[[dict[str, Any]], Any]) -> None:
-    """What one rank cannot save, no rank saves, and all of them raise."""
+    """If one rank cannot save something, no rank saves it, and all of them raise."""
     try:
         save({f"of rank {dist.get_rank()}": object() if dist.get_rank() else 1})
     except CheckpointException as error:
@@ -147,7 +147,7 @@ def refuse(save: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def full(root: str) -> None:
-    """A disk of 4 MiB: the second save does not fit, and the first one loads."""
+    """On a disk of 4 MiB the second save does not fit, and the first one loads."""
     dcp.save({"t": torch.ones(300_000)}, storage_writer=CkptWriter(root, step=1))
     try:
         dcp.save({"t": torch.zeros(900_000)}, storage_writer=CkptWriter(root, step=2))
@@ -159,7 +159,7 @@ def full(root: str) -> None:
 
 
 def killed(root: str) -> None:
-    """A second save into the root that is killed when its file is written."""
+    """Kill a second save into the root when its file is written."""
     ones = {"a": torch.ones(100_000), "b": torch.ones(100_000)}
     dcp.save(ones, storage_writer=CkptWriter(root, step=1))
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt.integrations.lightning import CkptCheckpoint
 
-BATCHES = 4  # of an epoch
+BATCHES = 4  # the number in an epoch
 
 
 class Loader:
@@ -55,11 +55,14 @@ class Loader:
 
 
 class Net(LightningModule):
-    """Learns the sum of eight numbers, with dropout and BatchNorm; keeps its losses by step."""
+    """A network that learns the sum of eight numbers, with dropout and BatchNorm.
+
+    It keeps its losses by step.
+    """
 
     def __init__(self, width: int = 16, *, sharded: bool = False) -> None:
         super().__init__()
-        torch.manual_seed(3)  # all begin with the same weights
+        torch.manual_seed(3)  # all ranks begin with the same weights
         self.net = nn.Sequential(
             nn.Linear(8, width),
             nn.Identity() if sharded else nn.BatchNorm1d(width),
@@ -112,7 +115,7 @@ def trainer(*callbacks: Callback, epochs: int = 2, **how: Any) -> Trainer:
 
 
 def fit(net: Net, callback: Callback, path: str | None = None, *more: Callback) -> dict[int, float]:
-    """Train with a loader that resumes within an epoch; returns the losses by step."""
+    """Train with a loader that resumes within an epoch, and return the losses by step."""
     seed_everything(3, workers=True, verbose=False)
     trainer(callback, *more).fit(net, Loader(), validation(), ckpt_path=path)
     return net.losses

@@ -1,7 +1,7 @@
 """Train with a quantised optimizer of torchao: KIND save|restore|move ROOT [TO [WIDTH]].
 
-It prints the losses of four steps: those after the save, or those after the restore. On more ranks
-than one the model is sharded by ``fully_shard``. To move is to restore, and to save it below TO.
+The script prints the losses of four steps: those after the save, or those after the restore. With
+several ranks ``fully_shard`` shards the model. "move" restores the state and saves it below TO.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckpt import CheckpointManager
 
 def main(kind: str, phase: str, root: str, to: str = "", width: str = "256") -> None:
     torch.set_num_threads(1)
-    # torch's cache of compiled steps takes the code of one class of moments for another's
+    # torch's cache of compiled steps uses the code of one class of moments for another class
     caches: Any = importlib.import_module("torch._functorch.config")
     caches.enable_autograd_cache = False
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

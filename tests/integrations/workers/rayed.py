@@ -1,5 +1,6 @@
-"""Runs of Ray Train in one local cluster: one that nothing stops, and one whose second worker is
-killed with SIGKILL while a save is on its way.
+"""Runs of Ray Train in one local cluster.
+
+Nothing stops the first run. In the second one a worker is killed with SIGKILL while a save streams.
 
     rayed.py FOLDER
 

@@ -1,8 +1,8 @@
 """A rank of torchtitan's trainer.
 
 The life "whole" is never stopped, and is saved by torchtitan's own manager. In the life "killed"
-every rank is killed with SIGKILL while a save is on its way. The life "resumed" continues. Each
-leaves its losses in a file.
+every rank is killed with SIGKILL while a save streams. The life "resumed" continues. Each leaves
+its losses in a file.
 """
 
 from __future__ import annotations

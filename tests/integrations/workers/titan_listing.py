@@ -1,4 +1,4 @@
-"""FOLDER: two ranks load with torchtitan, and each finds other steps in the folder."""
+"""FOLDER: two ranks load with torchtitan, and each rank finds other steps in the folder."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from tests.integrations.trainers import TrainerCallback, trainer
 
 
 class Kill(TrainerCallback):  # type: ignore[misc]
-    """Kills as soon as the save of a step has its folder."""
+    """A callback that kills the process as soon as the save of a step has its folder."""
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == int(sys.argv[2]):

@@ -1,8 +1,10 @@
-"""Saves and restores DeepSpeed engines: ``zero.py FOLDER save:2-bf16 load:2-bf16:1-fp32 ...``: what
-to save; what was saved, and what to restore it into. An engine is its stage, dtype and perhaps a
-variant (``2-bf16-robin``); ``plain-fp32`` is what the test itself has saved, without DeepSpeed.
+"""Save and restore DeepSpeed engines: ``zero.py FOLDER save:2-bf16 load:2-bf16:1-fp32 ...``.
 
-What is compared is seen through DeepSpeed's own eyes, never through ours.
+An order to save names the engine. An order to load names the engine that has saved, and then the
+one that restores. An engine is its stage, dtype and perhaps a variant (``2-bf16-robin``);
+``plain-fp32`` is what the test itself has saved, without DeepSpeed.
+
+The compared values are read through DeepSpeed itself, never through ckpt.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ VARIANTS = {
     "robin": {"zero_optimization": {"round_robin_gradients": True}},
     "sums": {
         "data_types": {"grad_accum_dtype": "fp32"}
-    },  # under ZeRO 1 and bf16 another optimizer of DeepSpeed's
+    },  # DeepSpeed uses another optimizer under ZeRO 1 and bf16
     "groups": {"zero_optimization": {"sub_group_size": 40}},
     "offload": {
         "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
@@ -52,7 +54,7 @@ def engine_of(kind: str, seed: int):
     stage, dtype, *rest = kind.split("-")
     variant = VARIANTS["".join(rest)]
     net, optimizer = build(seed)
-    # ZeRO 3 would put another F.linear in place, for engines of other stages in this process too
+    # ZeRO 3 would replace F.linear, for engines of other stages in this process too
     zero = {
         "stage": int(stage),
         "stage3_param_persistence_threshold": 20,
@@ -73,7 +75,7 @@ def engine_of(kind: str, seed: int):
 
 
 def train(engine, first: int, steps: int) -> list[float]:
-    """The losses of all ranks together."""
+    """Train, and return the losses of all ranks together."""
     rank, world, losses = dist.get_rank(), dist.get_world_size(), []
     for step in range(first, first + steps):
         words = batch(step, rank, world)
@@ -87,7 +89,7 @@ def train(engine, first: int, steps: int) -> list[float]:
 
 
 def full(engine) -> dict[str, torch.Tensor]:
-    """All that a checkpoint must bring back, whole, on every rank."""
+    """Return all that a checkpoint must restore, as whole tensors on every rank."""
     found: dict[str, torch.Tensor] = {}
     stage3 = hasattr(engine.optimizer, "fp16_groups")
     for key in ("model", *KEYS):
@@ -109,8 +111,9 @@ def whole_of_3(engine, key: str) -> dict[str, torch.Tensor]:
 
 
 def whole_of_1_and_2(engine, key: str) -> dict[str, torch.Tensor]:
-    """All ranks' partitions one behind the other, cut in DeepSpeed's order: its own tool knows
-    no state of the second group after one step.
+    """Join all ranks' partitions, and cut them in DeepSpeed's order.
+
+    Its own tool knows no state of the second group after one step.
     """
     optimizer, found = engine.optimizer, {}
     names = {id(p): name for name, p in engine.module.named_parameters()}
@@ -133,7 +136,7 @@ def whole_of_1_and_2(engine, key: str) -> dict[str, torch.Tensor]:
 
 
 def low_precision(engine) -> dict[str, torch.Tensor]:
-    """The weights that the forward pass sees."""
+    """Return the weights that the forward pass sees."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -156,12 +159,12 @@ def save(folder: Path, kind: str) -> None:
         state["step"] = STEPS
         kept, seen = full(engine), low_precision(engine)
         pending = manager.save_async(state)
-        losses = train(engine, STEPS, MORE)  # while it is copied and written
+        losses = train(engine, STEPS, MORE)  # train while it is copied and written
         pending.result(60)
     ranks = [torch.zeros_like(kept["model/seen"]) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, kept["model/seen"])
     assert dist.get_world_size() == 1 or not torch.equal(*ranks[:2]), "the buffer is to differ"
-    kept["model/seen"] = ranks[0]  # that of the first rank counts
+    kept["model/seen"] = ranks[0]  # the first rank's value counts
     if dist.get_rank() == 0:
         told = {"kept": kept, "seen": seen, "losses": losses, "world": dist.get_world_size()}
         torch.save(told, f"{at}.pt")
@@ -200,7 +203,7 @@ def load(folder: Path, saved: str, kind: str) -> None:
 
 
 def rounded(kept: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
-    """The weights that the forward pass of an engine of ``dtype`` sees."""
+    """Return the weights that the forward pass of an engine of ``dtype`` sees."""
     to = torch.bfloat16 if dtype == "bf16" else torch.float32
     weights = {
         name.removeprefix("model/"): value
@@ -211,7 +214,9 @@ def rounded(kept: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor
 
 
 def main(verbs: Mapping[str, Callable[..., None]]) -> None:
-    """Follow the orders of the command line: the name of a verb, and its words after colons."""
+    """Follow the orders of the command line: the name of a function, and its arguments after
+    colons.
+    """
     set_log_level_from_string("error")
     deepspeed.init_distributed("gloo")
     folder, *orders = sys.argv[1:]

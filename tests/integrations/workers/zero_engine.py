@@ -1,7 +1,7 @@
-"""Trains engines of DeepSpeed with `CkptEngine`: ``zero_engine.py FOLDER ORDER ...``.
+"""Train engines of DeepSpeed with `CkptEngine`: ``zero_engine.py FOLDER ORDER ...``.
 
-An order is the name of a function below, with its words after colons (``same:2-bf16``). An engine
-is named as in ``zero.py``: its stage, dtype and perhaps a variant.
+An order is the name of a function below, with its arguments after colons (``same:2-bf16``). An
+engine is named as in ``zero.py``: its stage, dtype and perhaps a variant.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KILLED = 6
 
 
 def engine_of(kind: str, seed: int, root: Path | None, *tiers: Path) -> Any:
-    """An engine that saves into ``root``, or with DeepSpeed's own checkpoint engine."""
+    """Return an engine that saves into ``root``, or one with DeepSpeed's own checkpoint engine."""
     engine = zero.engine_of(kind, seed=seed)
     if root is not None:
         engine.checkpoint_engine = CkptEngine(engine, root, tiers or None)
@@ -47,7 +47,7 @@ def engine_of(kind: str, seed: int, root: Path | None, *tiers: Path) -> Any:
 
 
 def client_state() -> dict[str, Any]:
-    """What a script may keep beside the engine's own state."""
+    """Return what a script may keep in addition to the engine's own state."""
     scaler = DynamicLossScaler(2.0**16, 1000, 1.0, 2, consecutive_hysteresis=True)
     scaler.update_scale(overflow=True)
     return {
@@ -78,12 +78,12 @@ def check_client_state(found: dict[str, Any]) -> None:
 
 
 def same(folder: Path, kind: str) -> None:
-    """A load goes on with the losses that came after the save, to the bit."""
+    """Check that a load goes on with the losses that came after the save, to the bit."""
     root = folder / kind
     engine = engine_of(kind, 1, root)
     zero.train(engine, 0, STEPS)
     assert engine.save_checkpoint(root, client_state=client_state())
-    expected = zero.train(engine, STEPS, MORE)  # while the save is on its way
+    expected = zero.train(engine, STEPS, MORE)  # train while the save streams
     engine.destroy()
     other = engine_of(kind, 2, root)
     path, client = other.load_checkpoint(root)
@@ -98,7 +98,7 @@ def same(folder: Path, kind: str) -> None:
 
 
 def partly(folder: Path, kind: str, option: str) -> None:
-    """A load of a part does what it does with DeepSpeed's own engine."""
+    """Check that a load of a part does what it does with DeepSpeed's own engine."""
     ours, theirs = folder / f"ours-{kind}-{option}", folder / f"theirs-{kind}-{option}"
     options = {option: option == "load_module_only"}
     losses: list[list[float]] = []
@@ -116,7 +116,7 @@ def partly(folder: Path, kind: str, option: str) -> None:
 
 
 def tags(folder: Path, kind: str) -> None:
-    """Tags of the user's own, saved again, twice in a step, and without ``latest``."""
+    """Use tags of the user's own, saved again, twice in a step, and without ``latest``."""
     root = folder / "tags"
     engine = engine_of(kind, 1, root)
     zero.train(engine, 0, 1)
@@ -139,7 +139,7 @@ def tags(folder: Path, kind: str) -> None:
     assert "second" not in other.load_checkpoint(root, tag="global_step2")[1]
     with CheckpointManager(root) as manager:
         assert manager.steps() == [1, 2, 3, 4]
-    # an older tag is loaded on purpose: the next save is the newest all the same
+    # an older tag is loaded on purpose: the next save is the newest nevertheless
     other.save_checkpoint(root, tag="again")
     other.checkpoint_engine.pending.result()
     dist.barrier()  # Rank 0 writes the file
@@ -148,7 +148,7 @@ def tags(folder: Path, kind: str) -> None:
 
 
 def farther(folder: Path, kind: str) -> None:
-    """The near tier and the folder are gone, as on a new machine."""
+    """Load when the near tier and the folder are gone, as on a new machine."""
     root, near, far = folder / "farther", folder / "near", folder / "far"
     engine = engine_of(kind, 1, root, near, far)
     zero.train(engine, 0, STEPS)
@@ -171,7 +171,7 @@ def farther(folder: Path, kind: str) -> None:
 
 
 def exported(folder: Path, kind: str) -> None:
-    """What ``export`` writes, DeepSpeed's own engine loads."""
+    """Check that DeepSpeed's own engine loads what ``export`` writes."""
     root, out = folder / f"export-{kind}", folder / f"out-{kind}"
     engine = engine_of(kind, 1, root)
     zero.train(engine, 0, STEPS)
@@ -197,7 +197,7 @@ def exported(folder: Path, kind: str) -> None:
 
 
 def refused(folder: Path, kind: str) -> None:
-    """What cannot be saved is one error, and the next save is whole."""
+    """Check that what cannot be saved gives one error, and that the next save is whole."""
     root = folder / "refused"
     engine = engine_of(kind, 1, root)
     zero.train(engine, 0, 1)
@@ -238,7 +238,7 @@ def refused(folder: Path, kind: str) -> None:
 
 
 def peer(folder: Path, kind: str) -> None:
-    """Rank 0 has a value that cannot be saved: the other rank learns why, and goes on."""
+    """Give rank 0 a value that cannot be saved: the other rank gets the reason, and goes on."""
     root = folder / "peer"
     engine = engine_of(kind, 1, root)
     zero.train(engine, 0, 1)
@@ -246,7 +246,7 @@ def peer(folder: Path, kind: str) -> None:
     if dist.get_rank() == 0:
         with pytest.raises(UnsupportedValue, match="held"):
             engine.save_checkpoint(root, client_state=bad)
-        dist.barrier()  # where DeepSpeed waits at the end
+        dist.barrier()  # DeepSpeed waits here at the end
     else:
         engine.save_checkpoint(root, client_state=bad)
         assert "held" in str(engine.checkpoint_engine.pending.exception(60))
@@ -258,7 +258,7 @@ def peer(folder: Path, kind: str) -> None:
 
 
 def apart(folder: Path, kind: str) -> None:
-    """A save is committed when rank 0 has read ``latest``, and rank 1 has not."""
+    """Commit a save when rank 0 has read ``latest``, and rank 1 has not."""
     root = folder / f"apart-{kind}"
     engine = engine_of(kind, 1, root)
     for step, tag in enumerate(("older", "newer")):
@@ -277,7 +277,7 @@ def apart(folder: Path, kind: str) -> None:
 
 
 def absent(folder: Path, kind: str) -> None:
-    """A tag that is on no rank, or not on one of them, is the same error on all."""
+    """A tag that no rank has, or that one rank lacks, gives the same error on all ranks."""
     root = folder / f"absent-{kind}"
     engine = engine_of(kind, 1, root)
     for step, tag in enumerate(("older", "newer")):
@@ -293,7 +293,9 @@ def absent(folder: Path, kind: str) -> None:
 
 
 def second_job(folder: Path, kind: str) -> None:
-    """Another job on the root of one that is at work saves nothing, and the first one goes on."""
+    """Start another job on the root of a running one: it saves nothing, and the first
+    one goes on.
+    """
     root = folder / "second"
     engine = engine_of(kind, 1, root)
     zero.train(engine, 0, 1)
@@ -317,7 +319,7 @@ def second_job(folder: Path, kind: str) -> None:
 
 
 def refused_root(folder: Path, kind: str) -> None:
-    """What the second job gets: it may load, and its save is refused."""
+    """Check that the second job may load, and that its save is refused."""
     engine = engine_of(kind, 2, folder / "second")
     assert engine.load_checkpoint(folder / "second")[0] is not None
     zero.train(engine, 1, 1)
@@ -330,7 +332,7 @@ def refused_root(folder: Path, kind: str) -> None:
 
 
 def not_made(folder: Path, kind: str) -> None:
-    """Engines and roots for which no `CkptEngine` can be made."""
+    """Try engines and roots for which no `CkptEngine` can be made."""
     engine = zero.engine_of(kind, seed=1)
     with CheckpointManager(folder / "manager") as manager:
         manager.save({"model": engine.module, "step": 3})
@@ -381,7 +383,9 @@ def other_world(folder: Path, kind: str) -> None:
 
 
 def weights_of_3(folder: Path, kind: str) -> None:
-    """Under ZeRO 3, DeepSpeed itself reads the files for weights alone: they must be exported."""
+    """Under ZeRO 3, DeepSpeed itself reads the files to load only weights: they must be
+    exported.
+    """
     root, out = folder / "weights", folder / "weights-out"
     engine = engine_of(kind, 1, root)
     zero.train(engine, 0, STEPS)

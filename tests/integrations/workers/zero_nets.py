@@ -1,6 +1,7 @@
-"""A small model with all that is awkward under ZeRO: uneven sizes, a tied weight, a part that is
-not trained, one of a single element, a buffer that differs between ranks, three parameter
-groups.
+"""A small model with all that is awkward under ZeRO.
+
+It has uneven sizes, a tied weight, a part that is not trained, a parameter of a single element, a
+buffer that differs between ranks, and three parameter groups.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Net(nn.Module):
 
 
 def build(seed: int, **options: object) -> tuple[Net, torch.optim.AdamW]:
-    """Weights by ``seed``, and an optimizer that decays matrices only."""
+    """Return weights by ``seed``, and an optimizer that decays only matrices."""
     torch.manual_seed(seed)
     net = Net()
     free = [p for p in net.parameters() if p.requires_grad]
@@ -42,7 +43,7 @@ def build(seed: int, **options: object) -> tuple[Net, torch.optim.AdamW]:
     others = [p for p in free if p.ndim < 2 and p is not net.gain]
     groups = [
         {"params": decayed, "weight_decay": 0.1},
-        # of which all ranks but one have padding alone
+        # all ranks but one have only padding of it
         {"params": [net.gain], "weight_decay": 0.01},
         {"params": others, "weight_decay": 0.0},
     ]
@@ -50,7 +51,7 @@ def build(seed: int, **options: object) -> tuple[Net, torch.optim.AdamW]:
 
 
 def batch(step: int, rank: int, world: int) -> torch.Tensor:
-    """This rank's part of one batch for all."""
+    """Return this rank's part of one batch for all."""
     words = torch.randint(0, WORDS, (BATCH, 5), generator=torch.Generator().manual_seed(step))
     return words[rank * BATCH // world : (rank + 1) * BATCH // world]
 
