@@ -25,7 +25,7 @@ class Authority:
         self.path.write_bytes(self._signed(self._subject, self._key.public_key()))
 
     def between(self, name: str) -> Authority:
-        """An authority that this one has signed, and whose nodes know this one."""
+        """Return an authority that this one has signed, and whose nodes know this one."""
         found = Authority(self.folder, name)
         found._chain = self._signed(found._subject, found._key.public_key())
         found.path = self.path
@@ -49,7 +49,7 @@ class Authority:
         rsa_bits: int = 0,
         begins_in: dt.timedelta = -10 * DAY,
     ) -> Tls:
-        """The files of a new node. With ``days`` below 0 its certificate has expired."""
+        """Return the files of a new node. With ``days`` below 0 its certificate has expired."""
         key = rsa.generate_private_key(65537, rsa_bits) if rsa_bits else _new_key()
         builder = _builder(
             _name(name), self._subject, key.public_key(), days=days, begins_in=begins_in

@@ -27,13 +27,13 @@ def files(root: Path, step: int) -> dict[str, Path]:
 
 
 def folder_of(root: Tier) -> Path:
-    """The folder of the only step on a tier."""
+    """Return the folder of the only step on a tier."""
     [folder] = Path(root.url).glob("step-*")
     return folder
 
 
 def data_of(root: Tier) -> Path:
-    """The data file of the only step of a job with one rank."""
+    """Return the data file of the only step of a job with one rank."""
     [data] = [file for file in folder_of(root).glob("rank-*") if file.suffix != ".json"]
     return data
 

@@ -1,4 +1,4 @@
-"""Small disks. They need the right to mount."""
+"""Small disks, which need the right to mount."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """``mount(options)``: a tmpfs with these options."""
+    """Return ``mount(options)``, which mounts a tmpfs with these options."""
     places: list[Path] = []
 
     def mounted(options: str) -> Path:

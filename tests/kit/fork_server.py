@@ -2,10 +2,11 @@
 
 A process then costs hundredths of a second, and not the import of torch. A fork runs its script as
 the interpreter does: as ``__main__``, with arguments, environment, folder and output of its own,
-and it ends as an interpreter ends. What it shares with the other forks is the modules of torch and
-the seed of hashes.
+and it ends as an interpreter ends. It shares the modules of torch and the seed of hashes with the
+other forks.
 
-Each line of standard input is a request of ``tests.kit.worlds`` in JSON. The answer is two lines:
+Each line of standard input is a request of ``tests.kit.worlds`` in JSON. The answer is two
+    lines:
 the process ids, and the exit statuses.
 """
 
@@ -35,7 +36,8 @@ ckpt.CheckpointManager  # noqa: B018 - imported here, once
 def serve() -> None:
     """Run one request after the other, until the tests end."""
     gc.collect()
-    gc.freeze()  # else each fork looks through all objects of torch as it ends, and copies them
+    # otherwise each fork looks through all objects of torch as it ends, and copies them
+    gc.freeze()
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         running: dict[int, int] = {}
@@ -56,7 +58,7 @@ def serve() -> None:
 
 
 def run_script(request: dict[str, Any], number: int) -> None:
-    """Be the script: this does not return."""
+    """Run the script in this process. It does not return."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     log = os.open(request["logs"][number], os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)

@@ -24,7 +24,7 @@ class Adapted(nn.Module):
 
 
 def job(seed: int, *, width: int = 64) -> dict[str, Any]:
-    """A model with a frozen base, and an optimizer that knows all its parameters."""
+    """Return a model with a frozen base, and an optimizer that knows all its parameters."""
     torch.manual_seed(seed)
     model = nn.Sequential(Adapted(width), Adapted(width), nn.BatchNorm1d(width))
     state = {
@@ -45,7 +45,7 @@ def train(state: dict[str, Any]) -> None:
 
 
 def values(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Copies of all tensors of a job."""
+    """Return copies of all tensors of a job."""
     model, optimizer = state["model"], state["optimizer"]
     found = {f"model/{name}": each.clone() for name, each in model.state_dict().items()}
     for name, parameter in model.named_parameters():

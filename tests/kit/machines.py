@@ -75,7 +75,7 @@ class Machine:
 
     def fork(self, work: Callable[[], None]) -> int:
         """Do ``work`` in a child of this process that is a process of the machine."""
-        _enter("pid", self.first)  # The children alone
+        _enter("pid", self.first)  # only the children enter it
         try:
             self.children.add(child := fork(lambda: self._do(work)))
         finally:
@@ -98,7 +98,7 @@ class Machine:
         work()
 
     def processes(self) -> list[int]:
-        """The processes of the machine without its first one, by their ids outside of it."""
+        """Return the processes of the machine without its first one, by their ids outside of it."""
         own = _identity("pid", self.first)
         return [
             pid
@@ -109,7 +109,7 @@ class Machine:
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """A network without machines. At its end all that it has are removed."""
+    """Yield a network without machines. At its end all that it has is removed."""
     _ip("link", "add", "switch", "type", "bridge")
     _ip("link", "set", "switch", "up")
     made = Network()
@@ -149,7 +149,8 @@ class Network:
         """Pull the cable of a machine, then end it with all its processes and its memory."""
         self.machines.remove(machine)
         own = _identity("net", machine.first)
-        _ip("link", "del", machine.link)  # No other machine hears that the processes end
+        # so the other machines do not notice that the processes end
+        _ip("link", "del", machine.link)
         os.kill(machine.first, signal.SIGKILL)
         for child in list(machine.children):  # The first process ends after all others
             machine.wait(child)
@@ -158,7 +159,7 @@ class Network:
         assert until(lambda: not _users(own)), _users(own)
 
     def links(self) -> list[str]:
-        """The cables."""
+        """Return the cables."""
         told = subprocess.run(
             ["ip", "-o", "link", "show", "master", "switch"],
             check=True,
@@ -173,7 +174,7 @@ def _users(network: int | None) -> list[int]:
 
 
 def _identity(kind: str, pid: int) -> int | None:
-    """The namespace of a process; None if it has ended."""
+    """Return the namespace of a process, or None if it has ended."""
     with suppress(OSError):
         return os.stat(f"/proc/{pid}/ns/{kind}").st_ino
     return None

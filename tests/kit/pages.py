@@ -36,7 +36,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def block(page: str, words: str) -> str:
-    """The block of a page that has these words."""
+    """Return the block of a page that has these words."""
     (found,) = [
         each.text for each in blocks("python") if named(each.page) == page and words in each.text
     ]

@@ -1,4 +1,4 @@
-"""Where a reader puts chunks."""
+"""The places where a reader puts chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckpt.plan.restore import ChunkRead
 
 
 class ArraySink:
-    """Leaves as arrays, one box each; ``direct`` where the caller wants it."""
+    """A sink of leaves as arrays, one box each; ``direct`` if the caller wants it."""
 
     def __init__(self, wanted: list[Leaf], *, direct: bool) -> None:
         self.wanted, self.is_direct = wanted, direct

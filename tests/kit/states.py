@@ -1,4 +1,4 @@
-"""Small states, by the number of a step."""
+"""Small states that the number of a step determines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {"x": torch.full((50_000,), step)}
 
 
-IMAGE = 404_096  # of ``state`` as int64, and 4 kB of header
+IMAGE = 404_096  # the size of ``state`` as int64, and 4 kB of header
 
 
 def state_of(step: int) -> dict[str, Any]:

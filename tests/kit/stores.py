@@ -1,4 +1,4 @@
-"""Look into stores, and let them fail."""
+"""Read stores, and make them fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt.storage.testing import FaultyBackend, Rule
 
 
 def whole(root: Path | str) -> list[int]:
-    """The steps that are listed below ``root``. All of them verify."""
+    """Return the steps that are listed below ``root``, after a check that all of them verify."""
     backend = open_backend(str(root))
     with Workers("check", 2) as workers:
         for ref in committed(backend):
@@ -29,7 +29,7 @@ def whole(root: Path | str) -> list[int]:
 
 
 class Wrapped:
-    """A store, or an upload, that acts as ``inner`` but for what a subclass overrides."""
+    """A store, or an upload, that acts as ``inner`` except for what a subclass overrides."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -41,7 +41,7 @@ class Wrapped:
 def wrap_stores(
     patch: pytest.MonkeyPatch, wrapped: Callable[[str, StorageBackend], object]
 ) -> None:
-    """Let each tier that is opened have ``wrapped(url, store)`` as its store."""
+    """Use ``wrapped(url, store)`` as the store of each tier that is opened."""
     tiers: Any = ckpt.storage.tiers
     opened = tiers.open_backend
 
@@ -52,7 +52,7 @@ def wrap_stores(
 
 
 def faulty(monkeypatch: pytest.MonkeyPatch, where: Path | str, rules: Sequence[Rule]) -> None:
-    """Let the store of the tier ``where`` fail by ``rules``."""
+    """Make the store of the tier ``where`` fail by ``rules``."""
     wrap_stores(
         monkeypatch,
         lambda url, store: FaultyBackend(store, rules) if url == str(where) else store,

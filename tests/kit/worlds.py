@@ -40,7 +40,7 @@ class Ended:
 
 
 def world(ranks: int, script: Path, *args: object, timeout: float = 150) -> str:
-    """Run a script as torchrun does, on so many ranks, and return what they printed.
+    """Run a script as torchrun does, on this many ranks, and return what they printed.
 
     If one fails, the others are killed and the test fails with all that they printed.
     """
@@ -53,7 +53,7 @@ def world(ranks: int, script: Path, *args: object, timeout: float = 150) -> str:
 
 
 def environment_of(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """The environment that torchrun gives to a rank of one node.
+    """Return the environment that torchrun gives to a rank of one node.
 
     The store of the job listens on ``port`` of rank 0.
     """
@@ -139,7 +139,7 @@ class _ForkServer:
         """
         try:
             return self._run(request, timeout)
-        except BaseException:  # else the next request would get the answer to this one
+        except BaseException:  # otherwise the next request would get the answer to this one
             self.end()
             raise
 
