@@ -1,4 +1,4 @@
-"""A job that has a step in memory alone, and waits until it is killed. Run as a script.
+"""A job that has a step in memory only, and waits until it is killed. It runs as a script.
 
 one_step.py FOLDER: the tier on a disk is FOLDER/disk. FOLDER/saved appears when the step is in
 memory.

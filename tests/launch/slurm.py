@@ -64,19 +64,19 @@ class Cluster:
         return done.stdout.strip()
 
     def facts(self, job: str) -> dict[str, str]:
-        """What ``scontrol show job`` says, by name."""
+        """Return what ``scontrol show job`` says, by name."""
         words = self.call("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def missing() -> list[str]:
-    """The programs that this machine lacks."""
+    """Return the programs that this machine lacks."""
     return [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
 
 
 @contextmanager
 def started(folder: Path, *more: str) -> Iterator[Cluster]:
-    """After the block, the three daemons have ended, and the jobs with them.
+    """Start the three daemons, which end with the block, and their jobs with them.
 
     Args:
         folder: Where the cluster has its files.

@@ -36,7 +36,7 @@ def manifest(name: str) -> dict[str, Any]:
 
 
 def pod_and_container(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The spec of the pods, and their container with its resources."""
+    """Return the spec of the pods, and their container with its resources."""
     spec = manifest(name)["spec"]
     if name == "trainjob.yaml":
         (patch,) = spec["runtimePatches"]
@@ -56,7 +56,7 @@ def pod_and_container(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_the_last_save_has_its_time_and_two_images_per_rank_their_memory(name: str) -> None:
     pod, container = pod_and_container(name)
     command = container["command"]
-    assert command[0] == "torchrun"  # process 1: a shell in its place does not pass SIGTERM on
+    assert command[0] == "torchrun"  # process 1: a shell there would not forward SIGTERM
     (patience,) = (
         int(word.partition("=")[2]) for word in command if word.startswith("--shutdown-timeout=")
     )
@@ -127,7 +127,7 @@ def assert_is_a_call_of_the_agent(words: list[str]) -> None:
 
 
 def pod_beside_the_daemonset() -> dict[str, Any]:
-    """The pod of job.yaml, with what the page adds to it."""
+    """Return the pod of job.yaml, with what the page adds to it."""
     page = (ROOT / "docs" / "launch" / "kubernetes.md").read_text()
     added = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
     pod, container = pod_and_container("job.yaml")
@@ -140,7 +140,7 @@ def pod_beside_the_daemonset() -> dict[str, Any]:
 
 
 def by_name(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last entry of each name."""
+    """Return the last entry of each name."""
     return list({entry["name"]: entry for entry in entries}.values())
 
 

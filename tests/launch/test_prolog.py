@@ -31,7 +31,7 @@ _AS = "mount --bind {passwd} /etc/passwd && exec {prolog}"
 
 
 def python_of(user: int) -> list[str]:
-    """The environment, and an interpreter in it that ``user`` may run, with our packages."""
+    """Return the environment, and an interpreter in it that ``user`` may run, with our packages."""
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     paths = os.pathsep.join([ENVIRONMENT["PYTHONPATH"], packages])
     for python in (sys.executable, "/usr/bin/python3"):
@@ -90,7 +90,7 @@ Prolog = Callable[..., None]
 
 @pytest.fixture
 def prolog(home: Home, tmp_path: Path) -> Prolog:
-    """Runs the script as slurmd does, on a machine with a user more."""
+    """Run the script as slurmd does, on a machine with one more user."""
     probe = ["unshare", "-m", "mount", "--bind", "/etc/hostname", "/etc/passwd"]
     if subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")
@@ -132,7 +132,8 @@ def test_bash_accepts_the_script() -> None:
 @pytest.mark.slow
 def test_the_agent_is_the_users_process_and_outlives_the_prolog(home: Home, prolog: Prolog) -> None:
     home.write_command(home.command)
-    prolog(CKPT_PROLOG_COMMAND="/bin/false", LD_LIBRARY_PATH="/of/root")  # the user's own is taken
+    # it uses the user's own settings
+    prolog(CKPT_PROLOG_COMMAND="/bin/false", LD_LIBRARY_PATH="/of/root")
     (agent,) = map(psutil.Process, home.agents())
     assert set(agent.uids()) == set(agent.gids()) == {USER}
     assert os.getsid(agent.pid) not in {os.getsid(0), 0}
@@ -142,7 +143,7 @@ def test_the_agent_is_the_users_process_and_outlives_the_prolog(home: Home, prol
     assert env["CKPT_AGENT_IDLE_SECONDS"] == "3600"
     assert "LD_LIBRARY_PATH" not in env
 
-    prolog()  # that of the next job
+    prolog()  # the prolog of the next job
     assert home.agents() == [agent.pid]
 
 

@@ -1,4 +1,4 @@
-"""``deploy/slurm/train.sbatch`` under a real Slurm: it is stopped, requeued, cancelled, resumed."""
+"""``deploy/slurm/train.sbatch`` under a real Slurm is stopped, requeued, cancelled, and resumed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def submit(cluster: slurm.Cluster, folder: Path) -> str:
 
 
 def wait_for_steps(folder: Path, steps: int = 3) -> None:
-    """Wait until the job has trained some more."""
+    """Wait until the job has trained more steps."""
     begun = len(losses(folder))
     wait_until(lambda: len(losses(folder)) >= begun + steps, folder / "output")
 

@@ -25,13 +25,13 @@ ENVIRONMENT = {
 
 
 def command(folder: Path) -> list[str]:
-    """The script and its options; it saves in ``folder`` and writes its losses there."""
+    """Return the script and its options; it saves in ``folder`` and writes its losses there."""
     places = ["--root", str(folder / "root"), "--losses", str(folder / "losses")]
     return [str(ROOT / "examples" / "train_gpt.py"), *_SIZE, "--steps", str(STEPS), *places]
 
 
 def losses(folder: Path) -> list[tuple[int, str]]:
-    """Each step that was trained, in this order, with its exact loss."""
+    """Return each step that was trained, in this order, with its exact loss."""
     try:
         lines = (folder / "losses").read_text().splitlines(keepends=True)
     except FileNotFoundError:
@@ -41,14 +41,14 @@ def losses(folder: Path) -> list[tuple[int, str]]:
 
 
 def wait_until(what: Callable[[], bool], output: Path, seconds: float = 100) -> None:
-    """Fail with the output of the job if it takes longer."""
+    """Wait, and fail with the output of the job if it takes longer."""
     if not until(what, seconds):
         said = output.read_text(errors="replace") if output.exists() else "no output"
         pytest.fail(f"it did not happen within {seconds:g} s:\n{said[-6000:]}", pytrace=False)
 
 
 def uninterrupted(folder: Path) -> list[tuple[int, str]]:
-    """The losses of a run that nothing stops."""
+    """Return the losses of an uninterrupted run."""
     folder.mkdir()
     script, *options = command(folder)
     world(2, Path(script), *options, timeout=120)
