@@ -1,4 +1,4 @@
-"""Strategies and oracles for boxes: NumPy slicing tells what is right."""
+"""Strategies and oracles for boxes: NumPy slicing gives the right result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ solid_shapes_with_rows = st.lists(st.integers(1, 7), min_size=1, max_size=4).map
 
 @st.composite
 def boxes_in(draw: st.DrawFn, shape: Sequence[int], *, least: int = 0) -> Box:
-    """A box of at least ``least`` elements in each dimension of ``shape``."""
+    """Draw a box of at least ``least`` elements in each dimension of ``shape``."""
     offsets = [draw(st.integers(0, size - least)) for size in shape]
     return Box(
         tuple(offsets),
@@ -35,7 +35,7 @@ def shape_and_boxes(draw: st.DrawFn, count: int) -> tuple[tuple[int, ...], list[
 
 
 def numbered(shape: Sequence[int]) -> np.ndarray:
-    """An array whose every element is its own row-major number."""
+    """Return an array whose every element is its own row-major number."""
     return np.arange(int(np.prod(shape, dtype=np.int64))).reshape(tuple(shape))
 
 
@@ -46,7 +46,9 @@ def mask(shape: Sequence[int], box: Box) -> np.ndarray:
 
 
 def partition(shape: Sequence[int], count: int, rng: random.Random) -> list[Box]:
-    """A random partition of a tensor into at most ``count`` boxes, by cuts through single boxes."""
+    """Return a random partition of a tensor into at most ``count`` boxes, by cuts through single
+    boxes.
+    """
     boxes = [Box.whole(shape)]
     for _ in range(count - 1):
         index = rng.randrange(len(boxes))

@@ -23,9 +23,9 @@ ARRAYS: dict[str, np.ndarray] = {
 
 
 def records(**options: object) -> tuple[Manifest, Packed]:
-    """A manifest of two ranks and the fragment of rank 1, as they are stored.
+    """Return a manifest of two ranks and the fragment of rank 1, as they are stored.
 
-    Chunks of 64 bytes.
+    Chunks have 64 bytes.
     """
     name = uuid.uuid4().hex
     backend = open_memory(f"memory://{name}", {})
@@ -45,6 +45,6 @@ def records(**options: object) -> tuple[Manifest, Packed]:
 
 
 def large_record(mebibytes: int = 2) -> Manifest:
-    """A manifest that is stored compressed."""
+    """Return a manifest that is stored compressed."""
     text = np.random.default_rng(5).bytes(mebibytes << 19).hex()
     return msgspec.structs.replace(records()[0], metadata=msgspec.Raw(msgspec.json.encode(text)))

@@ -24,7 +24,7 @@ randoms = st.randoms(use_true_random=False)
 
 
 def fault_of(shape, boxes) -> str:
-    """The fault that there must be."""
+    """Return the fault that there must be."""
     fault = tiling_fault(shape, boxes)
     assert fault is not None
     return fault
@@ -290,13 +290,13 @@ def test_a_box_contains_what_its_mask_covers(data):
 
 @pytest.mark.parametrize("dims", [2, 3])
 def test_many_irregular_boxes_take_time_in_proportion(dims):
-    """Boxes that are all open along the first dimension: once each was compared with each."""
+    """The boxes are all open along the first dimension. Each was once compared with each."""
 
     def seconds(count):
         boxes = [Box((0, *[i] * (dims - 1)), (2, *[1] * (dims - 1))) for i in range(count - 1)]
         boxes.append(
             Box((0,) * dims, (1, *[1] * (dims - 1)))
-        )  # of the volume of what is missing, on what is there
+        )  # the volume of what is missing, where there is already a box
         shape = (2, *[count] * (dims - 1))
         began = time.process_time()
         assert tiling_fault(shape, boxes) is not None
@@ -307,8 +307,8 @@ def test_many_irregular_boxes_take_time_in_proportion(dims):
 
 
 def test_boxes_of_the_right_volume_that_overlap_far_apart_are_found():
-    """More pairs are open at once than are looked at: that there is an overlap is known all the
-    same.
+    """More pairs are open at once than are compared. The reader still knows that there is an
+    overlap.
     """
     count = 3_000
     boxes = [Box((0, i), (2, 1)) for i in range(count - 1)] + [

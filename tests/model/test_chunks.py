@@ -21,7 +21,7 @@ def lengths(box: Box, first: int, at_most: int) -> list[int] | None:
 @settings(max_examples=300)
 @given(st.data())
 def test_a_cut_box_is_told_by_its_first_chunk(data: st.DataObject) -> None:
-    """With small chunks, so that a box has many."""
+    """The chunks are small, so that a box has many."""
     box = data.draw(boxes_in(data.draw(shapes)))
     itemsize = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
     chunk_bytes = data.draw(st.integers(16, 400))
@@ -38,7 +38,7 @@ def test_a_cut_box_is_told_by_its_first_chunk(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_boxes_cut_at_a_fixed_size_are_told_by_their_first_chunk_too(data: st.DataObject) -> None:
-    """As all were before a chunk's size followed the box."""
+    """All chunks were such before a chunk's size followed the box."""
     box = data.draw(boxes_in(data.draw(solid_shapes), least=1))
     parts = split_rows(box, data.draw(st.integers(1, 50)))
     assert split_rows(box, parts[0].numel) == parts
@@ -65,11 +65,11 @@ def test_what_no_cut_begins_with_is_none(data: st.DataObject, first: int) -> Non
         ((17, 3, 1 << 20), 17, 17 * 3),  # rows of 4 MiB, in 204 MiB
         ((1 << 20,), 8, 8),  # 4 MiB: a chunk is not smaller than 512 KiB
         ((31, 150_000), 31, 31),  # rows of 600 kB, each a chunk
-        ((3, 1_000_000), 24, 24),  # of 4 MB, each eight chunks of 500 kB
+        ((3, 1_000_000), 24, 24),  # rows of 4 MB, each eight chunks of 500 kB
         ((9 * 131_072 // 8,), 2, 2),  # two halves of 576 KiB, not 512 and 64
         ((1000,), 1, 1),
         ((), 1, 1),
-        ((1024 * MIB,), 256, 256),  # nor larger than 16
+        ((1024 * MIB,), 256, 256),  # a chunk is not larger than 16 MiB
     ],
 )
 def test_how_many_chunks_a_box_has(shape: tuple[int, ...], least: int, most: int) -> None:

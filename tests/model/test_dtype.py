@@ -8,7 +8,7 @@ import torch
 
 from ckpt.model.dtype import DTYPES
 
-# cannot be allocated, or are made by quantization schemes that keep more than their bytes
+# they cannot be allocated, or quantization schemes make them and keep more than their bytes
 NOT_SAVED = {
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     *("qint8", "qint32", "quint8", "quint4x2", "quint2x4"),

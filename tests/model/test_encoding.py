@@ -188,8 +188,8 @@ def test_white_space_that_json_forgives_is_refused():
 
 
 def frame(claimed: int) -> bytes:
-    """The head of a single-segment zstd frame that claims ``claimed`` bytes, and an empty last
-    block.
+    """Return the head of a single-segment zstd frame that claims ``claimed`` bytes, and an empty
+    last block.
     """
     return (
         b"\x28\xb5\x2f\xfd" + bytes([0b11100000]) + claimed.to_bytes(8, "little") + b"\x01\x00\x00"
@@ -197,8 +197,9 @@ def frame(claimed: int) -> bytes:
 
 
 def framed(frame: bytes) -> bytes:
-    """A frame with the line that vouches for it, as somebody who can write the store would make
-    it.
+    """Return a frame with the line that has its checksum.
+
+    A writer with access to the store could make it.
     """
     return b"ckpt-zstd " + checksum(frame).encode() + b"\n" + frame
 
@@ -231,7 +232,7 @@ def test_a_frame_that_lies_about_its_size_is_refused():
     refused(framed(bytes(packed)), Manifest)
 
 
-# -- anything at all -------------------------------------------------------------------------------
+# -- any content -----------------------------------------------------------------------------------
 
 jsons = st.recursive(
     st.none()

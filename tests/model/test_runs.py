@@ -16,9 +16,7 @@ Row = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[int, list[Row]]:
-    """Dimensions, and boxes on ranks: meshes, meshes with something changed, and what no mesh
-    makes.
-    """
+    """Draw dimensions, and boxes on ranks: meshes, changed meshes, and boxes that no mesh makes."""
     rng = draw(st.randoms(use_true_random=False))
     dims = draw(st.integers(0, 3))
     if draw(st.booleans()):
@@ -58,8 +56,8 @@ def test_runs_are_the_same_boxes(given_: tuple[int, list[Row]], data: st.DataObj
     ranks = range(1 + max((row[0] for row in found), default=0))
     held = [(rank, box.offsets, box.shape) for rank in ranks for box in boxes_of(runs, rank)]
     assert sorted(held) == found
-    assert sum(run.count for run in runs) == len(found)  # none on other ranks
-    if len({row[1:] for row in found}) == len(found):  # as a merge leaves them
+    assert sum(run.count for run in runs) == len(found)  # there are none on other ranks
+    if len({row[1:] for row in found}) == len(found):  # a merge leaves them so
         assert "more than once" not in (fault_of(runs, (20,) * dims, 200) or "")
     box = Box(*(tuple(data.draw(st.integers(low, 6)) for _ in range(dims)) for low in (0, 1)))
     assert ranks_meeting(runs, box) == {rank for rank, *held in found if Box(*held).intersect(box)}

@@ -47,7 +47,7 @@ def reference(**changes: Any) -> Break:
 
 
 def encoding(**changes: Any) -> Break:
-    """Rank 1's file is encoded, but for the change."""
+    """Encode rank 1's file, with the change."""
     encoded = replace(Encoding(1, "zstd", (100,)), **changes)
     return lambda m: replace(file(name="rank-00001.encoded")(m), encoded=(encoded,))
 
@@ -59,7 +59,7 @@ def tensor(**changes: Any) -> Break:
 
 
 def layouts(change: Callable[[Runs], Runs]) -> Break:
-    """``change`` the runs of the layout that the tensor has."""
+    """Change the runs of the layout that the tensor has."""
 
     def broken(m: Manifest) -> Manifest:
         index = m.layout_of[WEIGHT]
@@ -213,7 +213,7 @@ Spoil = Callable[[Fragment], Fragment]
 
 
 def checked(fragment: Fragment) -> Fragment:
-    """What is read of it, or the refusal."""
+    """Return what is read of it, or the refusal."""
     return fragment_of(pack_fragment(fragment), key="k")
 
 
@@ -325,7 +325,7 @@ def test_a_fragment_that_breaks_one_rule_is_refused(rule):
 
 
 def test_an_encoded_chunk_that_would_unpack_to_more_than_a_chunk_may_have_is_refused() -> None:
-    """The header may be as long as it must be, and what it unpacks to is reserved first."""
+    """The header has the right length, and a reader reserves memory for what it unpacks to."""
     long = MAX_CHUNK_BYTES + 4096
     file = File("rank-00001.encoded", 1, long, (Chunk(long, SUM),))
     fragment = replace(

@@ -36,7 +36,7 @@ def round_trip(value):
 
 
 def same(one, two) -> bool:
-    """Equal in type, order and every bit; sets and floats included."""
+    """Return whether both are equal in type, order and every bit, sets and floats included."""
     if type(one) is not type(two):
         return False
     if isinstance(one, float) and not isinstance(one, np.generic):
