@@ -61,7 +61,7 @@ class Node:
     server: NodeServer
 
     def store(self, encryption: Encryption | None, port: int | None = None) -> NodeStore:
-        """The node as another one sees it."""
+        """Return the node as another one sees it."""
         steps = {REF.folder: Step(True, {NAME: len(DATA)})}
         peer = Peer(
             2,
@@ -93,7 +93,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 @pytest.fixture
 def node(job: Job) -> Iterator[Node]:
-    """A node that encrypts."""
+    """Yield a node that encrypts."""
     server = job.serve(Encryption(job.authority.issue("server")))
     yield Node(job, server)
     server.close()
@@ -101,12 +101,12 @@ def node(job: Job) -> Iterator[Node]:
 
 @pytest.fixture
 def here(job: Job) -> Encryption:
-    """What another node encrypts with."""
+    """Return what another node encrypts with."""
     return Encryption(job.authority.issue("client"))
 
 
 def unchecked(tls: Tls) -> Encryption:
-    """What a node has whose own check of its files was passed, once."""
+    """Return what a node has that has skipped the check of its own files once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ckpt.tls._Contexts, "check", lambda *_: None)
         return Encryption(tls)
@@ -123,7 +123,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def ends(connection: socket.socket) -> bool:
-    """Whether the other end closes the connection."""
+    """Return whether the other end closes the connection."""
     connection.settimeout(10)
     with suppress(ConnectionError):
         while connection.recv(1 << 16):
@@ -132,7 +132,9 @@ def ends(connection: socket.socket) -> bool:
 
 
 class Proxy:
-    """Stands between two nodes, and records all bytes. ``cut`` ends it after so many answered."""
+    """A proxy between two nodes that records all bytes. ``cut`` ends it after that many
+    answered.
+    """
 
     def __init__(self, port: int, *, cut: int | None = None) -> None:
         self._port, self._cut = port, cut
@@ -178,7 +180,7 @@ class Proxy:
 
 @pytest.mark.parametrize("is_encrypted", [True, False])
 def test_the_wire_shows_no_token_no_key_and_no_data(job: Job, *, is_encrypted: bool) -> None:
-    """And shows all of them without TLS, so that the recording is known to work."""
+    """The test shows all of them without TLS, which proves that the recording works."""
     files = [job.authority.issue(name) if is_encrypted else None for name in ("server", "client")]
     there, here = map(ckpt.tls.encryption_of, files)
     node = Node(job, job.serve(there))
@@ -209,8 +211,8 @@ def test_a_connection_that_is_cut_is_an_error(node: Node, here: Encryption, cut:
 def refused(
     node: Node, other: Encryption, caplog: pytest.LogCaptureFixture
 ) -> tuple[str, list[str]]:
-    """The only warning of the node that asks, and those of the node that is asked."""
-    for _ in range(2):  # As for two steps, each of which is tried twice
+    """Return the only warning of the node that asks, and those of the node that is asked."""
+    for _ in range(2):  # as for two steps, each of which is tried twice
         with pytest.raises(ObjectNotFound):
             read(node.store(other))
     assert node.server.served_bytes == 0
@@ -359,11 +361,11 @@ def test_a_node_with_tls_gets_nothing_from_one_without_it(
     ]
 
 
-# -- handshakes that take their time ---------------------------------------------------------------
+# -- slow handshakes -------------------------------------------------------------------------------
 
 
 class ByHand:
-    """A client whose bytes on the wire a test sends as it likes."""
+    """A client that sends the bytes of TLS as the test says."""
 
     def __init__(self, node: Node, encryption: Encryption) -> None:
         self.connection = node.connect()
@@ -374,7 +376,7 @@ class ByHand:
             self.tls.do_handshake()
 
     def written(self) -> bytes:
-        """What TLS has to send."""
+        """Return what TLS has to send."""
         return self._out.read()
 
     def shake(self) -> None:
@@ -386,7 +388,7 @@ class ByHand:
             self._in.write(self.connection.recv(1 << 16))
 
     def answer(self) -> bytes:
-        """All that the server sends."""
+        """Return all that the server sends."""
         got = bytearray()
         while True:
             try:
@@ -405,7 +407,7 @@ def test_a_request_counts_however_it_is_cut_on_the_wire(
     node: Node, here: Encryption, monkeypatch: pytest.MonkeyPatch, *, at_once: bool
 ) -> None:
     """The end of the handshake and the request may come in one packet, so that the server decrypts
-    bytes that its selector does not see; or in many.
+    bytes that its selector does not see. They may also come in many packets.
     """
     monkeypatch.setattr(ckpt.nodes.server, "_REQUEST_SECONDS", 600.0)
     client = ByHand(node, here)
@@ -471,7 +473,7 @@ def test_callers_that_send_anything_leave_the_server_as_it_was(
 ) -> None:
     for length in range(200):
         with node.connect() as connection, suppress(OSError):
-            if length % 2:  # It is reset, perhaps before the server has accepted it
+            if length % 2:  # it is reset, perhaps before the server has accepted it
                 reset = struct.pack("ii", 1, 0)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
             connection.sendall(secrets.token_bytes(length))
@@ -502,7 +504,7 @@ def test_handshakes_under_way_do_not_hold_up_the_end(node: Node, here: Encryptio
 def test_the_end_in_the_middle_of_an_answer_sends_nothing_in_the_clear(
     node: Node, here: Encryption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``SSLSocket.shutdown`` makes of it a plain socket, which a thread may be sending through."""
+    """``SSLSocket.shutdown`` makes it a plain socket, while a thread may be sending through it."""
     ended: list[object] = []
     shutdown = ssl.SSLSocket.shutdown
 
@@ -541,7 +543,8 @@ def test_renewed_files_are_used_by_a_server_that_runs(
     try:
         with pytest.raises(ObjectNotFound):
             read(node.store(Encryption(job.authority.issue("client"))))
-        Path(job.authority.issue("node").key).write_bytes(b"")  # As while they are being renewed
+        # this happens while they are being renewed
+        Path(job.authority.issue("node").key).write_bytes(b"")
         with pytest.raises(ObjectNotFound):
             read(node.store(earlier))
         assert "the files of tls have changed and are not used: " in caplog.text
@@ -575,7 +578,7 @@ def test_files_that_do_not_fit_yet_are_tried_again(
 
 
 def test_what_strangers_cause_does_not_fill_the_log(here: Encryption) -> None:
-    """And leaves room for what this node finds out itself."""
+    """The log has room for what this node finds out itself."""
     notes = [here.is_new("10.0.0.9", f"reason {number}", most=64) for number in range(100)]
     here.connected("10.0.0.9")
     notes += [here.is_new("10.0.0.9", f"reason {number}", most=64) for number in range(100)]

@@ -1,4 +1,4 @@
-"""What a node gives to others, and what it does not."""
+"""What a node gives to others, and what it does not give."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def read(store: NodeStore, key: str, offset: int, nbytes: int) -> bytes:
 def asked(
     node: Node, key: str, token: bytes | None = None, *, tier: int = 1, magic: bytes = MAGIC
 ) -> bytes:
-    """What comes back for a request, whoever makes it."""
+    """Return what comes back for a request from any client."""
     name = key.encode()
     with connect(node) as connection:
         connection.sendall(
             REQUEST.pack(magic, token or node.server.token, tier, 0, 4, len(name)) + name
         )
         got = b""
-        # what it did not care to read is thrown away, and the connection with it
+        # the server discards what it did not read, and the connection with it
         with suppress(OSError):
             if node.encryption is None:  # Python would read on without TLS
                 connection.shutdown(socket.SHUT_WR)
@@ -116,7 +116,7 @@ def test_a_file_in_memory_is_sent_without_a_copy(
     sendfile = socket.socket.sendfile
 
     def counted(self: socket.socket, *args: Any) -> int:
-        sent.append(args[-1])  # Before the caller has read all of it
+        sent.append(args[-1])  # before the caller has read all of it
         return sendfile(self, *args)
 
     monkeypatch.setattr(socket.socket, "sendfile", counted)
@@ -131,7 +131,7 @@ def test_a_file_that_is_cut_while_it_is_sent_is_an_error(
     monkeypatch.setattr(NodeServer, "_check", lambda self, _tier, key: cut(self, key))
 
     def cut(server: NodeServer, key: str) -> None:
-        """The size is known, and then the file becomes shorter."""
+        """Make the file shorter when its size is known."""
         store = server._stores[1]
         size = store.head(key).size
         store.put(key, [DATA[:100]])
@@ -162,7 +162,7 @@ def test_beyond_the_end_is_an_error_not_less(node: Node) -> None:
     ],
 )
 def test_nothing_else_is_read(node: Node, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # how long it waits to hear of the step
+    # the time that it waits for news of the step
     monkeypatch.setattr("ckpt.nodes.server.CONNECT_SECONDS", 0.2)
     answer = asked(node, key)
     assert len(answer) == ANSWER.size
@@ -308,7 +308,7 @@ def test_nothing_is_written_through_it(node: Node) -> None:
 
 
 def test_a_node_that_cannot_tell_the_others_serves_nobody(tmp_path: Path) -> None:
-    """A thread that still waits for requests would keep the process from ending."""
+    """A thread that waits for requests would keep the process from ending."""
     coordinator = World(2).coordinator(0)
 
     def gone(subject: str, message: bytes) -> None:
@@ -325,7 +325,7 @@ def test_a_node_that_cannot_tell_the_others_serves_nobody(tmp_path: Path) -> Non
 
 
 class Full:
-    """What accept() says where too many files are open: at once, and again and again."""
+    """A server whose accept() says, at once and again, that too many files are open."""
 
     asked = 0
 
@@ -347,7 +347,7 @@ def test_a_process_with_too_many_files_open_does_not_spin(
     assert read(node.store, KEY, 0, 5) == DATA[:5]
 
 
-# -- callers that are none of ours -----------------------------------------------------------------
+# -- foreign callers -------------------------------------------------------------------------------
 
 
 def connect(node: Node) -> socket.socket:
@@ -371,7 +371,7 @@ def is_closed(connection: socket.socket, seconds: float = 5) -> bool:
 def test_four_hundred_silent_connections_shut_nobody_out(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They waited in line for eight places of five seconds each."""
+    """They once waited in line for eight places of five seconds each."""
     monkeypatch.setattr(ckpt.nodes.server, "_REQUEST_SECONDS", 600.0)
     silent = [connect(node) for _ in range(400)]
     began = time.monotonic()
@@ -396,7 +396,9 @@ def test_a_wrong_byte_ends_the_connection(
 
 
 def test_a_part_of_the_token_tells_nothing(node: Node) -> None:
-    """Whether its first bytes are right or wrong, the connection stays until all of it is there."""
+    """The connection stays until the whole token is there, whether its first bytes are right or
+    wrong.
+    """
     for token in (node.server.token, bytes(32)):
         with connect(node) as connection:
             connection.sendall(MAGIC + token[:31])
@@ -424,7 +426,7 @@ def test_a_key_that_is_too_long_is_not_waited_for(node: Node) -> None:
 def test_it_listens_only_where_it_was_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leader: tuple[str, int] | None
 ) -> None:
-    """Not at every interface of the machine."""
+    """It does not listen at every interface of the machine."""
     monkeypatch.setattr(ckpt.nodes.server, "job_address", lambda: leader)
     server = NodeServer({0: open_backend(str(tmp_path))})
     try:
