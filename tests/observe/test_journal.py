@@ -1,4 +1,4 @@
-"""The journal: what a run leaves beside its root, and what a reader makes of it."""
+"""The journal that a run leaves beside its root, and what a reader makes of it."""
 
 from __future__ import annotations
 

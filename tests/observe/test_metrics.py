@@ -1,4 +1,4 @@
-"""Metrics: what an operator sees of saves and restores, through a real Prometheus too."""
+"""Metrics: what an operator sees of saves and restores, also through a real Prometheus."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.Monke
 
 
 def expressions() -> list[str]:
-    """The PromQL of the dashboard, its variables filled in."""
+    """Return the PromQL of the dashboard, with its variables filled in."""
     dashboard = json.loads((DEPLOY / "grafana" / "ckpt.json").read_text())
     found = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     return [re.sub(r"\$(job|run)", ".*", each).replace("$__rate_interval", "1m") for each in found]
@@ -224,7 +224,7 @@ def free_port() -> int:
 
 @contextmanager
 def running_prometheus(target: int, folder: Path) -> Iterator[Callable[[str], Any]]:
-    """Prometheus with the rules that are shipped. Gives a function that evaluates PromQL."""
+    """Prometheus with the rules that are shipped. It gives a function that evaluates PromQL."""
     config = folder / "prometheus.yml"
     config.write_text(
         (RULES / "prometheus.yml")
@@ -281,7 +281,7 @@ def test_a_real_prometheus_scrapes_a_real_training(tmp_path: Path) -> None:
             CheckpointManager(tiers, observers=[metrics]) as manager,
         ):
             deadline, step, seen = time.monotonic() + 60, 0, 0.0
-            while seen < 6:  # until the server has seen durable steps of this very training
+            while seen < 6:  # until the server has seen durable steps of this training
                 assert time.monotonic() < deadline
                 step += 1
                 train(trained)

@@ -42,8 +42,10 @@ CUMULATIVE = 2
 
 
 class Receiver:
-    """An OTLP receiver on loopback: it parses each request, and answers with ``status``. An
-    ``endless`` answer goes on until the other side closes the connection.
+    """An OTLP receiver on loopback.
+
+    It parses each request, and answers with ``status``. An ``endless`` answer goes on until the
+    other side closes the connection.
     """
 
     def __init__(self, status: int = 200, endless: bool = False) -> None:
@@ -81,7 +83,7 @@ class Receiver:
         self.url = f"{self.base}/v1/metrics"
 
     def last(self) -> Any:
-        """The last request that has come. There must be one."""
+        """Return the last request that has come. There must be one."""
         found = self.requests.get_nowait()
         while not self.requests.empty():
             found = self.requests.get_nowait()
@@ -126,7 +128,7 @@ def attributes(found: Any) -> dict[str, str]:
 
 
 def samples(request: Any) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """What Prometheus would show of a request."""
+    """Return what Prometheus would show of a request."""
     found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
     for metric in metrics_in(request):
         for point in getattr(metric, metric.WhichOneof("data")).data_points:
@@ -156,7 +158,7 @@ def scraped(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], fl
 
 
 def count_something(metrics: Metrics) -> None:
-    """Let most metrics have values, with labels and characters of all kinds."""
+    """Give most metrics values, with labels and characters of all kinds."""
     tier = 's3://bücket/"r"\\n'
     for stall in (0.002, 0.3, 1000.0):
         metrics(SaveStaged(step=1, nbytes=7, stall_seconds=stall, tiers=(tier, "/nowhere")))
@@ -210,7 +212,7 @@ def test_the_environment_asks_for_it(receiver: Receiver, monkeypatch: pytest.Mon
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=gpt,rack=r7")
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "20")
     metrics = Metrics()
-    assert until(lambda: receiver.count >= 3)  # again and again, and not at the end alone
+    assert until(lambda: receiver.count >= 3)  # repeatedly, and not only at the end
     metrics.close()
     assert receiver.headers["api-key"] == "secret"
     assert receiver.headers["content-type"] == "application/x-protobuf"
