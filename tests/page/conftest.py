@@ -27,7 +27,7 @@ ARRAYS = {
 
 
 class Page:
-    """The page over some runs, and the pages themselves as a browser asks for them."""
+    """The page over some runs, and the HTML that a browser gets."""
 
     def __init__(self, live: Live, token: str = "", host: str = "127.0.0.1") -> None:
         self.live = live

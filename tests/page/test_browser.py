@@ -51,7 +51,7 @@ CONTRAST = """() => {
 
 @contextmanager
 def served(*roots: Path) -> Iterator[str]:
-    """``ckpt serve`` in a process of its own. Gives its address."""
+    """``ckpt serve`` in a process of its own, as its address."""
     command = [sys.executable, "-um", "ckpt.cli.main", "serve", "--port", "0", "--interval", "0.3"]
     server = subprocess.Popen([*command, *map(str, roots)], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None

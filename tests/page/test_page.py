@@ -22,7 +22,7 @@ HOSTILE = "</td><script>alert(1)</script>\x1b[31m\u202e{{ 7 * 7 }}\"'&"
 
 
 def text_of(page: str) -> str:
-    """What a reader sees, in one line."""
+    """Return what a reader sees, in one line."""
     words: list[str] = []
     parser = HTMLParser()
     parser.handle_data = words.append  # type: ignore[method-assign]
@@ -31,7 +31,7 @@ def text_of(page: str) -> str:
 
 
 def rows(page: str) -> dict[str, str]:
-    """Step -> the text of its row."""
+    """Return step -> the text of its row."""
     table = page.partition('id="steps"')[2]
     found = [text_of(row) for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)]
     return {row.split()[0]: row for row in found}
@@ -187,7 +187,7 @@ def test_no_page_shows_the_credentials_of_a_url(make: Make, run: Path, url: str)
     assert "***" in page.get("/run/1")
 
 
-# -- text of others --------------------------------------------------------------------------------
+# -- foreign text ----------------------------------------------------------------------------------
 
 
 def test_no_text_of_a_checkpoint_becomes_markup(make: Make, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_the_words_of_a_reader_do_not_become_markup(make: Make, run: Path) -> No
         assert "<script>alert" not in text
 
 
-# -- who may look ----------------------------------------------------------------------------------
+# -- access ----------------------------------------------------------------------------------------
 
 
 def test_the_page_only_reads(make: Make, run: Path) -> None:
@@ -277,13 +277,14 @@ def test_a_new_step_is_a_new_version(make: Make, run: Path) -> None:
     version = page.live.version
     write_checkpoint(open_backend(str(run)), 600, ARRAYS)
     deadline = time.monotonic() + 30
-    # a look may come before the manifest, and find the step under way
+    # a request may come before the manifest, and find the step under way
     while page.live.views[0].tiers[0].newest != 600:
         assert time.monotonic() < deadline
         page.get("/")
     assert "600" in rows(page.get("/run/0"))
     seen = [version]
-    for _ in range(2):  # a look sets the version after the views: the next one has surely done so
+    # a request sets the version after the views, so the next one has surely done so
+    for _ in range(2):
         views = page.live.views
         while page.live.views is views:
             assert time.monotonic() < deadline
