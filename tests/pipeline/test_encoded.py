@@ -61,8 +61,9 @@ def image_of(backend, lengths, retry, table=TABLE) -> StoredImage:
 
 
 class OneByOne(Wrapped):
-    """A store that takes one part at a time; it keeps them until the end, or says that it does
-    not.
+    """A store that takes one part at a time.
+
+    It keeps the parts until the end, or says that it does not.
     """
 
     takes_parts = False
@@ -88,7 +89,7 @@ class OneByOne(Wrapped):
 
 
 class Taking(OneByOne):
-    """As S3 for small objects: all is put at the end."""
+    """A store that puts everything at the end, as S3 does for small objects."""
 
     takes_parts = True
 
@@ -224,8 +225,8 @@ def test_a_ring_smaller_than_the_image(memory, workers, retry) -> None:
 def test_small_chunks_are_read_back_by_requests_as_large_as_ever(
     memory, workers, retry, encoded
 ) -> None:
-    """Where the nearer tier is far itself, each costs a round trip: a drain in parts of 8 MiB
-    has one for each, and two for their ragged ends.
+    """If the nearer tier is itself far, each request costs a round trip. A drain in parts of 8 MiB
+    has one request for each, and two for their ragged ends.
     """
     chunks = [4096, *[MIB // 2] * 79, MIB // 2 - 4096 + 5]
     image = (FLOATS * 2)[: sum(chunks)]

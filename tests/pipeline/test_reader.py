@@ -21,7 +21,7 @@ ARRAY = np.random.default_rng(9).standard_normal((64, 1024))  # a row of 8 KiB i
 
 
 def key_of(rank: int) -> str:
-    """Where the file of a rank of ``fragment_of`` is."""
+    """Return where the file of a rank of ``fragment_of`` is."""
     return StepRef(5, "abc123").key(data_name(rank))
 
 
@@ -204,7 +204,7 @@ def test_a_read_is_tried_again_after_a_transient_error(memory, saved, workers, r
 
 
 class Aligned:
-    """A store that wants everything aligned, as direct I/O does, but for the end of a file."""
+    """A store where all but the end of a file must be aligned, as in direct I/O."""
 
     def __init__(self, inner) -> None:
         self.inner = inner
@@ -221,7 +221,7 @@ class Aligned:
 
 @pytest.mark.parametrize("rows", [[0], [31], [63], [3, 17, 40], list(range(64))])
 def test_a_store_that_wants_alignment_gets_it(memory, workers, retry, rows):
-    array = ARRAY[:, :1000]  # chunks of 8000 bytes are aligned to nothing
+    array = ARRAY[:, :1000]  # chunks of 8000 bytes are not aligned
     parts = []
     for rank in range(2):
         part = Leaf("x", "float64", array.shape, (Box((32 * rank, 0), (32, 1000)),))
@@ -243,7 +243,7 @@ SIZES = [1000, 2000, 600_000, 3000, 1, 1_300_001, 5000, 5000]
 
 
 class Scattering:
-    """A store that notes what it is asked for."""
+    """A store that records its requests."""
 
     def __init__(self, inner) -> None:
         self.inner, self.capabilities = inner, inner.capabilities
@@ -254,15 +254,16 @@ class Scattering:
         self.asked.append((offset, list(outs)))
         if self.stumbles:
             self.stumbles -= 1
-            outs[0][:] = b"\xff" * outs[0].nbytes  # half-way
+            outs[0][:] = b"\xff" * outs[0].nbytes  # the read fails halfway
             raise TransientStorageError(key)
         self.inner.read_parts(key, offset, outs)
 
 
 @pytest.fixture
 def mixed(tmp_path, monkeypatch):
-    """One file of large and small chunks, each all of a tensor: (its store, its manifest, what
-    is in it, what can be wanted).
+    """A file of large and small chunks, each of which is a whole tensor.
+
+    The values are its store, its manifest, what is in it, and what can be wanted.
     """
     monkeypatch.setattr("ckpt.model.chunks.LEAST_BYTES", 8 << 20)
     leaves = [Leaf(f"x{k}", "uint8", (n,), (Box((0,), (n,)),)) for k, n in enumerate(SIZES)]

@@ -18,7 +18,7 @@ QUICK = RetryPolicy(attempts=4, first_seconds=0.001, most_seconds=0.002)
 
 
 class Flaky:
-    """Raises the given errors one after another, then succeeds."""
+    """A call that raises the given errors one after another, and then succeeds."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors, self.calls = list(errors), 0

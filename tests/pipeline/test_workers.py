@@ -154,7 +154,7 @@ def test_close_with_cancel_drops_what_has_not_begun():
 
 
 class NoMore:
-    """Thread.start, that works so many times and is refused by the system then."""
+    """A Thread.start that works this many times, and then gets an error of the system."""
 
     def __init__(self, monkeypatch, times: int) -> None:
         self._start, self._left = threading.Thread.start, times

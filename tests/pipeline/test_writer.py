@@ -41,7 +41,7 @@ def table_of(image: bytes, chunks: list[int]) -> tuple[Chunk, ...]:
 
 
 class InTurn(Wrapped):
-    """A store that takes one part at a time, small parts, and fails if two come at once."""
+    """A store that takes one small part at a time, and fails if two come at once."""
 
     def __init__(
         self, inner: StorageBackend, part_bytes: int = PART, parallel: bool = False
@@ -128,7 +128,7 @@ def test_a_store_that_takes_one_part_at_a_time_is_written_by_one_thread(memory, 
 
 
 def test_the_next_part_is_got_while_one_is_written_one_at_a_time(memory, workers, retry):
-    """Where parts are read from another store, both stores are busy."""
+    """If parts are read from another store, both stores are busy."""
     image = memoryview(np.random.default_rng(3).bytes(5000))
     got = {start: threading.Event() for start in range(0, 6000, 1000)}
     got[5000].set()  # there is none after the last
@@ -234,7 +234,7 @@ def test_a_crash_leaves_nothing_visible(memory, workers, retry, verb):
 
 
 class Noted(list):
-    """Lengths of chunks that take their time, and count how often they were asked for."""
+    """Lengths of chunks that take time, and count how often they are requested."""
 
     asked = 0
 
@@ -247,7 +247,7 @@ class Noted(list):
 @pytest.mark.parametrize("busy", [True, False])
 @pytest.mark.parametrize("parallel", [True, False])
 def test_the_image_is_not_read_after_the_failure_is_raised(memory, retry, parallel, busy):
-    """The slot may be filled again, or freed, as soon as the error is out."""
+    """The slot may be filled again, or freed, as soon as the error is raised."""
     inner = FaultyBackend(memory, [Rule(verb="write", nth=1, fault=Raise(OutOfSpace))])
     chunks = Noted(lengths(len(IMAGE), *range(0, len(IMAGE), 1 << 20)))
     go_on = threading.Event()
@@ -263,7 +263,7 @@ def test_the_image_is_not_read_after_the_failure_is_raised(memory, retry, parall
 
 
 class Mistaken(Wrapped):
-    """A store of somebody's, with a mistake in it."""
+    """A foreign store with a mistake in it."""
 
     def upload(self, key: str, size: int) -> Any:
         upload = self.inner.upload(key, size)

@@ -15,10 +15,10 @@ class Whole:
         return self._memory[start:end]
 
     def written(self, start: int, end: int) -> None:
-        """It stays."""
+        """Keep the image."""
 
     def hashed(self, start: int, end: int) -> None:
-        """It stays."""
+        """Keep the image."""
 
     def lost(self, error: CkptError) -> None:
-        """It stays."""
+        """Keep the image."""
