@@ -1,4 +1,4 @@
-"""The merge of fragments by objects, written for clarity: what the merge by columns must equal.
+"""The merge of fragments by objects, written for clarity. The merge by columns must equal it.
 
 It checks fragments and merges them shard by shard. Property tests compare its manifest, and its
 refusals, with those of ``ckpt.plan.merge``.
@@ -37,7 +37,7 @@ _MAX_BYTES = 1 << 60
 
 
 def merge_objects(parts: Iterable[tuple[Fragment, FragmentRef]]) -> Manifest:
-    """The manifest of these fragments, with all of them filled in, and without layouts."""
+    """Return the manifest of these fragments, with all of them filled in, and without layouts."""
     ordered = sorted(parts, key=lambda part: part[0].rank)
     fragments = [fragment for fragment, _ in ordered]
     for fragment in fragments:
@@ -151,8 +151,8 @@ def _check_chunks(files: Iterable[File], key: str) -> None:
 
 
 def _check_encoded(record: Fragment, files: Mapping[int, File], key: str) -> None:
-    """What a chunk decodes to is reserved before it is decoded: it must have a size that a save
-    makes.
+    """Check that each chunk decodes to a size that a save makes, since memory is
+    reserved before.
     """
     if not record.encoded:
         return
@@ -189,7 +189,7 @@ def _check_tensors(
 
 
 def _lengths(file: File) -> dict[int, int]:
-    """Bytes of each chunk, by where it begins."""
+    """Return the bytes of each chunk, by where it begins."""
     return {
         offset: chunk.nbytes
         for offset, chunk in zip(chunk_offsets(file), file.chunks, strict=False)
@@ -199,7 +199,7 @@ def _lengths(file: File) -> dict[int, int]:
 def _check_shard(
     tensor: Tensor, shard: Shard, chunks: dict[int, int] | None, chunk_bytes: int, key: str
 ) -> None:
-    """``chunks``: those that the shards before have are 0, and its own are afterwards.
+    """Check a shard. In ``chunks`` those of the shards before are 0, and its own are 0 afterwards.
 
     So all shards together take no longer than their files have chunks.
     """
@@ -265,7 +265,7 @@ def _unique(name: str, shards: Sequence[Shard], checksums: _Checksums, dtype: st
 
 
 class _Checksums:
-    """Chunk checksums of a shard, looked up only where two ranks stored the same box."""
+    """The checksums of a shard's chunks, looked up only where two ranks stored the same box."""
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
         self._files = {fragment.rank: fragment.file for fragment in fragments}

@@ -66,7 +66,7 @@ def test_of_a_few_nodes(
 
 @st.composite
 def lost(draw: st.DrawFn) -> tuple[dict[int, set[int]], dict[int, int], list[str], int]:
-    """The nodes that have each file, its home, the domains, and the number of replicas."""
+    """Return the nodes that have each file, its home, the domains, and the number of replicas."""
     domains = draw(DOMAINS)
     nodes = st.integers(0, len(domains) - 1)
     holders = draw(st.lists(st.sets(nodes, max_size=4), max_size=12))

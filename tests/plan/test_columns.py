@@ -1,4 +1,4 @@
-"""The merge by columns against the merge by objects: the same manifest and the same refusals."""
+"""The merge by columns gives the same manifest and the same refusals as the merge by objects."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ Parts = list[Fragment]
 
 @st.composite
 def worlds(draw: st.DrawFn) -> Parts:
-    """Fragments of a random world: random boxes, equal copies, ties, trees; sometimes one that
-    must be refused.
+    """Draw fragments of a random world: random boxes, equal copies, ties, and trees.
+
+    Some of them must be refused.
     """
     rng = draw(st.randoms(use_true_random=False))
     size = draw(st.integers(1, 5))
@@ -76,13 +77,13 @@ def _drifted(part: Fragment, rng: random.Random) -> Fragment:
 
 
 def _lacking(part: Fragment, rng: random.Random) -> Fragment:
-    """Without some of its shards: a hole, unless another rank has them too."""
+    """Remove some of its shards, which leaves a hole unless another rank has them too."""
     tensors = [replace(t, shards=t.shards[: rng.randint(0, len(t.shards))]) for t in part.tensors]
     return replace(part, tensors=tuple(tensors))
 
 
 def _moved(part: Fragment, rng: random.Random) -> Fragment:
-    """Boxes elsewhere: holes and overlaps."""
+    """Move boxes elsewhere, which makes holes and overlaps."""
     tensors = list(part.tensors)
     for index, tensor in enumerate(tensors):
         shards = [
@@ -130,7 +131,7 @@ def outcome(work: Callable[[], Manifest]) -> tuple[object, ...] | Manifest:
 
 
 def by_columns(parts: Parts, known: Known | None = None) -> Manifest:
-    """Without what the merge by objects does not make."""
+    """Remove what the merge by objects does not make."""
     return replace(merged(parts, known), layouts=(), layout_of=())
 
 

@@ -1,5 +1,6 @@
-"""Two nodes of two ranks; both nodes have all of a replicated tensor, and each rank a shard of
-another.
+"""Two nodes of two ranks.
+
+Both nodes have all of a replicated tensor, and each rank has a shard of another one.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def test_every_chunk_comes_from_the_own_node_once_and_is_the_same(node: int) -> 
     )
     targets = {(target, read.checksum) for read in plan.reads for target in read.targets}
     assert {(target, read.checksum) for read in near.reads for target in read.targets} == targets
-    for read in near.reads:  # the chunk that lies there is the one that is meant
+    for read in near.reads:  # the chunk that is there is the right one
         file = manifest.file_map()[read.rank]
         ends = np.cumsum([0, *(chunk.nbytes for chunk in file.chunks)]).tolist()
         assert file.chunks[ends.index(read.offset)].checksum == read.checksum
@@ -85,7 +86,7 @@ def test_unequal_shares_are_whole_on_every_rank() -> None:
 
 
 def test_equal_chunks_of_other_tensors_are_not_read_twice() -> None:
-    """Zeros are like zeros."""
+    """All zeros are equal."""
     manifest = manifest_of()
     near = nearest_copies(plan_restore(manifest, leaves_of(0)), manifest, {0: 0, 1: 1})
     places = [(read.rank, read.offset) for read in near.reads]

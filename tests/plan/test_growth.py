@@ -1,5 +1,6 @@
-"""1,024 ranks and more, simulated as ``python -m bench scale`` does: nothing grows faster than
-the ranks, and a rank that restores asks for its own share alone.
+"""1,024 ranks and more, simulated as ``python -m bench scale`` does.
+
+Nothing grows faster than the ranks, and a rank that restores reads only its own share.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def saved(layout: str, ranks: int) -> tuple[World, Parts]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Processor time, the least of three: the machine is shared."""
+    """Return the processor time, the least of three measurements: the machine is shared."""
     found = []
     for _ in range(3):
         start = time.process_time()
@@ -74,7 +75,7 @@ def test_a_commit_and_a_restore_grow_no_faster_than_the_ranks(layout: str) -> No
         assert plan_restore(filled, wanted).wanted_bytes == sum(leaf.nbytes for leaf in wanted)
     more = MANY / FEW
     assert size[MANY] < more * size[FEW]
-    assert later[MANY] < 2 * more * later[FEW]  # what is quadratic takes four times as much
+    assert later[MANY] < 2 * more * later[FEW]  # quadratic code takes four times as much
     assert first[MANY] < 2 * more * first[FEW]
 
 

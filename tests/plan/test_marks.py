@@ -1,4 +1,6 @@
-"""Digests of replicas, compared as numbers: the refusal is that of comparing them one by one."""
+"""Digests of replicas are compared as numbers, with the same refusal as in a comparison
+one by one.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def leaf(
 
 
 def fragments(*ranks: list[Leaf], arrays=None, **changes):
-    """One fragment a rank. A change that is a list has one value a rank."""
+    """Make one fragment for each rank. A change that is a list has one value for each rank."""
     found = []
     for rank, leaves in enumerate(ranks):
         mine = {
@@ -298,7 +298,7 @@ def test_a_tensor_of_a_module_that_is_a_plain_value_elsewhere_is_told(with_value
 
 
 def test_a_mesh_that_changed_on_some_ranks_is_told():
-    """Rank 0 cuts the tensor in two, ranks 1 and 2 in three."""
+    """Rank 0 cuts the tensor in two, and ranks 1 and 2 cut it in three."""
     third = [Box((at, 0), (4, 4)) for at in (0, 4, 8)]
     with pytest.raises(TensorIncomplete) as caught:
         merged(fragments([leaf(TOP)], [leaf(third[1])], [leaf(third[2])]))
@@ -381,7 +381,7 @@ def test_a_fragment_is_checked_again_where_it_differs_from_the_one_that_was_in_o
     first, *rest = good.file.chunks
     half = replace(first, nbytes=first.nbytes // 2)
     cut = replace(good.file, chunks=(half, half, *rest))
-    merged([replace(good, file=cut)], known)  # other lengths: checked again, and fine
+    merged([replace(good, file=cut)], known)  # other lengths: checked again, and accepted
     joined = replace(good.file, chunks=(replace(first, nbytes=good.file.size),))
     with pytest.raises(ManifestCorrupt, match="chunks"):
         merged([replace(good, file=joined)], known)

@@ -1,6 +1,6 @@
 """What a restore into another layout reads beyond what it wants, and in how many requests.
 
-Plans alone: no byte is moved.
+The tests use only plans, and move no byte.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ Boxes = Callable[[Sequence[int], int], list[Box]]
 
 
 def rows(world_size: int) -> Boxes:
-    """FSDP2."""
+    """Return the boxes of FSDP2."""
     return lambda shape, rank: cut_boxes(shape, [Cut(0, world_size, rank)])
 
 
 def rows_of_rows(shards: int, parts: int) -> Boxes:
-    """FSDP2 after tensor parallelism of the same dimension."""
+    """Return the boxes of FSDP2 after tensor parallelism of the same dimension."""
     return lambda shape, rank: cut_boxes(
         shape, [Cut(0, shards, rank // parts, parts), Cut(0, parts, rank % parts)]
     )
 
 
 def columns(world_size: int) -> Boxes:
-    """Tensor parallelism of the last dimension."""
+    """Return the boxes of tensor parallelism of the last dimension."""
     return lambda shape, rank: cut_boxes(shape, [Cut(len(shape) - 1, world_size, rank)])
 
 
 def ranges(world_size: int) -> Boxes:
-    """FSDP1, ZeRO: equal parts of the flat tensor."""
+    """Return the boxes of FSDP1 and ZeRO: equal parts of the flat tensor."""
 
     def of(shape: Sequence[int], rank: int) -> list[Box]:
         total = math.prod(shape)
@@ -114,9 +114,10 @@ LAYOUTS = {
 def test_with_chunks_small_beside_shards_little_more_is_read_than_wanted(
     before: str, after: str
 ) -> None:
-    """At 12 to 16 chunks a shard of eight.
+    """Eight ranks have 12 to 16 chunks in a shard.
 
-    A chunk is read whole: what each box reads too much are the chunks that its ends cut.
+    A chunk is read whole. What a restore reads in excess is the chunks that the ends of each box
+    cut.
     """
     found = plans(saved(*LAYOUTS[before]), *LAYOUTS[after])
     assert ratio(found) <= (1.0 if before == after else 1.1)
@@ -133,7 +134,7 @@ def test_with_chunks_small_beside_shards_little_more_is_read_than_wanted(
 @pytest.mark.parametrize("before", LAYOUTS)
 @pytest.mark.parametrize("after", LAYOUTS)
 def test_chunks_follow_the_shard(before: str, after: str, chunk_bytes: int) -> None:
-    """However large they may be at most: the shards of eight are of 6 and 8 MiB here."""
+    """This holds for any maximal size: the shards of eight are of 6 and 8 MiB here."""
     found = plans(saved(*LAYOUTS[before], chunk_bytes=chunk_bytes), *LAYOUTS[after])
     assert ratio(found) <= (1.0 if before == after else 1.1)
 
@@ -145,7 +146,7 @@ def test_any_world_to_one_up_to_twice_as_large_reads_little_more_than_it_wants(
 ) -> None:
     """Parts of 5 MiB and more are wanted.
 
-    Who wants less, or a small part of a large shard, reads up to two chunks too many.
+    A rank that wants less, or a small part of a large shard, reads up to two chunks too many.
     """
     monkeypatch.setitem(SHAPES, "wide", (mib << 6, 4096))
     manifest = saved(before, rows(before), chunk_bytes=16 << 20)
@@ -155,9 +156,9 @@ def test_any_world_to_one_up_to_twice_as_large_reads_little_more_than_it_wants(
 
 
 def test_columns_of_rows_are_read_by_all_that_want_them_or_once_for_all() -> None:
-    """The one cut that no chunk of rows is small enough for.
+    """No chunk of rows is small enough for this cut alone.
 
-    ``replicas="broadcast"`` has each chunk read by one of those that want it.
+    With ``replicas="broadcast"`` one of the ranks that want a chunk reads it.
     """
     manifest = saved(8, rows(8), chunk_bytes=16 << 20)
     found = plans(manifest, 4, columns(4))

@@ -26,7 +26,9 @@ def numbers(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
 
 @st.composite
 def saved_worlds(draw: st.DrawFn):
-    """Global tensors, saved by a random world with random boxes, some boxes by several ranks."""
+    """Draw global tensors, saved by a random world with random boxes, some boxes by
+    several ranks.
+    """
     rng = draw(st.randoms(use_true_random=False))
     world_size = draw(st.integers(1, 4))
     chunk_bytes = draw(st.sampled_from([16, 24, 64, 1000]))

@@ -37,8 +37,9 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | st.sampl
 
 @st.composite
 def worlds(draw: st.DrawFn) -> list[list[Leaf]]:
-    """The leaves of each rank: replicated on groups, or cut along the first dimension, large and
-    small.
+    """Draw the leaves of each rank: replicated on groups, or cut along the first dimension.
+
+    They are large and small.
     """
     size = draw(st.integers(1, 4))
     ranks: list[list[Leaf]] = [[] for _ in range(size)]
@@ -181,7 +182,7 @@ def test_a_file_on_disk_gives_the_tensors_under_their_names(tmp_path_factory, na
         assert file.metadata()["format"] == "pt"
         found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     assert len(found) == 2 * len(arrays)
-    for name in set(arrays) - {"__metadata__"}:  # the one name that safetensors keeps for itself
+    for name in set(arrays) - {"__metadata__"}:  # safetensors keeps only this name for itself
         assert np.array_equal(found[name], arrays[name][:2])
     pieces = {array.tobytes() for array in found.values()}
     assert pieces == {

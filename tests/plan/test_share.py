@@ -1,4 +1,4 @@
-"""Who reads what for whom."""
+"""Which rank reads what for which others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIMITS = {"worth_bytes": 30, "parcel_bytes": 25}
 
 
 def shares_of(sizes: dict[int, int], wanted: list[set[int]]) -> list[Shares]:
-    """What each rank finds."""
+    """Return what each rank finds."""
     tables: list[Keys] = [np.array(sorted(keys), dtype=np.int64) for keys in wanted]
     return [share({key: sizes[key] for key in keys}, tables, **LIMITS) for keys in wanted]
 
@@ -38,7 +38,7 @@ def test_every_rank_gets_all_it_wants_once_and_all_agree(data: st.DataObject) ->
         assert sorted([*got, *mine.alone]) == sorted(keys)
         for group in mine.groups:
             assert rank in group.ranks
-            # the same group, in the same order among those they both have
+            # the same group, in the same order among those that both have
             for other in group.ranks:
                 assert group in found[other].groups
             for round_ in group.rounds:

@@ -48,7 +48,7 @@ def fragment_of(
     chunk_bytes: int = 64,
     **changes: object,
 ) -> tuple[bytes, Fragment]:
-    """The file and the fragment of one rank."""
+    """Return the file and the fragment of one rank."""
     plan = plan_save(leaves, rank=rank, chunk_bytes=chunk_bytes)
     image = image_of(plan, leaves, arrays)
     return image, fragment_over(rank, world_size, plan, image, chunk_bytes=chunk_bytes, **changes)
@@ -57,7 +57,7 @@ def fragment_of(
 def fragment_over(
     rank: int, world_size: int, plan: SavePlan, image: bytes, *, chunk_bytes: int, **changes: object
 ) -> Fragment:
-    """The fragment of one rank with this image."""
+    """Return the fragment of one rank with this image."""
     chunks: list[Chunk] = []
     end = 0
     for nbytes in plan.chunks:
@@ -83,7 +83,7 @@ def fragment_over(
 
 
 def with_ref(fragment: Fragment) -> tuple[Packed, FragmentRef]:
-    """The fragment as it is stored, and its entry in the manifest."""
+    """Return the fragment as it is stored, and its entry in the manifest."""
     packed = pack_fragment(fragment)
     data = pack(packed)
     return packed, FragmentRef(
@@ -92,7 +92,9 @@ def with_ref(fragment: Fragment) -> tuple[Packed, FragmentRef]:
 
 
 def merged(fragments: Sequence[Fragment], known: Known | None = None) -> Manifest:
-    """The manifest of these fragments, stored, read and checked, with all of them filled in."""
+    """Return the manifest of these fragments, stored, read and checked, with all of
+    them filled in.
+    """
     parts = [with_ref(fragment) for fragment in fragments]
     stored = pack(merge(parts, known))
     manifest = check_manifest(unpack(stored, Manifest, key="k"), key="k")
@@ -100,7 +102,7 @@ def merged(fragments: Sequence[Fragment], known: Known | None = None) -> Manifes
 
 
 def assign(boxes: Sequence[Box], world_size: int, rng: random.Random) -> list[tuple[Box, ...]]:
-    """Each box to one rank."""
+    """Assign each box to one rank."""
     owned: list[list[Box]] = [[] for _ in range(world_size)]
     for box in boxes:
         owned[rng.randrange(world_size)].append(box)
@@ -110,7 +112,7 @@ def assign(boxes: Sequence[Box], world_size: int, rng: random.Random) -> list[tu
 def fetch(
     manifest: Manifest, images: Mapping[int, bytes], wanted: Sequence[Leaf], *, most: int, gap: int
 ) -> list[list[np.ndarray]]:
-    """The pieces of each wanted leaf, read the way the plan says and no other."""
+    """Return the pieces of each wanted leaf, read exactly as the plan says."""
     plan = plan_restore(manifest, wanted)
     found = [[np.zeros(box.shape, dtype=leaf.dtype) for box in leaf.boxes] for leaf in wanted]
     for run in coalesce(plan.reads, most_bytes=most, gap_bytes=gap):
