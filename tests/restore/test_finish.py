@@ -1,4 +1,4 @@
-"""A job dies when only the manifest is missing: the next restore finishes its commit."""
+"""A job dies when only the manifest is missing, and the next restore finishes its commit."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ ALL = Box.whole(ARRAY.shape)
 
 
 class Node:
-    """Tiers as the ranks of one machine see them; every store counts its calls."""
+    """Tiers as the ranks of one machine see them. Every store counts its calls."""
 
     def __init__(self, *stores: tuple[str, StorageBackend]) -> None:
         self.tiers = [
@@ -57,8 +57,9 @@ class Node:
         patience: float = 5,
         together: threading.Barrier | None = None,
     ) -> tuple[np.ndarray[Any, Any], ReadThrough, RestorePlan, Sequence[RestorePlan]]:
-        """What a rank that wants ``box`` gets: its array, its cache, what was left to read and
-        which store gave it.
+        """Return what a rank that wants ``box`` gets.
+
+        The values are its array, its cache, what was left to read, and which store gave it.
         """
         wanted = [Leaf("x", "float64", ARRAY.shape, (box,))]
         origin = TieredReader([tier.backend for tier in self.tiers], ref, retry=IMPATIENT)
@@ -94,7 +95,7 @@ def written(far: FaultyBackend) -> Written:
 
 
 def data_reads(store: FaultyBackend) -> Counter[str]:
-    """Bytes of data files that were asked for."""
+    """Return the number of bytes of data files that were requested."""
     found: Counter[str] = Counter()
     for call in store.calls:
         if call.verb == "read_into" and "safetensors" in call.key:
@@ -110,7 +111,7 @@ def sizes(written: Written) -> dict[str, int]:
 def test_replicas_on_a_node_fetch_each_file_once(
     tmp_path: Path, far: FaultyBackend, written: Written, ranks: int
 ) -> None:
-    """All want all: without the cache far would be read as often as there are ranks."""
+    """All ranks want everything. Without the cache each of them would read it from far."""
     near = str(tmp_path / "near")
     node = Node((near, open_backend(near)), ("far", far))
     world = World(ranks, patience=5)
@@ -148,7 +149,9 @@ def test_who_fetches_does_not_read_again_what_has_passed_by(
 def test_two_machines_have_a_cache_each_and_only_of_what_they_need(
     tmp_path: Path, far: FaultyBackend, written: Written
 ) -> None:
-    """Ranks 0 and 1 on one, 2 and 3 on the other; a folder's name tells them apart here."""
+    """Ranks 0 and 1 are on one machine, 2 and 3 on the other. The name of the folder distinguishes
+    them.
+    """
     roots = [str(tmp_path / "one"), str(tmp_path / "two")]
     nodes = [Node((root, open_backend(root)), ("far", far)) for root in roots]
     boxes = [even_slab(ALL, 4, rank) for rank in range(4)]
@@ -255,13 +258,13 @@ def test_a_rank_that_dies_while_it_fetches_does_not_hold_up_the_others_for_good(
     near = str(tmp_path / "near")
     node = Node((near, open_backend(near)), ("far", far))
     world = World(2, patience=0.05)
-    _, cache, _, _ = node.rank(written.ref, world.coordinator(1), ALL)  # learns the subjects
+    _, cache, _, _ = node.rank(written.ref, world.coordinator(1), ALL)  # this finds the subjects
     taken = [subject for subject in world.verdicts if not subject.endswith("/end")]
     for path in Path(near).rglob("*.*"):
         path.unlink() if path.is_file() else None
     again = World(2, patience=0.05)
     for subject in taken[:2]:
-        again.verdicts[subject] = b"0"  # rank 0 has begun two of them, and is no more
+        again.verdicts[subject] = b"0"  # rank 0 has begun two of them, and is dead
     array, cache, _, given = node.rank(written.ref, again.coordinator(1), ALL)
     assert np.array_equal(array, ARRAY)
     assert len(cache.fetched) == 2
@@ -271,13 +274,13 @@ def test_a_rank_that_dies_while_it_fetches_does_not_hold_up_the_others_for_good(
 def test_the_waits_for_others_do_not_add_up(
     tmp_path: Path, far: FaultyBackend, written: Written
 ) -> None:
-    """Another rank has begun all four files and is no more: that is waited out once, not four
+    """Another rank has begun all four files and is dead. The wait for it happens once, not four
     times.
     """
     near = str(tmp_path / "near")
     node = Node((near, open_backend(near)), ("far", far))
     world = World(2, patience=5)
-    _, cache, _, _ = node.rank(written.ref, world.coordinator(1), ALL)  # learns the subjects
+    _, cache, _, _ = node.rank(written.ref, world.coordinator(1), ALL)  # this finds the subjects
     for path in Path(near).rglob("*.*"):
         path.unlink() if path.is_file() else None
     again = World(2, patience=5)

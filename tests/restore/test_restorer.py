@@ -127,7 +127,8 @@ def test_a_damaged_newest_step_gives_way_to_the_one_before(
         assert report.skipped[0][1]
         assert "step 3" in caplog.text
         assert [event.step for event in told if isinstance(event, StepDamaged)] == [3]
-        with pytest.raises(NoCheckpoint, match="step 3"):  # asked for by number, no other will do
+        # a step that is requested by number has no substitute
+        with pytest.raises(NoCheckpoint, match="step 3"):
             manager.restore(target, 3)
 
 
@@ -250,7 +251,7 @@ def test_the_folder_of_a_step_is_no_root_and_the_error_names_the_root(
 def test_a_tier_that_cannot_be_listed_is_an_error_not_an_empty_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A training that starts from nothing because a store was down for a minute is a lost one."""
+    """A training that starts from nothing because a store was down for a minute would be lost."""
     rules = [Rule(verb="folders", fault=Raise(OutOfSpace))]
     monkeypatch.setattr(
         ckpt.storage.tiers,
@@ -331,8 +332,9 @@ def test_nothing_is_ever_unpickled(
 
 
 def large(step: int) -> dict[str, Any]:
-    """Tensors that are read straight into their place: whole chunks, odd lengths, one of many
-    chunks.
+    """Return tensors that are read straight into their place.
+
+    They have whole chunks, odd lengths, and one has many chunks.
     """
     generator = torch.Generator().manual_seed(step)
     numbers = torch.randint(0, 256, (4_000_003,), dtype=torch.uint8, generator=generator)
@@ -345,7 +347,9 @@ def large(step: int) -> dict[str, Any]:
 
 
 def somewhere(like: dict[str, Any], odd: int) -> dict[str, Any]:
-    """The same shapes in memory that begins ``odd`` bytes behind where tensors usually do."""
+    """Return the same shapes in memory that begins ``odd`` bytes behind where tensors
+    usually do.
+    """
     return {
         name: torch.full((tensor.nbytes + odd,), 7, dtype=torch.uint8)[odd:]
         .view(tensor.dtype)
@@ -366,7 +370,7 @@ def test_large_tensors_land_bit_for_bit_at_any_address(tmp_path: Path, odd: int)
 
 @pytest.mark.parametrize("position", [4096, 4096 + 700_000, 2_000_000, -1])
 def test_a_damaged_large_chunk_gives_way_to_the_step_before(tmp_path: Path, position: int) -> None:
-    """By then the target holds bytes of the damaged one: all of them are replaced."""
+    """By then the target has bytes of the damaged one. All of them are replaced."""
     root = tmp_path / "run"
     with CheckpointManager(root, chunk_bytes=1 << 20) as manager:
         for step in (1, 2):
