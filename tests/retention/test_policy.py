@@ -19,7 +19,7 @@ def refs(*steps: int, attempt: str = "aa") -> list[StepRef]:
 def doomed(
     committed: list[StepRef], rule: Retention, metrics: Metrics | None = None, *, own: str = ""
 ) -> list[StepRef]:
-    """Those that the rule gives up, oldest first."""
+    """Return the steps that the rule gives up, oldest first."""
     return sorted(
         ref for ref, why in reasons(committed, rule, metrics or {}, own=own).items() if not why
     )
@@ -43,11 +43,11 @@ def test_the_newest_stay_and_the_multiples():
 @pytest.mark.parametrize(
     ("last", "best", "count", "gone"),
     [
-        (3, 5, 1, [1, 2]),  # The best is among the newest
+        (3, 5, 1, [1, 2]),  # the best is among the newest
         (3, 3, 1, [1, 2]),
         (3, 1, 1, [2, 3]),
         (1, 5, 1, [1, 2, 3, 4]),
-        (1, 2, 1, [1, 3, 4]),  # The newest stays in any case
+        (1, 2, 1, [1, 3, 4]),  # the newest stays in any case
         (3, 1, 2, [2, 3]),
         (9, 1, 1, []),
     ],
@@ -102,7 +102,7 @@ def losses(**values: float) -> dict[StepRef, dict[str, float]]:
 
 
 def best(metrics: dict[StepRef, dict[str, float]], *steps: int, **rule: Any) -> list[int]:
-    """The steps that stay beside the newest."""
+    """Return the steps that stay, with the newest."""
     gone = doomed(refs(*steps), Retention(keep_last=1, **rule), metrics)
     return sorted({*steps} - {ref.step for ref in gone})
 
@@ -111,7 +111,7 @@ def test_the_best_stay_beside_the_newest():
     found = losses(s1=3.0, s2=1.0, s3=2.0, s4=9.0)
     assert best(found, 1, 2, 3, 4, keep_best=Best("loss", "min")) == [2, 4]
     assert best(found, 1, 2, 3, 4, keep_best=Best("loss", "min", 2)) == [2, 3, 4]
-    # which is the newest anyway
+    # the newest stays anyway
     assert best(found, 1, 2, 3, 4, keep_best=Best("loss", "max")) == [4]
     assert best(found, 1, 2, 3, 4, keep_best=Best("accuracy", "max")) == [4]
 

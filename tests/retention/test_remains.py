@@ -37,7 +37,9 @@ ONE, TWO = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 def attempt(
     root: Path, step: int, of: str, *, version: int | None = FORMAT, days: float = 0.0
 ) -> Path:
-    """A folder with a data file of 1,000 bytes, and a manifest of that format unless it is None."""
+    """Make a folder with a data file of 1,000 bytes, and a manifest of that format unless it is
+    None.
+    """
     folder = root / StepRef(step, of).folder
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(bytes(1000))
@@ -92,8 +94,9 @@ def test_nor_does_it_go_for_room(tmp_path: Path) -> None:
 
 
 def owned_by(root: Path, attempt: str, *, machine: str | None = None) -> None:
-    """The root belongs to a job of another process, which has ended; or may live on, on another
-    ``machine``.
+    """Let the root belong to a job of another process.
+
+    It has ended, or it may live on another ``machine``.
     """
     owner = Owner.here(attempt)
     owner = replace(owner, machine=machine) if machine else replace(owner, started=1)
@@ -109,7 +112,7 @@ def test_what_a_dead_job_left_goes_for_room_however_young(tmp_path: Path) -> Non
 
 
 def test_what_jobs_left_that_died_one_after_the_other_goes_too(tmp_path: Path) -> None:
-    """Each was the owner's predecessor once, and its owner had seen that it was dead."""
+    """Each of them was the owner's predecessor once, and its owner had seen that it was dead."""
     remains = [attempt(tmp_path, 20 + n, of, version=None) for n, of in enumerate((ONE, TWO))]
     for of in (ONE, TWO):
         owned_by(tmp_path, of) if of == ONE else claim_of(tmp_path, of).take()
@@ -155,9 +158,7 @@ def test_a_manifest_that_cannot_be_read_stops_no_pruning(tmp_path: Path) -> None
 
 
 def test_ranks_that_make_room_at_once_take_off_nothing_that_must_stay(tmp_path: Path) -> None:
-    """A full disk is met by several ranks in the same moment: each looks and takes off for
-    itself.
-    """
+    """Several ranks meet a full disk in the same moment, and each of them looks and removes."""
     for step in range(1, 9):
         attempt(tmp_path, step, ONE)
     waited_for = frozenset({StepRef(3, ONE)})
@@ -177,26 +178,26 @@ def test_ranks_that_make_room_at_once_take_off_nothing_that_must_stay(tmp_path: 
     assert any(outcomes)
     left = {held.ref.step: held.state for held in Inventory(tier(tmp_path).backend).look()}
     assert left[3] == left[8] == "committed"
-    assert set(left.values()) == {"committed"}  # nothing is left half removed
+    assert set(left.values()) == {"committed"}  # no step is half removed
     assert 1 not in left
 
 
 def test_what_a_finisher_left_that_never_came_back_goes_in_the_end(tmp_path: Path) -> None:
-    """Its disk was full, say: there was room for the mark, and not for the manifest."""
+    """For example, its disk was full: there was room for the mark, and not for the manifest."""
     backend, ref = tier(tmp_path).backend, StepRef(5, ONE)
     attempt(tmp_path, 10, TWO)
     left = attempt(tmp_path, 5, ONE, version=None, days=30)
     assert claim_for_finish(backend, ref)
 
     def days_later(days: float) -> list[int]:
-        """How many files are left, and the size of the mark."""
+        """Return how many files are left, and the size of the mark."""
         if (mark := left / "verdict").exists():
             os.utime(mark, (time.time() - days * 86400,) * 2)
         prune(backend, Retention(keep_last=1), PruneContext(own=TWO))
         return [len(list(left.iterdir())), mark.stat().st_size] if left.exists() else []
 
     count, size = days_later(0.5)
-    assert (count, size > 0) == (2, True)  # it may be at work
+    assert (count, size > 0) == (2, True)  # it may be running
     assert days_later(2) == [2, 0]  # the pruner's mark instead
     assert not claim_for_finish(backend, ref)
     assert days_later(0.5) == [2, 0]
@@ -230,7 +231,7 @@ def evictor(root: Path, capacity: int, claim: Claim) -> Evictor:
 
 
 def cut_off(root: Path, step: int, of: str, nbytes: int) -> Path:
-    """A write that a kill has cut off, alone in the folder of its step."""
+    """Leave a write that a kill has cut off, alone in the folder of its step."""
     folder = root / StepRef(step, of).folder
     folder.mkdir(parents=True)
     (folder / ".rank-00000.safetensors.0123456789ab.tmp").write_bytes(bytes(nbytes))
@@ -341,7 +342,7 @@ def test_a_node_keeps_its_part_of_a_step_that_another_node_may_list(
 def test_a_restore_that_was_killed_while_it_copied_costs_a_node_nothing_of_its_part(
     tmp_path: Path, left: str, what: str
 ) -> None:
-    """It was copying the file of rank 5, of another node, beside that of rank 0."""
+    """It was copying the file of rank 5, of another node, to the same folder as that of rank 0."""
     part = attempt(tmp_path, 3, ONE, version=None)
     (part / "rank-00000.json").write_bytes(b"{}")
     if left == "data":

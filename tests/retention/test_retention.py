@@ -91,7 +91,7 @@ def test_remains_are_left_alone_while_somebody_may_still_commit_them(tmp_path):
     assert prune(backend, Retention(keep_last=5)) == []
     old, young = sorted(tmp_path.glob("step-*"))[:2]
     (old / "rank-00000.json").unlink()
-    # young, says the store
+    # the store says that it is young
     assert prune(backend, Retention(keep_last=5), PruneContext(undated=True)) == []
     dry = prune(backend, Retention(keep_last=5), PruneContext(grace_seconds=-1), dry_run=True)
     assert [(one.ref.step, one.state) for one in dry] == [(1, "incomplete"), (2, "incomplete")]
@@ -124,7 +124,7 @@ def test_saves_are_pruned_beside_the_saving_and_not_in_it(tmp_path, monkeypatch)
             return getattr(slow, name)
 
         def delete(self, key: str) -> None:
-            waited.append(over.wait(60))  # in vain, were it done within the saves
+            waited.append(over.wait(60))  # the wait would time out if the removal ran in the saves
             slow.delete(key)
 
     monkeypatch.setattr("ckpt.storage.tiers.open_backend", lambda url, options: Slow())
@@ -161,7 +161,7 @@ def test_from_the_command_line(cli, tmp_path):  # noqa: F811
 
 
 def dead(root: Path, *, fragments: bool, hours: float) -> Path:
-    """What a job that died in the midst of step 7 has left."""
+    """Make what a job has left that died in the middle of step 7."""
     folder = root / "step-000000007.deadbeef0000"
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"x" * 5000)
@@ -192,8 +192,8 @@ def test_only_cut_off_writes_are_left_in_a_folder(tmp_path):
 
 
 def test_a_checkpoint_goes_with_the_cut_off_writes_in_its_folder(tmp_path):
-    """A process that is killed while it writes the manifest leaves one, and another process may
-    commit the step.
+    """A process that is killed while it writes the manifest leaves such a write. Another process
+    may then commit the step.
     """
     saved(tmp_path, [1, 2])
     folder = next(tmp_path.glob("step-000000001.*"))
@@ -276,7 +276,7 @@ def test_a_tier_that_keeps_all_is_looked_through_for_remains_once_in_a_job(tmp_p
     backend = FaultyBackend(open_backend(str(tmp_path)))
     monkeypatch.setattr("ckpt.storage.tiers.open_backend", lambda url, options: backend)
     saved(tmp_path, [1, 2, 3, 4, 5])
-    # whose the root is, and the remains
+    # one for the owner of the root, and one for the remains
     assert [call.verb for call in backend.calls].count("folders") == 2
 
 
