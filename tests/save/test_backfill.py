@@ -1,4 +1,4 @@
-"""What a dead job had not drained is drained by the next one."""
+"""The next job copies to the farther tiers what a dead job had not copied."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def far(tmp_path: Path) -> Path:
 
 
 def left_by_a_job(near: Tier | Path, *steps: int) -> None:
-    """It drained nothing before it died."""
+    """The job copied nothing before it died."""
     with CheckpointManager(near) as manager:
         manager.restore(state(0))
         for step in steps:
@@ -210,7 +210,7 @@ def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(
     go, prune = Backfill._go, Pruner._prune
 
     def slow(self, writer, line):
-        # the prune after the first commit comes while the steps are still to be read
+        # the prune after the first commit comes while the steps still have to be read
         pruned.wait(30)
         go(self, writer, line)
 
@@ -226,7 +226,7 @@ def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(
 
 
 class Held(Gated):
-    """Lets all through but the fragment of one step, which waits at the gate."""
+    """A store that lets all through but the fragment of one step, which waits at the gate."""
 
     def upload(self, key, size):
         return self.inner.upload(key, size)
@@ -239,7 +239,7 @@ class Held(Gated):
 
 
 def test_what_was_evicted_while_it_was_on_its_way_is_not_listed(near, far, monkeypatch, caplog):
-    """There is room for two on the far tier, and the running job's own go first."""
+    """The far tier has room for two, and the steps of the running job come first."""
     left_by_a_job(near, 1)
     held = Held(str(far))
     monkeypatch.setattr(
@@ -252,7 +252,7 @@ def test_what_was_evicted_while_it_was_on_its_way_is_not_listed(near, far, monke
         manager.save(state(2), 2)
         while not held.began:
             time.sleep(0.01)
-        manager.save(state(3), 3)  # takes off what the catch-up has put there so far
+        manager.save(state(3), 3)  # it removes what the backfill has put there so far
         held.open.set()
     assert whole(far) == [2, 3]
     assert not list(far.glob("step-000000001.*/manifest.json"))

@@ -1,4 +1,4 @@
-"""What lies on a tier after a save."""
+"""What is on a tier after a save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slots hold what is nowhere else."""
+"""Which slots hold the only copy of a step."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_the_newest_step_in_memory_is_needed_until_a_newer_one_or_a_durable_tier
     job = JobSteps([])
     tier, slots = OpenTier(0, Tier(str(tmp_path)), open_backend(str(tmp_path))), SlotSteps(0, job)
     slots.keep("/one", tier, ONE)
-    assert not slots.is_needed("/one")  # It is not committed yet
+    assert not slots.is_needed("/one")  # it is not committed yet
     slots.set_committed(ONE)
     slots.keep("/two", tier, TWO)
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (True, False)
-    slots.set_voted(TWO)  # Other ranks may know that it is committed
+    slots.set_voted(TWO)  # other ranks may know that it is committed
     slots.set_voted(StepRef(3, "a" * 12))
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (True, True)
-    slots.set_decided(TWO)  # It was aborted
+    slots.set_decided(TWO)  # it was aborted
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (True, False)
     slots.set_committed(TWO)
     assert (slots.is_needed("/one"), slots.is_needed("/two")) == (False, True)
@@ -48,8 +48,9 @@ def test_the_newest_step_in_memory_is_needed_until_a_newer_one_or_a_durable_tier
 
 
 class Watched:
-    """A tier in memory that holds the manifest of one step back until ``go`` is set, or until the
-    files of the step before are deleted.
+    """A tier in memory that holds the manifest of one step back until ``go`` is set.
+
+    It also goes on when the files of the step before are deleted.
     """
 
     def __init__(self, url: str, options: Mapping[str, object], held: int = 2) -> None:
@@ -101,7 +102,7 @@ def go_when_needed(patch: pytest.MonkeyPatch, opened: Sequence[Watched]) -> None
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """The name of a tier in memory."""
+    """Return the name of a tier in memory."""
     name = f"test-slot-steps-{os.getpid()}"
     yield name
     shutil.rmtree(f"/dev/shm/ckpt-memory-{os.getuid()}-{name}", ignore_errors=True)

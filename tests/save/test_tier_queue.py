@@ -49,7 +49,7 @@ class Served:
 def drained(
     world: World, rank: int, arrivals: list[tuple[float, int]], backlog: int, seconds: float
 ):
-    """What one rank took, in order, and what it gave up."""
+    """Return what one rank took, in order, and what it gave up."""
     served = Served(TierQueue(1, world.coordinator(rank), backlog=backlog, timeout=20))
     took: list[int] = []
 
@@ -127,7 +127,7 @@ def test_steps_may_be_left_to_the_agent_while_one_is_chosen(before: bool, ranks:
     turn = queue.take()
     assert turn is not None
     assert turn.next is not None
-    assert turn.next.task == "two"  # Its place was kept
+    assert turn.next.task == "two"  # its place was kept
 
 
 def test_a_far_tier_that_fails_by_a_mistake_says_so_and_takes_the_next_step(tmp_path, monkeypatch):
@@ -188,7 +188,7 @@ def test_what_holds_its_image_goes_first_in_the_order_it_came_and_is_never_given
 
 
 class Staged(WorldCoordinator):
-    """Of rank 1: it hears which step a queue takes next when it has begun step 3 at the latest."""
+    """Rank 1's queue: it learns which step is next when it has begun step 3 at the latest."""
 
     third: threading.Event
 
@@ -202,8 +202,8 @@ class Staged(WorldCoordinator):
 def test_a_step_that_no_nearer_tier_takes_is_served_in_the_order_of_all_ranks(
     tmp_path, monkeypatch, leader_first
 ):
-    """One rank comes to step 3 while it has step 2 on its way to the far tier, the other before
-    it has.
+    """One rank reaches step 3 while it has step 2 on its way to the far tier, and the other before
+    that.
     """
     begun = {rank: {step: threading.Event() for step in (2, 3)} for rank in (0, 1)}
     commit, stream = TierWriter.commit, Saver._stream
@@ -242,8 +242,8 @@ def test_a_step_that_no_nearer_tier_takes_is_served_in_the_order_of_all_ranks(
 def test_a_middle_tier_that_fails_keeps_no_rank_with_fewer_slots_from_the_next_step(
     tmp_path, monkeypatch
 ):
-    """Step 2 fails on the middle tier while the leader, which has a slot more, has step 3 in the
-    last queue.
+    """Step 2 fails on the middle tier. Meanwhile the leader, which has one more slot, has step 3 in
+    the last queue.
     """
     pushed = {(rank, step): threading.Event() for rank in (0, 1) for step in (2, 3)}
     commit, push = TierWriter.commit, TierQueue.push
