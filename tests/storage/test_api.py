@@ -38,7 +38,7 @@ def test_aligned_memory_goes_with_its_last_view() -> None:
 
 
 def test_a_folder_can_read_into_many_places_and_what_wraps_it_need_not(tmp_path: Path) -> None:
-    """Faults are injected into ``read_into``, so the wrapper takes the plain way."""
+    """Faults are injected into ``read_into``, so the wrapper reads each place by itself."""
     folder = open_backend(str(tmp_path))
     assert isinstance(folder, ScatterReads)
     assert not isinstance(FaultyBackend(folder), ScatterReads)

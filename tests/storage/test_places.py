@@ -1,4 +1,4 @@
-"""How two places stand to each other."""
+"""How two places relate to each other."""
 
 from __future__ import annotations
 
