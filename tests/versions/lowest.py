@@ -22,7 +22,7 @@ BUILD: Final = ROOT / ".build" / "lowest"
 EXTRAS: Final = ("s3", "obstore", "gcs", "metrics", "serve")
 CHECKERS: Final = {"codespell", "import-linter", "mypy", "pre-commit", "pyright", "ruff"}
 """Tools of ``make check``. They restrict the versions of what they share with ckpt."""
-CLIENTS: Final = ("httpx<0.28",)  # of starlette's tests, when it has its lowest version
+CLIENTS: Final = ("httpx<0.28",)  # starlette's tests need it when starlette has its lowest version
 UNFIT: Final = ("tests/test_architecture.py", "tests/test_docs_site.py")  # they need more tools
 _NAME: Final = re.compile(r"[\w-]+")
 

@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 
 def versions_on_index() -> list[str]:
-    """The newest version of each release since the first tested one."""
+    """Return the newest version of each release since the first tested one."""
     said = subprocess.run(
         [sys.executable, "-m", "pip", "index", "versions", "torch"],
         capture_output=True, text=True, check=True,
@@ -176,7 +176,9 @@ def cross(results: dict[str, Row], names: list[str]) -> None:
 
 
 def cell(results: dict[str, Row], writer: str, reader: str) -> str:
-    """How many of the four ways (written by one or two ranks, read by one or two) are equal."""
+    """Return how many of the four ways (written by one or two ranks, read by one or
+    two) are equal.
+    """
     read = results[reader]["read"]
     found = [read.get(to, {}).get(f"{writer}, {wrote}") for to, wrote in product(WORLDS, WORLDS)]
     return f"{found.count('equal')} of {len(found)}"
@@ -188,7 +190,7 @@ def label(row: Row) -> str:
 
 
 def tables(results: dict[str, Row], names: list[str]) -> tuple[list[list[str]], list[list[str]]]:
-    """The table of the tests and the table of the restores, with their headings."""
+    """Return the table of the tests and the table of the restores, with their headings."""
     tests = [["torch", "Python", "date", "tests", *(f"saved in {world}" for world in WORLDS)]]
     for name in names:
         row = results[name]
@@ -201,7 +203,7 @@ def tables(results: dict[str, Row], names: list[str]) -> tuple[list[list[str]], 
 
 
 def is_green(results: dict[str, Row], names: list[str]) -> bool:
-    """Whether no test failed or ended in an error, and all saves and restores are equal."""
+    """Return whether no test failed or ended in an error, and all saves and restores are equal."""
     passed = re.compile(r"\d+ passed(, \d+ (skipped|deselected|xfailed))*")
     return (
         all(passed.fullmatch(results[name]["tests"]) for name in names)

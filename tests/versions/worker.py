@@ -29,7 +29,7 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """Shapes that two ranks cannot cut evenly, and a buffer."""
+    """A network with shapes that two ranks cannot cut evenly, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def train(state: dict[str, Any], steps: int) -> float:
 
 
 def whole(value: Any) -> Any:
-    """``value`` with whole tensors, which all ranks have to ask for."""
+    """Return ``value`` with whole tensors, which all ranks have to request."""
     if isinstance(value, DTensor):
         return value.full_tensor().detach().clone()
     if isinstance(value, torch.Tensor):
@@ -89,7 +89,7 @@ def contents(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(one: Any, two: Any, path: str = "") -> list[str]:
-    """Paths at which two states differ; tensors are compared by their bytes."""
+    """Return the paths at which two states differ. Tensors are compared by their bytes."""
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         same = (one.dtype, one.shape) == (two.dtype, two.shape) and torch.equal(
             one.contiguous().view(-1).view(torch.uint8), two.contiguous().view(-1).view(torch.uint8)
