@@ -25,6 +25,16 @@ from tests.servers import fake_gcs, moto_server, rclone_s3  # noqa: E402
 __all__ = ["fake_gcs", "gated", "moto_server", "rclone_s3"]
 
 
+@pytest.fixture
+def near(tmp_path: Path) -> Path:
+    return tmp_path / "near"
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Path:
+    return tmp_path / "far"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what is marked ``torture`` unless it was requested, and put files with long tests first.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,3 +80,20 @@ def run(
                 pytrace=False,
             )
     return subprocess.CompletedProcess(words, process.returncode, said)
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Return the identity of a child that does ``work``, and exits with 1 if it raises."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

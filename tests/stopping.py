@@ -17,15 +17,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import ConfigError, OutOfSpace
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
+from tests.kit.stores import wrap_stores
 
 CASES: dict[str, Callable[[Path], None]] = {}
 
@@ -44,22 +45,20 @@ def kill(signum: int = signal.SIGTERM) -> None:
 
 
 def faults(*rules: Rule) -> None:
-    ckpt.storage.tiers.open_backend = lambda url, options: FaultyBackend(
-        open_backend(url, options), rules
-    )
+    wrap_stores(pytest.MonkeyPatch(), lambda url, store: FaultyBackend(store, rules))
 
 
 def train(
     root: Path | Tier,
     *signals: int,
-    at: dict[int, Callable[[], None]],
+    at: dict[int, Callable[[], object]],
     steps: int = 8,
     every: int = 3,
     settings: dict[str, Any] = {},  # noqa: B006 - read only
     **options: Any,
 ) -> SimpleNamespace:
     """Save each third step and the last. ``at`` is what happens within a step."""
-    state = {"x": torch.zeros(50_000), "step": 0}
+    state: dict[str, Any] = {"x": torch.zeros(50_000), "step": 0}
     with CheckpointManager(root, **settings) as manager:
         manager.restore(state)
         stop = manager.on_signals(*signals, **options)
@@ -129,7 +128,7 @@ def many_signals(root: Path) -> None:
     faults(Rule(verb="put", key="manifest", fault=Delay(0.3)))
     # wait until the signals are handled, on a slow machine too
     later = threading.Timer(0.25, kill)
-    train(root, at={3: later.start, 4: lambda: [kill() for _ in range(200)] and None})
+    train(root, at={3: later.start, 4: lambda: [kill() for _ in range(200)]})
 
 
 @case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -193,7 +193,7 @@ def test_the_evictor_keeps_the_best_step_by_a_metric_that_came_late(tmp_path: Pa
 
 @pytest.mark.parametrize("keep_best", [None, ("accuracy", "max")])
 def test_a_removed_step_leaves_no_folder_whatever_was_added(
-    tmp_path: Path, keep_best: tuple[str, str] | None
+    tmp_path: Path, keep_best: tuple[str, Literal["min", "max"]] | None
 ) -> None:
     with CheckpointManager(Tier(str(tmp_path), keep_last=1, keep_best=keep_best)) as manager:
         for step in range(1, 5):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,8 +15,9 @@ from ckpt.errors import AccessDenied, ConfigError, OutOfSpace, PeerFailed
 from ckpt.save.tier_writer import TierWriter
 from ckpt.storage.testing import Raise, Rule
 from tests.coordination.world import World
+from tests.kit.disks import run_mounted
 from tests.kit.states import IMAGE, state
-from tests.kit.stores import Gated, faulty, gated, whole  # noqa: F401 - a fixture
+from tests.kit.stores import faulty, whole
 
 THREE = 3 * IMAGE + 100_000
 
@@ -51,13 +49,14 @@ def test_behind_a_codec_counts_what_is_stored(tmp_path):
         manager.save(weights(0), 0)
     stored = size_of(tmp_path / "all")
     assert stored < 0.9 * IMAGE
-    tier = Tier(str(tmp_path / "runs"), codec="zstd", capacity=5 * stored + stored // 3)
+    capacity = 5 * stored + stored // 3
+    tier = Tier(str(tmp_path / "runs"), codec="zstd", capacity=capacity)
     for steps in ((1, 2, 3), (4, 5, 6, 7)):
         with CheckpointManager(tier) as manager:
             manager.restore(weights(0))
             for step in steps:
                 manager.save(weights(step), step)
-                assert size_of(tmp_path / "runs") <= tier.capacity_bytes
+                assert size_of(tmp_path / "runs") <= capacity
     assert whole(tmp_path / "runs") == [3, 4, 5, 6, 7]
 
 
@@ -164,7 +163,7 @@ def test_a_far_tier_that_does_not_answer_is_not_asked_what_is_known(tmp_path, mo
     assert (whole(near), whole(far)) == ([2], [1, 2])
 
 
-def test_what_a_farther_tier_waits_for_stays(tmp_path, gated):  # noqa: F811
+def test_what_a_farther_tier_waits_for_stays(tmp_path, gated):
     near, far = tmp_path / "near", tmp_path / "far"
     with CheckpointManager([Tier(str(near), capacity=THREE), far], backlog=9) as manager:
         saves = [manager.save_async(state(step), step) for step in range(1, 5)]
@@ -279,7 +278,7 @@ def test_a_rank_that_does_not_begin_a_save_holds_up_nobody(tmp_path, lazy):
         ) as manager:
             if coordinator.rank == lazy:
                 with pytest.raises(ConfigError):
-                    manager.save_async({"x": torch.ones(5)}, 2, metrics={"loss": "low"})
+                    manager.save_async({"x": torch.ones(5)}, 2, metrics={"loss": "low"})  # type: ignore[dict-item]
                 return None
             return manager.save_async({"x": torch.ones(5)}, 2).exception(120)
 
@@ -290,22 +289,9 @@ def test_a_rank_that_does_not_begin_a_save_holds_up_nobody(tmp_path, lazy):
 
 
 def test_on_a_disk_that_is_really_full(tmp_path):
-    mount = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size=4m none {tmp_path}"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(mount, capture_output=True, check=False).returncode
-    ):
-        pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")
-    mount[-1] += f" && exec {sys.executable} -m tests.full_disk {tmp_path}"
-    root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(
-        mount,
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "backends")])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    done = run_mounted(
+        f"mount -t tmpfs -o size=4m none {tmp_path}",
+        f"exec {sys.executable} -m tests.full_disk {tmp_path}",
     )
     # the save that is larger than the disk removed all but the newest in vain, and said so
     assert done.stdout == "left 5 7\n", done.stderr[-3000:]

@@ -29,7 +29,7 @@ def test_the_others_do_not_wait_for_it_on_the_next_tier(tmp_path: Path, monkeypa
         stream(self, replace(save, job=replace(save.job, confirm=raises)) if bad else save)
 
     monkeypatch.setattr(Saver, "_stream", changed)
-    tiers = [
+    tiers: list[str | Tier] = [
         Tier(str(tmp_path / "first"), required=False),
         Tier(str(tmp_path / "disk")),
         str(tmp_path / "far"),

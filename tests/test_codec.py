@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -45,9 +47,9 @@ def state(seed: int, rows: int = 1200) -> dict[str, object]:
     }
 
 
-def same(one: dict[str, object], two: dict[str, object]) -> bool:
+def same(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
     return all(
-        torch.equal(value, two[key]) if isinstance(value, torch.Tensor) else value == two[key]  # type: ignore[arg-type]
+        torch.equal(value, two[key]) if isinstance(value, torch.Tensor) else value == two[key]
         for key, value in one.items()
     )
 
@@ -188,8 +190,8 @@ def test_damage_is_found_and_the_step_before_restored(tmp_path: Path, share: flo
     key = newest.key(ENCODED)
     flip_byte(backend, key, int(backend.head(key).size * share))
     with Workers("test", 2) as workers:
-        report = verify_step(backend, newest, workers=workers)
-        assert [fault.key for fault in report.faults] == [key]
+        verified = verify_step(backend, newest, workers=workers)
+        assert [fault.key for fault in verified.faults] == [key]
         with pytest.raises(IntegrityError):
             fetch_step([backend], StepFolder(open_backend(str(tmp_path / "copy")), newest, workers))
     assert not list((tmp_path / "copy").glob("*/manifest.json"))

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,8 @@ def test_operations_has_every_error_with_its_exit_code() -> None:
         r"^\| `(\w+)` \| (\d+) \|", (DOCS / "operations.md").read_text(), re.MULTILINE
     )
     kinds = {name: getattr(errors, name) for name in errors.__all__}
-    expected = {name: kind.exit_code for name, kind in kinds.items() if isinstance(kind, type)}
+    classes: dict[str, Any] = {name: kind for name, kind in kinds.items() if isinstance(kind, type)}
+    expected = {name: kind.exit_code for name, kind in classes.items()}
     assert len(rows) == len(expected)
     assert {name: int(code) for name, code in rows} == expected
 

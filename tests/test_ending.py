@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -302,7 +303,7 @@ def test_a_module_whose_first_line_is_a_function_is_read_without_warnings(tmp_pa
 
 def test_each_file_on_the_stack_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
-    parse = handled.ast.parse
+    parse = ast.parse
 
     def count(source: str, *args: Any, **options: Any) -> object:
         parsed.append(source)
@@ -317,7 +318,7 @@ def test_each_file_on_the_stack_is_read_once(monkeypatch: pytest.MonkeyPatch) ->
     def ask() -> BaseException | None:
         return handled.ending_error(but=None)
 
-    monkeypatch.setattr(handled.ast, "parse", count)
+    monkeypatch.setattr(ast, "parse", count)
     try:
         fail()
     except ValueError:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench.proxy import Proxy
-from ckpt import CheckpointManager, Tier
+from ckpt import CheckpointManager, PendingSave, Tier
 from ckpt.errors import StepsMissing
 from tests.kit.stores import whole
 from tests.servers import KEY, SECRET
@@ -52,7 +52,7 @@ def test_a_far_tier_in_trouble_changes_nothing_nearer_and_has_everything_in_the_
     calls: dict[bool, list[float]] = {False: [], True: []}
     durable: dict[bool, list[float]] = {False: [], True: []}
     with CheckpointManager([near, bucket], slots=1, backlog=20) as manager:
-        saves = []
+        saves: list[PendingSave] = []
         for step in range(1, 7):
             troubled = step > 3
             if step == 4:

@@ -192,7 +192,7 @@ def test_a_fragment_that_is_damaged_near_is_no_loss_where_the_far_tier_is_encode
         (path,) = (tmp_path / "near").glob("step-*/rank-00000.json")
         for harm in (flip, Path.unlink):
             harm(path)
-            state = {"x": torch.zeros(50_000), "own": PerRank(0)}
+            state: dict[str, Any] = {"x": torch.zeros(50_000), "own": PerRank(0)}
             report = manager.restore(state, read_through=False)
             assert report is not None
             assert (report.skipped, state["own"].value) == ((), 4)

@@ -21,21 +21,11 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.owner import Owner, claim, read_owner
 from ckpt.errors import CkptError, CommitError, RootInUse, TransientStorageError
 from ckpt.model.keys import OWNER
-from ckpt.retention.prune import remove
+from ckpt.retention.prune import prune, remove
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import open_tiers
 from tests.kit.states import IMAGE, state
-from tests.kit.stores import Gated, gated, whole  # noqa: F401 - a fixture
-
-
-@pytest.fixture
-def near(tmp_path: Path) -> Path:
-    return tmp_path / "near"
-
-
-@pytest.fixture
-def far(tmp_path: Path) -> Path:
-    return tmp_path / "far"
+from tests.kit.stores import Gated, Wrapped, whole, wrap_stores
 
 
 def seems(root: Path, **fields: Any) -> None:
@@ -64,7 +54,7 @@ def restored_from(*tiers: Tier | Path, step: int | None = None) -> Any:
 def test_a_job_that_only_restores_evicts_nothing_of_a_job_on_another_machine(
     near: Path,
     far: Path,
-    gated: Gated,  # noqa: F811
+    gated: Gated,
 ) -> None:
     """Steps 11 and 12 wait for the far tier, and are nowhere else."""
     gated.open.set()
@@ -146,17 +136,15 @@ def test_a_restore_between_the_last_fragment_and_the_manifest_costs_no_step_in_m
     assert restores == [1]
 
 
-class Partitioned:
+class Partitioned(Wrapped):
     """A store that takes the first manifest and does not answer.
 
     Then another job takes the root and evicts that step.
     """
 
     def __init__(self, root: Path, meanwhile: Callable[[], None]) -> None:
-        self.inner, self.meanwhile, self.puts = open_backend(str(root)), meanwhile, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        super().__init__(open_backend(str(root)))
+        self.meanwhile, self.puts = meanwhile, 0
 
     def put(self, key: str, parts: Any, *, if_absent: bool = False) -> Any:
         info = self.inner.put(key, parts, if_absent=if_absent)
@@ -179,11 +167,7 @@ def test_a_manifest_is_not_put_again_once_another_job_has_the_root(
             remove(backend.inner, held)
 
     backend = Partitioned(near, taken_over)
-    monkeypatch.setattr(
-        ckpt.storage.tiers,
-        "open_backend",
-        lambda url, options: backend if backend.puts == 0 else open_backend(url, options),
-    )
+    wrap_stores(monkeypatch, lambda url, store: backend if backend.puts == 0 else store)
     manager = CheckpointManager(near)
     with pytest.raises(CommitError, match=r"whether it was committed .* cannot be seen"):
         manager.save(state(5), 5)
@@ -197,7 +181,7 @@ def test_a_pruner_that_comes_late_removes_nothing_of_the_next_job(
     near: Path, closed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first job stops before it prunes. Meanwhile another machine goes on from its step 2."""
-    prune, go = ckpt.retention.pruner.prune, threading.Event()
+    go = threading.Event()
 
     def late(*args: Any, **how: Any) -> Any:
         assert go.wait(30)

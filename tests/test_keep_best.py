@@ -47,7 +47,7 @@ def test_a_loss_on_its_graph_is_a_number_and_a_word_is_not(tmp_path):
     with CheckpointManager(tmp_path, metadata={"team": "speech"}) as manager:
         manager.save({"x": torch.ones(1)}, 1, metrics={"loss": loss})
         with pytest.raises(ConfigError, match=r"metrics\['loss'\] is a str"):
-            manager.save_async({"x": torch.ones(1)}, 2, metrics={"loss": "low"})
+            manager.save_async({"x": torch.ones(1)}, 2, metrics={"loss": "low"})  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="take another name"):
         CheckpointManager(tmp_path, metadata={"metrics": 1})
 

@@ -34,10 +34,9 @@ from ckpt.errors import (
 )
 from ckpt.events import Event, Restored, SaveCommitted, SaveFailed, SaveStaged, TierMissed
 from ckpt.model.keys import OWNER
-from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
-from tests.kit.stores import Gated
+from tests.kit.stores import Gated, faulty
 from tests.kit.waiting import until
 
 
@@ -452,8 +451,8 @@ def test_after_going_back_later_steps_may_be_lived_again_and_the_younger_wins(me
         manager.save({"x": "new 3"}, 3)
     with CheckpointManager(memory) as manager:
         assert manager.steps() == [1, 2, 3]
-        for step, expected in [(1, "old 1"), (2, "new 2"), (3, "new 3"), (None, "new 3")]:
-            manager.restore(target, step)
+        for restored, expected in [(1, "old 1"), (2, "new 2"), (3, "new 3"), (None, "new 3")]:
+            manager.restore(target, restored)
             assert target["x"] == expected
 
 
@@ -551,15 +550,7 @@ def test_two_tiers_both_get_it_and_either_can_give_it(tmp_path: Path, memory: st
 def test_a_tier_that_fails_does_not_undo_the_nearer_one(
     tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def opened(url: str, options: Any) -> StorageBackend:
-        backend = open_backend(url, options)
-        return (
-            backend
-            if url == memory
-            else FaultyBackend(backend, [Rule(verb="finish", fault=Raise(OutOfSpace))])
-        )
-
-    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+    faulty(monkeypatch, tmp_path / "far", [Rule(verb="finish", fault=Raise(OutOfSpace))])
     with CheckpointManager([memory, tmp_path / "far"]) as manager:
         with pytest.raises(OutOfSpace):
             manager.save({"x": torch.ones(3)}, 1)
@@ -734,9 +725,10 @@ def test_a_manager_that_is_just_dropped_still_finishes_its_save(
 
 def test_every_error_is_one_of_ours(memory: str) -> None:
     with CheckpointManager(memory) as manager:
-        for state in ({"x": object()}, [], {"x": torch.empty(1, device="meta")}):
+        wrong: list[Any] = [{"x": object()}, [], {"x": torch.empty(1, device="meta")}]
+        for state in wrong:
             with pytest.raises(CkptError):
-                manager.save_async(state)  # type: ignore[arg-type]
+                manager.save_async(state)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -17,6 +17,7 @@ from ckpt.config import load_config
 from ckpt.errors import ConfigError, SaveSkipped
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import open_tiers, urls_of
+from tests.kit.states import restored
 from tests.kit.stores import whole
 from tests.kit.worlds import run_code
 
@@ -92,7 +93,7 @@ def test_nothing_is_copied_and_what_lies_in_a_slot_goes_before_the_slot_is_fille
             files = list(folder.rglob("*.safetensors"))
             # the slot itself, under a second name
             assert all(path.stat().st_nlink == 2 for path in files)
-        assert manager.restore({"x": torch.zeros(1 << 20, dtype=torch.int64)}).tier.startswith(
+        assert restored(manager, {"x": torch.zeros(1 << 20, dtype=torch.int64)}).tier.startswith(
             "shm://"
         )
 
@@ -106,7 +107,7 @@ def test_damage_in_memory_is_found_and_the_disk_is_next(near, tmp_path):
         data[-5] ^= 1
         image.write_bytes(data)
         state = {"x": torch.zeros(1000, dtype=torch.int64)}
-        report = manager.restore(state)
+        report = restored(manager, state)
         assert (report.step, report.tier) == (3, str(tmp_path / "disk"))
         assert state["x"].tolist() == list(range(1000))
 
@@ -267,7 +268,7 @@ def test_a_folder_in_shared_memory_that_is_not_ours_alone_is_left_out(
             for step in (1, 2, 3):
                 manager.save({"x": torch.ones(3)}, step)
             assert manager.steps() == [1, 2, 3]
-            assert manager.restore({"x": torch.zeros(3)}).step == 3
+            assert restored(manager, {"x": torch.zeros(3)}).step == 3
         assert f"is left out: {folder} is not a folder of this user alone" in caplog.text
         assert caplog.text.count("left out") == 1
         assert caplog.text.count("is not kept in") == 1
@@ -311,7 +312,7 @@ os.kill(os.getpid(), 9)
 """
     run_code(start, status=-signal.SIGKILL, timeout=60)
     with CheckpointManager([Tier("memory"), Tier(disk, every=100)]) as manager:
-        assert manager.restore({"x": torch.zeros(3)}).step == 10
+        assert restored(manager, {"x": torch.zeros(3)}).step == 10
         for step in range(11, 15):
             manager.save({"x": torch.ones(3)}, step)
     assert told in caplog.text
@@ -345,7 +346,7 @@ os.kill(os.getpid(), 9)
 """
     run_code(start, status=-signal.SIGKILL, timeout=60)
     with CheckpointManager([Tier("memory"), Tier(disk, every=100)]) as manager:
-        assert manager.restore({"x": torch.zeros(3)}).step == 9
+        assert restored(manager, {"x": torch.zeros(3)}).step == 9
     assert "the newest durable step is 8, older than 9" in caplog.text
 
 
@@ -354,7 +355,7 @@ def test_closing_says_nothing_of_that_where_the_restored_step_is_durable(near, c
     with CheckpointManager(tiers) as manager:
         manager.save({"x": torch.ones(3)}, 10)
     with CheckpointManager([Tier("memory"), Tier(tiers[1].url, every=100)]) as manager:
-        assert manager.restore({"x": torch.zeros(3)}).step == 10
+        assert restored(manager, {"x": torch.zeros(3)}).step == 10
         manager.save({"x": torch.ones(3)}, 11)
     assert "step 11 is in memory only" in caplog.text
     assert "lost with" not in caplog.text

@@ -10,13 +10,12 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import attempts, is_committed
 from ckpt.coordination.owner import Owner, claim
@@ -32,25 +31,14 @@ from ckpt.events import Event, Repaired, StepDamaged
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.policy import Retention
 from ckpt.retention.prune import PruneContext, prune
-from ckpt.storage.api import ObjectInfo, StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.kit.damage import cut, empty, files, flip, garbage
 from tests.kit.states import assert_is, blank, state_of
-from tests.kit.stores import whole
+from tests.kit.stores import Wrapped, whole, wrap_stores
 from tests.kit.waiting import until
 
 Watch = Callable[..., FaultyBackend]
-
-
-@pytest.fixture
-def near(tmp_path: Path) -> Path:
-    return tmp_path / "near"
-
-
-@pytest.fixture
-def far(tmp_path: Path) -> Path:
-    return tmp_path / "far"
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +67,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
     def watching(folder: Path, *rules: Rule) -> FaultyBackend:
         store = FaultyBackend(open_backend(str(folder)), rules)
-        before = ckpt.storage.tiers.open_backend
-        monkeypatch.setattr(
-            ckpt.storage.tiers,
-            "open_backend",
-            lambda url, options: store if url == str(folder) else before(url, options),
-        )
+        wrap_stores(monkeypatch, lambda url, before: store if url == str(folder) else before)
         return store
 
     return watching
@@ -392,28 +375,18 @@ def test_a_far_tier_that_is_down_is_told_and_the_near_one_serves(
 @pytest.fixture
 def answers(far: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Make the farther tier wait until it is set."""
-    event, open_any = threading.Event(), ckpt.storage.tiers.open_backend
+    event = threading.Event()
 
-    class Silent:
-        def __init__(self, inner: StorageBackend) -> None:
-            self.inner = inner
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.inner, name)
-
-        def folders(self, prefix: str) -> Iterator[str]:
+    class Silent(Wrapped):
+        def folders(self, prefix: str) -> Any:
             assert event.wait(60)
             return self.inner.folders(prefix)
 
-        def head(self, key: str) -> ObjectInfo:
+        def head(self, key: str) -> Any:
             assert event.wait(60)
             return self.inner.head(key)
 
-    def opened(url: str, options: Mapping[str, object]) -> object:
-        store = open_any(url, options)
-        return Silent(store) if url == str(far) else store
-
-    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+    wrap_stores(monkeypatch, lambda url, store: Silent(store) if url == str(far) else store)
     yield event
     event.set()
     assert until(lambda: not listing())

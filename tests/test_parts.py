@@ -127,14 +127,16 @@ def test_what_a_save_did_not_leave_out_must_still_be_there(tmp_path: Path) -> No
 def test_a_pattern_that_fits_no_name_is_an_error_and_nothing_is_saved(tmp_path: Path) -> None:
     state = job(1)
     with CheckpointManager(tmp_path) as manager:
-        for patterns in (
+        unknown: list[dict[str, Any]] = [
             {"only": "modle"},
             {"only": ["model", "data/order/x"]},
             {"exclude": "mdl"},
-        ):
+        ]
+        for patterns in unknown:
             with pytest.raises(ConfigError, match="no name of the state fits"):
                 manager.save_async(state, 1, **patterns)
-        for patterns in ({"only": []}, {"exclude": [3]}, {"only": ""}):
+        wrong: list[dict[str, Any]] = [{"only": []}, {"exclude": [3]}, {"only": ""}]
+        for patterns in wrong:
             with pytest.raises(ConfigError, match="give names or patterns"):
                 manager.save_async(state, 1, **patterns)
         assert manager.steps() == []
@@ -146,7 +148,13 @@ def test_a_pattern_that_fits_no_name_is_an_error_and_nothing_is_saved(tmp_path: 
 def test_a_hundred_saves_whose_patterns_alternate_are_each_of_their_own_part(
     tmp_path: Path,
 ) -> None:
-    state, kinds = job(1), ({"only": "*lora*"}, {}, {"exclude": "optimizer"}, {"only": "model"})
+    state = job(1)
+    kinds: list[dict[str, Any]] = [
+        {"only": "*lora*"},
+        {},
+        {"exclude": "optimizer"},
+        {"only": "model"},
+    ]
     expected: dict[int, dict[str, torch.Tensor]] = {}
     with CheckpointManager(tmp_path) as manager:
         for step in range(100):

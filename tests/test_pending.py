@@ -15,20 +15,19 @@ from ckpt.errors import AccessDenied, ConfigError, StepsMissing
 from ckpt.pending import SaveRecord, missing_at_the_end
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from tests.kit.stores import Wrapped, wrap_stores
 
 
-class Gate:
+class Gate(Wrapped):
     """A store whose uploads finish when the test allows it."""
 
     def __init__(self, inner: Any, opened: threading.Event) -> None:
-        self._inner, self._opened = inner, opened
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        super().__init__(inner)
+        self._opened = opened
 
     def upload(self, key: str, size: int) -> Any:
         assert self._opened.wait(30)
-        return self._inner.upload(key, size)
+        return self.inner.upload(key, size)
 
 
 @pytest.fixture
@@ -39,11 +38,7 @@ def memory() -> str:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     opened = threading.Event()
-    monkeypatch.setattr(
-        ckpt.storage.tiers,
-        "open_backend",
-        lambda url, options: Gate(open_backend(url, options), opened),
-    )
+    wrap_stores(monkeypatch, lambda url, store: Gate(store, opened))
     return opened
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +45,7 @@ def test_a_change_that_ends_after_the_copy_is_seen_at_the_fence(tmp_path):
     model(torch.ones(4)).sum().backward()
     with CheckpointManager(tmp_path) as manager:
         pending = manager.save_async({"m": model, "o": optimizer}, step=1)
+        assert pending._snapshot is not None
         pending._snapshot.wait_ended()
         with torch.no_grad():
             model.weight.add_(1)
@@ -74,13 +77,13 @@ def test_an_optimizer_that_hides_its_state_is_refused_by_name(tmp_path):
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.optimizer = inner
             self.slow = torch.ones(3)
-            self.state, self.param_groups = {}, inner.param_groups
+            self.state, self.param_groups = defaultdict(dict), inner.param_groups
 
     model = nn.Linear(2, 2)
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(UnsupportedValue, match=r"'o'.*Lookahead"):
             manager.save({"m": model, "o": Lookahead(torch.optim.SGD(model.parameters()))}, step=1)
-        stray = torch.optim.SGD(model.parameters())
+        stray: Any = torch.optim.SGD(model.parameters())
         stray.state["global"] = {"t": torch.ones(1)}
         with pytest.raises(UnsupportedValue, match="belongs to no parameter"):
             manager.save({"m": model, "o": stray}, step=1)

@@ -14,7 +14,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt import CheckpointManager, PerRank, RngState
 from ckpt.errors import EntryMissing, RestoreError, ShapeMismatch
-from ckpt.restore.report import RestoreReport
+from tests.adapters.saving import restored
+from tests.kit.models import compiled
 
 
 class Net(nn.Module):
@@ -68,14 +69,7 @@ def root(tmp_path: Path, saved: dict[str, Any]) -> str:
     return str(tmp_path)
 
 
-def restored(root: str, state: dict[str, Any], **how: Any) -> RestoreReport:
-    with CheckpointManager(root) as manager:
-        report = manager.restore(state, **how)
-    assert report is not None
-    return report
-
-
-def plain(model: nn.Module) -> nn.Module:
+def plain(model: nn.Module) -> Any:
     """Return the state without wrappers."""
     while (inner := getattr(model, "_orig_mod", getattr(model, "module", None))) is not None:
         model = inner
@@ -177,7 +171,7 @@ def test_the_default_device_is_not_for_what_is_saved_on_the_cpu(
     more = {"rng": PerRank(RngState()), "history": [[torch.ones(2)], 1], "model": saved["model"]}
     with CheckpointManager(str(tmp_path)) as manager:
         manager.save(more, 1)
-        state = {"rng": PerRank(RngState()), "history": None, "model": Net()}
+        state: dict[str, Any] = {"rng": PerRank(RngState()), "history": None, "model": Net()}
         with torch.device("meta"):
             manager.restore(state)
     assert state["history"][0][0].tolist() == [1, 1]
@@ -273,12 +267,6 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     )
     yield
     torch.distributed.destroy_process_group()
-
-
-def compiled(model: nn.Module) -> nn.Module:
-    wrapped: Any = torch.compile(model, backend="eager")
-    assert isinstance(wrapped, nn.Module)
-    return wrapped
 
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {

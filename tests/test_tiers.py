@@ -334,4 +334,4 @@ def test_close_with_nothing_under_way_says_nothing(tmp_path, caplog):
     manager.close(timeout=30)
     assert "waiting" not in caplog.text
     with pytest.raises(ConfigError, match="timeout='soon': give seconds"):
-        CheckpointManager(tmp_path).close(timeout="soon")
+        CheckpointManager(tmp_path).close(timeout="soon")  # type: ignore[arg-type]

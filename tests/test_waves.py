@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from torch import nn
 
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import CkptError, HostMemoryExhausted, OutOfSpace, StagingError
-from ckpt.storage.registry import open_backend
-from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from ckpt.storage.testing import Raise, Rule
+from tests.kit.stores import Wrapped, faulty, wrap_stores
 
 MIB = 1 << 20
 STAGING = 176 * MIB  # a ring of 128 MiB, the smallest
@@ -29,6 +30,8 @@ class Net(nn.Module):
 
     One weight is not contiguous, and one tensor crosses the end of the ring.
     """
+
+    odd: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +98,7 @@ def test_a_state_larger_than_the_staging_memory_is_saved_whole(tmp_path, caplog,
             stalled = pending.stall_seconds
             pending.result()
             # the call waited for most of the streaming, and the report says so
+            assert pending.durable_seconds is not None
             assert stalled > pending.durable_seconds / 8
             assert_restores(tmp_path, expected)
     assert "in waves" in caplog.text
@@ -117,11 +121,7 @@ def test_a_disk_that_fails_under_way_lets_the_optimizer_go_on(tmp_path, monkeypa
     rules = [
         Rule(verb="write", key="safetensors", nth=9, fault=Raise(OutOfSpace("k", "disk full")))
     ]
-
-    def opened(url, options):
-        return FaultyBackend(open_backend(url, options), rules)
-
-    monkeypatch.setattr("ckpt.storage.tiers.open_backend", opened)
+    faulty(monkeypatch, tmp_path, rules)
     with CheckpointManager(tmp_path, staging_bytes=STAGING) as manager:
         pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
         step(net, optimizer)
@@ -164,15 +164,11 @@ def test_a_part_that_fails_for_good_while_the_ring_is_full_holds_up_nobody(tmp_p
     the fence.
     """
     net, optimizer = trained()
-    backend = open_backend(str(tmp_path))
     failing = threading.Event()
 
-    class Slow:
-        def __getattr__(self, name):
-            return getattr(backend, name)
-
+    class Slow(Wrapped):
         def upload(self, key, size):
-            upload = backend.upload(key, size)
+            upload = self.inner.upload(key, size)
             write = upload.write
 
             def stubborn(offset: int, data: memoryview) -> None:
@@ -185,7 +181,7 @@ def test_a_part_that_fails_for_good_while_the_ring_is_full_holds_up_nobody(tmp_p
             upload.write = stubborn
             return upload
 
-    monkeypatch.setattr("ckpt.storage.tiers.open_backend", lambda url, options: Slow())
+    wrap_stores(monkeypatch, lambda url, store: Slow(store))
     with CheckpointManager(tmp_path, staging_bytes=STAGING) as manager:
         pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
         with pytest.raises(OutOfSpace):
@@ -203,7 +199,7 @@ def test_what_is_set_aside_is_set_aside_once(tmp_path):
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    holder = nn.Module()
+    holder: Any = nn.Module()
     holder.weight = weight
     holder.register_buffer("buffer", torch.randn(17 << 20))  # 68 MiB: three pieces
     state = {"m": holder, "o": optimizer}

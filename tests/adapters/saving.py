@@ -28,9 +28,11 @@ def saved(state: Mapping[str, Any], root: str | None = None, step: int = 0) -> s
     return root
 
 
-def restored(root: str, target: dict[str, Any], step: int | None = None) -> RestoreReport:
+def restored(
+    root: str, target: dict[str, Any], step: int | None = None, **how: Any
+) -> RestoreReport:
     with CheckpointManager(root) as manager:
-        report = manager.restore(target, step)
+        report = manager.restore(target, step, **how)
     assert report is not None
     return report
 

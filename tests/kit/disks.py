@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.kit.worlds import ENVIRONMENT, ROOT
 
 
 @pytest.fixture
@@ -31,3 +35,24 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mounted
     for place in places:
         subprocess.run(["umount", "-l", place], check=True)
+
+
+def run_mounted(
+    mount: str, command: str, *, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run a shell's ``command`` after its ``mount``, in a mount namespace of its own."""
+    words = ["unshare", "-m", "sh", "-c", mount]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(words, capture_output=True, check=False).returncode
+    ):
+        pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")
+    return subprocess.run(
+        [*words[:-1], f"{mount} && {command}"],
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )

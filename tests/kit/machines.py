@@ -19,8 +19,8 @@ from typing import Final
 import psutil
 import pytest
 
-from tests.crash.nursery import fork
 from tests.kit.waiting import until
+from tests.processes import fork
 
 _OWN: Final = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 ALONE: Final = ("unshare", "--user", "--map-root-user", *_OWN)

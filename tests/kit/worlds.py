@@ -112,7 +112,7 @@ def run_forks(
         statuses = _server.run(
             {
                 "words": [str(word) for word in words],
-                "environments": [os.environ | ENVIRONMENT | each for each in environments],
+                "environments": [{**os.environ, **ENVIRONMENT, **each} for each in environments],
                 "logs": [str(log) for log in logs],
                 "folder": os.getcwd(),
                 "end_together": end_together,

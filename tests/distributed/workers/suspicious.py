@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from nets import build, state_of, step  # type: ignore[import-not-found]
 
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.events import Event, SaveSuspicious
+from tests.distributed.workers.nets import build, state_of, step
 
 
 def steps_named(root: Path, mode: str) -> list[int]:
