@@ -478,7 +478,7 @@ def test_an_empty_near_tier_is_filled_and_the_next_restore_is_local(
     assert_is(target, 3)
     assert second is not None
     assert (second.tier, second.cached_bytes) == (str(fresh), 0)
-    assert [call.verb for call in store.calls] == ["folders"]  # is there anything newer?
+    assert [call.verb for call in store.calls] == ["folders"]  # it looks for a newer step
 
 
 def test_it_can_be_switched_off(saved: list[Path], tmp_path: Path, far: Path) -> None:

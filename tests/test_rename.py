@@ -28,7 +28,7 @@ from tests.adapters.saving import assert_same, restored
 
 
 class Net(nn.Module):
-    """A backbone, and heads."""
+    """A network of a backbone and heads."""
 
     def __init__(self, backbone: str = "backbone", heads: tuple[str, ...] = ("head",)) -> None:
         super().__init__()

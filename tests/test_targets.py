@@ -19,7 +19,7 @@ from tests.kit.models import compiled
 
 
 class Net(nn.Module):
-    """Tied weights, a buffer that is saved and one that is not."""
+    """A network with tied weights, a buffer that is saved and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()

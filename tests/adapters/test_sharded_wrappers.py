@@ -230,7 +230,9 @@ def test_two_tensors_are_both_cut() -> None:
 
 @pytest.mark.parametrize("quantised", [0, 1])
 def test_a_tensor_that_only_some_ranks_have_quantised_is_refused_by_name(quantised: int) -> None:
-    """So is torchao's state if its blocks divide the parts of some ranks only."""
+    """torchao's state is refused in the same way if its blocks divide the parts of some
+    ranks only.
+    """
 
     def state(rank: int) -> State:
         found = cut(WHOLE, rank, 2)

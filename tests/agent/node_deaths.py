@@ -290,7 +290,7 @@ def check(cluster: Cluster, known: Noted, newest: int, *, lost: bool) -> None:
 
     The exception is what a lost node had.
     """
-    # The agents may still work: a step may be listed meanwhile, and none may go.
+    # The agents may still work: meanwhile a step may become listed, but no listed step may vanish.
     listed = cluster.listed()
     assert {step for name, step in known if name == "shared"} <= set(listed), (known, listed)
     if cluster.shared.exists():

@@ -98,7 +98,7 @@ def bucket(wire: Proxy, path: Path, **how: Any) -> Tier:
 
 
 def listed(tier: Tier) -> list[int]:
-    """Return the steps of a tier. Each of them must restore."""
+    """Return the steps of a tier, after a check that each of them restores."""
     with CheckpointManager(tier) as manager:
         steps = manager.steps()
         for step in steps:
@@ -147,7 +147,7 @@ def test_the_far_tier_gets_the_same_bytes_as_from_the_trainer(
 
 
 def test_the_trainer_uploads_no_data_file(place: Place, tmp_path: Path, gated: Gated) -> None:
-    """Its own upload would not end."""
+    """The trainer's own upload would not end."""
     with CheckpointManager([tmp_path / "near", tmp_path / "far"], agent="required") as manager:
         [one] = save(manager, 1)
         assert one.progress == 1.0

@@ -192,7 +192,9 @@ class Cluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    """Each node has a tier in memory. The shared folder takes each 100th step."""
+    """Make a cluster where each node has a tier in memory, and the shared folder takes each 100th
+    step.
+    """
     monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "0")
     with new_place() as one, new_place() as two:
         tiers: list[dict[str, object]] = [

@@ -1,4 +1,4 @@
-"""A pinned step stays until the pin ends, whatever the order of a pin and a removal."""
+"""A pinned step stays until the pin ends, for any order of a pin and a removal."""
 
 from __future__ import annotations
 

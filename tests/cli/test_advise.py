@@ -1,4 +1,4 @@
-"""`ckpt advise`."""
+"""Tests of `ckpt advise`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt pin` and `ckpt unpin`."""
+"""Tests of `ckpt pin` and `ckpt unpin`."""
 
 from __future__ import annotations
 

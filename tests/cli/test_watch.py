@@ -1,4 +1,4 @@
-"""`ckpt watch`."""
+"""Tests of `ckpt watch`."""
 
 from __future__ import annotations
 

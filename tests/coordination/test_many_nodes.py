@@ -90,7 +90,7 @@ def test_every_node_has_the_same_manifest_and_nothing_is_left_in_the_job_s_store
     assert [fragment.rank for fragment in manifest.fragments] == [0, 1, 2]
     left = {key for key, _ in world.messages}
     assert not left - {f"tier0/{REF.folder}/put"}, left  # the committer may have had to wait for it
-    assert max(map(len, world.verdicts.values())) < 200  # verdicts stay
+    assert max(map(len, world.verdicts.values())) < 200  # verdicts are not deleted
 
 
 def test_a_rank_that_has_failed_is_heard_of_on_all_nodes_and_no_node_has_a_manifest(

@@ -1,4 +1,4 @@
-"""Start workers as torchrun does, on this machine alone."""
+"""Start workers as torchrun does, on this machine only."""
 
 from __future__ import annotations
 

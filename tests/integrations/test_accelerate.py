@@ -260,7 +260,7 @@ def test_a_first_save_that_an_earlier_run_hides_is_refused(tmp_path: Path) -> No
         assert checkpoints.save_state(7).result().step == 7  # It is the newest
     job = new()
     with AcceleratorCheckpoints(job.accelerator, tmp_path) as checkpoints:
-        assert checkpoints.load_state(2) is not None  # To go back is a choice
+        assert checkpoints.load_state(2) is not None  # going back is the user's choice
         assert checkpoints.save_state().result().step == 3
 
 

@@ -198,7 +198,7 @@ def test_best_is_found_by_the_callback_and_by_a_new_process(nets: Any, tmp_path:
 
 
 def test_a_run_continues_after_the_end_of_the_first(nets: Any, tmp_path: Path) -> None:
-    """One trainer, one callback: fit, validate, and fit again."""
+    """One trainer and one callback fit, validate, and fit again."""
     callback, net = CkptCheckpoint(tmp_path), nets.Net()
     trainer = nets.trainer(callback, epochs=1)
     trainer.fit(net, nets.Loader(), nets.validation())
@@ -446,7 +446,9 @@ def block(part: str) -> str:
 def test_the_lines_of_the_page_run_and_a_second_run_visibly_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They run as the page says, and are not changed so that there is something to resume."""
+    """They run as the page says: the test does not change them so that there is something to
+    resume.
+    """
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"`python (boring\.py [0-9]+)`", PAGE.read_text())
     assert len(commands) == 2

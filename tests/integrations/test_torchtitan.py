@@ -61,7 +61,7 @@ def test_trainer_uses_checkpoint_interface_with_concrete_default() -> None:
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 def test_save_load_restores_state(tmp_path: Path, mode: str) -> None:
-    """And ``test_async_save_with_pinned_mem_assigns_staging_future``."""
+    """It also stands for ``test_async_save_with_pinned_mem_assigns_staging_future``."""
     whole = Job(tmp_path / "whole").run(6)
     first = Job(tmp_path, async_mode=mode)
     assert first.run(3) == whole[:3]
@@ -85,7 +85,7 @@ def test_load_returns_false_when_no_checkpoint_folder(tmp_path: Path) -> None:
 
 
 def test_explicit_load_step_raises_when_checkpoint_folder_missing(tmp_path: Path) -> None:
-    """And ``test_explicit_load_step_raises_when_checkpoint_step_missing``."""
+    """It also stands for ``test_explicit_load_step_raises_when_checkpoint_step_missing``."""
     with pytest.raises(FileNotFoundError, match="load_step=7"):
         Job(tmp_path).manager.load(7)
     Job(tmp_path).run(2)
@@ -221,7 +221,7 @@ def test_nothing_happens_when_checkpoint_disabled(tmp_path: Path) -> None:
     ids=str,
 )
 def test_sanity_and_range_checks(wrong: dict[str, Any]) -> None:
-    """And ``test_path_normalization``, ``test_dependency_assertions``,
+    """It also stands for ``test_path_normalization``, ``test_dependency_assertions``,
     ``test_remote_hf_rejected`` and ``test_mode_normalization``.
     """
     assert CkptManager.Config(async_mode="DISABLED").async_mode == "disabled"

@@ -63,7 +63,7 @@ def assets(folder: Path) -> None:
 
 
 def config(folder: Path, checkpoint: Any, *, steps: int) -> Any:
-    """The configuration of the debug model on the data of ``folder``."""
+    """Return the configuration of the debug model on the data of ``folder``."""
     found = llama3_debugmodel()
     inner = found.model_spec.model.traverse(FlexAttention.Config)
     for _, _, parent, name in list(inner):
@@ -82,7 +82,7 @@ def config(folder: Path, checkpoint: Any, *, steps: int) -> Any:
 
 
 def trainer(configured: Any) -> Trainer:
-    """The trainer, before it trains."""
+    """Return the trainer, before it trains."""
     made = configured.build()
     for part in made.model_parts:
         for module in part.modules():

@@ -45,7 +45,7 @@ PartitionName=main Nodes=localhost Default=YES State=UP
 
 
 class Cluster:
-    """Runs Slurm's commands against the cluster of ``folder``."""
+    """A cluster in ``folder``, with functions that run Slurm's commands."""
 
     def __init__(self, folder: Path) -> None:
         self.env = {**os.environ, "PATH": PATH, "SLURM_CONF": str(folder / "slurm.conf")}

@@ -74,7 +74,7 @@ _submit = Workers.submit
 
 
 class Window:
-    """Late copies wait at a gate.
+    """A gate at which late copies wait.
 
     ``save`` leaves it closed; ``overtake``, ``close`` or the end of the test opens it.
 

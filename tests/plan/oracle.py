@@ -75,7 +75,7 @@ def merge_objects(parts: Iterable[tuple[Fragment, FragmentRef]]) -> Manifest:
 
 
 def check_fragment(fragment: Fragment, *, key: str) -> Fragment:
-    """Return it, or raise ``ManifestCorrupt`` with the first fault."""
+    """Return the fragment, or raise ``ManifestCorrupt`` with the first fault."""
     fits = 0 <= fragment.rank < fragment.world_size and fragment.step >= 0
     require(fits, key, "step, rank or world size is out of range")
     require(

@@ -51,7 +51,7 @@ def manifest_of(node_of: tuple[int, ...] = NODE_OF) -> Manifest:
         ((0, 1, 2, 3), (), (0, 1, 2, 3)),
         ((0, 1, 2, 3), (0, 0, 1, 1), (2, 3)),
         ((0, 2), (0, 0, 1, 1), ()),  # a copy on each node, by one rank each
-        ((0, 1, 2), (0, 0, 1, 1), ()),  # unequal parts would be no copies of each other
+        ((0, 1, 2), (0, 0, 1, 1), ()),  # unequal parts are not copies of each other
         ((), (0, 0, 1, 1), ()),
     ],
 )

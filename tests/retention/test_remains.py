@@ -198,7 +198,7 @@ def test_what_a_finisher_left_that_never_came_back_goes_in_the_end(tmp_path: Pat
 
     count, size = days_later(0.5)
     assert (count, size > 0) == (2, True)  # it may be running
-    assert days_later(2) == [2, 0]  # the pruner's mark instead
+    assert days_later(2) == [2, 0]  # the pruner's mark has replaced it
     assert not claim_for_finish(backend, ref)
     assert days_later(0.5) == [2, 0]
     assert days_later(2) == []

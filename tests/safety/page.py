@@ -31,7 +31,7 @@ Cell = tuple[str, str, str]
 
 
 def measured(which: str, folder: str | os.PathLike[str]) -> list[Found]:
-    """Run the cases in a world of two ranks. ``which``: "quick" or "all"."""
+    """Run the cases in a world of two ranks. ``which`` is "quick" or "all"."""
     seconds = 280 if which == "quick" else 900
     world(2, Path(__file__).with_name("rank.py"), folder, which, timeout=seconds)
     return msgspec.json.decode(Path(folder, "outcomes.json").read_bytes(), type=list[Found])

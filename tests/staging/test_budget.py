@@ -134,7 +134,7 @@ def test_the_tightest_of_all_levels_counts(cgroup, tmp_path):
 
 
 def test_page_cache_is_given_back_and_counts_as_room(cgroup, tmp_path):
-    """After a day of reading data every container is full of it."""
+    """After a day of reading data, every container is full of page cache."""
     cgroup(("/", None, 0, 0), ("/job", 300, 299, 250))
     assert room(tmp_path) == pytest.approx(251, abs=1)
 

@@ -346,7 +346,7 @@ def saved(root: Path) -> None:
 
 
 def on_fewer(root: Path) -> None:
-    """Node 1 of four is lost, and three ranks go on. Each file is on two nodes again."""
+    """Node 1 of four is lost, and three ranks go on. Then each file is on two nodes again."""
     here = (0, 2, 3)[dist.get_rank()]
     place = Tier(str(root / f"node{here}"), local=True, keep_last=2, replicas=1)
     restore_and_wait(CheckpointManager(place)).close()
@@ -424,7 +424,7 @@ def certificate(root: Path) -> Tls:
 
 
 def encrypted(root: Path) -> None:
-    """With TLS a step outlives a node as without it, and no connection is plain."""
+    """With TLS a step outlives a node as it does without TLS, and no connection is plain."""
     tls, base = certificate(root), root / "encrypted"
     messages, opened = logged(), list[type]()
     answer, connect = NodeServer._answer, NodeStore._connect
@@ -561,7 +561,9 @@ def come_back(root: Path) -> None:
 
 
 def go_on(root: Path) -> None:
-    """Go on from the last step in one job. What it left on each node goes, on new nodes too."""
+    """Go on from the last step in one job. What it left on each node is removed, on new
+    nodes too.
+    """
     with CheckpointManager(in_memory(root)) as manager:
         restore_and_wait(manager)
         save(manager, (7,))

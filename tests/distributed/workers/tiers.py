@@ -78,7 +78,7 @@ def main() -> None:
             if outcome is None and save.step % 2 == 0
         ]
         steps = manager.steps()
-        assert set(kept) | {STEPS - 1} <= set(steps), (kept, steps)  # 9 is in memory only
+        assert set(kept) | {STEPS - 1} <= set(steps), (kept, steps)  # step 9 is in memory only
         report = manager.restore(state, STEPS - 1)
         assert report is not None
         assert report.tier.startswith("shm://"), report

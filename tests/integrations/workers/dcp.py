@@ -1,4 +1,4 @@
-"""Two ranks save a sharded state through DCP, other numbers of ranks load it.
+"""Two ranks save a sharded state through DCP, and other numbers of ranks load it.
 
 dcp.py save|load|process FOLDER, under torchrun; dcp.py full|killed FOLDER alone.
 """

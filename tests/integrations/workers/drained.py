@@ -1,4 +1,4 @@
-"""A run of Ray Train whose node is announced to go away, on a cluster of two nodes.
+"""A run of Ray Train on a cluster of two nodes, one of which is drained.
 
     drained.py FOLDER
 

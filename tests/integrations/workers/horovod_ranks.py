@@ -1,4 +1,4 @@
-"""Ranks of horovodrun: sum over all ranks, save each step in ``ROOT``, continue where they were.
+"""Ranks of horovodrun sum over all ranks, save each step in ``ROOT``, and continue where they were.
 
 horovodrun --gloo -np 2 python horovod_ranks.py ROOT
 """

@@ -129,7 +129,9 @@ def only_step(root: Path, step: int, to: Path) -> Path:
 
 
 class Killer(Callback):
-    """Kills the process when the first file of a step is there, which is before its manifest."""
+    """A callback that kills the process when the first file of a step exists, before
+    its manifest.
+    """
 
     def __init__(self, root: Path, step: int) -> None:
         self.root, self.step = root, step
@@ -142,7 +144,7 @@ class Killer(Callback):
 
 
 class Copies(TorchDispatchMode):
-    """Records the operations that copy a tensor."""
+    """A mode that records the operations that copy a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +157,7 @@ class Copies(TorchDispatchMode):
 
 
 class Dumps(Callback):
-    """Counts what copies tensors while Lightning's checkpoint is made for ckpt."""
+    """A callback that counts what copies tensors while Lightning's checkpoint is made for ckpt."""
 
     def __init__(self) -> None:
         self.copies: list[str] = []
