@@ -214,12 +214,12 @@ def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(
         pruned.wait(30)
         go(self, writer, line)
 
-    def told(self):
+    def noted(self):
         prune(self)
         pruned.set()
 
     monkeypatch.setattr(Backfill, "_go", slow)
-    monkeypatch.setattr(Pruner, "_prune", told)
+    monkeypatch.setattr(Pruner, "_prune", noted)
     go_on(Tier(str(near), keep_last=1), far, step=3)
     assert whole(far) == [1, 2, 3]
     assert whole(near) == [3]

@@ -43,13 +43,13 @@ def watch() -> None:
     """Record every request to another node."""
     request = ckpt.nodes.store.NodeStore._request
 
-    def told(self: Any, peer: Any, key: str, offset: int, out: memoryview) -> int:
+    def recorded(self: Any, peer: Any, key: str, offset: int, out: memoryview) -> int:
         asked.append(key)
         size = request(self, peer, key, offset, out)
         reached.update(self._reached.values())
         return size
 
-    ckpt.nodes.store.NodeStore._request = told  # type: ignore[method-assign]
+    ckpt.nodes.store.NodeStore._request = recorded  # type: ignore[method-assign]
 
 
 def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
