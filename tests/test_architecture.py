@@ -161,6 +161,7 @@ FOREIGN_PRIVATES = {
     "ckpt/adapters/torch_store.py",
     "ckpt/integrations/accelerate.py",
     "ckpt/integrations/deepspeed.py",
+    "ckpt/integrations/deepspeed_engine.py",
     "ckpt/integrations/lightning_loops.py",
     "ckpt/integrations/lightning_strategy.py",
     "backends/ckpt_backends/gcs.py",

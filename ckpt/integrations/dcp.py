@@ -16,7 +16,6 @@ import os
 import re
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Unpack
 
@@ -37,25 +36,20 @@ from torch.futures import Future
 
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.torch_store import TorchStoreCoordinator
-from ckpt.catalog.candidates import Candidate
-from ckpt.catalog.index import attempts, instead_of
 from ckpt.config import SaveConfig, Settings, Tier
 from ckpt.coordination.single import SingleCoordinator, new_attempt
 from ckpt.errors import (
     ConfigError,
     HistoryHidden,
-    NoCheckpoint,
     RestoreError,
     ShapeMismatch,
     StepExists,
-    StorageError,
 )
 from ckpt.errors.text import redact
 from ckpt.integrations.dcp_items import Entries, Path, gathered, leaves, state_of
-from ckpt.integrations.stored import Failed, fill, opened, reader_of
+from ckpt.integrations.stored import Failed, fill, opened, opened_step
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
-from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 State = dict[str, Any]
@@ -261,8 +255,8 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
     def _chosen_step(self) -> int:
         if (step := self._own_step) is not None:
             return step
-        with _opened(self._tiers, None) as (_, found):
-            return found.ref.step + 1 if found else 0
+        newest = _newest(self._tiers)
+        return 0 if newest is None else newest + 1
 
     @property
     def _own_step(self) -> int | None:
@@ -406,8 +400,7 @@ class CkptReader(_Root, StorageReader):
 
     def latest_step(self) -> int | None:
         """Return the newest committed step, or None if there is none. Asks the tiers."""
-        with _opened(self._tiers, None) as (_, found):
-            return None if found is None else found.ref.step
+        return _newest(self._tiers)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take the step from ``checkpoint_id``, if there is one."""
@@ -432,14 +425,9 @@ class CkptReader(_Root, StorageReader):
             raise
 
     def _metadata(self) -> Metadata:
-        with _opened(self._tiers, self._asked) as (backends, found):
-            if found is None:
-                raise NoCheckpoint(
-                    ", ".join(each.url for each in backends), _instead(backends[0], self._asked)
-                )
-            reader = reader_of(backends, found)
+        with opened_step(self._tiers, self._asked) as reader:
             self._entries = reader.whole(lambda outline: Entries(outline.manifest))
-        self._ref = found.ref
+        self._ref = reader.ref
         metadata = self._entries.metadata()
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
         return metadata
@@ -490,14 +478,8 @@ class CkptReader(_Root, StorageReader):
         for leaf, (_, tensor) in zip(boxes, wanted, strict=True):
             if leaf.boxes[0].shape != tuple(tensor.shape):
                 raise ShapeMismatch(leaf.name, leaf.boxes[0].shape, tensor.shape)
-        with _opened(self._tiers, self._ref.step, self._ref) as (backends, found):
-            if found is None:
-                raise NoCheckpoint(
-                    ", ".join(each.url for each in backends),
-                    f"{self._ref.folder!r} was removed while it was loaded",
-                )
-            reader = reader_of(backends, found)
-            targets = [tensor for _, tensor in wanted]
+        targets = [tensor for _, tensor in wanted]
+        with opened_step(self._tiers, self._ref.step, self._ref) as reader:
             reader.whole(lambda outline: fill(reader, outline, boxes, targets))
 
 
@@ -525,22 +507,10 @@ def _places(tiers: Sequence[Tier]) -> frozenset[str]:
     )
 
 
-def _instead(backend: StorageBackend, step: int | None) -> str:
-    """Return what there is in the place of ``step`` (None: any)."""
-    with suppress(StorageError):
-        return instead_of(backend, attempts(backend), step)
-    return "" if step is None else f"step {step} is not there"
-
-
-@contextmanager
-def _opened(
-    tiers: Sequence[Tier], step: int | None, ref: StepRef | None = None
-) -> Generator[tuple[list[StorageBackend], Candidate | None]]:
-    """Open all tiers, and give their stores and the newest attempt at ``step``, or the attempt
-    ``ref``.
-    """
-    with opened(tiers, step) as (backends, found):
-        yield backends, next((each for each in found if ref in (None, each.ref)), None)
+def _newest(tiers: Sequence[Tier]) -> int | None:
+    """Return the newest committed step."""
+    with opened(tiers) as readers:
+        return next((reader.ref.step for reader in readers), None)
 
 
 def _packed(value: Any) -> io.BytesIO:

@@ -23,16 +23,14 @@ import logging
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import distributed as dist
 
-from ckpt.adapters.match.tree import StateTree
-from ckpt.catalog.candidates import Candidate
+from ckpt.adapters.match.tree import MakeTensor, StateTree
 from ckpt.catalog.tiered_reader import Found, TieredReader
 from ckpt.errors import (
     ConfigError,
@@ -45,15 +43,13 @@ from ckpt.errors import (
 from ckpt.events import Event, SaveCommitted, SaveFailed
 from ckpt.integrations.deepspeed_tags import check_loads
 from ckpt.integrations.deepspeed_values import Owned, StoredTensor, packed, unpacked
-from ckpt.integrations.stored import Failed, fill, opened, reader_of
+from ckpt.integrations.stored import Failed, built, opened
 from ckpt.integrations.tested import warn_of_untested
+from ckpt.integrations.together import of_all
 from ckpt.manager import CheckpointManager
-from ckpt.model.box import Box
 from ckpt.model.keys import StepRef
 from ckpt.model.values import following, parse
 from ckpt.pending import PendingSave
-from ckpt.plan.leaf import Leaf
-from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 TESTED: Final = ("0.19", "0.19")
@@ -115,10 +111,8 @@ class CkptEngine:
         observers = (*settings.pop("observers", ()), *([self._latest] if self._latest else ()))
         self.manager = CheckpointManager(self._tiers, observers=observers, **settings)
         self._last = self._newest()
-        if self._latest is not None:
-            self._mirror(self._latest)
+        of_all("cannot write the small files", self._mirror)
         check_loads(engine, self._folder, self, self._tags)
-        dist.barrier()
 
     # -- what DeepSpeed calls to save --------------------------------------------------------------
 
@@ -202,12 +196,13 @@ class CkptEngine:
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the contents of a file, from the newest step with its tag.
 
-        Each chunk comes from the nearest tier that has it intact.
+        All ranks call it, each for a file of its own. Each chunk comes from the nearest tier that
+        has it intact.
 
         Raises:
             NoCheckpoint: No step has the tag.
             RestoreError: DeepSpeed's own engine has written the file, the ranks load different
-                steps, or the state cannot be loaded by so many ranks.
+                steps, another rank has failed, or the state cannot be loaded by so many ranks.
             IntegrityError, StorageError: Bytes are intact on no tier.
         """
         if self._looked_at is not None and self._looked_at[0] == path:
@@ -215,6 +210,26 @@ class CkptEngine:
             found, self._looked_at = self._looked_at[1], None
             return found
         self._looked_at = None
+        device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+        contents: list[Any] = []
+
+        def load() -> tuple[str, StepRef]:
+            tag, step, found = self._load(path, torch.device(device))
+            contents.append(found)
+            return tag, step
+
+        if self._waits_for_ranks(path):
+            load()
+        else:
+            _check_same(of_all(f"cannot load {os.path.basename(path)}", load))
+        (found,) = contents
+        if isinstance(found, dict) and "dp_world_size" in found:
+            self._check_world(int(found["dp_world_size"]))
+            self._looked_at = (path, found)
+        return found
+
+    def _load(self, path: str, device: torch.device) -> tuple[str, StepRef, Any]:
+        """Return the tag of a file, the step that has it, and its contents."""
         if not _is_note(path):
             raise RestoreError(
                 f"{path} was written by another engine of DeepSpeed, and ckpt unpickles nothing: "
@@ -224,15 +239,13 @@ class CkptEngine:
         self.manager.fence()  # A copy under way must not read what is loaded
         if self.pending is not None:
             self.pending.wait()
-        device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-        with opened(self._tiers) as (backends, found):
-            described = self._tagged(tag, _described(backends, found))
-            contents = _read(backends, described, part, torch.device(device))
-        if isinstance(contents, dict) and "dp_world_size" in contents:
-            self._check_step(tag, described.found.ref)
-            self._check_world(int(contents["dp_world_size"]))
-            self._looked_at = (path, contents)
-        return contents
+        with self._tagged(tag) as step:
+            return tag, step.reader.ref, _read(step, part, device)
+
+    def _waits_for_ranks(self, path: str) -> bool:
+        """Return True for a file that the ranks of a node load one after the other."""
+        is_serial = self._engine._config.zero_config.pipeline_loading_checkpoint
+        return bool(is_serial) and path.endswith("optim_states.pt")
 
     def export(self, tag: str, folder: str | os.PathLike[str]) -> list[str]:
         """Write the files of a tag into ``folder/tag`` as DeepSpeed's own engine does.
@@ -247,12 +260,11 @@ class CkptEngine:
             NoCheckpoint: No step has the tag.
         """
         paths: list[str] = []
-        with opened(self._tiers) as (backends, found):
-            described = self._tagged(tag, _described(backends, found))
+        with self._tagged(tag) as step:
             os.makedirs(os.path.join(folder, tag), exist_ok=True)
-            for part in described.parts:
+            for part in step.parts:
                 paths.append(os.path.join(folder, tag, f"{part}.pt"))
-                torch.save(_read(backends, described, part, torch.device("cpu")), paths[-1])
+                torch.save(_read(step, part, torch.device("cpu")), paths[-1])
         _write(os.path.join(folder, LATEST), tag)
         return paths
 
@@ -276,18 +288,20 @@ class CkptEngine:
             )
         return tag, name.removesuffix(".pt")
 
-    def _tagged(self, tag: str, described: Iterator[_Described]) -> _Described:
-        """Return the newest step that was saved with a tag."""
+    @contextmanager
+    def _tagged(self, tag: str) -> Generator[_Step]:
+        """Open the newest step that was saved with a tag."""
         wanted = os.path.normpath(tag)
-        found = next((each for each in described if os.path.normpath(each.tag) == wanted), None)
-        if found is None:
-            raise NoCheckpoint(", ".join(urls_of(self._tiers)), f"no step has the tag {tag!r}")
-        return found
+        with opened(self._tiers) as readers:
+            steps = (step for step in _steps(readers) if os.path.normpath(step.tag) == wanted)
+            if (found := next(steps, None)) is None:
+                raise NoCheckpoint(", ".join(urls_of(self._tiers)), f"no step has the tag {tag!r}")
+            yield found
 
     def _tags(self) -> list[str]:
         """Return the tags that steps have, the newest first."""
-        with opened(self._tiers) as (backends, found):
-            return list(dict.fromkeys(each.tag for each in _described(backends, found)))
+        with opened(self._tiers) as readers:
+            return list(dict.fromkeys(step.tag for step in _steps(readers)))
 
     def _newest(self) -> int:
         """Return the number of the newest step, the same on all ranks; -1 if there is none."""
@@ -305,32 +319,19 @@ class CkptEngine:
             raise
         return -1 if report is None else report.step
 
-    def _mirror(self, latest: _Latest) -> None:
+    def _mirror(self) -> None:
         """Write the small files of all steps that are missing, and name the newest one."""
-        with opened(self._tiers) as (backends, found):
-            for each in _described(backends, found):
-                for part in each.parts:
-                    path = os.path.join(self._folder, each.tag, f"{part}.pt")
+        if self._latest is None:
+            return
+        with opened(self._tiers) as readers:
+            for step in _steps(readers):
+                for part in step.parts:
+                    path = os.path.join(self._folder, step.tag, f"{part}.pt")
                     if not os.path.exists(path) or not os.path.getsize(path):
                         os.makedirs(os.path.dirname(path), exist_ok=True)
                         _write(path, _note(part), sync=False)
-                if each.is_latest:
-                    latest.name(each.found.ref.step, each.tag)
-
-    def _check_step(self, tag: str, ref: StepRef) -> None:
-        """Compare what the ranks load. Each of them reads ``latest`` itself, and a save that is
-        committed meanwhile changes it.
-        """
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (tag, ref.step, ref.attempt))
-        other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
-        if other is not None:
-            raise RestoreError(
-                f"the ranks load different steps: rank 0 has read step {found[0][1]} with the tag "
-                f"{found[0][0]!r}, and rank {other} step {found[other][1]} with "
-                f"{found[other][0]!r}. A save was committed during the load: let all ranks call "
-                "engine.checkpoint_engine.pending.result() and dist.barrier() first, and load again"
-            )
+                if step.is_latest:
+                    self._latest.name(step.reader.ref.step, step.tag)
 
     def _check_world(self, saved: int) -> None:
         """Raise or log what DeepSpeed does not load onto another number of ranks."""
@@ -366,10 +367,10 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
+class _Step:
     """A step that `CkptEngine` has saved."""
 
-    found: Candidate
+    reader: TieredReader
     tag: str
     is_latest: bool
     parts: tuple[str, ...]
@@ -413,26 +414,38 @@ class _Latest:
                     _write(self._path, tag)
 
 
-def _described(
-    backends: Sequence[StorageBackend], found: Iterator[Candidate]
-) -> Iterator[_Described]:
+def _steps(readers: Iterator[TieredReader]) -> Iterator[_Step]:
     """Yield the steps that `CkptEngine` has saved, newest first. Steps with a damaged manifest are
     left out.
     """
-    for each in found:
+    for reader in readers:
         try:
-            manifest = reader_of(backends, each).manifest().manifest
+            manifest = reader.manifest().manifest
         except (IntegrityError, StorageError) as error:
-            _log.warning("ckpt: step %d is passed over: %s", each.ref.step, error)
+            _log.warning("ckpt: step %d is passed over: %s", reader.ref.step, error)
             continue
         match parse(manifest.tree):
             case {
                 "deepspeed": {"tag": str(tag), "latest": bool(latest)},
                 "parts": dict(parts),
             } if _stays_inside(tag, parts):
-                yield _Described(each, tag, latest, tuple(parts))
+                yield _Step(reader, tag, latest, tuple(parts))
             case _:
                 continue
+
+
+def _check_same(found: Sequence[tuple[str, StepRef]]) -> None:
+    """Compare what the ranks load. Each of them reads ``latest`` itself, and a save that is
+    committed meanwhile changes it.
+    """
+    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+    if other is not None:
+        raise RestoreError(
+            f"the ranks load different steps: rank 0 has read step {found[0][1].step} with the tag "
+            f"{found[0][0]!r}, and rank {other} step {found[other][1].step} with "
+            f"{found[other][0]!r}. A save was committed during the load: let all ranks call "
+            "engine.checkpoint_engine.pending.result() and dist.barrier() first, and load again"
+        )
 
 
 def _stays_inside(tag: str, parts: Iterable[str]) -> bool:
@@ -441,39 +454,24 @@ def _stays_inside(tag: str, parts: Iterable[str]) -> bool:
     return first not in ("", os.curdir, os.pardir) and not any(os.sep in part for part in parts)
 
 
-def _read(
-    backends: Sequence[StorageBackend], described: _Described, part: str, device: torch.device
-) -> Any:
+def _read(step: _Step, part: str, device: torch.device) -> Any:
     """Return the contents of a file."""
-    if part not in described.parts:
+    if part not in step.parts:
         raise RestoreError(
-            f"the step of tag {described.tag!r} has no {part}.pt: it was saved by another number "
+            f"the step of tag {step.tag!r} has no {part}.pt: it was saved by another number "
             "of ranks, or under another stage of ZeRO"
         )
-    reader = reader_of(backends, described.found)
-    return reader.whole(lambda outline: _built(reader, outline, part, device))
 
+    def build(outline: Found) -> Any:
+        tree = StateTree(outline.manifest, StoredTensor, (), by_name=True, safe=False).build()
 
-def _built(reader: TieredReader, outline: Found, part: str, device: torch.device) -> Any:
-    stored = outline.manifest.tensor_map()
-    targets: dict[str, torch.Tensor] = {}
+        def contents(make: MakeTensor) -> Any:
+            with following("tree"):
+                return unpacked(tree[_PARTS][part], make)
 
-    def tensor(name: str) -> torch.Tensor:
-        if name not in targets:
-            dtype = getattr(torch, stored[name].dtype)
-            targets[name] = torch.empty(stored[name].shape, dtype=dtype, device=device)
-        return targets[name]
+        return built(step.reader, outline, contents, device)
 
-    tree = StateTree(outline.manifest, StoredTensor, (), by_name=True, safe=False).build()
-    with following("tree"):
-        contents = unpacked(tree[_PARTS][part], tensor)
-    filled = {name: target for name, target in targets.items() if target.numel()}
-    leaves = [
-        Leaf(name, stored[name].dtype, stored[name].shape, (Box.whole(stored[name].shape),))
-        for name in filled
-    ]
-    fill(reader, outline, leaves, list(filled.values()))
-    return contents
+    return step.reader.whole(build)
 
 
 def _files_of(engine: Any) -> int:

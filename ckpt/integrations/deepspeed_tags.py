@@ -15,6 +15,7 @@ from torch import distributed as dist
 
 from ckpt.errors import NoCheckpoint
 from ckpt.errors.base import few
+from ckpt.integrations.together import of_all
 
 Tags = Callable[[], list[str]]
 
@@ -41,16 +42,18 @@ def check_loads(engine: Any, folder: str, checkpoints: Any, tags: Tags) -> None:
 
 def _check_tag(load_dir: str, tag: str, folder: str, tags: Tags) -> None:
     """Raise ``NoCheckpoint`` on all ranks if the folder of the tag is missing on any of them."""
-    wrong = ""
-    if not os.path.isdir(os.path.join(load_dir, tag)):
-        wrong = f"no step has the tag {tag!r}"
-        if os.path.abspath(load_dir) == folder:
-            found = tags()
-            wrong += f", the tags are {few(found)}" if found else ", and there is no other tag"
-        else:
-            wrong += f" there, and CkptEngine has the folder {folder}"
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, wrong)
-    other = next(((rank, each) for rank, each in enumerate(told) if each), None)
-    if other is not None:
-        raise NoCheckpoint(load_dir, wrong or f"{other[1]} (on rank {other[0]})")
+
+    def wrong() -> str:
+        if os.path.isdir(os.path.join(load_dir, tag)):
+            return ""
+        if os.path.abspath(load_dir) != folder:
+            return f"no step has the tag {tag!r} there, and CkptEngine has the folder {folder}"
+        others = f"the tags are {few(found)}" if (found := tags()) else "and there is no other tag"
+        return f"no step has the tag {tag!r}, {others}"
+
+    missing = {
+        rank: each for rank, each in enumerate(of_all("cannot look for the tag", wrong)) if each
+    }
+    if missing:
+        rank, other = min(missing.items())
+        raise NoCheckpoint(load_dir, missing.get(dist.get_rank()) or f"{other} (on rank {rank})")

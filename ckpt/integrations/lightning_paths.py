@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Final, Self
 from urllib.parse import quote, unquote
 
@@ -15,18 +14,15 @@ import fsspec
 import torch
 from fsspec import AbstractFileSystem
 
-from ckpt.adapters.match.tree import StateTree
-from ckpt.catalog.index import find, read_manifest
-from ckpt.catalog.reading import StepReader, Wanted
+from ckpt.adapters.match.tree import MakeTensor, StateTree
+from ckpt.catalog.tiered_reader import Found
 from ckpt.errors import ConfigError
 from ckpt.integrations.lightning_strategy import MODULE, SCHEME
-from ckpt.model.box import Box
-from ckpt.pipeline.workers import Workers
-from ckpt.storage.registry import open_backend
+from ckpt.integrations.stored import built, opened_step
+from ckpt.storage.tiers import as_tiers
 
 NEWEST, BEST = "newest", "best"
 _READ: Final = ("model", "model/*", "lightning", "lightning/*")
-_MOST_THREADS: Final = 8
 
 
 def path_of(root: str, step: int | str) -> str:
@@ -75,38 +71,26 @@ class _Places(AbstractFileSystem):  # type: ignore[misc]
                 "ckpt_path='best' to validate, test or predict of a trainer with the callback, or "
                 "export a step with `ckpt export`"
             )
-        built = _built(unquote(root), int(step) if step.isdigit() else None)
-        carried = built["lightning"]  # Of each rank
+        state = _stored(unquote(root), int(step) if step.isdigit() else None)
+        carried = state["lightning"]  # Of each rank
         first = carried[0] if isinstance(carried, list) else carried
         file = io.BytesIO()
-        torch.save({**first, MODULE: built["model"]}, file)
+        torch.save({**first, MODULE: state["model"]}, file)
         file.seek(0)
         return file
 
 
-def _built(root: str, step: int | None) -> dict[str, Any]:
+def _stored(root: str, step: int | None) -> dict[str, Any]:
     """Return the module and Lightning's part of a step, with the tensors on the CPU."""
-    backend = open_backend(root)
-    threads = max(1, min(backend.capabilities.max_concurrency, _MOST_THREADS))
-    try:
-        ref = find(backend, step)[0]
-        manifest = read_manifest(backend, ref)
-        with Workers("load", threads) as workers:
-            reader = StepReader(backend, ref, manifest, workers)
-            tree = StateTree(manifest, partial(_tensor, reader), _READ, by_name=False)
-            return tree.build()
-    finally:
-        backend.close()
+    with opened_step(as_tiers(root), step) as reader:
 
+        def build(outline: Found) -> dict[str, Any]:
+            def tree(make: MakeTensor) -> dict[str, Any]:
+                return StateTree(outline.manifest, make, _READ, by_name=False).build()
 
-def _tensor(reader: StepReader, name: str) -> torch.Tensor:
-    stored = reader.tensor(name)
-    dtype: torch.dtype = getattr(torch, stored.dtype)
-    if not stored.nbytes:
-        return torch.empty(stored.shape, dtype=dtype)
-    memory = torch.empty(stored.nbytes, dtype=torch.uint8)
-    reader.read([Wanted(name, Box.whole(stored.shape), memoryview(memory.numpy()))])  # type: ignore[arg-type]
-    return memory.view(dtype).view(stored.shape)
+            return built(reader, outline, tree)
+
+        return reader.whole(build)
 
 
 fsspec.register_implementation(SCHEME, _Places, clobber=True)

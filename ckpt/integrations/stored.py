@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Final, TypeVar
+
+import torch
 
 from ckpt.adapters.match.overlaps import read_apart
 from ckpt.adapters.match.sink import TensorSink
+from ckpt.adapters.match.tree import MakeTensor
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.catalog.candidates import Candidate, candidates
+from ckpt.catalog.index import attempts, instead_of
 from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
 from ckpt.config import Tier
+from ckpt.errors import NoCheckpoint, StorageError
+from ckpt.model.box import Box
+from ckpt.model.keys import StepRef
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import plan_restore
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import open_tiers
+
+T = TypeVar("T")
 
 _THREADS: Final = 4
 _log = logging.getLogger("ckpt")
@@ -38,26 +47,55 @@ class Failed:
 
 
 @contextmanager
-def opened(
-    tiers: Sequence[Tier], step: int | None = None
-) -> Generator[tuple[list[StorageBackend], Iterator[Candidate]]]:
-    """Open all tiers, and give their stores and the committed attempts at ``step`` (None: any),
-    newest first.
+def opened(tiers: Sequence[Tier], step: int | None = None) -> Generator[Iterator[TieredReader]]:
+    """Open all tiers, and give a reader of each committed attempt at ``step`` (None: any), newest
+    first. A reader takes each byte from the nearest store that has it intact.
     """
-    stores = open_tiers(tiers)
+    with _opened(tiers, step) as (_, readers):
+        yield readers
+
+
+@contextmanager
+def opened_step(
+    tiers: Sequence[Tier], step: int | None, ref: StepRef | None = None
+) -> Generator[TieredReader]:
+    """Open all tiers, and give a reader of the newest attempt at ``step``, or of ``ref``.
+
+    Raises ``NoCheckpoint`` if there is none.
+    """
+    with _opened(tiers, step) as (stores, readers):
+        found = next((each for each in readers if ref in (None, each.ref)), None)
+        if found is None:
+            gone = f"{ref.folder!r} was removed while it was loaded" if ref else ""
+            urls = ", ".join(each.url for each in stores)
+            raise NoCheckpoint(urls, gone or _instead(stores[0], step))
+        yield found
+
+
+@contextmanager
+def _opened(
+    tiers: Sequence[Tier], step: int | None
+) -> Generator[tuple[list[StorageBackend], Iterator[TieredReader]]]:
+    opened = open_tiers(tiers)
+    stores = [tier.backend for tier in opened]
+
+    def reader(found: Candidate) -> TieredReader:
+        sources = [stores[position] for position in found.answering]
+        return TieredReader(sources, found.ref, retry=RetryPolicy(), on_repair=_warn)
+
     try:
-        backends = [tier.backend for tier in stores]
         with Workers("list", len(stores)) as listers:
-            yield backends, candidates(backends, step, workers=listers)
+            yield stores, map(reader, candidates(stores, step, workers=listers))
     finally:
-        for tier in stores:
-            tier.backend.close()
+        for store in stores:
+            store.close()
 
 
-def reader_of(backends: Sequence[StorageBackend], found: Candidate) -> TieredReader:
-    """Return what reads an attempt, each byte from the nearest store that has it intact."""
-    sources = [backends[position] for position in found.answering]
-    return TieredReader(sources, found.ref, retry=RetryPolicy(), on_repair=_warn)
+def _instead(store: StorageBackend, step: int | None) -> str:
+    """Return what there is in the place of ``step`` (None: any)."""
+    with suppress(StorageError):
+        return instead_of(store, attempts(store), step)
+    return "" if step is None else f"step {step} is not there"
 
 
 def fill(
@@ -74,6 +112,34 @@ def fill(
         reader.read(plan_restore(manifest, leaves), TensorSink(leaves, memory), workers=workers)
     if put is not None:
         put()
+
+
+def built(
+    reader: TieredReader,
+    outline: Found,
+    build: Callable[[MakeTensor], T],
+    device: torch.device | str = "cpu",
+) -> T:
+    """Return what ``build`` makes of tensors on ``device``, which it asks for by their names, once
+    they are read. It is called inside of ``TieredReader.whole``.
+    """
+    stored = outline.manifest.tensor_map()
+    made: dict[str, torch.Tensor] = {}
+
+    def tensor(name: str) -> torch.Tensor:
+        if name not in made:
+            dtype = getattr(torch, stored[name].dtype)
+            made[name] = torch.empty(stored[name].shape, dtype=dtype, device=device)
+        return made[name]
+
+    result = build(tensor)
+    targets = {name: target for name, target in made.items() if target.numel()}
+    leaves = [
+        Leaf(name, stored[name].dtype, stored[name].shape, (Box.whole(stored[name].shape),))
+        for name in targets
+    ]
+    fill(reader, outline, leaves, list(targets.values()))
+    return result
 
 
 def _warn(repair: Repair) -> None:

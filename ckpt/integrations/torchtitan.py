@@ -17,12 +17,11 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 import torch
-import torch.distributed as dist
 import tyro  # pyright: ignore[reportMissingImports]
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -48,11 +47,12 @@ from ckpt.errors.base import few
 from ckpt.errors.text import redact
 from ckpt.integrations.resizing import refusing_resize, same_or_first
 from ckpt.integrations.tested import warn_of_untested
+from ckpt.integrations.together import of_first
 from ckpt.model.keys import StepRef
 
-T = TypeVar("T")
 TESTED: Final = ("0.3", "0.3")
 _RNG: Final = "rng"
+_NOT_FOUND: Final = "has not found the step to load"
 _DCP: Final = "dcp"
 """Stands for the attempt of a step of DCP, which has none."""
 _STEP: Final = re.compile(r"step-([0-9]+)")
@@ -123,7 +123,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
 
     def _load(self, step: int = -1) -> bool:
         is_asked = step != -1
-        is_here, step, has_model_only = _of_first_rank(lambda: self._find(step))
+        is_here, step, has_model_only = of_first(_NOT_FOUND, lambda: self._find(step))
         if not is_here:
             loaded: bool = super()._load(step)
             if is_asked:  # ckpt may have later steps, which are given up then
@@ -187,7 +187,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         """Load the ``initial_load_path``: a folder of ckpt, of DCP or of Hugging Face."""
         if not from_hf:
             with manager.CheckpointManager(checkpoint_id) as source:
-                if _of_first_rank(lambda: bool(source.steps())):
+                if of_first(_NOT_FOUND, lambda: bool(source.steps())):
                     everything = self._state().keys()
                     wanted = {MODEL} if self.initial_load_model_only else everything
                     self._restore(source, None, wanted)
@@ -290,26 +290,3 @@ def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
         named[f"{kind}_{seen[kind]}" if seen[kind] else kind] = optimizer
         seen[kind] += 1
     return named
-
-
-def _of_first_rank(look: Callable[[], T]) -> T:
-    """Return on all ranks what ``look`` returns on rank 0.
-
-    Ranks that list a folder by themselves may find different steps, and would wait for each other
-    in different collectives.
-    """
-    if not dist.is_initialized():
-        return look()
-    if dist.get_rank() != 0:
-        found: list[Any] = [None, ""]
-        dist.broadcast_object_list(found, src=0)
-        if found[1]:
-            raise RestoreError(f"rank 0 has not found the step to load: {found[1]}")
-        return found[0]  # type: ignore[no-any-return]
-    try:
-        seen = look()
-    except Exception as error:
-        dist.broadcast_object_list([None, f"{type(error).__name__}: {error}"], src=0)
-        raise
-    dist.broadcast_object_list([seen, ""], src=0)
-    return seen

@@ -56,6 +56,10 @@ def test_a_tag_that_is_absent_is_one_error_on_all_ranks(tmp_path: Path) -> None:
     ranks(2, tmp_path, "absent:0-fp32", "absent:2-bf16", "absent:3-bf16")
 
 
+def test_a_file_that_is_damaged_for_one_rank_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    ranks(2, tmp_path, "damaged:2-bf16", "damaged:3-bf16")
+
+
 def test_a_second_job_on_the_root_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
     ranks(1, tmp_path, "second_job:1-bf16")
 

@@ -29,8 +29,16 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import distributed as dist
 
 from ckpt import CheckpointManager
-from ckpt.errors import ConfigError, NoCheckpoint, RestoreError, RootInUse, UnsupportedValue
+from ckpt.errors import (
+    ConfigError,
+    IntegrityError,
+    NoCheckpoint,
+    RestoreError,
+    RootInUse,
+    UnsupportedValue,
+)
 from ckpt.integrations.deepspeed_engine import CkptEngine
+from tests.kit.damage import files
 from tests.kit.deadly import die_in_the_save_of
 from tests.servers import free_port
 
@@ -276,6 +284,34 @@ def apart(folder: Path, kind: str) -> None:
     engine.destroy()
 
 
+def damaged(folder: Path, kind: str) -> None:
+    """The file of rank 1 is damaged, which no other rank reads: no rank waits for another one."""
+    root = folder / f"damaged-{kind}"
+    engine = engine_of(kind, 1, root)
+    zero.train(engine, 0, 1)
+    engine.save_checkpoint(root)
+    engine.checkpoint_engine.pending.result()
+    dist.barrier()
+    file = files(root, 1)["data"].with_name("rank-00001.safetensors")
+    content = file.read_bytes()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file.write_bytes(bytes(byte ^ 0xFF for byte in content))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.raises(IntegrityError):
+            engine.load_checkpoint(root)
+    else:
+        with pytest.raises(RestoreError, match=r"rank 1 cannot load .*_states\.pt: .*checksum"):
+            engine.load_checkpoint(root)
+    dist.barrier()  # All ranks are here at once, not when the process group has timed out
+    if dist.get_rank() == 0:
+        file.write_bytes(content)
+    dist.barrier()
+    assert engine.load_checkpoint(root)[0] is not None
+    engine.destroy()
+
+
 def absent(folder: Path, kind: str) -> None:
     """A tag that no rank has, or that one rank lacks, gives the same error on all ranks."""
     root = folder / f"absent-{kind}"
@@ -427,7 +463,7 @@ ORDERS: dict[str, Callable[..., None]] = {
     each.__name__: each
     for each in (
         *(same, partly, tags, farther, exported, refused, peer, apart, not_made),
-        *(absent, second_job, refused_root),
+        *(absent, damaged, second_job, refused_root),
         *(save, other_world, weights_of_3, train),
     )
 }
