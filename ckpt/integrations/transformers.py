@@ -135,8 +135,11 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _ckpt_resume(self, manager: CheckpointManager, asked: Any) -> Any:
         """Return what the trainer is to resume from, after its folder was written from the step."""
-        if newest := asked in (True, "auto"):
-            asked = self._ckpt_newest(manager) or (True if asked is True else None)
+        if asked in (True, "auto"):
+            found = self._ckpt_newest(manager) or (True if asked is True else None)
+            if isinstance(found, str) and pointed_step(found) is not None:
+                return found
+            asked = found
         if asked is None or isinstance(asked, bool):
             self._ckpt_check_history(manager, None)
             return asked
@@ -150,9 +153,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 f"{asked} is not a checkpoint of output_dir={self.args.output_dir!r}: train with "
                 f"output_dir={os.path.dirname(os.path.normpath(asked))!r}"
             )
-        text: dict[str, Any] = {"trainer": ""}
         try:
-            manager.restore(text, step, only="trainer")
+            self._ckpt_restore_text(manager, step)
         except RestoreError as error:
             if not manager.steps():
                 raise steps_lost(self.args.output_dir, self._ckpt_places()) from error
@@ -160,9 +162,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 f"{asked} points to step {step}, which cannot be restored: {error}. "
                 "resume_from_checkpoint=True takes the newest step that can"
             ) from error
-        if not newest:
-            self._ckpt_check_history(manager, asked)
-        self._ckpt_write(step, text["trainer"], manager)
+        self._ckpt_check_history(manager, asked)
         return asked
 
     def _ckpt_newest(self, manager: CheckpointManager) -> str | None:
@@ -173,18 +173,30 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         Raises:
             NoCheckpoint: The newest folder points to a step, and there is none at all.
         """
-        folder, text = self.args.output_dir, {"trainer": ""}
-        report = manager.restore(text, only="trainer")
-        if report is not None:
-            self._ckpt_write(report.step, text["trainer"], manager)
-        last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
-        if report is None:
-            if last and pointed_step(last) is not None:
+        folder = self.args.output_dir
+        step = self._ckpt_restore_text(manager)
+        last: str | None = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+        is_ours = last is not None and pointed_step(last) is not None
+        if step is None:
+            if is_ours:
                 raise steps_lost(folder, self._ckpt_places())
             return last
-        if last and pointed_step(last) is None and (step_named(last) or 0) > report.step:
-            return str(last)
-        return folder_of(folder, report.step)
+        if last is not None and not is_ours and (step_named(last) or 0) > step:
+            return last
+        return folder_of(folder, step)
+
+    def _ckpt_restore_text(self, manager: CheckpointManager, step: int | None = None) -> int | None:
+        """Write the folder of a step (None: the newest) for all ranks, and remove those of steps
+        that are gone. Returns the step.
+        """
+        text = {"trainer": ""}
+        if (report := manager.restore(text, step, only="trainer")) is None:
+            return None
+        if self.is_local_process_zero():
+            write_folder(self.args.output_dir, report.step, text["trainer"])
+            remove_folders(self.args.output_dir, keep=set(manager.steps()))
+        self.accelerator.wait_for_everyone()
+        return report.step
 
     def _ckpt_check_history(self, manager: CheckpointManager, asked: str | None) -> None:
         """Refuse a run whose steps a restart would not take, since others have higher numbers."""
@@ -219,25 +231,17 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def _ckpt_before(self, damaged: _StepDamaged) -> str:
         """Return the folder of the newest step before that one, on all ranks the same."""
         assert self._ckpt_run is not None
-        manager, text = self._ckpt_run.manager, {"trainer": ""}
+        manager = self._ckpt_run.manager
         held = [[step for step in manager.steps() if step < damaged.step]]
         import_module("accelerate.utils").broadcast_object_list(held)
         for step in reversed(held[0]):
             try:
-                manager.restore(text, step, only="trainer")
+                self._ckpt_restore_text(manager, step)
             except NoCheckpoint:
                 continue  # All ranks meet this error, and it is logged
             _log.warning("ckpt: step %d is damaged, resuming from step %d", damaged.step, step)
-            self._ckpt_write(step, text["trainer"], manager)
             return folder_of(self.args.output_dir, step)
         raise damaged.error
-
-    def _ckpt_write(self, step: int, text: str, manager: CheckpointManager) -> None:
-        """Write the folder of ``step`` for all ranks, and remove those of steps that are gone."""
-        if self.is_local_process_zero():
-            write_folder(self.args.output_dir, step, text)
-            remove_folders(self.args.output_dir, keep=set(manager.steps()))
-        self.accelerator.wait_for_everyone()
 
     # -- saving ------------------------------------------------------------------------------------
 
