@@ -32,6 +32,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
+from ckpt.adapters.tensors.sharded import ranks_of
 from ckpt.adapters.walk.items import Entry, ModuleItems, Part
 from ckpt.adapters.walk.modules import entries
 from ckpt.adapters.walk.stand_in import ModuleStandIn, OptimizerStandIn
@@ -69,7 +70,7 @@ class _Zero:
     def __init__(self, engine: Any) -> None:
         _check(engine)
         self.engine, self.optimizer = engine, engine.optimizer
-        self.ranks = tuple(sorted(dist.get_process_group_ranks(engine.seq_data_parallel_group)))
+        self.ranks = ranks_of(engine.seq_data_parallel_group)
         self.partitions = partitions_of(self.optimizer)
         self._views: dict[object, tuple[object, tuple[LocalShards, ...]]] = {}
 

@@ -9,7 +9,7 @@ time limit. Received chunks are verified by the same checksum as read ones.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -135,14 +135,15 @@ class Broadcast:
         if not number and self._alone:
             self._take([self._reads[key] for key in self._reads if key in self._alone], self._sink)
         mine = [
-            _Load(parcel, self)
+            self._load(parcel)
             for group, _ in self._loads
             if number < len(group.rounds)
             for parcel in group.rounds[number]
             if parcel.reader == self._rank
         ]
         if mine:
-            self._take([read for load in mine for read in load.reads], _LoadSink(mine))
+            places = {mark: place for load in mine for mark, place in load.places.items()}
+            self._take([read for load in mine for read in load.reads], _LoadSink(places))
         self._full.update({load.parcel: load for load in mine})
 
     def _take(self, reads: Sequence[ChunkRead], sink: Sink) -> None:
@@ -156,7 +157,7 @@ class Broadcast:
     def _exchange(self, parcels: Sequence[Parcel], process_group: Any) -> None:
         for flight in self._flights(parcels):
             loads = [
-                self._full.pop(parcel) if parcel in self._full else _Load(parcel, self)
+                self._full.pop(parcel) if parcel in self._full else self._load(parcel)
                 for parcel in flight
             ]
             works = [
@@ -169,7 +170,9 @@ class Broadcast:
                 self._workers.run_all(partial(self._place, load, read) for read in load.reads)
                 if load.parcel.reader != self._rank:
                     self.received_bytes += sum(read.nbytes for read in load.reads)
-                load.give_back()
+                if not load.in_place:
+                    with self._lock:
+                        self._free.append(load.memory)
 
     def _flights(self, parcels: Sequence[Parcel]) -> Generator[list[Parcel]]:
         flight: list[Parcel] = []
@@ -184,7 +187,7 @@ class Broadcast:
         yield flight
 
     def _place(self, load: _Load, read: ChunkRead) -> None:
-        data = load.data(read)
+        data = load.places[_mark(read)]
         if load.parcel.reader != self._rank and checksum(data) != read.checksum:
             raise RestoreError(
                 f"what rank {load.parcel.reader} read of the file of rank {read.rank} has not "
@@ -195,23 +198,21 @@ class Broadcast:
 
     # -- memory ------------------------------------------------------------------------------------
 
-    def reads_of(self, parcel: Parcel) -> list[ChunkRead]:
-        return [self._reads[key] for key in parcel.keys]
+    def _load(self, parcel: Parcel) -> _Load:
+        """Return a parcel with memory for its chunks: that of the target for a single chunk that
+        has such memory, else a buffer.
+        """
+        reads = [self._reads[key] for key in parcel.keys]
+        target = self._sink.direct(reads[0]) if len(reads) == 1 else None
+        memory = self._lent(sum(read.nbytes for read in reads)) if target is None else target
+        return _Load(parcel, reads, memory, in_place=target is not None)
 
-    def place_of(self, reads: Sequence[ChunkRead]) -> memoryview | None:
-        """Return the target's own memory for a single chunk that has such memory."""
-        return self._sink.direct(reads[0]) if len(reads) == 1 else None
-
-    def lend(self, nbytes: int) -> memoryview:
+    def _lent(self, nbytes: int) -> memoryview:
         with self._lock:
             for index, memory in enumerate(self._free):
                 if memory.nbytes >= nbytes:
                     return self._free.pop(index)
         return aligned_memory(max(nbytes, PARCEL_BYTES))
-
-    def take_back(self, memory: memoryview) -> None:
-        with self._lock:
-            self._free.append(memory)
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -236,48 +237,38 @@ class Broadcast:
 
 
 class _Load:
-    """A parcel and its memory.
+    """A parcel and its memory, which has the chunks one after another.
 
-    The memory is that of the target, or a buffer that has the chunks one after another.
+    Attributes:
+        places: The memory of each chunk, by its mark.
     """
 
-    def __init__(self, parcel: Parcel, owner: Broadcast) -> None:
-        self.parcel, self._owner = parcel, owner
-        self.reads = owner.reads_of(parcel)
-        self._offsets: dict[Target, int] = {}
-        nbytes = 0
-        for read in self.reads:
-            self._offsets[_mark(read)] = nbytes
-            nbytes += read.nbytes
-        place = owner.place_of(self.reads)
-        self.in_place = place is not None
-        self._lent = owner.lend(nbytes) if place is None else place
-        self._memory = self._lent[:nbytes]
+    def __init__(
+        self, parcel: Parcel, reads: Sequence[ChunkRead], memory: memoryview, *, in_place: bool
+    ) -> None:
+        self.parcel, self.reads, self.memory, self.in_place = parcel, reads, memory, in_place
+        self.places: dict[Target, memoryview] = {}
+        self._nbytes = 0
+        for read in reads:
+            start, self._nbytes = self._nbytes, self._nbytes + read.nbytes
+            self.places[_mark(read)] = memory[start : self._nbytes]
 
     @property
     def tensor(self) -> torch.Tensor:
-        return torch.frombuffer(self._memory, dtype=torch.uint8)
-
-    def data(self, read: ChunkRead) -> memoryview:
-        start = self._offsets[_mark(read)]
-        return self._memory[start : start + read.nbytes]
-
-    def give_back(self) -> None:
-        if not self.in_place:
-            self._owner.take_back(self._lent)
+        return torch.frombuffer(self.memory[: self._nbytes], dtype=torch.uint8)
 
 
 class _LoadSink:
     """Chunks -> the parcels they travel in."""
 
-    def __init__(self, loads: Sequence[_Load]) -> None:
-        self._at = {_mark(read): load for load in loads for read in load.reads}
+    def __init__(self, places: Mapping[Target, memoryview]) -> None:
+        self._places = places
 
     def direct(self, read: ChunkRead) -> memoryview | None:
-        return self._at[_mark(read)].data(read)
+        return self._places[_mark(read)]
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
-        self._at[_mark(read)].data(read)[:] = data
+        self._places[_mark(read)][:] = data
 
 
 def _mark(read: ChunkRead) -> Target:

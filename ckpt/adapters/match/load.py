@@ -301,22 +301,15 @@ class _Match:
             if source is not None and not 0 <= source < saved_world:
                 raise ConfigError(f"on_resize of {path!r} chose rank {source} of {saved_world}")
             return source
-        match policy:
-            case "error":
-                raise ConfigError(
-                    f"{path!r} is a PerRank value of {saved_world} rank(s), this world has "
-                    f"{self._world}: say whose it takes with "
-                    'PerRank(..., on_resize="same_rank" | "first" | function)'
-                )
-            case "first":
-                return 0
-            case "same_rank":
-                return self._rank if self._rank < saved_world else None
-            case _:
-                raise ConfigError(
-                    f'on_resize={policy!r} of {path!r}: give "error", "same_rank", "first" or a '
-                    "function"
-                )
+        if policy == "error":
+            raise ConfigError(
+                f"{path!r} is a PerRank value of {saved_world} rank(s), this world has "
+                f"{self._world}: say whose it takes with "
+                'PerRank(..., on_resize="same_rank" | "first" | function)'
+            )
+        if policy == "first":
+            return 0
+        return self._rank if self._rank < saved_world else None
 
 
 def _match_module(match: Matching, module: nn.Module, node: Node, path: str, source: str) -> None:

@@ -100,13 +100,8 @@ class Saved:
 
         Returns None if there is no such parameter.
         """
-        end = name.find("/")
-        while end >= 0:
-            node = self.node(name[:end])
-            if tag(node) == "optimizer":
-                return self._held(name[:end], node).get(name)
-            end = name.find("/", end + 1)
-        return None
+        path, node = self._around(name, "optimizer")
+        return self._held(path, node).get(name) if path else None
 
     def parameters(self, path: str) -> Collection[str]:
         """Return the full names of the parameters of the optimizer at ``path``."""
@@ -122,13 +117,20 @@ class Saved:
         return self._in_left(name) or self._in_left(parameter)
 
     def _in_left(self, name: str) -> bool:
+        path, node = self._around(name, "module")
+        return bool(path) and name[len(path) + 1 :] in node.get("left", ())
+
+    def _around(self, name: str, wanted: str) -> tuple[str, Node]:
+        """Return the outermost node with the tag ``wanted`` that has ``name`` below it, and its
+        path; an empty path if there is none.
+        """
         end = name.find("/")
         while end >= 0:
             node = self.node(name[:end])
-            if tag(node) == "module":
-                return name[end + 1 :] in node.get("left", ())
+            if tag(node) == wanted:
+                return name[:end], node
             end = name.find("/", end + 1)
-        return False
+        return "", ABSENT
 
     def entries(self, path: str) -> list[str]:
         """Return the full names of the entries of the module at ``path``.

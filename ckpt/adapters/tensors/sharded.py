@@ -173,8 +173,9 @@ def _flats(
 def _groups(wrapper: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ranks that FSDP1 shards over, and those that replicate the shard of this rank."""
     copies = fsdp1_copies(wrapper)
-    return _ranks(wrapper.process_group), _ranks(copies) if copies is not None else ()
+    return ranks_of(wrapper.process_group), ranks_of(copies) if copies is not None else ()
 
 
-def _ranks(group: Any) -> tuple[int, ...]:
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """Return the global ranks of a process group, ascending."""
     return tuple(sorted(torch.distributed.get_process_group_ranks(group)))

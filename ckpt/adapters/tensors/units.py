@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt.adapters.tensors.sharded import groups_of
+from ckpt.adapters.tensors.sharded import groups_of, ranks_of
 from ckpt.adapters.torch_private import fsdp1_ignored, fsdp2_groups
 
 
@@ -74,7 +74,7 @@ def _own_unit(module: nn.Module, known: dict[int, Unit]) -> Unit | None:
     ``known`` holds those of ``fully_shard``, which may begin at several modules.
     """
     if isinstance(module, DistributedDataParallel):
-        ranks = _ranks(module.process_group)
+        ranks = ranks_of(module.process_group)
         named = (*module.module.named_parameters(), *module.module.named_buffers())
         ignored = [tensor for name, tensor in named if name in module.parameters_to_ignore]
         return Unit(ranks, torch.distributed.get_rank() == ranks[0], frozenset(map(id, ignored)))
@@ -100,7 +100,3 @@ def _own_unit(module: nn.Module, known: dict[int, Unit]) -> Unit | None:
         ]
         known[id(groups[0])] = Unit((), not any(places), frozenset(map(id, ignored)))
     return known[id(groups[0])]
-
-
-def _ranks(group: Any) -> tuple[int, ...]:
-    return tuple(sorted(torch.distributed.get_process_group_ranks(group)))

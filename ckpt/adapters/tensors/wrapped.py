@@ -156,10 +156,9 @@ def apart(name: str, tensor: torch.Tensor) -> Apart:
         UnsupportedValue: It has memory of its own or metadata that is not plain.
     """
     held = held_in(tensor)
-    if not isinstance(tensor, DTensor):
-        layer = _layer(name, held, _as_it_is)
-        return Apart(name, tensor, layer, _aliases(layer), _identities(layer))
     layer = _layer(name, held, _as_it_is)
+    if not isinstance(tensor, DTensor):
+        return Apart(name, tensor, layer, _aliases(layer), _identities(layer))
     if held.shape != tensor.shape and (following := _following(name, layer)):
         whole = tensor.shape
         layer = _layer(name, held, lambda at, items: whole if at in following else items)
