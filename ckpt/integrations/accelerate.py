@@ -16,7 +16,6 @@ This module imports accelerate when the first `AcceleratorCheckpoints` is made.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -35,7 +34,7 @@ from ckpt.errors import CkptError, ConfigError, EntryMissing, EntryUnexpected, R
 from ckpt.errors.base import few
 from ckpt.events import Event, Restored
 from ckpt.integrations.resizing import refusing_resize, same_or_first
-from ckpt.integrations.tested import warn_of_untested
+from ckpt.integrations.tested import warn_of_untested, warn_once
 from ckpt.manager import CheckpointManager
 from ckpt.model.metrics import Metrics
 from ckpt.pending import PendingSave
@@ -58,9 +57,6 @@ _REFUSE_RESIZE: Final = refusing_resize(
     "begin the epoch again with "
     'load_state(only=["model*", "optimizer*", "scheduler*", "accelerate"])',
 )
-
-_log = logging.getLogger("ckpt")
-_warned: Final[set[str]] = set()
 
 
 class AcceleratorCheckpoints:
@@ -334,14 +330,12 @@ def _check(accelerator: Any) -> None:
 
 def _warn_of_hooks(verb: str, hooks: Mapping[int, Any]) -> None:
     """Report, once in a process, that hooks of the user's are left out."""
-    name = f"register_{verb}_state_pre_hook"
-    if hooks and name not in _warned:
-        _warned.add(name)
-        _log.warning(
+    if hooks:
+        warn_once(
             "ckpt: %d hook(s) of %s are not called, since no folder is %s: call them yourself if "
             "they keep more than the models",
             len(hooks),
-            name,
+            f"register_{verb}_state_pre_hook",
             "written" if verb == "save" else "read",
         )
 

@@ -8,7 +8,6 @@ and loads a checkpoint before the optimizers exist.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ckpt.errors import ConfigError, UnsupportedValue
+from ckpt.integrations.tested import warn_once
 from ckpt.model.keys import parse_folder
 from ckpt.model.values import to_json
 
@@ -32,9 +32,6 @@ SCHEME: Final = "ckpt"
 MODULE: Final = "state_dict"
 """The key of the module's tensors in Lightning's checkpoints."""
 _OPTIMIZERS: Final = "optimizer_states"
-
-_log = logging.getLogger("ckpt")
-_warned: Final[set[str]] = set()
 
 
 class Reader(Protocol):
@@ -183,10 +180,3 @@ def _is_plain(name: str, value: object) -> bool:
         warn_once("ckpt: a hyper-parameter is not saved: %s", error)
         return False
     return True
-
-
-def warn_once(text: str, *args: object) -> None:
-    """Log a warning, once in a process."""
-    if (line := text % args) not in _warned:
-        _warned.add(line)
-        _log.warning("%s", line)

@@ -120,8 +120,8 @@ class RayCheckpoints:
         report = self.manager.restore(state, **options)
         if reported is None:
             return report
+        root, step = _read(reported)
         if report is None:  # The tiers differ from those of the report
-            root, step = _read(reported)
             if root != self.root:
                 raise ConfigError(
                     f"Ray knows of step {step} at {root}, and the checkpoints of this run are at "
@@ -129,7 +129,6 @@ class RayCheckpoints:
                     "begin with that one"
                 )
             return self._restore_reported(state, reported, options)
-        root, step = _read(reported)
         if root == self.root and report.step < step:
             _log.warning(
                 "ckpt: step %d was restored, and Ray knows of step %d: that one is damaged or was "
@@ -182,7 +181,8 @@ class RayCheckpoints:
         pending = self.manager.save_async(state, step, metrics=numbers)
         context = ray.train.get_context()
         checkpoint = None
-        if context.get_world_rank() == 0 and not _is_skipped(pending):
+        skipped = pending.done() and isinstance(pending.exception(), SaveSkipped)
+        if context.get_world_rank() == 0 and not skipped:
             storage = context.get_storage()
             # This stands for the reference, which `_refer` makes in the background.
             checkpoint = ray.train.Checkpoint(
@@ -237,10 +237,6 @@ class RayCheckpoints:
         self.manager.__exit__(kind, error, trace)
         if error is None:
             self.close()
-
-
-def _is_skipped(pending: PendingSave) -> bool:
-    return pending.done() and isinstance(pending.exception(), SaveSkipped)
 
 
 def _refer(pending: PendingSave, root: str, run: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The releases of frameworks that the tests ran with."""
+"""Warnings that are logged once: among them that of a framework's release without tests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from importlib.metadata import version
 from typing import Final
 
 _log = logging.getLogger("ckpt")
-_warned: Final[set[tuple[str, str]]] = set()
+_warned: Final[set[str]] = set()
+
+
+def warn_once(text: str, *args: object) -> None:
+    """Log a warning, once in a process."""
+    if (line := text % args) not in _warned:
+        _warned.add(line)
+        _log.warning("%s", line)
 
 
 def warn_of_untested(package: str, tested: tuple[str, str], *, advice: str) -> None:
-    """Log a warning, once in a process for a release, if the tests did not run with it.
+    """Log a warning, once in a process, if the tests did not run with the release of a framework.
 
     Args:
         package: The name of its distribution.
@@ -20,20 +27,17 @@ def warn_of_untested(package: str, tested: tuple[str, str], *, advice: str) -> N
         advice: What to do before relying on it.
     """
     installed = version(package)
-    release, first, last = map(_release, (installed, *tested))
-    key = (package, ".".join(map(str, release)))
-    if first <= release <= last or key in _warned:
-        return
-    _warned.add(key)
-    _log.warning(
-        "ckpt: %s %s is installed, and this version of ckpt was tested with %s %s only: %s before "
-        "you rely on it",
-        package,
-        installed,
-        package,
-        tested[0] if first == last else " to ".join(tested),
-        advice,
-    )
+    first, last = map(_release, tested)
+    if not first <= _release(installed) <= last:
+        warn_once(
+            "ckpt: %s %s is installed, and this version of ckpt was tested with %s %s only: %s "
+            "before you rely on it",
+            package,
+            installed,
+            package,
+            " to ".join(dict.fromkeys(tested)),
+            advice,
+        )
 
 
 def _release(version: str) -> tuple[int, ...]:

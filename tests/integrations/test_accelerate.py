@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import ConfigError, RestoreError, UnsupportedValue
-from ckpt.integrations import accelerate as door
+from ckpt.integrations import tested
 from ckpt.integrations.accelerate import AcceleratorCheckpoints
 from tests import processes
 from tests.integrations.accelerate_job import BATCHES, Job, accelerator, forget
@@ -351,7 +351,7 @@ def test_the_version_that_is_installed_is_a_tested_one(tmp_path: Path, caplog: A
 def test_hooks_that_would_have_written_into_the_folder_are_reported(
     tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_warned", set())
+    monkeypatch.setattr(tested, "_warned", set())
     job = new()
     job.accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
     with (
@@ -365,7 +365,7 @@ def test_hooks_that_would_have_written_into_the_folder_are_reported(
 def test_hooks_that_would_have_read_from_the_folder_are_reported(
     tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_warned", set())
+    monkeypatch.setattr(tested, "_warned", set())
     job = new()
     job.accelerator.register_load_state_pre_hook(lambda models, folder: None)
     with (
