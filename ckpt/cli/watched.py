@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar, cast
 from ckpt.cli import output
 from ckpt.errors import ConfigError, StorageError, TransientStorageError, placed
 from ckpt.pipeline.workers import Workers
-from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, StorageBackend, Upload
+from ckpt.storage.api import Capabilities, StorageBackend, Upload
 from ckpt.storage.registry import open_backend
 
 T = TypeVar("T")
@@ -33,6 +33,7 @@ worth one for each chunk.
 _MOST_WAIT_SECONDS: Final = 3600.0
 _TICKS: Final = 4
 _EXTRAS: Final = ("adopt", "identity", "is_replaced", "unfinished", "discard", "read_parts")
+_ITERATORS: Final = ("list", "folders", "unfinished")
 _END: Final = object()
 
 
@@ -50,6 +51,21 @@ def watch(backend: StorageBackend, timeout: float) -> Watched:
         raise ConfigError(f"--timeout {timeout}: give a number of seconds, such as 10")
     extras = {name: _passed_on(name) for name in _EXTRAS if hasattr(backend, name)}
     return cast("Watched", type("Watched", (Watched,), extras)(backend, timeout))
+
+
+def _passed_on(name: str) -> Any:
+    """Return the method ``name`` of the wrapped object. Each call, and each item of an iterator, is
+    a request that is watched.
+    """
+
+    def method(owner: Any, *args: Any, **options: Any) -> Any:
+        call = partial(getattr(owner.backend, name), *args, **options)
+        if name in _ITERATORS:
+            return owner.iterate(call)
+        with owner.asking():
+            return call()
+
+    return method
 
 
 class Watched:
@@ -162,31 +178,16 @@ class Watched:
     def url(self) -> str:
         return self.backend.url
 
-    def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
-        with self.asking():
-            return self.backend.put(key, parts, if_absent=if_absent)
+    put = _passed_on("put")
+    read_into = _passed_on("read_into")
+    head = _passed_on("head")
+    delete = _passed_on("delete")
+    list = _passed_on("list")
+    folders = _passed_on("folders")
 
     def upload(self, key: str, size: int) -> Upload:
         with self.asking():
             return _WatchedUpload(self.backend.upload(key, size), self.asking)
-
-    def read_into(self, key: str, offset: int, out: memoryview) -> None:
-        with self.asking():
-            self.backend.read_into(key, offset, out)
-
-    def head(self, key: str) -> ObjectInfo:
-        with self.asking():
-            return self.backend.head(key)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self.iterate(partial(self.backend.list, prefix))
-
-    def folders(self, prefix: str) -> Iterator[str]:
-        return self.iterate(partial(self.backend.folders, prefix))
-
-    def delete(self, key: str) -> None:
-        with self.asking():
-            self.backend.delete(key)
 
     def close(self) -> None:
         self.backend.close()
@@ -194,33 +195,17 @@ class Watched:
 
 class _WatchedUpload:
     def __init__(self, upload: Upload, asking: Callable[[], Any]) -> None:
-        self._upload, self.asking = upload, asking
+        self.backend, self.asking = upload, asking
 
     @property
     def part_bytes(self) -> int:
-        return self._upload.part_bytes
+        return self.backend.part_bytes
 
-    def write(self, offset: int, data: memoryview) -> None:
-        with self.asking():
-            self._upload.write(offset, data)
-
-    def finish(self, size: int | None = None) -> ObjectInfo:
-        with self.asking():
-            return self._upload.finish(size)
+    write = _passed_on("write")
+    finish = _passed_on("finish")
 
     def abort(self) -> None:
-        self._upload.abort()
-
-
-def _passed_on(name: str) -> Callable[..., Any]:
-    def method(store: Watched, *args: Any) -> Any:
-        call = partial(getattr(store.backend, name), *args)
-        if name == "unfinished":
-            return store.iterate(call)
-        with store.asking():
-            return call()
-
-    return method
+        self.backend.abort()
 
 
 @contextmanager
