@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -18,15 +17,7 @@ from ckpt.cli.prefetch import prefetch
 from ckpt.errors import AgentError, ConfigError
 from ckpt.storage.registry import stores_in_memory
 
-
-class Action(StrEnum):
-    """What to do with the agent."""
-
-    run = "run"
-    start = "start"
-    status = "status"
-    stop = "stop"
-    prefetch = "prefetch"
+Action = Literal["run", "start", "status", "stop", "prefetch"]
 
 
 def agent(
@@ -91,25 +82,25 @@ def agent(
       ckpt agent run --idle-seconds 86400
       ckpt agent prefetch s3://bucket/run42 --to /nvme/run42
     """
-    if action is not Action.prefetch and (url or to or config or step != LATEST):
+    if action != "prefetch" and (url or to or config or step != LATEST):
         raise ConfigError("URL, --step, --to and --config belong to ckpt agent prefetch")
-    if idle is not None and action is not Action.run:
+    if idle is not None and action != "run":
         raise ConfigError("--idle-seconds belongs to ckpt agent run")
-    if now and action is not Action.stop:
+    if now and action != "stop":
         raise ConfigError("--now belongs to ckpt agent stop")
     match action:
-        case Action.run:
+        case "run":
             if not run(idle):
                 raise AgentError(
                     "an agent of this user already runs on this node: ckpt agent status"
                 )
-        case Action.start:
+        case "start":
             _start(as_json=json)
-        case Action.status:
+        case "status":
             _status(as_json=json)
-        case Action.stop:
+        case "stop":
             _stop(at_once=now, as_json=json)
-        case Action.prefetch:
+        case "prefetch":
             if not is_step(step):
                 raise ConfigError(f'--step {step}: give the number of a step, or "latest"')
             number = None if step == LATEST else int(step)

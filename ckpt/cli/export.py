@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -29,15 +28,12 @@ from ckpt.errors import ConfigError
 if TYPE_CHECKING:
     from ckpt.exchange.export import Exported
 
+Format = Literal["safetensors", "torch", "dcp"]
+"""The formats of other programs."""
 _MOST_NOTES = 20
-
-
-class Format(enum.StrEnum):
-    """The formats of other programs."""
-
-    safetensors = "safetensors"
-    torch = "torch"
-    dcp = "dcp"
+_SUFFIXES: Final[dict[str, Format]] = {
+    ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch",
+}  # fmt: skip
 
 
 def export(
@@ -124,7 +120,7 @@ def export(
         done = write(
             reader,
             out,
-            chosen.value,
+            chosen,
             ExportOptions(
                 globs=name or (),
                 strip=strip,
@@ -136,18 +132,14 @@ def export(
         )
     if json:
         output.show_json(
-            {"step": ref.step, "attempt": ref.attempt, "format": chosen.value, **_as_json(done)}
+            {"step": ref.step, "attempt": ref.attempt, "format": chosen, **_as_json(done)}
         )
     else:
         _show(done, ref.step, chosen)
 
 
 def _format_of(out: str) -> Format:
-    for suffix, kind in (
-        (".safetensors", Format.safetensors),
-        (".pt", Format.torch),
-        (".pth", Format.torch),
-    ):
+    for suffix, kind in _SUFFIXES.items():
         if out.endswith(suffix):
             return kind
     raise ConfigError(f"the format of {out} is not known: give --format safetensors, torch or dcp")
@@ -156,7 +148,7 @@ def _format_of(out: str) -> Format:
 def _show(done: Exported, step: int, kind: Format) -> None:
     tensors = output.count(done.tensors, "tensor")
     output.show_line(
-        f"step {step}: {tensors}, {output.size(done.nbytes)}, as {kind.value}", style="green"
+        f"step {step}: {tensors}, {output.size(done.nbytes)}, as {kind}", style="green"
     )
     output.show_facts({"place": done.place})
     for title, notes in (("changed", done.notes.changed), ("left out", done.notes.left_out)):

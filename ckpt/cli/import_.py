@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,13 +20,8 @@ from ckpt.cli.watched import open_watched
 from ckpt.config import resolve_tier
 from ckpt.errors import ConfigError
 
-
-class Source(enum.StrEnum):
-    """The formats that can be imported."""
-
-    torch = "torch"
-    dcp = "dcp"
-    safetensors = "safetensors"
+Format = Literal["torch", "dcp", "safetensors"]
+"""The formats that can be imported."""
 
 
 def import_(
@@ -50,7 +44,7 @@ def import_(
         ),
     ],
     kind: Annotated[
-        Source | None, typer.Option("--format", help="Default: what SOURCE looks like.")
+        Format | None, typer.Option("--format", help="Default: what SOURCE looks like.")
     ] = None,
     plain: Annotated[
         list[str] | None,
@@ -95,7 +89,7 @@ def import_(
     store = open_watched(tier.url, tier.options, timeout)
     foreign = ForeignCheckpoint(
         path=source,
-        kind=kind.value if kind else None,
+        kind=kind,
         plain=plain or (),
         parameter_names=_lines(param_names),
     )
