@@ -20,7 +20,7 @@ from starlette.responses import (  # pyright: ignore[reportMissingImports]
 )
 from starlette.routing import Route  # pyright: ignore[reportMissingImports]
 
-from ckpt.errors import CkptError, NoCheckpoint
+from ckpt.errors import CkptError, ConfigError, NoCheckpoint
 from ckpt.errors.text import clean
 from ckpt.model.readable import duration, size
 from ckpt.observe.overview import MEANING, RunView
@@ -50,7 +50,8 @@ def make_app(live: Live, token: str = "") -> App:
         Route("/live", pages.live_events),
         Route("/static/{name:str}", _static),
     ]
-    return Guard(Starlette(routes=routes, exception_handlers={404: pages.not_found}), token)
+    handlers: dict[Any, Any] = {404: pages.not_found, CkptError: pages.failed}
+    return Guard(Starlette(routes=routes, exception_handlers=handlers), token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,39 +69,27 @@ class _Pages:
 
     def run(self, request: Any) -> Any:
         index, view = self._run(request)
-        if view is None:
-            return self._error(NoCheckpoint("", "there is no such run"), 404)
         page = run_page(view, _number(request.query_params.get("page", "1")))
         return self._show("run.html", index=index, page=page)
 
     def step(self, request: Any) -> Any:
         index, view = self._run(request)
-        if view is None:
-            return self._error(NoCheckpoint("", "there is no such run"), 404)
         given = request.query_params
-        try:
-            page = self.opened[index].page(
-                view,
-                request.path_params["step"],
-                given.get("q", ""),
-                given.get("tensor", ""),
-                _number(given.get("page", "1")),
-            )
-        except CkptError as error:
-            return self._error(error, 404 if isinstance(error, NoCheckpoint) else 502, index)
+        page = self.opened[index].page(
+            view,
+            request.path_params["step"],
+            given.get("q", ""),
+            given.get("tensor", ""),
+            _number(given.get("page", "1")),
+        )
         return self._show("step.html", index=index, run=view, page=page)
 
     def diff(self, request: Any) -> Any:
         index, view = self._run(request)
-        if view is None:
-            return self._error(NoCheckpoint("", "there is no such run"), 404)
         given = request.query_params
-        try:
-            one, two, found = self.opened[index].difference(
-                view, given.get("a", ""), given.get("b", "")
-            )
-        except CkptError as error:
-            return self._error(error, 404 if isinstance(error, NoCheckpoint) else 400, index)
+        one, two, found = self.opened[index].difference(
+            view, given.get("a", ""), given.get("b", "")
+        )
         return self._show("diff.html", index=index, run=view, one=one, two=two, found=found)
 
     async def live_events(self, request: Any) -> Any:
@@ -108,25 +97,34 @@ class _Pages:
         return StreamingResponse(_changes(self.live), media_type="text/event-stream")
 
     async def not_found(self, request: Any, error: Exception) -> Any:
-        del request, error
-        return self._error(NoCheckpoint("", "there is no such page"), 404)
+        del error
+        return self.failed(request, NoCheckpoint("", "there is no such page"))
+
+    def failed(self, request: Any, error: CkptError) -> Any:
+        """Show an error: what is not there, a wrong request, or a store that has failed."""
+        bad = 400 if isinstance(error, ConfigError) else 502
+        status = 404 if isinstance(error, NoCheckpoint) else bad
+        index = request.path_params.get("run", len(self.live.views))
+        text = str(error).removeprefix(": ")
+        return self._show(
+            "error.html", status, error=text, index=index if index < len(self.live.views) else None
+        )
 
     def _views(self) -> tuple[RunView, ...]:
         self.live.touch()
         return self.live.views
 
-    def _run(self, request: Any) -> tuple[int, RunView | None]:
+    def _run(self, request: Any) -> tuple[int, RunView]:
         index, views = request.path_params["run"], self._views()
-        return index, views[index] if index < len(views) else None
+        if index >= len(views):
+            raise NoCheckpoint("", "there is no such run")
+        return index, views[index]
 
     def _show(self, template: str, status: int = 200, **values: Any) -> Any:
         text = self.templates.get_template(template).render(
             now=time.time(), version=self.live.version, **values
         )
         return HTMLResponse(text, status)
-
-    def _error(self, error: CkptError, status: int, index: int | None = None) -> Any:
-        return self._show("error.html", status, error=str(error).removeprefix(": "), index=index)
 
 
 async def _changes(live: Live) -> AsyncGenerator[bytes]:
