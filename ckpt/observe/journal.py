@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -150,47 +150,21 @@ def journal_of(root: str | os.PathLike[str]) -> str:
 
 def record_of(event: Event) -> Record:
     """Return the line of an event."""
-    at, name = time.time(), type(event).__name__
+    names = [name for name in Record.__struct_fields__ if hasattr(event, name)]
+    line: dict[str, Any] = {"event": type(event).__name__}
+    line |= {name: getattr(event, name) for name in names}
     match event:
-        case SaveStaged(step=step, nbytes=nbytes, stall_seconds=seconds, tiers=tiers):
-            return Record(at=at, event=name, step=step, nbytes=nbytes, seconds=seconds, tiers=tiers)
-        case SaveCommitted(step=step, tier=tier, nbytes=nbytes, durable_seconds=seconds):
-            return Record(at=at, event=name, step=step, tier=tier, nbytes=nbytes, seconds=seconds)
-        case SaveFailed(step=step, error=error) | SaveSuspicious(step=step, error=error):
-            return _failure(Record(at=at, event=name, step=step), error)
-        case (
-            TierMissed(step=step, tier=tier, error=error)
-            | StepDamaged(step=step, tier=tier, error=error)
-        ):
-            return _failure(Record(at=at, event=name, step=step, tier=tier), error)
-        case Repaired(step=step, tier=tier, key=key, reason=reason, nbytes=nbytes, mended=mended):
-            return Record(
-                at=at,
-                event=name,
-                step=step,
-                tier=tier,
-                key=key,
-                reason=reason[:_MOST_TEXT],
-                nbytes=nbytes,
-                mended=mended,
-            )
-        case CommitFinished(step=step, tier=tier):
-            return Record(at=at, event=name, step=step, tier=tier)
-        case (
-            Restored(step=step, tier=tier, nbytes=nbytes, seconds=seconds)
-            | NodeReplicated(step=step, tier=tier, nbytes=nbytes, seconds=seconds)
-        ):
-            return Record(at=at, event=name, step=step, tier=tier, nbytes=nbytes, seconds=seconds)
-        case StepVerified(step=step, tier=tier, nbytes=nbytes, seconds=seconds, damage=damage):
-            return Record(
-                at=at,
-                event=VERIFIED,
-                step=step,
-                tier=tier,
-                nbytes=nbytes,
-                seconds=seconds,
-                reason=damage[:_MOST_TEXT],
-            )
+        case SaveStaged():
+            line["seconds"] = event.stall_seconds
+        case SaveCommitted():
+            line["seconds"] = event.durable_seconds
+        case SaveFailed() | SaveSuspicious() | TierMissed() | StepDamaged():
+            line |= {"error": type(event.error).__name__, "reason": str(event.error)}
+        case StepVerified():
+            line |= {"event": VERIFIED, "reason": event.damage, "mended": False}
+        case Repaired() | CommitFinished() | Restored() | NodeReplicated():
+            pass  # The fields have the names of those of the record
+    return Record(at=time.time(), **{**line, "reason": line.get("reason", "")[:_MOST_TEXT]})
 
 
 def note_verified(root: str, step: int, fault: str, *, journal: str | None = None) -> None:
@@ -272,12 +246,6 @@ def _records(path: str, size: int) -> Iterator[Record]:
 
 
 _decoder = msgspec.json.Decoder(Record)
-
-
-def _failure(record: Record, error: BaseException) -> Record:
-    return msgspec.structs.replace(
-        record, error=type(error).__name__, reason=str(error)[:_MOST_TEXT]
-    )
 
 
 def _open(path: str) -> int:
