@@ -62,6 +62,20 @@ def whole(name: str, value: object, least: int, most: int) -> None:
         raise ConfigError(f"{name}={shown(value)}: give a whole number from {least} to {most}")
 
 
+def number(name: str, value: object, of: str, *, above_zero: bool = False) -> None:
+    """Raise unless the value is a finite number that is not below 0. ``of`` says of what, and
+    gives one that is accepted.
+    """
+    if not is_number(value) or not 0 <= value < float("inf") or (above_zero and not value):
+        raise ConfigError(f"{name}={shown(value)}: give a number of {of}")
+
+
+def true_or_false(name: str, value: object) -> None:
+    """Raise unless the value is True or False."""
+    if value not in (True, False):
+        raise ConfigError(f"{name}={shown(value)}: give true or false")
+
+
 def as_bytes(name: str, value: int | str) -> int:
     """Return a size in bytes: '200GB' is 200 * 1000**3 and '200GiB' is 200 * 1024**3."""
     match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None

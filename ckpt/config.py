@@ -34,11 +34,20 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Self, TypedDict, get_args
 
-from ckpt.checks import as_bytes, is_number, json_only, known_only, one_of, shown, whole
+from ckpt.checks import (
+    as_bytes,
+    json_only,
+    known_only,
+    number,
+    one_of,
+    shown,
+    true_or_false,
+    whole,
+)
 from ckpt.codec.registry import NO_CODEC, parse_codec
 from ckpt.errors import ConfigError
 from ckpt.errors.text import redact
@@ -66,27 +75,23 @@ Metadata = Mapping[str, Any]  # JSON values
 _MIN_CHUNK_BYTES: Final = 16
 _NOT_FOR_AGENT: Final = ("CUDA_", "NVIDIA_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "OMPI_", "PMI")
 _MAX_CHUNK_BYTES: Final = 64 << 20
-_SAVE_KEYS: Final = (
-    "on_busy",
-    "on_error",
-    "on_suspicious",
-    "overlap",
-    "chunk_mib",
-    "commit_timeout_seconds",
-    "slots",
-    "backlog",
-    "staging_mib",
-    "threads",
-    "nice",
-    "cpus",
-    "copies",
-    "replicate_mb_per_s",
-    "check",
-    "check_finite",
-    "exit_seconds",
-    "agent",
-    "scrub_mb_per_s",
-)
+_CHOICES: Final[Mapping[str, Any]] = {
+    "on_busy": OnBusy,
+    "on_error": OnError,
+    "on_suspicious": OnSuspicious,
+    "copies": Copies,
+    "check": CheckMode,
+    "agent": AgentMode,
+    "overlap": Overlap,
+}
+_BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
+    "chunk_bytes": (_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES),
+    "slots": (1, 16),
+    "backlog": (1, 1000),
+    "staging_bytes": (1 << 20, 1 << 50),
+    "threads": (1, 256),
+    "nice": (0, 19),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,14 +208,12 @@ class Tier:
         check_retention(self.keep_last, self.keep_every, self.keep_best)
         if self.keep_best is not None:
             Best.of(self.keep_best)
-        if self.best_counts not in (True, False):
-            raise ConfigError(f"best_counts={shown(self.best_counts)}: give true or false")
+        true_or_false("best_counts", self.best_counts)
         if self.capacity is not None:
             as_bytes("capacity", self.capacity)
-        if self.required not in (None, True, False):
-            raise ConfigError(f"required={shown(self.required)}: give true or false")
-        if self.local not in (None, True, False):
-            raise ConfigError(f"local={shown(self.local)}: give true or false")
+        for name, value in (("required", self.required), ("local", self.local)):
+            if value is not None:
+                true_or_false(name, value)
         whole("replicas", self.replicas, 0, 16)
         if self.replicas and self.capacity is not None:
             raise ConfigError(
@@ -340,43 +343,21 @@ class SaveConfig:
     tls: Tls | None = None
 
     def __post_init__(self) -> None:
-        one_of("on_busy", self.on_busy, get_args(OnBusy))
-        one_of("on_error", self.on_error, get_args(OnError))
-        one_of("on_suspicious", self.on_suspicious, get_args(OnSuspicious))
-        one_of("copies", self.copies, get_args(Copies))
-        one_of("check", self.check, get_args(CheckMode))
-        one_of("agent", self.agent, get_args(AgentMode))
-        one_of("overlap", self.overlap, get_args(Overlap))
-        whole("chunk_bytes", self.chunk_bytes, _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES)
-        if not is_number(
-            self.commit_timeout_seconds
-        ) or not 0 < self.commit_timeout_seconds < float("inf"):
-            raise ConfigError(
-                f"commit_timeout_seconds={shown(self.commit_timeout_seconds)}: give a number of "
-                "seconds above 0, such as 600"
-            )
-        if not is_number(self.exit_seconds) or not 0 <= self.exit_seconds < float("inf"):
-            raise ConfigError(
-                f"exit_seconds={self.exit_seconds!r}: give a number of seconds, such as 10"
-            )
-        rate = self.replicate_mb_per_s
-        if rate is not None and not (is_number(rate) and 0 < rate < float("inf")):
-            raise ConfigError(
-                f"replicate_mb_per_s={shown(rate)}: give a number of MB/s above 0, or leave it out"
-            )
-        if not is_number(self.scrub_mb_per_s) or not 0 <= self.scrub_mb_per_s < float("inf"):
-            raise ConfigError(
-                f"scrub_mb_per_s={shown(self.scrub_mb_per_s)}: give a number of MB/s, such as 10, "
-                "or 0 to verify nothing"
-            )
-        whole("slots", self.slots, 1, 16)
-        whole("backlog", self.backlog, 1, 1000)
-        if self.staging_bytes is not None:
-            whole("staging_bytes", self.staging_bytes, 1 << 20, 1 << 50)
-        whole("threads", self.threads, 1, 256)
-        whole("nice", self.nice, 0, 19)
-        if self.check_finite not in (True, False):
-            raise ConfigError(f"check_finite={shown(self.check_finite)}: give true or false")
+        for name, choices in _CHOICES.items():
+            one_of(name, getattr(self, name), get_args(choices))
+        for name, bounds in _BOUNDS.items():
+            if name != "staging_bytes" or self.staging_bytes is not None:
+                whole(name, getattr(self, name), *bounds)
+        timeout, rate = self.commit_timeout_seconds, self.replicate_mb_per_s
+        of = "seconds above 0, such as 600"
+        number("commit_timeout_seconds", timeout, of, above_zero=True)
+        number("exit_seconds", self.exit_seconds, "seconds, such as 10")
+        if rate is not None:
+            of = "MB/s above 0, or leave it out"
+            number("replicate_mb_per_s", rate, of, above_zero=True)
+        of = "MB/s, such as 10, or 0 to verify nothing"
+        number("scrub_mb_per_s", self.scrub_mb_per_s, of)
+        true_or_false("check_finite", self.check_finite)
         if self.cpus is not None:
             if not self.cpus:
                 raise ConfigError(
@@ -519,30 +500,29 @@ def ranks_on_this_node() -> int:
 
     It is 1 if none does.
     """
-    for variable in (
+    found = _numbers(
         "LOCAL_WORLD_SIZE",
         "SLURM_NTASKS_PER_NODE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         "HOROVOD_LOCAL_SIZE",
-    ):
-        if (text := os.environ.get(variable, "")).isdigit() and int(text):
-            return int(text)
-    return 1
+    )
+    return next(filter(None, found), 1)
 
 
 def rank_of_this_process() -> int:
     """Return the rank that the launcher names (torchrun, Slurm, MPI); 0 if none does."""
-    return _first_number("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+    return next(_numbers("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"), 0)
 
 
 def local_rank_of_this_process() -> int:
     """Return the rank within the node that the launcher names; 0 if none does."""
-    return _first_number("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return next(_numbers("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"), 0)
 
 
-def _first_number(*variables: str) -> int:
+def _numbers(*variables: str) -> Iterator[int]:
+    """Yield the values of those variables that are set to a whole number."""
     found = (os.environ.get(variable, "") for variable in variables)
-    return next((int(text) for text in found if text.isdecimal()), 0)
+    return (int(text) for text in found if text.isdecimal())
 
 
 def job_address() -> tuple[str, int] | None:
@@ -660,16 +640,13 @@ def _tls(table: Mapping[str, Any], folder: str) -> Tls:
 
 
 def _save(table: Mapping[str, Any]) -> SaveConfig:
-    known_only("save.", table, _SAVE_KEYS)
+    names = (name.replace("_bytes", "_mib") for name in Settings.__annotations__ if name != "tls")
+    known_only("save.", table, tuple(names))
     fields: dict[str, Any] = dict(table)
-    if "chunk_mib" in fields:
-        mib = fields.pop("chunk_mib")
-        whole("chunk_mib", mib, 1, _MAX_CHUNK_BYTES >> 20)
-        fields["chunk_bytes"] = mib << 20
-    if "staging_mib" in fields:
-        mib = fields.pop("staging_mib")
-        whole("staging_mib", mib, 1, 1 << 30)
-        fields["staging_bytes"] = mib << 20
+    for name in ("chunk", "staging"):
+        if (mib := fields.pop(f"{name}_mib", None)) is not None:
+            whole(f"{name}_mib", mib, 1, _BOUNDS[f"{name}_bytes"][1] >> 20)
+            fields[f"{name}_bytes"] = mib << 20
     if "cpus" in fields:
         if not isinstance(fields["cpus"], list):
             raise ConfigError(
