@@ -147,7 +147,6 @@ LATE_IMPORTS = {
     "ckpt/cli/main.py": {"ckpt", "os"},  # --help needs none of it
     "ckpt/cli/output.py": {"rich"},  # only terminals show a bar
     "ckpt/model/encoding.py": {"zstandard"},
-    "ckpt/model/packed.py": {"zstandard"},
     "ckpt/storage/registry.py": {"fsspec"},  # slow: only foreign schemes need it
     "ckpt/storage/testing/__init__.py": {"ckpt"},  # the suite needs pytest
 }

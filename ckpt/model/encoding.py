@@ -56,9 +56,7 @@ def pack(record: msgspec.Struct) -> bytes:
     packed = b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
     if len(packed) < _COMPRESS_FROM:
         return packed
-    import zstandard  # Only large runs pay for the import
-
-    frame = zstandard.ZstdCompressor(level=3).compress(packed)
+    frame = compress(packed)
     if len(packed) > MAX_EXPANSION * len(frame):
         return packed
     return _COMPRESSED + checksum(frame).encode() + b"\n" + frame
@@ -97,7 +95,7 @@ def _decoder_of(kind: type[Record]) -> msgspec.json.Decoder[Record]:
 
 def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:
     """Return the format and the body of a record, all of whose bytes are as they were written."""
-    raw = _decompress(data, key) if data.startswith(_COMPRESSED) else data
+    raw = _open_frame(data, key) if data.startswith(_COMPRESSED) else data
     try:
         envelope = _envelope.decode(raw)
         body = bytes(envelope.body)
@@ -114,20 +112,35 @@ def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:
     return version, envelope.body
 
 
-def _decompress(data: bytes, key: str) -> bytes:
-    import zstandard
-
+def _open_frame(data: bytes, key: str) -> bytes:
     frame = data[_PREFIX_BYTES:]
     if data[:_PREFIX_BYTES] != _COMPRESSED + checksum(frame).encode() + b"\n":
         raise ManifestCorrupt(key, "its checksum does not match its content (truncated or damaged)")
+    return decompress(frame, key, at_most=min(MAX_RECORD_BYTES, MAX_EXPANSION * len(frame)))
+
+
+def compress(data: bytes) -> bytes:
+    """Return a zstd frame."""
+    import zstandard  # Too slow for ``import ckpt``
+
+    return zstandard.ZstdCompressor(level=3).compress(data)
+
+
+def decompress(frame: bytes, key: str, *, at_most: int) -> bytes:
+    """Return the bytes of a zstd frame.
+
+    Raises:
+        ManifestCorrupt: It is damaged, or says that it unpacks to more than ``at_most`` bytes. No
+            memory is reserved for these.
+    """
+    import zstandard
+
     try:
         size = zstandard.frame_content_size(frame)
-        if not 0 <= size <= MAX_RECORD_BYTES:
-            raise ManifestCorrupt(key, f"claims {size} bytes")
-        if size > MAX_EXPANSION * len(frame):
-            raise ManifestCorrupt(key, f"{len(frame)} bytes claim to unpack to {size}")
-        reader = zstandard.ZstdDecompressor()
-        unpacked = reader.decompress(frame, max_output_size=size, allow_extra_data=False)
+        if not 0 <= size <= at_most:
+            raise ManifestCorrupt(key, f"{len(frame)} bytes claim to unpack to {size} bytes")
+        return zstandard.ZstdDecompressor().decompress(
+            frame, max_output_size=size, allow_extra_data=False
+        )
     except zstandard.ZstdError as error:
         raise ManifestCorrupt(key, str(error)) from None
-    return unpacked

@@ -17,22 +17,28 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.checksum import CHECKSUM_BYTES
 from ckpt.model.chunks import lengths_like
 from ckpt.model.dtype import DTYPES
-from ckpt.model.encoding import MAX_EXPANSION, unpack
-from ckpt.model.manifest import Chunk, Encoding, File, Fragment, Packed, Shard, Tensor
+from ckpt.model.encoding import MAX_EXPANSION, compress, decompress, unpack
+from ckpt.model.manifest import Chunk, Encoding, Fragment, Packed, Shard, Tensor
 from ckpt.model.runs import Ints
 from ckpt.model.validate import (
     MAX_CHUNK_BYTES,
     MAX_DIMENSIONS,
     check_heading,
     check_tensor,
+    check_tied,
     require,
 )
 
+_ALIKE: Final = (
+    "format", "step", "attempt", "rank", "world_size", "created_at", "chunk_bytes",
+    "tied", "tree", "per_rank", "metadata", "in_manifest",
+)  # fmt: skip
 _MAX_FRAME_BYTES: Final = 1 << 30
 """The most bytes of an unpacked frame. A rank with a million tensors needs a fifth of it."""
 _SMALL_FRAME_BYTES: Final = 1 << 20
@@ -102,9 +108,6 @@ class Frames:
 
 def frames_of(tensors: Sequence[Tensor], chunks: Sequence[int]) -> Frames:
     """Return the frames of a rank with these shards, and with chunks of these lengths."""
-    import zstandard  # Too slow for ``import ckpt``
-
-    zstd = zstandard.ZstdCompressor(level=3)
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
     rows: list[list[int]] = []
     offsets: list[list[int]] = []
@@ -115,43 +118,32 @@ def frames_of(tensors: Sequence[Tensor], chunks: Sequence[int]) -> Frames:
             offsets.append([*shard.offsets, *[0] * fill])
     headings = msgspec.json.encode([(each.name, each.dtype, each.shape) for each in tensors])
     form = Form(msgspec.Raw(headings), dims, _bytes(rows), _bytes(list(chunks)))
-    return Frames(zstd.compress(msgspec.json.encode(form)), zstd.compress(_bytes(offsets)))
+    return Frames(compress(msgspec.json.encode(form)), compress(_bytes(offsets)))
 
 
 def pack_fragment(fragment: Fragment, frames: Frames | None = None) -> Packed:
     """Return the fragment in columns. ``frames`` are those of its tensors and chunks, if they are
     known.
     """
-    import zstandard  # Too slow for ``import ckpt``
-
     file, encoded = fragment.file, fragment.encoded
     chunks = file.chunks if file else ()
     frames = frames or frames_of(fragment.tensors, [chunk.nbytes for chunk in chunks])
-    replicas = b""
-    if fragment.replicas:
-        text = msgspec.json.encode(fragment.replicas, order="deterministic")
-        replicas = zstandard.ZstdCompressor(level=3).compress(text)
+    replicas = msgspec.json.encode(fragment.replicas, order="deterministic")
     return Packed(
-        format=fragment.format,
-        step=fragment.step,
-        attempt=fragment.attempt,
-        rank=fragment.rank,
-        world_size=fragment.world_size,
-        created_at=fragment.created_at,
-        chunk_bytes=fragment.chunk_bytes,
-        file=File(file.name, file.rank, file.size, ()) if file else None,
+        **_alike(fragment),
+        file=replace(file, chunks=()) if file else None,
         form=frames.form,
         offsets=frames.offsets,
         checksums=bytes.fromhex("".join(chunk.checksum for chunk in chunks)),
-        tied=fragment.tied,
-        tree=fragment.tree,
-        per_rank=fragment.per_rank,
-        replicas=replicas,
-        metadata=fragment.metadata,
+        replicas=compress(replicas) if fragment.replicas else b"",
         encoded=tuple(Encoding(each.rank, each.codec, (each.size,)) for each in encoded),
         lengths=_bytes([length for each in encoded for length in each.lengths]),
-        in_manifest=fragment.in_manifest,
     )
+
+
+def _alike(record: Packed | Fragment) -> dict[str, Any]:
+    """Return the fields that are the same in columns and as objects."""
+    return {name: getattr(record, name) for name in _ALIKE}
 
 
 def read_fragment(data: bytes, *, key: str) -> Fragment:
@@ -191,25 +183,14 @@ def fragment_of(packed: Packed, *, key: str) -> Fragment:
     file = packed.file
     lengths = tuple(_numbers(packed.lengths, key).tolist())
     return Fragment(
-        format=packed.format,
-        step=packed.step,
-        attempt=packed.attempt,
-        rank=packed.rank,
-        world_size=packed.world_size,
-        created_at=packed.created_at,
-        chunk_bytes=packed.chunk_bytes,
-        file=File(file.name, file.rank, file.size, chunks) if file else None,
+        **_alike(packed),
+        file=replace(file, chunks=chunks) if file else None,
         tensors=tuple(
             Tensor(name, dtype, shape, tuple(held))
             for (name, dtype, shape), held in zip(columns.headings, shards, strict=True)
         ),
-        tied=packed.tied,
-        tree=packed.tree,
-        per_rank=packed.per_rank,
         replicas=replicas_of(packed.replicas, key=key),
-        metadata=packed.metadata,
         encoded=tuple(Encoding(each.rank, each.codec, lengths) for each in packed.encoded),
-        in_manifest=packed.in_manifest,
     )
 
 
@@ -293,11 +274,8 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
     require(packed.file is not None or not len(columns.tensor), key, "shards, but no file")
     count = len(columns.chunks)
     require(len(packed.checksums) == CHECKSUM_BYTES * count, key, "not one checksum for each chunk")
-    names = {name for name, _, _ in columns.headings} if packed.tied else set[str]()
-    for name, target in packed.tied.items():
-        require(
-            target in names and name not in names, key, f"{name[:80]!r} is tied to {target[:80]!r}"
-        )
+    if packed.tied:
+        check_tied(packed.tied, {name for name, _, _ in columns.headings}, key)
     if packed.encoded or packed.lengths:
         lengths = _numbers(packed.lengths, key)
         require(
@@ -387,15 +365,5 @@ def _total(numbers: Ints) -> int:
 
 def _unpacked(frame: bytes, key: str, *, at_least: int = 0) -> bytes:
     """Return what a frame unpacks to. It may have ``at_least`` bytes in any case."""
-    import zstandard
-
     most = max(at_least, min(_MAX_FRAME_BYTES, _SMALL_FRAME_BYTES + MAX_EXPANSION * len(frame)))
-
-    try:
-        size = zstandard.frame_content_size(frame)
-        require(0 <= size <= most, key, f"a frame of {size} bytes")
-        return zstandard.ZstdDecompressor().decompress(
-            frame, max_output_size=size, allow_extra_data=False
-        )
-    except zstandard.ZstdError as error:
-        raise ManifestCorrupt(key, str(error)) from None
+    return decompress(frame, key, at_most=most)

@@ -84,7 +84,7 @@ def _check_layouts(manifest: Manifest, key: str) -> None:
             )
         if fault := known[index, tensor.shape]:
             raise ManifestCorrupt(key, f"tensor {tensor.name!r}: {fault}")
-    _check_tied(manifest.tied, seen, key)
+    check_tied(manifest.tied, seen, key)
 
 
 def check_heading(record: Packed, key: str) -> None:
@@ -147,7 +147,8 @@ def check_tensor(name: str, dtype: str, shape: tuple[int, ...], seen: set[str], 
     )
 
 
-def _check_tied(tied: Mapping[str, str], names: set[str], key: str) -> None:
+def check_tied(tied: Mapping[str, str], names: set[str], key: str) -> None:
+    """``names`` are those of the stored tensors."""
     for name, target in tied.items():
         require(
             target in names and name not in names,

@@ -140,7 +140,7 @@ def test_a_frame_that_claims_more_than_a_fragment_has_reserves_nothing(field: st
     """A frame's header says 1 TiB."""
     bomb = bytes.fromhex("28b52ffde0") + (1 << 40).to_bytes(8, "little") + bytes(8)
     packed = replace(PACKED[0], world_size=1, **{field: bomb})
-    with pytest.raises(ManifestCorrupt, match="a frame of 1099511627776 bytes"):
+    with pytest.raises(ManifestCorrupt, match="claim to unpack to 1099511627776 bytes"):
         read_fragment(pack(packed), key="k")
 
 
@@ -237,5 +237,5 @@ def test_a_frame_unpacks_to_no_more_than_its_length_allows() -> None:
     many = zstandard.compress(msgspec.json.encode(form))
     for field, frame in (("form", many), ("offsets", zstandard.compress(bytes(8 << 20)))):
         packed = replace(PACKED[0], world_size=1, **{field: frame})
-        with pytest.raises(ManifestCorrupt, match="a frame of"):
+        with pytest.raises(ManifestCorrupt, match="claim to unpack to"):
             read_fragment(pack(packed), key="k")
