@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from ckpt.adapters.match.tree import Notes
 from ckpt.catalog.reading import StepReader
 from ckpt.errors import ConfigError
-from ckpt.model.dtype import DTYPES
+from ckpt.model.dtype import DTYPES, safetensors_entry
 from ckpt.model.manifest import Tensor
 
 SUFFIX: Final = ".safetensors"
@@ -23,12 +22,6 @@ _INDEX: Final = "model.safetensors.index.json"
 _ALIGNMENT: Final = 8
 SAME: Final = frozenset({"float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2", "bits16"})
 """Types that the format has under the name of plain integers only."""
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    name: str
-    tensors: tuple[Tensor, ...]
 
 
 def write_file(
@@ -47,13 +40,8 @@ def write_file(
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for tensor in order:
-        dtype, start, end = DTYPES[tensor.dtype], end, end + tensor.nbytes
-        shape = [*tensor.shape, dtype.writers] if dtype.writers > 1 else list(tensor.shape)
-        entries[names[tensor.name]] = {
-            "dtype": dtype.storage,
-            "shape": shape,
-            "data_offsets": [start, end],
-        }
+        entry, end = safetensors_entry(tensor.dtype, tensor.shape, end)
+        entries[names[tensor.name]] = entry
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with open(path, "wb") as file:
@@ -78,10 +66,10 @@ def write_folder(
     tensor has a shard of its own.
     """
     files = _shards(sorted(tensors, key=lambda tensor: names[tensor.name]), most_bytes)
-    for file in files:
+    for name, held in files.items():
         write_file(
-            os.path.join(folder, file.name),
-            file.tensors,
+            os.path.join(folder, name),
+            held,
             names=names,
             metadata=metadata,
             reader=reader,
@@ -90,7 +78,7 @@ def write_folder(
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors), **metadata},
             "weight_map": {
-                names[tensor.name]: file.name for file in files for tensor in file.tensors
+                names[tensor.name]: name for name, held in files.items() for tensor in held
             },
         }
         with open(os.path.join(folder, _INDEX), "w", encoding="utf-8") as out:
@@ -99,7 +87,8 @@ def write_folder(
             os.fsync(out.fileno())
 
 
-def _shards(tensors: Sequence[Tensor], most_bytes: int) -> list[_File]:
+def _shards(tensors: Sequence[Tensor], most_bytes: int) -> dict[str, list[Tensor]]:
+    """Return the files by name, and the tensors of each."""
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -109,12 +98,9 @@ def _shards(tensors: Sequence[Tensor], most_bytes: int) -> list[_File]:
         groups[-1].append(tensor)
         size += tensor.nbytes
     if len(groups) == 1:
-        return [_File(f"model{SUFFIX}", tuple(groups[0]))]
+        return {f"model{SUFFIX}": groups[0]}
     count = len(groups)
-    return [
-        _File(f"model-{i:05d}-of-{count:05d}{SUFFIX}", tuple(group))
-        for i, group in enumerate(groups, 1)
-    ]
+    return {f"model-{i:05d}-of-{count:05d}{SUFFIX}": held for i, held in enumerate(groups, 1)}
 
 
 def check_names(names: dict[str, str]) -> None:
@@ -136,7 +122,7 @@ def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:
     """Note the types that the format holds under another name."""
     for tensor in tensors:
         dtype = DTYPES[tensor.dtype]
-        if dtype.writers > 1:
+        if dtype.lanes > 1:
             notes.changed.append(
                 (tensor.name, f"{tensor.dtype}: {dtype.storage} with one more dimension now")
             )

@@ -23,9 +23,7 @@ _LENGTH: Final = 8
 _MOST_HEADER: Final = 100_000_000
 """Bytes; the format's own limit."""
 _OF_CODE: Final[dict[str, DType]] = {
-    dtype.storage: dtype
-    for dtype in DTYPES.values()
-    if dtype.writers == 1 and dtype.name not in SAME
+    dtype.storage: dtype for dtype in DTYPES.values() if dtype.lanes == 1 and dtype.name not in SAME
 }
 
 

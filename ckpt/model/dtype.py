@@ -7,8 +7,12 @@ the length of the extra last dimension (1: none).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+Entry = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +22,7 @@ class DType:
     name: str
     itemsize: int
     storage: str
-    writers: int = 1
+    lanes: int = 1
 
 
 def _table() -> dict[str, DType]:
@@ -49,8 +53,8 @@ def _table() -> dict[str, DType]:
     rows += [(name, 1, "U8", 1) for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")]
     rows += [("bits16", 2, "U16", 1)]
     return {
-        name: DType(name=name, itemsize=size, storage=code, writers=writers)
-        for name, size, code, writers in rows
+        name: DType(name=name, itemsize=size, storage=code, lanes=lanes)
+        for name, size, code, lanes in rows
     }
 
 
@@ -74,6 +78,16 @@ _COMPLEX: Final = frozenset(("complex128", "complex64", "complex32"))
 _BITS: Final = {
     f"{sign}int{bits}": (sign == "", bits) for sign in ("", "u") for bits in (8, 16, 32, 64)
 }
+
+
+def safetensors_entry(dtype: str, shape: Sequence[int], start: int) -> tuple[Entry, int]:
+    """Return what a safetensors header says of a tensor whose bytes begin at ``start``, and where
+    they end.
+    """
+    kind = DTYPES[dtype]
+    end = start + math.prod(shape) * kind.itemsize
+    held = [*shape, kind.lanes] if kind.lanes > 1 else list(shape)
+    return {"dtype": kind.storage, "shape": held, "data_offsets": [start, end]}, end
 
 
 def float_width(dtype: str) -> int:

@@ -18,7 +18,7 @@ import msgspec
 
 from ckpt.model.box import Box, even_slab
 from ckpt.model.chunks import cut
-from ckpt.model.dtype import DTYPES
+from ckpt.model.dtype import safetensors_entry
 from ckpt.model.manifest import HEADER_ALIGNMENT, Shard, Tensor
 from ckpt.plan.leaf import Leaf
 
@@ -136,15 +136,12 @@ def _header(leaves: Sequence[Leaf], order: Sequence[tuple[int, Box]], rank: int)
     taken = {leaf.name for leaf in leaves}
     start = 0
     for index, box in order:
-        leaf, dtype = leaves[index], DTYPES[leaves[index].dtype]
+        leaf = leaves[index]
         name, serial = leaf.name, 0
         while name in entries or (serial and name in taken):
             serial += 1
             name = f"{leaf.name}@{serial}"
-        end = start + box.numel * leaf.itemsize
-        shape = [*box.shape, dtype.writers] if dtype.writers > 1 else list(box.shape)
-        entries[name] = {"dtype": dtype.storage, "shape": shape, "data_offsets": [start, end]}
-        start = end
+        entries[name], start = safetensors_entry(leaf.dtype, box.shape, start)
     text = msgspec.json.encode(entries)
     padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
     return (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8)

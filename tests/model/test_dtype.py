@@ -29,7 +29,7 @@ def test_every_dtype_of_torch_is_in_the_table_or_left_out_on_purpose():
 def test_an_element_has_the_size_torch_gives_it(name):
     assert DTYPES[name].name == name
     assert DTYPES[name].itemsize == torch_dtypes()[name].itemsize
-    assert DTYPES[name].itemsize % DTYPES[name].writers == 0
+    assert DTYPES[name].itemsize % DTYPES[name].lanes == 0
 
 
 def safetensors_file(code: str, shape: list[int], nbytes: int) -> bytes:
@@ -42,7 +42,7 @@ def safetensors_file(code: str, shape: list[int], nbytes: int) -> bytes:
 @pytest.mark.parametrize("name", DTYPES)
 def test_safetensors_gives_the_code_the_same_size(name):
     dtype = DTYPES[name]
-    shape = [3, dtype.writers] if dtype.writers > 1 else [3]
+    shape = [3, dtype.lanes] if dtype.lanes > 1 else [3]
     [(_, found)] = safetensors.deserialize(
         safetensors_file(dtype.storage, shape, 3 * dtype.itemsize)
     )

@@ -163,7 +163,7 @@ def test_safetensors_reads_every_image(ranks):
         shapes = sorted(
             (list(item.box.shape), DTYPES[leaves[item.leaf].dtype].storage) for item in plan.items
         )
-        writers = [DTYPES[leaves[item.leaf].dtype].writers for item in plan.items]
+        writers = [DTYPES[leaves[item.leaf].dtype].lanes for item in plan.items]
         if set(writers) == {1}:
             assert sorted((entry["shape"], entry["dtype"]) for _, entry in found) == shapes
 
