@@ -7,7 +7,7 @@ only one rank has.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, SupportsFloat
+from typing import Final, SupportsFloat
 
 import msgspec
 
@@ -30,7 +30,7 @@ def as_metrics(given: object) -> dict[str, float]:
 def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
     """Return the metrics in the metadata of a manifest. Values that are no numbers are left out."""
     try:
-        found = decode(parse(metadata, "metadata"), _foreign)[METRICS]
+        found = decode(parse(metadata, "metadata"), lambda _tag, _node: None)[METRICS]
         return {name: float(value) for name, value in found.items() if type(value) in (int, float)}
     except (CkptError, msgspec.MsgspecError, LookupError, TypeError, AttributeError, OverflowError):
         return {}
@@ -50,8 +50,3 @@ def _number(name: object, value: object) -> float:
         except (TypeError, ValueError, RuntimeError, OverflowError):
             pass  # For example, a tensor of several elements
     raise ConfigError(f"metrics[{name!r}] is a {type(value).__name__}, not a number: give a float")
-
-
-def _foreign(tag: str, node: Mapping[str, Any]) -> None:
-    """Return None for a node of an adapter, which is no number."""
-    del tag, node

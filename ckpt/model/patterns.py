@@ -135,9 +135,9 @@ def _is_iterable(given: object) -> bool:
 
 def _fitting(name: str, patterns: Iterable[str]) -> list[str]:
     return [
-        each for each in patterns if _fits(name, each.rstrip("/")) or fnmatchcase(f"{name}/", each)
+        each
+        for each in patterns
+        if fnmatchcase(name, short := each.rstrip("/"))
+        or fnmatchcase(name, f"{short}/*")
+        or fnmatchcase(f"{name}/", each)
     ]
-
-
-def _fits(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}/*")
