@@ -12,7 +12,8 @@ import os
 import pickletools
 import stat
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from typing import IO, Any, Final
 
 from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
@@ -32,6 +33,31 @@ def regular(path: str) -> str:
     except OSError:
         pass  # Opening the file raises the error
     return path
+
+
+@contextmanager
+def opened(path: str, held: str = "", *, is_part: bool = True) -> Generator[IO[bytes]]:
+    """Open an ordinary file of another program for reading.
+
+    Args:
+        held: What the file holds, for errors.
+        is_part: Whether the file is a part that another one names.
+
+    Raises:
+        IntegrityError: The part is missing.
+        ConfigError: It cannot be read, here or in the block.
+    """
+    which = f", which holds {held!r}" if held else ""
+    try:
+        with open(regular(path), "rb") as file:
+            yield file
+    except OSError as error:
+        if is_part and isinstance(error, FileNotFoundError):
+            raise IntegrityError(f"{path} is missing{which}") from None
+        comma = "," if held else ""
+        raise ConfigError(
+            f"{path}{which}{comma} cannot be read: {error.strerror or error}"
+        ) from None
 
 
 def check_torch_file(file: IO[bytes], name: str) -> None:

@@ -84,36 +84,35 @@ def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -
             raise next(iter(error.failures.values()))[0] from error
 
 
-class _Fitting:
-    """Gives the state as the format can hold it."""
+def fitted(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    """Return the state as the format can hold it. It has no place for an empty dict, except in a
+    tuple. Raises ``ConfigError`` for two names that would become one.
+    """
+    taken: set[str] = set()
 
-    def __init__(self, notes: Notes) -> None:
-        self._notes = notes
-        self._taken: set[str] = set()
-
-    def fit(self, value: Any, path: str, *, listed: bool = False) -> Any:
+    def fit(value: Any, path: str, *, listed: bool = False) -> Any:
         if isinstance(value, Mapping) and value:
             items = value.items()
-            kept = {key: self.fit(item, _inner(path, key), listed=listed) for key, item in items}
+            kept = {key: fit(item, _inner(path, key), listed=listed) for key, item in items}
             return type(value)(kept)  # type: ignore[call-arg]
         if isinstance(value, list) and _is_walked(value):
-            return [
-                self.fit(item, f"{path}.{index}", listed=True) for index, item in enumerate(value)
-            ]
-        if path in self._taken:
+            return [fit(item, f"{path}.{index}", listed=True) for index, item in enumerate(value)]
+        if path in taken:
             raise ConfigError(
                 f"two values of the state would both be {path!r} there: choose one with --name, "
                 "or export with --format torch"
             )
-        self._taken.add(path)
+        taken.add(path)
         if not isinstance(value, Mapping):
             return value
         if listed:
             # The format can write a list with a gap, but not read it.
-            self._notes.changed.append((path, "a dict without entries: None now"))
+            notes.changed.append((path, "a dict without entries: None now"))
             return None
-        self._notes.left_out.append((path, "a dict without entries"))
+        notes.left_out.append((path, "a dict without entries"))
         return value
+
+    return {key: fit(value, key) for key, value in state.items()}
 
 
 def _inner(path: str, key: object) -> str:
@@ -135,11 +134,3 @@ def _is_walked(value: Any) -> bool:
     return isinstance(value, list) and any(
         isinstance(item, Mapping | torch.Tensor) or _is_walked(item) for item in value
     )
-
-
-def fitted(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """Return the state as the format can hold it. It has no place for an empty dict, except in a
-    tuple. Raises ``ConfigError`` for two names that would become one.
-    """
-    fitting = _Fitting(notes)
-    return {key: fitting.fit(value, key) for key, value in state.items()}

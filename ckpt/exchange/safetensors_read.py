@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch
 
-from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
-from ckpt.exchange.bounds import regular
+from ckpt.errors import IntegrityError, UnsupportedValue
+from ckpt.exchange.bounds import opened
 from ckpt.exchange.safetensors_file import SAME
 from ckpt.model.dtype import DTYPES, DType
 
@@ -34,16 +34,9 @@ def read_file(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         IntegrityError: It is missing, cut, or not of the format.
         UnsupportedValue: A tensor is of a type that torch does not have.
     """
-    try:
-        with open(regular(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            whole = memoryview(
-                mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
-            )
-    except FileNotFoundError:
-        raise IntegrityError(f"{path} is missing") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        whole = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
     try:
         length = int.from_bytes(whole[:_LENGTH], "little")
         if size < _LENGTH or length > min(size - _LENGTH, _MOST_HEADER):

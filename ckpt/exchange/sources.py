@@ -29,7 +29,7 @@ from ckpt.errors import (
     UnsupportedValue,
 )
 from ckpt.exchange import safetensors_read
-from ckpt.exchange.bounds import check_state, check_torch_file, regular
+from ckpt.exchange.bounds import check_state, check_torch_file, opened, regular
 from ckpt.exchange.inert import Inert, read_inert
 from ckpt.exchange.sniff import is_torch, what_is
 from ckpt.exchange.torch_file import Scratch
@@ -205,12 +205,8 @@ def _indexed(folder: str, suffix: str) -> list[str]:
     if not found:
         return []
     try:
-        with open(regular(os.path.join(folder, found[0])), encoding="utf-8") as file:
+        with opened(os.path.join(folder, found[0]), is_part=False) as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
-    except OSError as error:
-        raise ConfigError(
-            f"{os.path.join(folder, found[0])} cannot be read: {error.strerror}"
-        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{found[0]} is not an index: {error!r}") from None
     return [_inside(folder, name) for name in names]
@@ -257,11 +253,8 @@ def _safetensors(source: str) -> State:
 
 def _dcp(source: str, scratch: str | None) -> State:
     table_path = os.path.join(source, _TABLE)
-    try:
-        with open(regular(table_path), "rb") as file:
-            table = read_inert(file.read(), table_path)
-    except OSError as error:
-        raise ConfigError(f"{table_path} cannot be read: {error.strerror}") from None
+    with opened(table_path, is_part=False) as file:
+        table = read_inert(file.read(), table_path)
     with _doubted(table_path):
         kinds = {
             name: _kind(name, item) for name, item in table.state["state_dict_metadata"].items()
@@ -402,17 +395,10 @@ def _pieces(source: str, table: Inert) -> Iterator[tuple[str, tuple[int, ...], C
 
 
 def _read(path: str, start: int, length: int, name: str) -> Any:
-    try:
-        with open(regular(path), "rb") as file:
-            whole = os.fstat(file.fileno()).st_size
-            file.seek(max(0, min(start, whole)))
-            data = file.read(min(length, whole)) if start >= 0 and length >= 0 else b""
-    except FileNotFoundError:
-        raise IntegrityError(f"{path} is missing, which holds {name!r}") from None
-    except OSError as error:
-        raise ConfigError(
-            f"{path}, which holds {name!r}, cannot be read: {error.strerror}"
-        ) from None
+    with opened(path, name) as file:
+        whole = os.fstat(file.fileno()).st_size
+        file.seek(max(0, min(start, whole)))
+        data = file.read(min(length, whole)) if start >= 0 and length >= 0 else b""
     if len(data) != length or start < 0:
         raise IntegrityError(f"{path} is cut: it ends before {name!r} does")
     return _load(io.BytesIO(data), f"{name} in {path}")
