@@ -201,8 +201,10 @@ def main() -> int:
     try:
         code = _run(as_json=as_json)
         # An error as JSON may still be in the buffer, and a closed pipe must not fail after this.
-        with _unread():
+        try:
             sys.stdout.flush()
+        except BrokenPipeError:
+            _forget(sys.stdout)
         return code
     except _OutputFailed as error:
         from ckpt.cli.output import fail
@@ -322,15 +324,6 @@ class _Output:
             raise
         except OSError as error:
             raise _OutputFailed(error.strerror or str(error)) from None
-
-
-@contextmanager
-def _unread() -> Generator[None]:
-    """Ignore that the reader has closed the pipe."""
-    try:
-        yield
-    except BrokenPipeError:
-        _forget(sys.stdout)
 
 
 def _forget(stream: TextIO) -> None:

@@ -121,10 +121,19 @@ def advise(found: Measured, assumed: Assumed) -> list[Advice]:
         ConfigError: A number is negative or not finite, or there are no failures.
     """
     _check(assumed)
-    cost = found.stall_seconds + assumed.drag_seconds
-    between = DAY_SECONDS / assumed.failures_per_day
+    cost, now = found.stall_seconds + assumed.drag_seconds, found.interval_seconds
+    best = math.sqrt(2 * cost * DAY_SECONDS / assumed.failures_per_day)
     return [
-        _of_tier(tier, durable, math.sqrt(2 * cost * between), found, assumed)
+        Advice(
+            tier=tier,
+            durable_seconds=durable,
+            interval_seconds=max(best, durable),
+            is_bound=durable > best,
+            lost_minutes=lost_minutes_per_day(max(best, durable), durable, cost, assumed),
+            lost_minutes_now=lost_minutes_per_day(now, durable, cost, assumed)
+            if now > 0
+            else math.nan,
+        )
         for tier, durable in found.durable_seconds.items()
     ]
 
@@ -136,20 +145,6 @@ def lost_minutes_per_day(
     saving = DAY_SECONDS / interval_seconds * cost_seconds
     repeated = assumed.restart_seconds + durable_seconds + interval_seconds / 2
     return (saving + assumed.failures_per_day * repeated) * _MINUTES
-
-
-def _of_tier(tier: str, durable: float, best: float, found: Measured, assumed: Assumed) -> Advice:
-    cost = found.stall_seconds + assumed.drag_seconds
-    interval = max(best, durable)
-    now = found.interval_seconds
-    return Advice(
-        tier=tier,
-        durable_seconds=durable,
-        interval_seconds=interval,
-        is_bound=durable > best,
-        lost_minutes=lost_minutes_per_day(interval, durable, cost, assumed),
-        lost_minutes_now=lost_minutes_per_day(now, durable, cost, assumed) if now > 0 else math.nan,
-    )
 
 
 def _check(assumed: Assumed) -> None:

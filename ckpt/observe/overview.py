@@ -122,15 +122,20 @@ class TierWatch:
     Thread safety: one thread at a time.
     """
 
-    def __init__(self, url: str, backend: StorageBackend | None, error: str = "") -> None:
-        self.url, self.backend = url, backend
+    def __init__(self, url: str, tier: Tier) -> None:
+        self.url, self.error = url, ""
+        self.backend: StorageBackend | None = None
+        self._inventory: Inventory | None = None
+        try:
+            self.backend = open_backend(url, tier.options)
+            self.url, self._inventory = self.backend.url, Inventory(self.backend, shown=True)
+        except CkptError as error:
+            self.error = str(error)
         self._worker = Workers("look", 1)
-        self._inventory = Inventory(backend, shown=True) if backend is not None else None
-        self._space = FolderSpace(url) if is_folder(url) else None
+        self._space = FolderSpace(self.url) if is_folder(self.url) else None
         self._asked: Future[list[StoredStep]] | None = None
         self._asked_at = 0.0
         self.steps: Sequence[StoredStep] = ()
-        self.error = error
 
     def ask(self) -> Sequence[Future[list[StoredStep]]]:
         """Begin a look, unless one is under way. Returns what to wait for."""
@@ -184,14 +189,12 @@ class RunWatch:
 
     def __init__(self, name: str, tiers: Sequence[Tier]) -> None:
         self.name = redact(name)
-        self.tiers = [_watch(url, tier) for url, tier in zip(urls_of(tiers), tiers, strict=True)]
+        self.tiers = [TierWatch(url, tier) for url, tier in zip(urls_of(tiers), tiers, strict=True)]
         self._journals = [JournalReader(tier.url) for tier in self.tiers if is_folder(tier.url)]
 
     def look(self, patience: float) -> RunView:
         """Look at all tiers. One that takes longer than ``patience`` seconds is taken as it was."""
-        wait([future for tier in self.tiers for future in tier.ask()], patience)
-        for tier in self.tiers:
-            tier.take()
+        _look(self.tiers, patience)
         history = history_of([record for journal in self._journals for record in journal.read()])
         opened = {tier.url for tier in self.tiers}
         named = list({url: None for save in history.saves.values() for url in save.tiers})
@@ -211,18 +214,15 @@ class RunWatch:
         """Look at the memory of this machine too, if the journal names it."""
         for url in stores_in_memory() if any(url.startswith(_MEMORY) for url in named) else ():
             if url in named and url not in opened:
-                self.tiers.append(tier := _watch(url, Tier(url)))
+                self.tiers.append(tier := TierWatch(url, Tier(url)))
                 opened.add(tier.url)
-                wait(tier.ask(), patience)
-                tier.take()
+                _look([tier], patience)
 
 
-def _watch(url: str, tier: Tier) -> TierWatch:
-    try:
-        backend = open_backend(url, tier.options)
-    except CkptError as error:
-        return TierWatch(url, None, str(error))
-    return TierWatch(backend.url, backend)
+def _look(tiers: Sequence[TierWatch], patience: float) -> None:
+    wait([future for tier in tiers for future in tier.ask()], patience)
+    for tier in tiers:
+        tier.take()
 
 
 def _known_of(url: str, history: History) -> TierView:
