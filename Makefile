@@ -41,7 +41,7 @@ test: $(STAMP) ## all tests
 test-fast: $(STAMP) ## the tests that take seconds
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
 
-coverage: $(STAMP) ## all tests, and which lines of the product they run; fails below the floor in pyproject.toml
+coverage: $(STAMP) ## all tests, and which lines and branches of the product they run; fails below the floor in pyproject.toml
 	rm -rf .build/coverage
 	mkdir -p .build/coverage
 	$(BIN)/python -m coverage run -m pytest $(PARALLEL) $(ARGS); status=$$?; \
