@@ -25,7 +25,7 @@ from ckpt.coordination.gather import Wait, gather, leader_decides
 from ckpt.errors import CkptError, ConfigError
 from ckpt.events import NodeReplicated, Observers
 from ckpt.model.keys import StepRef
-from ckpt.nodes.copies import Copying
+from ckpt.nodes.replica_fetch import Copying
 from ckpt.nodes.ring import Held, Node, Ring, ring_of
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.wire import Peer

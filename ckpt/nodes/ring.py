@@ -16,7 +16,7 @@ from ckpt.coordination.api import LEADER
 from ckpt.errors import CkptError
 from ckpt.model.keys import MANIFEST, StepRef, data_name, is_fragment, rank_of
 from ckpt.model.manifest import Manifest
-from ckpt.nodes.copies import Copying, StepCopies, reading, remove
+from ckpt.nodes.replica_fetch import Copying, StepCopies, reading, remove
 from ckpt.nodes.wire import Peer
 from ckpt.plan.buddies import buddies, missing_copies
 from ckpt.storage.tiers import Nodes, OpenTier

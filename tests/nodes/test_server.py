@@ -21,7 +21,7 @@ import ckpt.nodes.store
 from ckpt.config import Tier
 from ckpt.errors import CommitError, ObjectNotFound, StorageError
 from ckpt.model.keys import StepRef
-from ckpt.nodes.copies import reading
+from ckpt.nodes.replica_fetch import reading
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore
 from ckpt.nodes.survey import NodeSurvey

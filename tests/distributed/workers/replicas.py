@@ -26,7 +26,7 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, TransientStorageError
 from ckpt.events import Event, NodeReplicated
 from ckpt.model.keys import StepRef
-from ckpt.nodes.copies import StepCopies
+from ckpt.nodes.replica_fetch import StepCopies
 from ckpt.nodes.replicas import NodeReplicas
 from ckpt.nodes.ring import Ring
 from ckpt.nodes.server import NodeServer
