@@ -26,7 +26,7 @@ from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, gather
 from ckpt.errors import CkptError, LeftToAgent, SaveSkipped, TensorChanged, ThreadLimit
 from ckpt.model.keys import StepRef
-from ckpt.nodes.replicas import NodeReplicas
+from ckpt.nodes.replication import NodeReplicas
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import Once, Workers
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome

@@ -27,7 +27,7 @@ from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace, TransientStorageE
 from ckpt.events import Event, NodeReplicated
 from ckpt.model.keys import StepRef
 from ckpt.nodes.replica_fetch import StepCopies
-from ckpt.nodes.replicas import NodeReplicas
+from ckpt.nodes.replication import NodeReplicas
 from ckpt.nodes.ring import Ring
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore
