@@ -25,7 +25,6 @@ from typing import Final
 
 import msgspec
 
-from ckpt.agent.entry import Entry, allow_descriptors, share_a_root
 from ckpt.agent.lending import Lending
 from ckpt.agent.messages import (
     VERSION,
@@ -49,6 +48,7 @@ from ckpt.agent.messages import (
 from ckpt.agent.place import Lock, Place, check_peer, identity
 from ckpt.agent.reports import Ended
 from ckpt.agent.rounds import Rounds
+from ckpt.agent.watched_job import WatchedJob, allow_descriptors, share_a_root
 from ckpt.errors import AgentError, ConfigError
 
 _log = logging.getLogger("ckpt")
@@ -104,7 +104,7 @@ class Agent:
         self._listens, self._may_work = Lock(place, "listen"), Lock(place, "work")
         self._works = self._ends = self._full = False
         self._started, self._busy = time.time(), time.monotonic()
-        self._entries: list[Entry] = []
+        self._jobs: list[WatchedJob] = []
         self._over: list[JobStatus] = []
         self._given_up: list[JobStatus] = []
         self._asking: _Caller | None = None
@@ -178,7 +178,7 @@ class Agent:
     # -- when to do what ---------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
-        if self._entries or self._lending:
+        if self._jobs or self._lending:
             self._busy = time.monotonic()
             return False
         return self._ends or time.monotonic() - self._busy > self._idle_seconds
@@ -188,43 +188,43 @@ class Agent:
         most = None if self._listening is None else _SOCKET_SECONDS
         if (round_in := self._scrubs_in()) is not None:
             most = min(most or round_in, max(_LOOK_SECONDS, round_in))
-        if not self._entries:
+        if not self._jobs:
             left = max(0.0, self._busy + self._idle_seconds - time.monotonic()) + _LOOK_SECONDS
             return left if most is None else min(left, most)
         waits = [
-            entry
-            for entry in self._entries
-            if not entry.runs and entry.worker is None and not self._is_held_up(entry)
+            job
+            for job in self._jobs
+            if not job.runs and job.worker is None and not self._is_held_up(job)
         ]
         if not waits:
             return most
-        left = max(_LOOK_SECONDS, min(entry.next_at for entry in waits) - time.monotonic())
+        left = max(_LOOK_SECONDS, min(job.next_at for job in waits) - time.monotonic())
         return left if most is None else min(left, most)
 
     def _begin_what_is_due(self) -> None:
         due = [
-            entry
-            for entry in self._entries
-            if not entry.runs and entry.worker is None and time.monotonic() >= entry.next_at
+            job
+            for job in self._jobs
+            if not job.runs and job.worker is None and time.monotonic() >= job.next_at
         ]
-        frees = self._ends and all(entry.settled for entry in self._entries)
-        if frees and self._works and not any(entry.worker for entry in self._entries):
+        frees = self._ends and all(job.settled for job in self._jobs)
+        if frees and self._works and not any(job.worker for job in self._jobs):
             self._works = False
             self._may_work.release()
         elif due:
             self._takes_work()
-        due.sort(key=lambda entry: entry.failures)  # a store that hangs holds up no job for long
-        for entry in due if self._works or frees else ():
-            working = sum(other.worker is not None for other in self._entries)
-            if working < _MOST_WORKERS and not self._is_held_up(entry):
+        due.sort(key=lambda job: job.failures)  # a store that hangs holds up no job for long
+        for job in due if self._works or frees else ():
+            working = sum(other.worker is not None for other in self._jobs)
+            if working < _MOST_WORKERS and not self._is_held_up(job):
                 self._stop_scrubbing()
                 try:
-                    reports = entry.begin(self._place, self._may_work)
+                    reports = job.begin(self._place, self._may_work)
                 except OSError as error:  # no memory or no process is left
-                    self._after(entry, entry.fail(f"no worker could be started: {error}"))
+                    self._after(job, job.fail(f"no worker could be started: {error}"))
                     continue
                 self._selector.register(
-                    reports, selectors.EVENT_READ, partial(self._on_report, entry, reports)
+                    reports, selectors.EVENT_READ, partial(self._on_report, job, reports)
                 )
         self._begin_round()
 
@@ -246,7 +246,7 @@ class Agent:
 
     def _scrubs_in(self) -> float | None:
         """Return in how many seconds a round is due; None while there is other work, or none."""
-        if self._ends or any(entry.worker is not None for entry in self._entries):
+        if self._ends or any(job.worker is not None for job in self._jobs):
             return None
         return self._rounds.due_in()
 
@@ -268,11 +268,11 @@ class Agent:
             self._selector.unregister(self._rounds.reports)
             self._rounds.cancel()
 
-    def _is_held_up(self, entry: Entry) -> bool:
-        """Return whether a trainer that lives, or another worker, has a root of ``entry``."""
+    def _is_held_up(self, job: WatchedJob) -> bool:
+        """Return whether a trainer that lives, or another worker, has a root of ``job``."""
         return any(
-            other is not entry and (other.runs or other.worker is not None) and other.meets(entry)
-            for other in self._entries
+            other is not job and (other.runs or other.worker is not None) and other.meets(job)
+            for other in self._jobs
         )
 
     # -- jobs --------------------------------------------------------------------------------------
@@ -290,28 +290,28 @@ class Agent:
 
     def _register(self, job: Job, caller: _Caller) -> Answer:
         self._check(job, caller)
-        entry = Entry(job)
-        for other in [other for other in self._entries if other.attempt == entry.attempt]:
+        watched = WatchedJob(job)
+        for other in [other for other in self._jobs if other.attempt == watched.attempt]:
             self._drop(other)
         self._stop_scrubbing()
         self._rounds.forget(
             attempt
             for attempt, urls in self._rounds.jobs().items()
-            if attempt != entry.attempt and share_a_root(urls, entry.urls)
+            if attempt != watched.attempt and share_a_root(urls, watched.urls)
         )
         self._rounds.add(job)
-        for other in self._entries:  # the next job is never held up
-            if other.worker is not None and other.meets(entry):
+        for other in self._jobs:  # the next job is never held up
+            if other.worker is not None and other.meets(watched):
                 self._cancel(other)
-        self._entries.append(entry)
-        for process in entry.processes:
+        self._jobs.append(watched)
+        for process in watched.processes:
             self._selector.register(
-                process, selectors.EVENT_READ, partial(self._on_death, entry, process)
+                process, selectors.EVENT_READ, partial(self._on_death, watched, process)
             )
-        caller.attempt = entry.attempt
-        _log.info("ckpt: job %s is registered", entry.attempt)
-        if not entry.processes:  # they have ended since
-            self._end_of_trainer(entry)
+        caller.attempt = watched.attempt
+        _log.info("ckpt: job %s is registered", watched.attempt)
+        if not watched.processes:  # they have ended since
+            self._end_of_trainer(watched)
         return Done()
 
     def _lend(self, job: Job, caller: _Caller) -> None:
@@ -323,76 +323,76 @@ class Agent:
         self._leave(caller)
 
     def _detach(self, attempt: str) -> Answer:
-        for entry in self._entries:
-            if entry.attempt == attempt and entry.runs:
-                entry.detached = True
-                self._end_of_trainer(entry)
+        for job in self._jobs:
+            if job.attempt == attempt and job.runs:
+                job.detached = True
+                self._end_of_trainer(job)
                 return Done()
         return Refused(f"it does not know the job {attempt}: it was started again since")
 
     def _forget(self, attempt: str) -> Answer:
-        for entry in [entry for entry in self._entries if entry.attempt == attempt]:
-            self._drop(entry, "closed")
+        for job in [job for job in self._jobs if job.attempt == attempt]:
+            self._drop(job, "closed")
         return Done()
 
-    def _on_death(self, entry: Entry, process: int) -> None:
+    def _on_death(self, job: WatchedJob, process: int) -> None:
         self._selector.unregister(process)
-        entry.processes.discard(process)
+        job.processes.discard(process)
         os.close(process)
-        if not entry.processes:
-            self._lending.end(entry.attempt)
-            if entry.runs:
-                _log.info("ckpt: the trainer of job %s has ended", entry.attempt)
-                self._end_of_trainer(entry)
+        if not job.processes:
+            self._lending.end(job.attempt)
+            if job.runs:
+                _log.info("ckpt: the trainer of job %s has ended", job.attempt)
+                self._end_of_trainer(job)
 
-    def _end_of_trainer(self, entry: Entry) -> None:
-        entry.end()
+    def _end_of_trainer(self, job: WatchedJob) -> None:
+        job.end()
         if self._ends:
-            self._drop(entry)
+            self._drop(job)
 
-    def _on_report(self, entry: Entry, reports: int) -> None:
+    def _on_report(self, job: WatchedJob, reports: int) -> None:
         try:
-            if entry.read():
+            if job.read():
                 return
         except (msgspec.MsgspecError, AgentError) as error:
-            _log.warning("ckpt: the reports for job %s cannot be read: %s", entry.attempt, error)
+            _log.warning("ckpt: the reports for job %s cannot be read: %s", job.attempt, error)
         self._selector.unregister(reports)
-        self._after(entry, entry.finish())
+        self._after(job, job.finish())
 
-    def _after(self, entry: Entry, ended: Ended) -> None:
+    def _after(self, job: WatchedJob, ended: Ended) -> None:
         """Decide what follows a try that has ended."""
         if ended.error:
-            _log.warning("ckpt: job %s: %s", entry.attempt, ended.error)
+            _log.warning("ckpt: job %s: %s", job.attempt, ended.error)
         if ended.outcome == "superseded":
-            self._drop(entry, "superseded")
+            self._drop(job, "superseded")
         elif ended.outcome == "failed":
-            if self._ends or time.monotonic() - entry.ended_at > _GIVE_UP_SECONDS:
-                self._drop(entry, "given up")
-        elif entry.has_memory and not entry.settled:
-            entry.settled, entry.next_at = True, time.monotonic() + self._memory_seconds
+            if self._ends or time.monotonic() - job.ended_at > _GIVE_UP_SECONDS:
+                self._drop(job, "given up")
+        elif job.has_memory and not job.settled:
+            job.settled, job.next_at = True, time.monotonic() + self._memory_seconds
         else:
-            self._drop(entry, "done")
+            self._drop(job, "done")
 
-    def _cancel(self, entry: Entry) -> None:
-        if entry.worker is not None:
-            self._selector.unregister(entry.worker.reports)
-        entry.cancel()
+    def _cancel(self, job: WatchedJob) -> None:
+        if job.worker is not None:
+            self._selector.unregister(job.worker.reports)
+        job.cancel()
 
-    def _drop(self, entry: Entry, state: str = "") -> None:
+    def _drop(self, job: WatchedJob, state: str = "") -> None:
         """Forget a job, and end its worker. With a ``state``, the status shows the job as over."""
-        self._cancel(entry)
-        for process in entry.processes:
+        self._cancel(job)
+        for process in job.processes:
             self._selector.unregister(process)
         if state:
-            _log.info("ckpt: job %s is over: %s", entry.attempt, state)
-            over = msgspec.structs.replace(entry.status(), state=state, since=time.time())
+            _log.info("ckpt: job %s is over: %s", job.attempt, state)
+            over = msgspec.structs.replace(job.status(), state=state, since=time.time())
             self._over = [*self._over, over][-_REMEMBERED:]
             if state == "given up":
                 self._given_up.append(over)
             if state not in {"done", "closed"}:
-                self._rounds.forget([entry.attempt])
-        entry.close()
-        self._entries.remove(entry)
+                self._rounds.forget([job.attempt])
+        job.close()
+        self._jobs.remove(job)
 
     # -- callers -----------------------------------------------------------------------------------
 
@@ -470,7 +470,7 @@ class Agent:
             works=self._works,
             jobs=tuple(
                 msgspec.structs.replace(job, scrub=self._rounds.status(job.attempt))
-                for job in (*self._over, *(entry.status() for entry in self._entries))
+                for job in (*self._over, *(each.status() for each in self._jobs))
             ),
         )
 
@@ -489,21 +489,21 @@ class Agent:
             self._memory_seconds = 0.0
         for caller in [caller for caller in self._callers if caller is not self._asking]:
             self._leave(caller)
-        for entry in list(self._entries):
-            if entry.runs:
-                self._drop(entry)
+        for job in list(self._jobs):
+            if job.runs:
+                self._drop(job)
             elif at_once:
-                self._drop(entry, "given up")
-            elif not (keep_memory and entry.settled):
-                entry.next_at = 0.0
+                self._drop(job, "given up")
+            elif not (keep_memory and job.settled):
+                job.next_at = 0.0
 
     def _on_signal(self, ear: socket.socket) -> None:
         """Finish what has ended, and free its memory. A second signal ends the agent at once."""
         ear.recv(_READ_BYTES)
         ready = {key.fd for key, _ in self._selector.select(0)}
-        for entry in list(self._entries):
-            for process in entry.processes & ready:  # it may have ended just before the signal
-                self._on_death(entry, process)
+        for job in list(self._jobs):
+            for process in job.processes & ready:  # it may have ended just before the signal
+                self._on_death(job, process)
         self._stop(at_once=self._ends and not self._memory_seconds)
 
     def _look_for_socket(self) -> None:
@@ -534,8 +534,8 @@ class Agent:
     def _close(self) -> None:
         self._stop_scrubbing()
         self._lending.end()
-        for entry in list(self._entries):
-            self._drop(entry)
+        for job in list(self._jobs):
+            self._drop(job)
         if self._asking is not None:
             with suppress(OSError):  # it has not waited
                 self._asking.connection.sendall(encode(Stopped(tuple(self._given_up))))

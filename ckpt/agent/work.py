@@ -11,11 +11,11 @@ from typing import Final
 import msgspec
 
 from ckpt.agent.copying import copy_files
-from ckpt.agent.entry import end_with_parent
 from ckpt.agent.finish import Finish
 from ckpt.agent.messages import encode
 from ckpt.agent.reports import Ended, Order
 from ckpt.agent.scrub import Scrub
+from ckpt.agent.watched_job import end_with_parent
 from ckpt.pipeline.workers import Workers
 
 _THREADS: Final = 2

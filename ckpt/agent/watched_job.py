@@ -34,7 +34,7 @@ class Progress:
     ended: Ended | None = None
 
 
-class Entry:
+class WatchedJob:
     """A job, from its registration until nothing is left to do.
 
     Thread safety: one thread.
@@ -91,7 +91,7 @@ class Entry:
             error=self.progress.ended.error if self.progress.ended else "",
         )
 
-    def meets(self, other: Entry) -> bool:
+    def meets(self, other: WatchedJob) -> bool:
         """Return whether the two jobs have a root in common."""
         return share_a_root(self.urls, other.urls)
 
