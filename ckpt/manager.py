@@ -25,7 +25,7 @@ from ckpt.adapters.walk.collect import Collected, collect
 from ckpt.adapters.walk.memory import Memory
 from ckpt.adapters.walk.objects import walk_objects
 from ckpt.adapters.walk.prepare import PlanCache, growth_of
-from ckpt.agent.link import check_detach, register
+from ckpt.agent.registration import check_detach, register
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, SaveConfig, Settings, load_config, with_settings
 from ckpt.coordination.api import LEADER, Coordinator

@@ -14,8 +14,8 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.agent.link import Link
 from ckpt.agent.place import Place
+from ckpt.agent.registration import Registration
 from ckpt.catalog.index import attempts
 from ckpt.catalog.verify import verify_step
 from ckpt.coordination.owner import read_owner
@@ -71,7 +71,9 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging
         return far if url == str(tmp_path / "far") else open_backend(url, options)
 
     monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
-    monkeypatch.setattr(Link, "copier", lambda link, target: None)  # a worker would not hang
+    monkeypatch.setattr(
+        Registration, "copier", lambda link, target: None
+    )  # a worker would not hang
     yield far
     far.open.set()
 
@@ -161,15 +163,17 @@ def test_it_waits_for_the_removal_of_a_save_that_was_aborted(
     def opened(url, options):
         return far if url == str(tmp_path / "far") else open_backend(url, options)
 
-    def detach(registered: Link, reason: str) -> None:
+    def detach(registered: Registration, reason: str) -> None:
         detached.set()
         real_detach(registered, reason)
 
     request.addfinalizer(far.open.set)
-    real_detach = Link.detach
+    real_detach = Registration.detach
     monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
-    monkeypatch.setattr(Link, "copier", lambda link, target: None)  # a worker would not refuse
-    monkeypatch.setattr(Link, "detach", detach)
+    monkeypatch.setattr(
+        Registration, "copier", lambda link, target: None
+    )  # a worker would not refuse
+    monkeypatch.setattr(Registration, "detach", detach)
     monkeypatch.setattr(saver, "_DETACH_SECONDS", 100.0)
     manager = CheckpointManager([tmp_path / "near", tmp_path / "far"], agent="required")
     save = manager.save_async(state(1), 1)

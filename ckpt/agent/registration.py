@@ -41,7 +41,7 @@ _ALL_NODES: Final = "agents"
 Notify = Callable[[Event], None]
 
 
-class Link:
+class Registration:
     """A job's registration with the agent of its leader's node, or of each node.
 
     Args:
@@ -161,7 +161,7 @@ class Link:
 
 def register(
     config: SaveConfig, tiers: Sequence[OpenTier], coordinator: Coordinator, notify: Notify
-) -> Link | None:
+) -> Registration | None:
     """Register the job with the agent of the leader's node, which is started if there is none. If
     nodes have tiers of their own, the lowest rank of each registers its ranks with the agent of its
     node. All ranks call this.
@@ -179,17 +179,17 @@ def register(
     nodes = next((tier.nodes for tier in tiers if tier.nodes is not None), None)
     node = on_node(coordinator, nodes)
     node.post(_SUBJECT, msgspec.json.encode(me))
-    link: Link | None = None
+    made: Registration | None = None
 
     def decide() -> bytes:
-        nonlocal link
+        nonlocal made
         posted = gather(node, _SUBJECT, Wait(_START_SECONDS, "the manager"))
         ranks = [msgspec.json.decode(data, type=Owner) for data in posted.values()]
         try:
             job = _job(me, ranks, tiers, config)
             if nodes is not None:
                 job = _of_node(job, nodes, coordinator.rank, tiers)
-            link = Link(msgspec.structs.replace(job, before=_owners_of(tiers)), notify)
+            made = Registration(msgspec.structs.replace(job, before=_owners_of(tiers)), notify)
         except CkptError as error:
             return msgspec.json.encode(str(error))
         return msgspec.json.encode("")  # a verdict is never empty
@@ -200,12 +200,12 @@ def register(
     if nodes is not None:
         refusal = _refusal_of_all(coordinator, nodes, refusal)
     if not refusal:
-        link = link or Link(None)
+        made = made or Registration(None)
         own = _job(me, [me], tiers, config)
-        link.let_copy(partial(AgentCopier, own, coordinator.rank, config))
-        return link
-    if link is not None:
-        link.forget()
+        made.let_copy(partial(AgentCopier, own, coordinator.rank, config))
+        return made
+    if made is not None:
+        made.forget()
     if config.agent == "required":
         raise AgentError(f'{refusal} (agent="required")')
     if coordinator.rank == LEADER:
@@ -213,7 +213,7 @@ def register(
     return None
 
 
-def check_detach(mode: AgentMode, link: Link | None) -> None:
+def check_detach(mode: AgentMode, registration: Registration | None) -> None:
     """Check that a manager may close with ``detach``.
 
     Raises:
@@ -225,7 +225,7 @@ def check_detach(mode: AgentMode, link: Link | None) -> None:
             'close(detach=True) leaves steps to an agent, and this manager has agent="off": build '
             'it with agent="auto", or close it without detach'
         )
-    if link is None:
+    if registration is None:
         raise AgentError(
             "this job has no agent, as the log has said at its start: close the manager without "
             "detach"
