@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from ckpt.agent.client import Connection, connect, reach
-from ckpt.agent.copier import AgentCopier
+from ckpt.agent.copy_client import AgentCopier
 from ckpt.agent.messages import Detach, Forget, Job, fields_of
 from ckpt.agent.place import Place
 from ckpt.agent.reports import Verified

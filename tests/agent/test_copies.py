@@ -270,8 +270,8 @@ def test_a_worker_that_is_silent_is_ended(
     [worker] = lent(place)
     # From here on, since a busy machine may take longer to lend a worker. The next report of the
     # worker begins the first wait of one second.
-    monkeypatch.setattr("ckpt.agent.copier._SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr("ckpt.agent.copier._END_SECONDS", 0.5)
+    monkeypatch.setattr("ckpt.agent.copy_client._SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr("ckpt.agent.copy_client._END_SECONDS", 0.5)
     reached = going.progress
     assert until(lambda: going.progress > reached)
     with contextlib.suppress(ProcessLookupError):  # It has ended: it was silent under load
