@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
-import msgspec
-
 from ckpt.agent.messages import Job, ScrubStatus, urls_of
-from ckpt.agent.place import Lock, Place
-from ckpt.agent.reports import Ended, Order, Verified, Verifying
-from ckpt.agent.worker import Worker
-from ckpt.errors import AgentError
+from ckpt.agent.reports import Ended, Order, Report, Verified, Verifying
+from ckpt.agent.worker import Worker, Workplace
 from ckpt.errors.text import redact
 
 _log = logging.getLogger("ckpt")
@@ -52,21 +49,17 @@ class Rounds:
 
     Args:
         again_seconds: The time between two verifications of a step.
+        notify: Called with the attempt of a job and what its trainer is to know.
 
     Thread safety: one thread.
     """
 
-    def __init__(self, again_seconds: float) -> None:
-        self._again_seconds = again_seconds
+    def __init__(self, again_seconds: float, notify: Callable[[str, Verified], None]) -> None:
+        self._again_seconds, self._notify = again_seconds, notify
         self._look_seconds = min(_LOOK_SECONDS, again_seconds / 4)
         self._rounds: dict[str, _Round] = {}
         self._runs: _Round | None = None
         self._worker: Worker | None = None
-
-    @property
-    def reports(self) -> int | None:
-        """The descriptor of the reports of the worker; None if none runs."""
-        return None if self._worker is None else self._worker.reports
 
     def add(self, job: Job) -> None:
         """Take in a job, which begins its first round in some minutes. A job that is known keeps
@@ -99,8 +92,8 @@ class Rounds:
             return None
         return max(0.0, min(each.next_at for each in self._rounds.values()) - time.monotonic())
 
-    def begin(self, place: Place, lock: Lock) -> int:
-        """Start the round that is due. Returns the descriptor of its reports.
+    def begin(self, where: Workplace) -> None:
+        """Start the round that is due.
 
         Raises ``OSError`` if no worker can be started. The round is put off.
         """
@@ -115,54 +108,41 @@ class Rounds:
         fresh = [
             key for key, (at, last) in run.seen.items() if now - at < self._pause_seconds(last)
         ]
-        self._worker = Worker(Order(run.job, "scrub", tuple(fresh)), place, lock)
-        return self._worker.reports
+        order = Order(run.job, "scrub", tuple(fresh))
+        self._worker = Worker(order, where, partial(self._take_in, run), self._on_end)
 
     def _pause_seconds(self, last: Verified) -> float:
         """Return how long a step is not verified again. The tier that could mend it may be back."""
         return self._again_seconds / _DAMAGED if last.damage else self._again_seconds
 
-    def read(self) -> list[tuple[str, Verified]] | None:
-        """Take in what the worker has reported, and log it.
+    def _take_in(self, run: _Round, report: Report) -> None:
+        """Take in what the worker has reported, and log it."""
+        match report:
+            case Verifying():
+                run.verifying = report
+            case Verified():
+                if _is_news(run, report):
+                    self._notify(run.job.owner.attempt, report)
+            case Ended(_, why):
+                if why and why != run.error:
+                    _log.warning("ckpt: not all steps can be verified: %s", why)
+                run.error = why
+            case _:
+                pass  # of another task
 
-        Returns:
-            What trainers are to know, by the attempts of their jobs. None if the worker has ended.
-        """
-        assert self._worker is not None
-        assert self._runs is not None
-        try:
-            reports = self._worker.read()
-        except (AgentError, msgspec.MsgspecError) as error:
-            _log.warning("ckpt: the reports of a worker cannot be read: %s", error)
-            self.cancel()
-            return None
-        if reports is None:
-            code = self._worker.end()
-            self._worker = self._runs.verifying = None
-            if code:
-                _log.warning("ckpt: a worker that verifies steps ended with exit code %d", code)
-            return None
-        attempt, news = self._runs.job.owner.attempt, list[tuple[str, Verified]]()
-        for report in reports:
-            match report:
-                case Verifying():
-                    self._runs.verifying = report
-                case Verified():
-                    if _take_in(self._runs, report):
-                        news.append((attempt, report))
-                case Ended(_, why):
-                    if why and why != self._runs.error:
-                        _log.warning("ckpt: not all steps can be verified: %s", why)
-                    self._runs.error = why
-                case _:
-                    pass  # of another task
-        return news
+    def _on_end(self, code: int) -> None:
+        self._forget_worker()
+        if code:
+            _log.warning("ckpt: a worker that verifies steps ended with exit code %d", code)
 
     def cancel(self) -> None:
         """End the worker at once, for work that is more urgent."""
         if self._worker is not None:
             self._worker.kill()
-            self._worker = None
+            self._forget_worker()
+
+    def _forget_worker(self) -> None:
+        self._worker = None
         if self._runs is not None:
             self._runs.verifying = None
 
@@ -187,7 +167,7 @@ class Rounds:
         )
 
 
-def _take_in(run: _Round, report: Verified) -> bool:
+def _is_news(run: _Round, report: Verified) -> bool:
     """Remember a step, and log what was wrong with it. Returns False if that is known already."""
     key = f"{report.tier} {report.folder}"
     _, before = run.seen.get(key, (0.0, None))

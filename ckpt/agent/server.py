@@ -25,7 +25,6 @@ from typing import Final
 
 import msgspec
 
-from ckpt.agent.lending import Lending
 from ckpt.agent.messages import (
     VERSION,
     AgentStatus,
@@ -46,9 +45,10 @@ from ckpt.agent.messages import (
     frames,
 )
 from ckpt.agent.place import Lock, Place, check_peer, identity
-from ckpt.agent.reports import Ended
+from ckpt.agent.reports import Ended, Order, Report, Verified
 from ckpt.agent.rounds import Rounds
 from ckpt.agent.watched_job import WatchedJob, allow_descriptors, share_a_root
+from ckpt.agent.worker import Worker, Workplace
 from ckpt.errors import AgentError, ConfigError
 
 _log = logging.getLogger("ckpt")
@@ -65,6 +65,8 @@ _REMEMBERED: Final = 16
 _CONNECTIONS: Final = 256
 _MOST_WORKERS: Final = 8
 """How many jobs are finished at once: a worker takes memory, and all jobs may end together."""
+_MOST_LENT: Final = 32
+"""How many workers copy for trainers at once: one for each process and farther tier."""
 _SEND_SECONDS: Final = 1.0
 """How long a caller may take to receive an answer."""
 
@@ -98,7 +100,7 @@ class Agent:
     def __init__(
         self, place: Place, *, idle_seconds: float, memory_seconds: float, scrub_seconds: float
     ) -> None:
-        self._place, self._rounds = place, Rounds(scrub_seconds)
+        self._place, self._rounds = place, Rounds(scrub_seconds, self._tell_trainer)
         self._idle_seconds, self._memory_seconds = idle_seconds, memory_seconds
         self._listening: socket.socket | None = None
         self._listens, self._may_work = Lock(place, "listen"), Lock(place, "work")
@@ -111,7 +113,8 @@ class Agent:
         self._socket = (0, 0)
         self._callers: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
-        self._lending = Lending(place, self._may_work, self._selector)
+        self._workplace = Workplace(place, self._may_work, self._selector)
+        self._lent: dict[Worker, str] = {}
 
     def listen(self) -> bool:
         """Open the socket. Returns False if another agent has it."""
@@ -178,35 +181,28 @@ class Agent:
     # -- when to do what ---------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
-        if self._jobs or self._lending:
+        if self._jobs or self._lent:
             self._busy = time.monotonic()
             return False
         return self._ends or time.monotonic() - self._busy > self._idle_seconds
 
     def _patience(self) -> float | None:
         """Return how long nothing can be due."""
-        most = None if self._listening is None else _SOCKET_SECONDS
+        now = time.monotonic()
+        waits = [] if self._listening is None else [_SOCKET_SECONDS]
         if (round_in := self._scrubs_in()) is not None:
-            most = min(most or round_in, max(_LOOK_SECONDS, round_in))
+            waits.append(max(_LOOK_SECONDS, round_in))
         if not self._jobs:
-            left = max(0.0, self._busy + self._idle_seconds - time.monotonic()) + _LOOK_SECONDS
-            return left if most is None else min(left, most)
-        waits = [
-            job
+            waits.append(max(0.0, self._busy + self._idle_seconds - now) + _LOOK_SECONDS)
+        waits += [
+            max(_LOOK_SECONDS, job.next_at - now)
             for job in self._jobs
-            if not job.runs and job.worker is None and not self._is_held_up(job)
+            if job.waits and not self._is_held_up(job)
         ]
-        if not waits:
-            return most
-        left = max(_LOOK_SECONDS, min(job.next_at for job in waits) - time.monotonic())
-        return left if most is None else min(left, most)
+        return min(waits, default=None)
 
     def _begin_what_is_due(self) -> None:
-        due = [
-            job
-            for job in self._jobs
-            if not job.runs and job.worker is None and time.monotonic() >= job.next_at
-        ]
+        due = [job for job in self._jobs if job.waits and time.monotonic() >= job.next_at]
         frees = self._ends and all(job.settled for job in self._jobs)
         if frees and self._works and not any(job.worker for job in self._jobs):
             self._works = False
@@ -217,27 +213,20 @@ class Agent:
         for job in due if self._works or frees else ():
             working = sum(other.worker is not None for other in self._jobs)
             if working < _MOST_WORKERS and not self._is_held_up(job):
-                self._stop_scrubbing()
+                self._rounds.cancel()
                 try:
-                    reports = job.begin(self._place, self._may_work)
+                    job.begin(self._after)
                 except OSError as error:  # no memory or no process is left
                     self._after(job, job.fail(f"no worker could be started: {error}"))
-                    continue
-                self._selector.register(
-                    reports, selectors.EVENT_READ, partial(self._on_report, job, reports)
-                )
         self._begin_round()
 
     def _begin_round(self) -> None:
         """Verify steps, if there is nothing else to do."""
         if self._scrubs_in() == 0.0 and self._takes_work():
             try:
-                reports = self._rounds.begin(self._place, self._may_work)
+                self._rounds.begin(self._workplace)
             except OSError as error:
                 _log.warning("ckpt: no worker could be started: %s", error)
-                return
-            on_report = partial(self._on_scrub_report, reports)
-            self._selector.register(reports, selectors.EVENT_READ, on_report)
 
     def _takes_work(self) -> bool:
         """Return whether no agent that this one has replaced works any more."""
@@ -250,23 +239,13 @@ class Agent:
             return None
         return self._rounds.due_in()
 
-    def _on_scrub_report(self, reports: int) -> None:
-        news = self._rounds.read()
-        if news is None:
-            self._selector.unregister(reports)
-            return
-        for attempt, report in news:
-            for caller in [each for each in self._callers if each.attempt == attempt]:
-                try:
-                    caller.connection.sendall(encode(report))
-                except OSError as error:  # it registers again
-                    _log.warning("ckpt: the trainer of job %s is left: %s", attempt, error)
-                    self._leave(caller)
-
-    def _stop_scrubbing(self) -> None:
-        if self._rounds.reports is not None:
-            self._selector.unregister(self._rounds.reports)
-            self._rounds.cancel()
+    def _tell_trainer(self, attempt: str, report: Verified) -> None:
+        for caller in [each for each in self._callers if each.attempt == attempt]:
+            try:
+                caller.connection.sendall(encode(report))
+            except OSError as error:  # it registers again
+                _log.warning("ckpt: the trainer of job %s is left: %s", attempt, error)
+                self._leave(caller)
 
     def _is_held_up(self, job: WatchedJob) -> bool:
         """Return whether a trainer that lives, or another worker, has a root of ``job``."""
@@ -290,10 +269,10 @@ class Agent:
 
     def _register(self, job: Job, caller: _Caller) -> Answer:
         self._check(job, caller)
-        watched = WatchedJob(job)
+        watched = WatchedJob(job, self._workplace, self._on_death)
         for other in [other for other in self._jobs if other.attempt == watched.attempt]:
             self._drop(other)
-        self._stop_scrubbing()
+        self._rounds.cancel()
         self._rounds.forget(
             attempt
             for attempt, urls in self._rounds.jobs().items()
@@ -302,15 +281,11 @@ class Agent:
         self._rounds.add(job)
         for other in self._jobs:  # the next job is never held up
             if other.worker is not None and other.meets(watched):
-                self._cancel(other)
+                other.cancel()
         self._jobs.append(watched)
-        for process in watched.processes:
-            self._selector.register(
-                process, selectors.EVENT_READ, partial(self._on_death, watched, process)
-            )
         caller.attempt = watched.attempt
         _log.info("ckpt: job %s is registered", watched.attempt)
-        if not watched.processes:  # they have ended since
+        if watched.has_died:  # they have ended since
             self._end_of_trainer(watched)
         return Done()
 
@@ -319,13 +294,27 @@ class Agent:
         self._check(job, caller)
         if not self._takes_work():
             raise AgentError("an agent that it has replaced still works")
-        self._lending.lend(job, caller.connection)
+        if len(self._lent) >= _MOST_LENT:
+            raise AgentError(f"{_MOST_LENT} of its workers copy for trainers already")
+        order = Order(job, "copy", connection=caller.connection.fileno())
+        try:
+            worker = Worker(
+                order, self._workplace, _log_error, lambda _: self._lent.pop(worker, None)
+            )
+        except OSError as error:
+            raise AgentError(f"no worker could be started: {error}") from None
+        self._lent[worker] = job.owner.attempt
         self._leave(caller)
+
+    def _end_lent(self, attempt: str | None = None) -> None:
+        """End the workers that copy for the trainer of a job, or of all jobs."""
+        for worker in [worker for worker, of in self._lent.items() if attempt in (None, of)]:
+            del self._lent[worker]
+            worker.kill()
 
     def _detach(self, attempt: str) -> Answer:
         for job in self._jobs:
             if job.attempt == attempt and job.runs:
-                job.detached = True
                 self._end_of_trainer(job)
                 return Done()
         return Refused(f"it does not know the job {attempt}: it was started again since")
@@ -335,29 +324,16 @@ class Agent:
             self._drop(job, "closed")
         return Done()
 
-    def _on_death(self, job: WatchedJob, process: int) -> None:
-        self._selector.unregister(process)
-        job.processes.discard(process)
-        os.close(process)
-        if not job.processes:
-            self._lending.end(job.attempt)
-            if job.runs:
-                _log.info("ckpt: the trainer of job %s has ended", job.attempt)
-                self._end_of_trainer(job)
+    def _on_death(self, job: WatchedJob) -> None:
+        self._end_lent(job.attempt)
+        if job.runs:
+            _log.info("ckpt: the trainer of job %s has ended", job.attempt)
+            self._end_of_trainer(job)
 
     def _end_of_trainer(self, job: WatchedJob) -> None:
         job.end()
         if self._ends:
             self._drop(job)
-
-    def _on_report(self, job: WatchedJob, reports: int) -> None:
-        try:
-            if job.read():
-                return
-        except (msgspec.MsgspecError, AgentError) as error:
-            _log.warning("ckpt: the reports for job %s cannot be read: %s", job.attempt, error)
-        self._selector.unregister(reports)
-        self._after(job, job.finish())
 
     def _after(self, job: WatchedJob, ended: Ended) -> None:
         """Decide what follows a try that has ended."""
@@ -373,16 +349,9 @@ class Agent:
         else:
             self._drop(job, "done")
 
-    def _cancel(self, job: WatchedJob) -> None:
-        if job.worker is not None:
-            self._selector.unregister(job.worker.reports)
-        job.cancel()
-
     def _drop(self, job: WatchedJob, state: str = "") -> None:
         """Forget a job, and end its worker. With a ``state``, the status shows the job as over."""
-        self._cancel(job)
-        for process in job.processes:
-            self._selector.unregister(process)
+        job.close()
         if state:
             _log.info("ckpt: job %s is over: %s", job.attempt, state)
             over = msgspec.structs.replace(job.status(), state=state, since=time.time())
@@ -391,7 +360,6 @@ class Agent:
                 self._given_up.append(over)
             if state not in {"done", "closed"}:
                 self._rounds.forget([job.attempt])
-        job.close()
         self._jobs.remove(job)
 
     # -- callers -----------------------------------------------------------------------------------
@@ -482,8 +450,8 @@ class Agent:
         when it would have been (``keep_memory``).
         """
         self._stop_listening()
-        self._stop_scrubbing()
-        self._lending.end()
+        self._rounds.cancel()
+        self._end_lent()
         self._ends = True
         if not keep_memory:
             self._memory_seconds = 0.0
@@ -502,8 +470,7 @@ class Agent:
         ear.recv(_READ_BYTES)
         ready = {key.fd for key, _ in self._selector.select(0)}
         for job in list(self._jobs):
-            for process in job.processes & ready:  # it may have ended just before the signal
-                self._on_death(job, process)
+            job.look(ready)  # it may have ended just before the signal
         self._stop(at_once=self._ends and not self._memory_seconds)
 
     def _look_for_socket(self) -> None:
@@ -532,8 +499,8 @@ class Agent:
             self._listens.close()
 
     def _close(self) -> None:
-        self._stop_scrubbing()
-        self._lending.end()
+        self._rounds.cancel()
+        self._end_lent()
         for job in list(self._jobs):
             self._drop(job)
         if self._asking is not None:
@@ -545,3 +512,9 @@ class Agent:
                 found.close()
         self._selector.close()
         self._may_work.close()
+
+
+def _log_error(report: Report) -> None:
+    """Log why a worker that copies for a trainer has ended."""
+    if isinstance(report, Ended) and report.error:
+        _log.warning("ckpt: %s", report.error)

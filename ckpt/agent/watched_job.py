@@ -7,15 +7,15 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
+from selectors import EVENT_READ
 from typing import Final
 
 from ckpt.agent.messages import Job, JobStatus, urls_of
-from ckpt.agent.place import Lock, Place
 from ckpt.agent.reports import Copied, Copying, Ended, Order, Report
-from ckpt.agent.worker import Worker
+from ckpt.agent.worker import Worker, Workplace
 from ckpt.errors import AgentError
 from ckpt.errors.text import redact
 from ckpt.processes import Process
@@ -25,28 +25,25 @@ _FIRST_PAUSE_SECONDS: Final = 5.0
 _MOST_PAUSE_SECONDS: Final = 600.0
 
 
-@dataclass(slots=True)
-class Progress:
-    """What the workers of a job have reported."""
-
-    copying: Copying | None = None
-    copied: list[str] = field(default_factory=list[str])
-    ended: Ended | None = None
-
-
 class WatchedJob:
     """A job, from its registration until nothing is left to do.
+
+    Args:
+        job: The job.
+        where: What its workers are run with. Its selector watches the processes of the trainer.
+        on_death: Called when the last process of the trainer has ended.
 
     Thread safety: one thread.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, where: Workplace, on_death: Callable[[WatchedJob], None]) -> None:
         """Raises ``AgentError`` if the agent cannot see the job's processes."""
-        self.job = job
+        self.job, self._where, self._on_death = job, where, on_death
         self.attempt = job.owner.attempt
         self.urls = urls_of(job)
-        self.processes = _descriptors(job.processes)
-        self.detached = False
+        self._processes = _descriptors(job.processes)
+        for process in self._processes:
+            where.selector.register(process, EVENT_READ, partial(self._end_process, process))
         self.since = time.time()
         """When the state began, by the wall clock, for people. All planning uses the monotonic
         clock.
@@ -57,7 +54,9 @@ class WatchedJob:
         self.settled = False
         """Whether durable tiers have what they should have. Only memory is left to be freed."""
         self.failures = 0
-        self.progress = Progress()
+        self._copying: Copying | None = None
+        self._copied: list[str] = []
+        self._ended: Ended | None = None
         self.worker: Worker | None = None
 
     @property
@@ -66,12 +65,17 @@ class WatchedJob:
         return not self.ended_at
 
     @property
+    def waits(self) -> bool:
+        """Whether the trainer has ended, and no worker finishes the job now."""
+        return not self.runs and self.worker is None
+
+    @property
     def has_memory(self) -> bool:
         return any(url.startswith("shm:") for url in self.urls)
 
     def status(self) -> JobStatus:
         """Return what the agent shows of the job."""
-        now, copying = self.progress.copying, self.progress.copying or Copying(-1, "", 0, 0)
+        now, copying = self._copying, self._copying or Copying(-1, "", 0, 0)
         state = "running" if self.runs else "kept" if self.settled else "waiting"
         state = "finishing" if self.worker else state
         planned = state in {"waiting", "kept"} and self.next_at
@@ -87,8 +91,8 @@ class WatchedJob:
             to=copying.to,
             done_bytes=copying.done_bytes,
             total_bytes=copying.total_bytes,
-            copied=tuple(self.progress.copied),
-            error=self.progress.ended.error if self.progress.ended else "",
+            copied=tuple(self._copied),
+            error=self._ended.error if self._ended else "",
         )
 
     def meets(self, other: WatchedJob) -> bool:
@@ -100,50 +104,71 @@ class WatchedJob:
         self.since, self.ended_at = time.time(), time.monotonic()
         self.next_at = 0.0
 
+    # -- the processes of the trainer --------------------------------------------------------------
+
+    @property
+    def has_died(self) -> bool:
+        """Whether no process of the trainer lives."""
+        return not self._processes
+
+    def look(self, ready: Collection[int]) -> None:
+        """Take in which processes have ended, by the descriptors that are ``ready``."""
+        for process in self._processes.intersection(ready):
+            self._end_process(process)
+
+    def _end_process(self, process: int) -> None:
+        self._forget_process(process)
+        if self.has_died:
+            self._on_death(self)
+
+    def _forget_process(self, process: int) -> None:
+        self._where.selector.unregister(process)
+        self._processes.discard(process)
+        os.close(process)
+
     # -- the worker --------------------------------------------------------------------------------
 
-    def begin(self, place: Place, lock: Lock) -> int:
-        """Start the worker. Returns the descriptor of its reports."""
-        self.progress.ended = self.progress.copying = None
-        order = Order(self.job, "free" if self.settled else "finish")
-        self.worker, self.since = Worker(order, place, lock), time.time()
-        return self.worker.reports
+    def begin(self, on_end: Callable[[WatchedJob, Ended], None]) -> None:
+        """Start the worker. ``on_end`` is called with its outcome when it has ended.
 
-    def read(self) -> bool:
-        """Take in what the worker has reported. Returns whether it goes on."""
-        assert self.worker is not None
-        reports = self.worker.read()
-        for report in reports or ():
-            self._take_in(report)
-        return reports is not None
+        Raises ``OSError`` if no memory or no process is left.
+        """
+        self._ended = self._copying = None
+        order = Order(self.job, "free" if self.settled else "finish")
+        self.worker = Worker(
+            order,
+            self._where,
+            self._take_in,
+            lambda code: on_end(self, self._finish(code)),
+            of=f"for job {self.attempt}",
+        )
+        self.since = time.time()
 
     def _take_in(self, report: Report) -> None:
         match report:
             case Copying():
-                self.progress.copying = report
+                self._copying = report
             case Copied(step, to):
-                self.progress.copied.append(f"{step} {redact(to)}")
-                self.progress.copying = None
+                self._copied.append(f"{step} {redact(to)}")
+                self._copying = None
             case Ended():
-                self.progress.ended = report
+                self._ended = report
             case _:
                 pass  # of another task
 
-    def finish(self) -> Ended:
+    def _finish(self, code: int) -> Ended:
         """The worker has ended: return its outcome, and plan the next try if it has failed."""
-        assert self.worker is not None
-        code = self.worker.end()
-        self.worker, self.progress.copying = None, None
-        outcome = self.progress.ended or Ended("failed", f"its worker ended with exit code {code}")
+        self.worker = self._copying = None
+        outcome = self._ended or Ended("failed", f"its worker ended with exit code {code}")
         if outcome.outcome == "failed":
             return self.fail(outcome.error)
-        self.progress.ended, self.since = outcome, time.time()
+        self._ended, self.since = outcome, time.time()
         return outcome
 
     def fail(self, why: str) -> Ended:
         """Count a failed try, and plan the next one."""
         outcome = Ended("failed", why)
-        self.progress.ended, self.since = outcome, time.time()
+        self._ended, self.since = outcome, time.time()
         pause = min(_MOST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**self.failures)
         self.failures += 1
         self.next_at = time.monotonic() + pause
@@ -153,13 +178,13 @@ class WatchedJob:
         """End the worker at once. What it has begun is continued by the next one."""
         if self.worker is not None:
             self.worker.kill()
-            self.worker, self.progress.copying = None, None
+            self.worker = self._copying = None
 
     def close(self) -> None:
         """End the worker, and forget the processes."""
         self.cancel()
-        while self.processes:
-            os.close(self.processes.pop())
+        for process in list(self._processes):
+            self._forget_process(process)
 
 
 def share_a_root(some: Sequence[str], others: Sequence[str]) -> bool:
