@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Final
 
 import msgspec
@@ -198,6 +198,21 @@ def reach(place: Place) -> Connection:
         time.sleep(_PAUSE_SECONDS if found is not None else 0.0)
 
 
+def reach_and_ask(request: Request, timeout: float = _ANSWER_SECONDS) -> tuple[Connection, Answer]:
+    """Return a connection to the agent of this user, and its answer to ``request``. The agent is
+    started if there is none.
+
+    Raises:
+        AgentError: None could be started, or one of a newer version runs, or it refuses.
+    """
+    connection = reach(Place.of_this_user())
+    try:
+        return connection, connection.ask(request, timeout)
+    except BaseException:
+        connection.close()
+        raise
+
+
 def start(place: Place, timeout: float) -> None:
     """Start an agent in a session of its own. It shares no descriptor with this process, except
     for its log file.
@@ -254,15 +269,13 @@ def status(place: Place) -> AgentStatus | None:
     found = connect(place)
     if found is None:
         return None
-    try:
+    with closing(found):
         if found.welcome.version != VERSION:
             raise _other_version(found.welcome, "ckpt agent stop ends it")
         answer = found.ask(AskStatus())
-        if not isinstance(answer, AgentStatus):
-            raise AgentError("the agent has answered something else")
-        return answer
-    finally:
-        found.close()
+    if not isinstance(answer, AgentStatus):
+        raise AgentError("the agent has answered something else")
+    return answer
 
 
 def known_jobs() -> tuple[JobStatus, ...]:

@@ -8,7 +8,7 @@ import signal
 from contextlib import suppress
 from typing import Final
 
-from ckpt.agent.client import Connection, reach
+from ckpt.agent.client import Connection, reach_and_ask
 from ckpt.agent.messages import (
     AskWorker,
     CopyFile,
@@ -18,7 +18,6 @@ from ckpt.agent.messages import (
     Lent,
     Progress,
 )
-from ckpt.agent.place import Place
 from ckpt.config import SaveConfig
 from ckpt.coordination.abort_reason import rebuild
 from ckpt.errors import AgentError, OutOfSpace, TransientStorageError
@@ -105,14 +104,10 @@ class AgentCopier:
         if self._connection is not None and self._connection.has_ended(0):
             self.close()
         if self._connection is None:
-            found = reach(Place.of_this_user())
-            try:
-                answer = found.ask(AskWorker(self._job), _SILENCE_SECONDS)
-                if not isinstance(answer, Lent):
-                    raise AgentError("the agent has answered something else")
-            except BaseException:
+            found, answer = reach_and_ask(AskWorker(self._job), _SILENCE_SECONDS)
+            if not isinstance(answer, Lent):
                 found.close()
-                raise
+                raise AgentError("the agent has answered something else")
             self._connection, self._worker = found, answer.process
         return self._connection
 

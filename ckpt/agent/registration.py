@@ -7,12 +7,12 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
-from functools import partial
+from contextlib import closing
 from typing import Final
 
 import msgspec
 
-from ckpt.agent.client import Connection, connect, reach
+from ckpt.agent.client import Connection, connect, reach_and_ask
 from ckpt.agent.copy_client import AgentCopier
 from ckpt.agent.messages import Detach, Forget, Job, fields_of
 from ckpt.agent.place import Place
@@ -39,6 +39,7 @@ _LOOK_SECONDS: Final = 2.0
 _SUBJECT: Final = "agent"
 _ALL_NODES: Final = "agents"
 Notify = Callable[[Event], None]
+MakesCopier = Callable[[OpenTier], AgentCopier]
 
 
 class Registration:
@@ -47,31 +48,27 @@ class Registration:
     Args:
         job: The job, on the rank that registers it. None on the other ranks, for which nothing is
             to be done.
+        copier: Makes what lets the agent copy files to a tier.
         notify: Called with what the agent finds out about the steps of the job.
 
     Thread safety: ``detach`` and ``forget`` may be called by one thread, one of them once.
     ``_lock`` guards ``_connection``, which only the watching thread replaces.
     """
 
-    def __init__(self, job: Job | None, notify: Notify = lambda _: None) -> None:
+    def __init__(self, job: Job | None, copier: MakesCopier, notify: Notify) -> None:
         """Raises ``AgentError`` if the agent cannot be reached or refuses the job."""
-        self._job, self._notify = job, notify
+        self._job, self._copier, self._notify = job, copier, notify
         self._watcher = Workers("agent", 1)
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._connection: Connection | None = None
-        self._copier: Callable[[OpenTier], AgentCopier] | None = None
         if job is not None:
             self._connection = _register(job)
-            self._watcher.submit(self._watch)
+            self._watcher.submit(self._watch, job)
 
-    def copier(self, target: OpenTier) -> AgentCopier | None:
+    def copier(self, target: OpenTier) -> AgentCopier:
         """Return what lets the agent of this node copy the files of this process to a tier."""
-        return None if self._copier is None else self._copier(target)
-
-    def let_copy(self, copier: Callable[[OpenTier], AgentCopier]) -> None:
-        """Let ``copier`` make copiers, before the first is asked for."""
-        self._copier = copier
+        return self._copier(target)
 
     def detach(self, reason: str) -> None:
         """Leave the job to the agent, although this process may live on.
@@ -86,13 +83,10 @@ class Registration:
         if self._job is not None:
             self._end()
             try:
-                connection = _register(self._job)
-                try:
+                with closing(_register(self._job)) as connection:
                     # The agents of several nodes wait until the processes have ended.
                     if not self._job.here:
                         connection.ask(Detach(self._job.owner.attempt))
-                finally:
-                    connection.close()
             except AgentError as error:
                 if not reason:
                     raise
@@ -104,10 +98,8 @@ class Registration:
             self._end()
             try:
                 if (connection := connect(Place.of_this_user())) is not None:
-                    try:
+                    with closing(connection):
                         connection.ask(Forget(self._job.owner.attempt))
-                    finally:
-                        connection.close()
             except CkptError as error:
                 _log.debug("ckpt: %s", error)
 
@@ -119,7 +111,7 @@ class Registration:
                 self._connection.interrupt()
         self._watcher.close()
 
-    def _watch(self) -> None:
+    def _watch(self, job: Job) -> None:
         """Register again whenever the agent has ended, until the job ends. A job that has no agent
         for a while says so once.
         """
@@ -132,7 +124,7 @@ class Registration:
             if self._ends.is_set():
                 return
             try:
-                found = None if self._job is None else _register(self._job)
+                found = _register(job)
             except CkptError as error:
                 level = logging.WARNING if connection is not None else logging.DEBUG
                 _log.log(level, "ckpt: this job has no agent for now: %s", error)
@@ -181,7 +173,10 @@ def register(
     node.post(_SUBJECT, msgspec.json.encode(me))
     made: Registration | None = None
 
-    def decide() -> bytes:
+    def copier(target: OpenTier) -> AgentCopier:
+        return AgentCopier(_job(me, [me], tiers, config), coordinator.rank, config, target)
+
+    def decide() -> str:
         nonlocal made
         posted = gather(node, _SUBJECT, Wait(_START_SECONDS, "the manager"))
         ranks = [msgspec.json.decode(data, type=Owner) for data in posted.values()]
@@ -189,21 +184,19 @@ def register(
             job = _job(me, ranks, tiers, config)
             if nodes is not None:
                 job = _of_node(job, nodes, coordinator.rank, tiers)
-            made = Registration(msgspec.structs.replace(job, before=_owners_of(tiers)), notify)
+            job = msgspec.structs.replace(job, before=_owners_of(tiers))
+            made = Registration(job, copier, notify)
         except CkptError as error:
-            return msgspec.json.encode(str(error))
-        return msgspec.json.encode("")  # a verdict is never empty
+            return str(error)
+        return ""
 
     wait = Wait(_START_SECONDS + 30, "the registration with the agent")
-    refusal = msgspec.json.decode(leader_decides(node, _SUBJECT, decide, wait), type=str)
+    refusal = leader_decides(node, _SUBJECT, decide, wait, str)
     node.forget(_SUBJECT)
     if nodes is not None:
         refusal = _refusal_of_all(coordinator, nodes, refusal)
     if not refusal:
-        made = made or Registration(None)
-        own = _job(me, [me], tiers, config)
-        made.let_copy(partial(AgentCopier, own, coordinator.rank, config))
-        return made
+        return made or Registration(None, copier, notify)
     if made is not None:
         made.forget()
     if config.agent == "required":
@@ -233,13 +226,7 @@ def check_detach(mode: AgentMode, registration: Registration | None) -> None:
 
 
 def _register(job: Job) -> Connection:
-    connection = reach(Place.of_this_user())
-    try:
-        connection.ask(job)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    return reach_and_ask(job)[0]
 
 
 def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: SaveConfig) -> Job:
@@ -292,7 +279,7 @@ def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str
         agent = f"{Owner.here('').machine} {os.path.realpath(agent_folder())}"
         coordinator.post(_ALL_NODES, msgspec.json.encode((refusal, agent)))
 
-    def decide() -> bytes:
+    def decide() -> str:
         wait = Wait(_START_SECONDS, "the manager")
         posted = gather(coordinator, _ALL_NODES, wait, ranks=nodes.firsts).values()
         told = [msgspec.json.decode(data, type=tuple[str, str]) for data in posted]
@@ -303,10 +290,10 @@ def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str
                 "of a machine share /dev/shm and its folders, or give each group an agent of its "
                 "own (CKPT_AGENT_FOLDER)"
             )
-        return msgspec.json.encode(why)
+        return why
 
     wait = Wait(_START_SECONDS + 60, "the registration with the agents")
-    found = msgspec.json.decode(leader_decides(coordinator, _ALL_NODES, decide, wait), type=str)
+    found = leader_decides(coordinator, _ALL_NODES, decide, wait, str)
     coordinator.forget(_ALL_NODES)
     return found
 

@@ -17,7 +17,7 @@ every wait ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -74,34 +74,14 @@ Intent = Go | Aborted
 Turn = Taken | Aborted
 Verdict = Committed | Aborted | Unknown
 
-_vote: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Vote)
-_intent: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Intent)
-_turn: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Turn)
-_verdict: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Verdict)
+decode_vote: Final[Callable[[bytes], Vote]] = msgspec.json.Decoder[Any](Vote).decode
+decode_intent: Final[Callable[[bytes], Intent]] = msgspec.json.Decoder[Any](Intent).decode
+decode_turn: Final[Callable[[bytes], Turn]] = msgspec.json.Decoder[Any](Turn).decode
+decode_verdict: Final[Callable[[bytes], Verdict]] = msgspec.json.Decoder[Any](Verdict).decode
 
 
 def encode(message: Vote | Intent | Turn | Verdict) -> bytes:
     return msgspec.json.encode(message)
-
-
-def decode_vote(data: bytes) -> Vote:
-    vote: Vote = _vote.decode(data)
-    return vote
-
-
-def decode_intent(data: bytes) -> Intent:
-    intent: Intent = _intent.decode(data)
-    return intent
-
-
-def decode_turn(data: bytes) -> Turn:
-    turn: Turn = _turn.decode(data)
-    return turn
-
-
-def decode_verdict(data: bytes) -> Verdict:
-    verdict: Verdict = _verdict.decode(data)
-    return verdict
 
 
 # -- actions: what a rank does next ----------------------------------------------------------------

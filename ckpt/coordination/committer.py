@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar, assert_never
 
@@ -197,10 +197,11 @@ class OneTier:
         """Do nothing, since nothing was sent."""
 
 
+@dataclass(frozen=True, slots=True)
 class Committer:
     """Commits saves of one attempt to one tier.
 
-    Args:
+    Attributes:
         coordinator: The connection to the other ranks.
         place: Where fragments and manifests are.
         name: Distinguishes the subjects of this tier from those of other tiers.
@@ -211,17 +212,12 @@ class Committer:
     Thread safety: one background thread at a time.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        place: Place,
-        *,
-        name: str,
-        bounds: Bounds,
-        known: Known | None = None,
-        read_all: ReadAll = in_turn,
-    ) -> None:
-        self._setup = _Setup(coordinator, place, name, bounds, known or Known(), read_all)
+    coordinator: Coordinator
+    place: Place
+    name: str
+    bounds: Bounds
+    known: Known = field(default_factory=Known)
+    read_all: ReadAll = in_turn
 
     def commit(self, ref: StepRef, vote: Vote, *, abort: CkptError | None = None) -> Verdict:
         """Post the vote of this rank and return the verdict, which is the same on all ranks.
@@ -234,7 +230,7 @@ class Committer:
         Raises:
             CommitError: There is no verdict, because the job's store is gone.
         """
-        return _Commit(self._setup, ref).run(vote, abort)
+        return _Commit(self, ref).run(vote, abort)
 
     def offer(self, ref: StepRef, vote: Durable) -> None:
         """Let others read the fragment of ``vote``, before ``commit`` with that vote.
@@ -242,29 +238,17 @@ class Committer:
         Raises:
             CkptError: Others cannot read it.
         """
-        self._setup.place.offer(ref, vote.fragment)
-
-
-@dataclass(frozen=True, slots=True)
-class _Setup:
-    """What all commits of one `Committer` use."""
-
-    coordinator: Coordinator
-    place: Place
-    name: str
-    bounds: Bounds
-    known: Known
-    read_all: ReadAll
+        self.place.offer(ref, vote.fragment)
 
 
 class _Commit:
     """One save: it carries out the actions of the commit machine."""
 
-    def __init__(self, setup: _Setup, ref: StepRef) -> None:
-        self._coordinator, self._place = setup.coordinator, setup.place
-        self._bounds, self._known = setup.bounds, setup.known
-        self._read_all = setup.read_all
-        self._ref, self._subject = ref, f"{setup.name}/{ref.folder}"
+    def __init__(self, committer: Committer, ref: StepRef) -> None:
+        self._coordinator, self._place = committer.coordinator, committer.place
+        self._bounds, self._known = committer.bounds, committer.known
+        self._read_all = committer.read_all
+        self._ref, self._subject = ref, f"{committer.name}/{ref.folder}"
         self._manifest = b""
 
     def run(self, vote: Vote, abort: CkptError | None) -> Verdict:

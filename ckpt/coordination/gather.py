@@ -9,9 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
 
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.errors import CommitTimeout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +69,23 @@ def gather(
 
 
 def leader_decides(
-    coordinator: Coordinator, subject: str, decide: Callable[[], bytes], wait: Wait
-) -> bytes:
+    coordinator: Coordinator, subject: str, decide: Callable[[], T], wait: Wait, kind: type[T]
+) -> T:
     """Return on all ranks what ``decide`` returns on the leader. All ranks call it.
 
     Args:
         decide: Called on the leader only. If it raises, the other ranks wait in vain: an error
             that they must learn of is part of what it returns.
+        kind: What it returns. It travels as JSON.
 
     Raises:
         CommitTimeout: The leader has not decided in time.
     """
+    decided: bytes | None
     if coordinator.rank == LEADER:
-        return coordinator.set_once(subject, decide())
-    decided = coordinator.verdict(subject, timeout=wait.seconds)
+        decided = coordinator.set_once(subject, msgspec.json.encode(decide()))
+    else:
+        decided = coordinator.verdict(subject, timeout=wait.seconds)
     if decided is None:
         raise wait.missed([LEADER])
-    return decided
+    return msgspec.json.decode(decided, type=kind)

@@ -82,14 +82,11 @@ def agree(
         fault = str(error)
     mine = _Rank([_identity(tier.backend) for tier in local], tls is not None, fault)
     coordinator.post("nodes", msgspec.json.encode(mine))
-    answer = leader_decides(
-        coordinator,
-        "nodes",
-        lambda: msgspec.json.encode(_decide(_ranks(coordinator, len(local)))),
-        Wait(_START_SECONDS + 30, "which ranks share a node"),
+    wait = Wait(_START_SECONDS + 30, "which ranks share a node")
+    decided = leader_decides(
+        coordinator, "nodes", lambda: _decide(_ranks(coordinator, len(local))), wait, _Decided
     )
     coordinator.forget("nodes")
-    decided = msgspec.json.decode(answer, type=_Decided)
     if decided.fault:
         raise ConfigError(decided.fault)
     found = {

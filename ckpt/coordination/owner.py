@@ -164,11 +164,8 @@ def detach(backend: StorageBackend, me: Owner) -> None:
 
     The record names the job, and no process: the next job takes the root as from a dead one.
     """
-    _ended.add(me.attempt)
-    owner = read_owner(backend)
-    if owner is not None and owner.attempt == me.attempt:
-        detached = msgspec.structs.replace(owner, pid=NO_PROCESS)
-        backend.put(OWNER, [msgspec.json.encode(detached)])
+    if (owner := _leave(backend, me)) is not None:
+        backend.put(OWNER, [msgspec.json.encode(msgspec.structs.replace(owner, pid=NO_PROCESS))])
 
 
 def release(backend: StorageBackend, me: Owner) -> None:
@@ -176,10 +173,15 @@ def release(backend: StorageBackend, me: Owner) -> None:
 
     Later managers of this process may use the root even if the store fails now.
     """
+    if _leave(backend, me) is not None:
+        backend.delete(OWNER)
+
+
+def _leave(backend: StorageBackend, me: Owner) -> Owner | None:
+    """Note that the attempt is over, and return the owner of the root if it is still this job."""
     _ended.add(me.attempt)
     owner = read_owner(backend)
-    if owner is not None and owner.attempt == me.attempt:
-        backend.delete(OWNER)
+    return owner if owner is not None and owner.attempt == me.attempt else None
 
 
 def _owner_of(backend: StorageBackend) -> Owner | None:

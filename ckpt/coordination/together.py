@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -85,27 +85,21 @@ class Together:
         """
         self._round += 1
         subject = f"{self.subject}/proposal"
-        chosen: list[T | Exception | None] = []
+        failed: Exception | None = None
 
-        def choose() -> bytes:
+        def choose() -> dict[str, str] | T | None:
+            nonlocal failed
             try:
-                chosen.append(next(choices, None))
+                return next(choices, None)
             except Exception as error:  # noqa: BLE001 - the others wait for it
-                chosen.append(error)
-            choice = chosen[0]
-            return msgspec.json.encode(
-                {"error": str(choice)} if isinstance(choice, Exception) else choice
-            )
+                failed = error
+                return {"error": str(error)}
 
-        decided = leader_decides(
-            self._coordinator, subject, choose, Wait(self._patience, "the choice of a step")
-        )
-        if chosen:
-            if isinstance(chosen[0], Exception):
-                raise chosen[0]
-            return chosen[0]
-        node: Any = msgspec.json.decode(decided)
-        if node and "error" in node:
+        wait = Wait(self._patience, "the choice of a step")
+        node = leader_decides(self._coordinator, subject, choose, wait, object)
+        if failed is not None:
+            raise failed
+        if isinstance(node, dict) and "error" in node:
             raise StorageError("", f"rank {LEADER} cannot list the tiers: {node['error']}")
         return msgspec.convert(node, kind, str_keys=True) if node else None
 
@@ -146,13 +140,10 @@ class Together:
     def _poll(self, subject: str, step: int, mine: _Answer) -> _Answer:
         """Return the worst answer of all ranks, on all ranks."""
         self._coordinator.post(subject, msgspec.json.encode(mine))
-        decided = leader_decides(
-            self._coordinator,
-            subject,
-            lambda: msgspec.json.encode(self._worst(subject, step)),
-            Wait(self._patience + _GRACE_SECONDS, "the end of the restore", step),
+        wait = Wait(self._patience + _GRACE_SECONDS, "the end of the restore", step)
+        return leader_decides(
+            self._coordinator, subject, lambda: self._worst(subject, step), wait, _Answer
         )
-        return _decoder.decode(decided)
 
     def _worst(self, subject: str, step: int) -> _Answer:
         missing = set(range(self._coordinator.world_size))

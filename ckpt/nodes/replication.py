@@ -323,15 +323,15 @@ def _exchange(
         peer = Peer(coordinator.rank, server.addresses, server.port, server.token.hex(), {})
         coordinator.post(_SUBJECT, msgspec.json.encode(Node(peer, failure_domain())))
 
-    def decide() -> bytes:
+    def decide() -> list[Node]:
         wait = Wait(_START_SECONDS, "the address of its node")
         messages = gather(coordinator, _SUBJECT, wait, ranks=ranks)
-        return b"[" + b",".join(messages.values()) + b"]"
+        return [msgspec.json.decode(message, type=Node) for message in messages.values()]
 
     wait = Wait(_START_SECONDS + 30, "the addresses of the nodes")
-    decided = leader_decides(coordinator, _SUBJECT, decide, wait)
+    decided = leader_decides(coordinator, _SUBJECT, decide, wait, list[Node])
     coordinator.forget(_SUBJECT)
-    return {node.peer.rank: node for node in msgspec.json.decode(decided, type=list[Node])}
+    return {node.peer.rank: node for node in decided}
 
 
 def _first(ring: Ring) -> str:

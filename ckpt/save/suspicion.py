@@ -216,13 +216,10 @@ class Suspicions:
             if first[0].changed:
                 return first[0]
 
-        def decide() -> bytes:
-            return msgspec.json.encode(
-                _together(_decoded(gather(coordinator, subject, patience).values()))
-            )
+        def decide() -> _Finding:
+            return _together(_decoded(gather(coordinator, subject, patience).values()))
 
-        decided = leader_decides(coordinator, subject, decide, patience)
-        return _decoder.decode(decided)
+        return leader_decides(coordinator, subject, decide, patience, _Finding)
 
 
 def _not_compared(ref: StepRef, error: CkptError) -> None:

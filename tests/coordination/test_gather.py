@@ -47,21 +47,21 @@ def test_an_arrival_is_given_before_the_others_have_come() -> None:
 def test_what_the_leader_decides_is_the_same_on_all_ranks_and_is_decided_once() -> None:
     calls: list[int] = []
 
-    def work(coordinator: Coordinator) -> bytes:
-        def decide() -> bytes:
+    def work(coordinator: Coordinator) -> str:
+        def decide() -> str:
             calls.append(coordinator.rank)
-            return b"left"
+            return "left"
 
-        return leader_decides(coordinator, "way", decide, Wait(30.0, "the way"))
+        return leader_decides(coordinator, "way", decide, Wait(30.0, "the way"), str)
 
-    assert set(World(3, patience=3.0).run(work).values()) == {b"left"}
+    assert set(World(3, patience=3.0).run(work).values()) == {"left"}
     assert calls == [0]
 
 
 def test_a_leader_that_does_not_decide_is_named() -> None:
     world = World(2, patience=0.01)
     with pytest.raises(CommitTimeout) as caught:
-        leader_decides(world.coordinator(1), "way", lambda: b"", Wait(0.1, "the way"))
+        leader_decides(world.coordinator(1), "way", lambda: "", Wait(0.1, "the way"), str)
     assert caught.value.missing == (0,)
 
 
@@ -69,4 +69,4 @@ def test_a_rank_alone_decides_for_itself() -> None:
     alone = SingleCoordinator()
     alone.post("size", b"1")
     assert gather(alone, "size", Wait(0.0, "the size")) == {0: b"1"}
-    assert leader_decides(alone, "way", lambda: b"right", Wait(0.0, "the way")) == b"right"
+    assert leader_decides(alone, "way", lambda: "right", Wait(0.0, "the way"), str) == "right"
