@@ -273,7 +273,7 @@ class CheckpointManager:
                 before,
             )
         if self._stop is not None and self._stop.requested(step):
-            self._saver.steps.set_last_step(step)
+            self._saver.steps.last_step = step
             if self._ledger.has(step):  # The loop has just saved it, since its turn had come
                 return self._ledger.pending[-1]
         trial = self._ledger.next_trial(step)

@@ -92,7 +92,14 @@ class JobSteps:
         earlier: The steps that the backfill copies, if this rank has a backfill.
         copied: Returns the steps of a tier whose files this node keeps for other nodes.
 
-    Thread safety: all methods may be called from any thread. ``_changed`` guards all fields.
+    Attributes:
+        restored: The step that the job has restored; None if it has restored none.
+        durable_step: The newest step of this job's history on a durable tier; -1 if there is none.
+        last_step: The step after which the job stops (see `ckpt.elastic.planned_stop`). It goes to
+            every tier. None if none was announced.
+
+    Thread safety: all methods may be called from any thread. ``_changed`` guards all fields. The
+    attributes are for reading, except for ``last_step``, which the training thread sets.
     """
 
     def __init__(
@@ -106,41 +113,18 @@ class JobSteps:
         self._changed = Condition()
         self._waiting: dict[str, set[StepRef]] = {}
         self._newest: dict[str, StepRef] = {}
-        self._restored: int | None = None
-        self._durable_step = -1
-        self._last_step: int | None = None
+        self.restored: int | None = None
+        self.durable_step = -1
+        self.last_step: int | None = None
 
     # -- the state of the job ----------------------------------------------------------------------
-
-    @property
-    def restored(self) -> int | None:
-        """The step that the job has restored; None if it has restored none."""
-        with self._changed:
-            return self._restored
-
-    @property
-    def durable_step(self) -> int:
-        """The newest step of this job's history on a durable tier; -1 if there is none."""
-        with self._changed:
-            return self._durable_step
-
-    @property
-    def last_step(self) -> int | None:
-        """The step after which the job stops. It goes to every tier. None if none was announced."""
-        with self._changed:
-            return self._last_step
-
-    def set_last_step(self, step: int) -> None:
-        """Note that the job stops after ``step`` (see `ckpt.elastic.planned_stop`)."""
-        with self._changed:
-            self._last_step = step
 
     def set_restored(self, ref: StepRef) -> None:
         """Note that the job continues from ``ref``. Later steps are no part of its history any
         more.
         """
         with self._changed:
-            self._restored, self._durable_step = ref.step, min(self._durable_step, ref.step)
+            self.restored, self.durable_step = ref.step, min(self.durable_step, ref.step)
         if self._earlier is not None:
             self._earlier.set_restored(ref)
 
@@ -153,7 +137,7 @@ class JobSteps:
     def set_durable(self, ref: StepRef) -> None:
         """Note that ``ref`` was committed on a durable tier."""
         with self._changed:
-            self._durable_step = max(self._durable_step, ref.step)
+            self.durable_step = max(self.durable_step, ref.step)
 
     # -- steps under way ---------------------------------------------------------------------------
 

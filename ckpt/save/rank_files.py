@@ -147,6 +147,9 @@ class RankFiles:
     Args:
         copier: Copies files of nearer tiers. This process does what it cannot do.
 
+    Attributes:
+        names: The names of the fragment file and of the data file.
+
     Thread safety: one save at a time. The tier writer that owns it holds a lock meanwhile.
     """
 
@@ -165,17 +168,10 @@ class RankFiles:
         self._in_manifest = config.copies == "per_node"
         self._frames: tuple[SavePlan, Frames] | None = None
         self._encoder = encoder_of(tier.tier.codec)
+        self._data_name = data_name(rank, encoded=self._encoder is not None)
+        self.names = fragment_name(rank), self._data_name
         self._streamed: Encoding | None = None
         self._copier, self._is_alone = copier, False
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """The names of the fragment file and of the data file."""
-        return fragment_name(self._rank), self._data_name
-
-    @property
-    def _data_name(self) -> str:
-        return data_name(self._rank, encoded=self._encoder is not None)
 
     def stored(self, job: SaveJob, retry: RetryPolicy) -> StoredImage:
         """Return the image of ``job`` as it is stored here. The job is the last that was written

@@ -70,20 +70,16 @@ class _FromFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _AbortedStep:
-    """A save that this rank has no part in, and why."""
-
-    ref: StepRef
-    trial: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Abort:
     """Vote on the tier of ``writer`` that this rank has failed a step, in the turn of that step."""
 
     writer: TierWriter
-    aborted: _AbortedStep
+    ref: StepRef
+    trial: int
+    reason: str
+
+    def vote(self) -> None:
+        self.writer.abort(self.ref, self.trial, self.reason)
 
 
 _Task = _FromImage | _FromFiles | _Abort
@@ -267,10 +263,8 @@ class Saver:
 
     def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
         """Let the other ranks know, in the background, that this one has no part in a save."""
-        self._streamer.submit(self._give_up, ref, trial, reason)
-
-    def _give_up(self, ref: StepRef, trial: int, reason: str) -> None:
-        self._abort_all(self.writers_of(ref.step), _AbortedStep(ref, trial, reason), awaited=True)
+        aborts = [_Abort(writer, ref, trial, reason) for writer in self.writers_of(ref.step)]
+        self._streamer.submit(partial(self._abort_all, aborts, awaited=True))
 
     def finish(self, *, leaves: bool = False) -> None:
         """Finish all saves, stop the threads and release the roots.
@@ -475,32 +469,30 @@ class Saver:
             )
         for each in writers:
             save.outcome.failed(each.url, error, required=True)
-        aborted = _AbortedStep(job.ref, job.trial, f"tier {writer.url}: {error}")
-        self._abort_all(farther, aborted, awaited=others_go_on)
+        reason = f"tier {writer.url}: {error}"
+        aborts = [_Abort(each, job.ref, job.trial, reason) for each in farther]
+        self._abort_all(aborts, awaited=others_go_on)
         return False
 
-    def _abort_all(
-        self, writers: Sequence[TierWriter], aborted: _AbortedStep, *, awaited: bool
-    ) -> None:
-        """Vote on the tiers of ``writers`` that this rank has failed a step.
+    def _abort_all(self, aborts: Sequence[_Abort], *, awaited: bool) -> None:
+        """Vote on some tiers, nearest first, that this rank has failed a step.
 
         On a tier with a queue the vote goes through that queue, awaited or not. Each step must pass
         the queue once on each rank, or the orders of the ranks would differ.
 
         Args:
-            writers: The tiers.
-            aborted: The step, and why this rank has no part in it.
-            awaited: Whether the other ranks come to the first of them. They come to the next one
-                after a tier that is not required.
+            aborts: The votes.
+            awaited: Whether the other ranks come to the first tier. They come to the next one after
+                a tier that is not required.
         """
-        for writer in writers:
-            queue = self._queues.get(writer.url)
+        for abort in aborts:
+            queue = self._queues.get(abort.writer.url)
             if queue is None:
                 if awaited:
-                    writer.abort(aborted.ref, aborted.trial, aborted.reason)
+                    abort.vote()
             elif queue.shared:
-                self._push(writer, QueuedStep(aborted.ref, _Abort(writer, aborted), held=True))
-            awaited = awaited and not writer.tier.required
+                self._push(abort.writer, QueuedStep(abort.ref, abort, held=True))
+            awaited = awaited and not abort.writer.tier.required
 
     def _on_commit(self, writer: TierWriter, ref: StepRef) -> None:
         if self._replicas is not None:
@@ -563,8 +555,8 @@ class Saver:
                     writer.commit(job, on_bytes=partial(self._written, job.ref, outcome))
                     outcome.committed(writer.url)
                     self._on_commit(writer, job.ref)
-                case _Abort(writer, aborted):
-                    writer.abort(aborted.ref, aborted.trial, aborted.reason)
+                case _Abort():
+                    task.vote()
         except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
             self._fail(task, error)
 

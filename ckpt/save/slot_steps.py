@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.save.job_steps import JobSteps
-from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
-
-
-@dataclass(frozen=True, slots=True)
-class _SlotStep:
-    backend: StorageBackend
-    ref: StepRef
 
 
 class SlotSteps:
@@ -36,14 +28,15 @@ class SlotSteps:
         self._job = job
         self._names = (fragment_name(rank), data_name(rank, encoded=False))
         self._lock = threading.Lock()
-        self._steps: dict[str, dict[str, _SlotStep]] = {}  # Path of the slot -> URL -> step
+        self._steps: dict[str, dict[str, tuple[OpenTier, StepRef]]] = {}
+        """Path of the slot -> URL -> the tier, and the step that it keeps there."""
         self._in_doubt: set[int] = set()
         self._committed = -1
 
     def keep(self, path: str, tier: OpenTier, ref: StepRef) -> None:
         """Note that the slot ``path`` holds ``ref``, which ``tier`` keeps there."""
         with self._lock:
-            self._steps.setdefault(path, {})[tier.url] = _SlotStep(tier.backend, ref)
+            self._steps.setdefault(path, {})[tier.url] = tier, ref
 
     def set_voted(self, ref: StepRef) -> None:
         """Note that this rank is about to vote for ``ref``, which a slot holds. If this rank sees
@@ -78,16 +71,16 @@ class SlotSteps:
         """
         with self._lock:
             kept = dict(self._steps.get(path, {}))
-        for url, step in kept.items():
-            for key in (step.ref.manifest, *map(step.ref.key, self._names)):
-                step.backend.delete(key)
+        for url, (tier, ref) in kept.items():
+            for key in (ref.manifest, *map(ref.key, self._names)):
+                tier.backend.delete(key)
             with self._lock:
                 self._steps[path].pop(url, None)
 
     def step_in(self, path: str) -> int:
         """Return the step that the slot ``path`` holds; -1 if it holds none."""
         with self._lock:
-            return max((step.ref.step for step in self._steps.get(path, {}).values()), default=-1)
+            return max((ref.step for _, ref in self._steps.get(path, {}).values()), default=-1)
 
     def is_needed(self, path: str) -> bool:
         """Return whether the slot ``path`` holds the newest step that is committed in memory, or a
@@ -101,13 +94,11 @@ class SlotSteps:
         """Return the steps that ``tier`` keeps: path of the slot -> step."""
         with self._lock:
             return {
-                path: steps[tier.url].ref
-                for path, steps in self._steps.items()
-                if tier.url in steps
+                path: steps[tier.url][1] for path, steps in self._steps.items() if tier.url in steps
             }
 
     def newest(self) -> int:
         """Return the newest step of this job that is in memory; -1 if there is none."""
         with self._lock:
-            refs = [step.ref.step for steps in self._steps.values() for step in steps.values()]
+            refs = [ref.step for steps in self._steps.values() for _, ref in steps.values()]
         return max(refs, default=-1)

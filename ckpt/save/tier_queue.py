@@ -76,7 +76,7 @@ class TierQueue(Generic[T]):
 
     Thread safety: ``push`` and ``close`` may be called from any thread; ``take`` from one thread at
     a time. ``_changed`` guards all fields, except for ``_serial``, which belongs to the thread that
-    takes.
+    takes. ``_closing`` is set once, and may be read without it.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class TierQueue(Generic[T]):
             try:
                 return self._next()
             except CommitError as error:
-                if self._is_closing():
+                if self._closing:
                     return Turn(None, self.lose_all(error))
                 _log.warning("ckpt: %s; asking again", error)
                 with self._changed:
@@ -180,19 +180,14 @@ class TierQueue(Generic[T]):
             self._closing = True
             self._changed.notify_all()
 
-    def _is_closing(self) -> bool:
-        with self._changed:
-            return self._closing
-
     def _next(self) -> Turn[T]:
         subject = f"order/{self._index}/{self._serial + 1}"
         if not self.shared or self._coordinator.rank == LEADER:
             if (order := self._choose()) is None:
                 return Turn(None)
-            if not self.shared:
-                return self._take(order)
-            self._coordinator.set_once(subject, msgspec.json.encode(order))
-            self._serial += 1
+            if self.shared:
+                self._coordinator.set_once(subject, msgspec.json.encode(order))
+                self._serial += 1
             return self._take(order)
         answer = self._coordinator.verdict(subject, timeout=self._timeout)
         if answer is None:

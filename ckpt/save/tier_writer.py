@@ -68,6 +68,10 @@ class TierWriter:
         slots: The steps that stay in slots. Only a tier in memory uses them.
         copier: Copies files of nearer tiers.
 
+    Attributes:
+        in_memory: Whether images stay where they are staged.
+        root: The job's hold on the root of the tier.
+
     Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
     methods may be called from any thread. ``_turn`` guards ``_retry``, ``_known``, ``_taken``,
     ``_unclean`` and ``_files``: a tier may be served from the image and from its queue, for
@@ -85,7 +89,7 @@ class TierWriter:
         slots: SlotSteps,
         copier: FileCopier | None = None,
     ) -> None:
-        self.tier = tier
+        self.tier, self.url, self.in_memory = tier, tier.url, tier.in_memory
         self._turn = threading.Lock()
         self._backend = tier.backend
         self._coordinator, self._config, self._steps, self._slots = (
@@ -124,15 +128,6 @@ class TierWriter:
         self._taken: set[int] | None = None
         self._unclean: set[StepRef] = set()
         self._detached = False
-
-    @property
-    def url(self) -> str:
-        return self.tier.url
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether images stay where they are staged."""
-        return self.tier.in_memory
 
     def commit(self, job: SaveJob, *, on_bytes: OnBytes) -> tuple[Chunk, ...]:
         """Make ``job`` a checkpoint on this tier.
