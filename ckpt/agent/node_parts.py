@@ -38,7 +38,7 @@ from ckpt.catalog.parts import (
 )
 from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.errors import CkptError, CommitError, IntegrityError
-from ckpt.model.keys import StepRef, data_name, fragment_name, is_fragment, rank_of
+from ckpt.model.keys import StepRef, fragment_name, whole_ranks
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
@@ -205,11 +205,7 @@ class NodeParts:
     def _copies(self, held: StoredStep) -> frozenset[int]:
         """Return the ranks of other nodes whose files are among those of a step."""
         names = {info.key.rpartition("/")[2] for info in held.objects}
-        return frozenset(
-            rank
-            for rank in {rank_of(name) for name in names if is_fragment(name)} - self._here
-            if names & {data_name(rank), data_name(rank, encoded=True)}
-        )
+        return frozenset(whole_ranks(names) - self._here)
 
     def _older(self, parts: dict[StepRef, _Part], failed: Collection[StepRef]) -> _Part | None:
         """Return the newest step that this node's copies may make whole, if a newer step was not

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from operator import index
@@ -129,6 +129,15 @@ def fragment_name(rank: int) -> str:
 def rank_of(name: str) -> int:
     """Return the rank of a data file or of a fragment of this name."""
     return int(name.partition(".")[0].removeprefix("rank-"))
+
+
+def whole_ranks(names: Collection[str]) -> set[int]:
+    """Return the ranks whose fragment and data file are both among the names of a folder."""
+    return {
+        rank
+        for rank in {rank_of(name) for name in names if is_fragment(name)}
+        if data_name(rank) in names or data_name(rank, encoded=True) in names
+    }
 
 
 def step_of(state: object, step: object, *, last: int | None) -> int:

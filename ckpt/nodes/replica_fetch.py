@@ -51,6 +51,7 @@ class StepCopies:
         tier: The tier.
         manifest: The manifest of the step.
         own_bytes: The size of the files of this node, which the next save needs, too.
+        how: What copies are made with.
         kept: The keys of what was written, in the order of writing.
 
     Thread safety: one thread.
@@ -59,13 +60,14 @@ class StepCopies:
     tier: OpenTier
     manifest: Manifest
     own_bytes: int
+    how: Copying
     kept: list[str] = field(default_factory=list[str])
 
     @property
     def ref(self) -> StepRef:
         return StepRef(self.manifest.step, self.manifest.attempt)
 
-    def fetch(self, peer: Peer, ranks: frozenset[int], how: Copying) -> int:
+    def fetch(self, peer: Peer, ranks: frozenset[int]) -> int:
         """Copy the files and fragments of ``ranks`` from the node ``peer``, and return the size of
         the files.
 
@@ -75,7 +77,7 @@ class StepCopies:
         backend, ref, files = self.tier.backend, self.ref, self.manifest.file_map()
         theirs = [part for part in self.manifest.fragments if part.rank in ranks]
         sizes = {files[part.rank].name: files[part.rank].size for part in theirs}
-        store = reading(self.tier, peer, ref, sizes, how.pace)
+        store = reading(self.tier, peer, ref, sizes, self.how.pace)
         parts = [
             (part.name, *load_fragment(store, ref, self.manifest, part, files[part.rank]))
             for part in theirs
@@ -83,8 +85,9 @@ class StepCopies:
         stored = [found for _, fragment, _ in parts if (found := _stored(ref, fragment))]
         self._check_room(sum(file.size for file in stored))
         self.kept += [file.key for file in stored]
-        folder = StepFolder(backend, ref, how.workers, RetryPolicy(patience_seconds=0))
-        copy_files(_fetch(store, stored, how.pace), stored, folder, on_bytes=how.pace.spend)
+        folder = StepFolder(backend, ref, self.how.workers, RetryPolicy(patience_seconds=0))
+        fetch = _fetch(store, stored, self.how.pace)
+        copy_files(fetch, stored, folder, on_bytes=self.how.pace.spend)
         for name, _, data in parts:
             self.kept.append(ref.key(name))
             backend.put(ref.key(name), [data])

@@ -61,8 +61,8 @@ class NodeReplicas:
 
     Thread safety: ``committed`` and ``copied`` may be called from any thread, ``set_restored`` by
     the owner, and ``close`` by the owner, once.
-    ``_lock`` guards ``_newest``, ``_copied``, ``_restored`` and ``_outdate``. The other fields are
-    set once, or belong to the owner or to the thread that copies.
+    ``_lock`` guards ``_restored``, and of each ring ``newest``, ``copied`` and ``outdate``. The
+    other fields are set once, or belong to the owner or to the thread that copies.
     """
 
     def __init__(
@@ -78,15 +78,12 @@ class NodeReplicas:
         self._pace = Pace(config.replicate_mb_per_s)
         self._copying = Workers("replicas", 1, nice=config.nice, cpus=config.cpus)
         self._writing = Workers("copies", 1, nice=config.nice, cpus=config.cpus)
-        self._how = Copying(self._writing, self._pace)
         self._copying.start()  # Start now: a commit must not fail because no thread can be started
         self._lock = threading.Lock()
-        self._newest: dict[int, StepRef] = {}
-        self._copied: dict[int, StepRef] = {}
         self._restored: StepRef | None = None
         self._restores = 0
-        self._outdate: dict[int, Callable[[], None]] = {}
-        self._tiers = {tier.index: ring_of(tier, nodes, coordinator.rank) for tier in tiers}
+        how = Copying(self._writing, self._pace)
+        self._rings = {tier.index: ring_of(tier, nodes, coordinator.rank, how) for tier in tiers}
 
     @classmethod
     def of(
@@ -136,7 +133,7 @@ class NodeReplicas:
 
     def keeps_earlier(self, tier: OpenTier) -> bool:
         """Return whether ``committed`` calls ``outdate`` for this tier."""
-        return tier.index in self._tiers
+        return tier.index in self._rings
 
     def set_restored(self, ref: StepRef) -> None:
         """Note that the job goes on from ``ref``, which stays until a step has its copies. Return
@@ -148,9 +145,9 @@ class NodeReplicas:
         with self._lock:
             self._restored = ref
         self._restores += 1
-        for index in self._tiers:
+        for index, ring in self._rings.items():
             self._server.allow(ref, index)
-            self._copying.submit(self._copy_restored, index, ref, self._restores)
+            self._copying.submit(self._copy_restored, ring, ref, self._restores)
 
     def committed(self, tier: OpenTier, ref: StepRef, outdate: Callable[[], None]) -> None:
         """Note that ``ref`` is a checkpoint on ``tier``. Return at once.
@@ -162,14 +159,14 @@ class NodeReplicas:
                 The steps of earlier jobs are needed until then, since the loss of a node may cost
                 all steps of this one. A node that fails to copy several steps is not waited for.
         """
-        if tier.index not in self._tiers:
+        if (ring := self._rings.get(tier.index)) is None:
             return
         self._server.allow(ref, tier.index)
         with self._lock:
-            waits = tier.index in self._newest
-            self._newest[tier.index], self._outdate[tier.index] = ref, outdate
+            waits = ring.newest is not None
+            ring.newest, ring.outdate = ref, outdate
         if not waits:
-            self._copying.submit(self._copy, tier.index)
+            self._copying.submit(self._copy, ring)
 
     def copied(self, tier: OpenTier) -> frozenset[StepRef]:
         """Return the newest step of a tier whose copies this node keeps, or the step that the job
@@ -177,9 +174,10 @@ class NodeReplicas:
 
         Later steps may not have their copies in time. No retention rule may remove these.
         """
+        ring = self._rings.get(tier.index)
         with self._lock:
-            found = self._copied.get(tier.index, self._restored)
-        return frozenset() if found is None or tier.index not in self._tiers else frozenset({found})
+            found = None if ring is None else ring.copied or self._restored
+        return frozenset() if found is None else frozenset({found})
 
     def close(self, *, wait: bool) -> None:
         """Stop.
@@ -193,15 +191,16 @@ class NodeReplicas:
             self._pace.end(now=True)
         self._copying.close(cancel=True)
         self._writing.close(cancel=True)
-        for ring in self._tiers.values():
+        for ring in self._rings.values():
             ring.end(warn=wait)
         self._meet_buddies(deadline)
         self._server.close()
 
-    def _copy(self, index: int) -> None:
+    def _copy(self, ring: Ring) -> None:
         with self._lock:
-            ref = self._newest.pop(index)
-        ring, began = self._tiers[index], time.perf_counter()
+            ref, ring.newest = ring.newest, None
+        assert ref is not None
+        began = time.perf_counter()
         try:
             nbytes = self._try(ring, ref)
         except Exception as error:  # noqa: BLE001 - nothing that fails here may cost a save
@@ -209,23 +208,20 @@ class NodeReplicas:
             if ring.fails and ring.unheard:
                 self._say_first(ring)  # The others need not wait for this node
                 ring.unheard.clear()
-                self._end_earlier(index)
+                self._end_earlier(ring)
             return
-        seconds = time.perf_counter() - began
         if nbytes is not None:
             with self._lock:
-                self._copied[index] = ref
-            self._observers.notify(
-                NodeReplicated(step=ref.step, tier=ring.tier.url, nbytes=nbytes, seconds=seconds)
-            )
+                ring.copied = ref
+            self._report(ring, ref, nbytes, began)
             if ring.unheard and self._all_have_copied(ring):
-                self._end_earlier(index)
+                self._end_earlier(ring)
 
-    def _copy_restored(self, index: int, ref: StepRef, number: int) -> None:
-        ring, began = self._tiers[index], time.perf_counter()
+    def _copy_restored(self, ring: Ring, ref: StepRef, number: int) -> None:
+        began = time.perf_counter()
         try:
-            held = self._exchange_held(ring, ref, f"{_SUBJECT}/restored{index}/{number}")
-            nbytes = ring.copy_restored(ref, held, self._how)
+            held = self._exchange_held(ring, ref, f"{_SUBJECT}/restored{ring.tier.index}/{number}")
+            nbytes = ring.copy_restored(ref, held)
         except Exception as error:  # noqa: BLE001 - the job goes on without these copies
             _log.log(
                 logging.DEBUG if self._pace.stopped else logging.WARNING,
@@ -238,10 +234,13 @@ class NodeReplicas:
             )
             return
         if nbytes:
-            seconds = time.perf_counter() - began
-            self._observers.notify(
-                NodeReplicated(step=ref.step, tier=ring.tier.url, nbytes=nbytes, seconds=seconds)
-            )
+            self._report(ring, ref, nbytes, began)
+
+    def _report(self, ring: Ring, ref: StepRef, nbytes: int, began: float) -> None:
+        seconds = time.perf_counter() - began
+        self._observers.notify(
+            NodeReplicated(step=ref.step, tier=ring.tier.url, nbytes=nbytes, seconds=seconds)
+        )
 
     def _exchange_held(self, ring: Ring, ref: StepRef, subject: str) -> dict[int, Held]:
         """Return what each node has of a step. Raises ``CommitTimeout`` if one does not say."""
@@ -262,17 +261,17 @@ class NodeReplicas:
         """Copy a step, and try again while there is no newer one. Raises as ``Ring.copy`` does."""
         for _ in range(_TRIES - 1):
             try:
-                return ring.copy(ref, self._how)
+                return ring.copy(ref)
             except CkptError:
                 with self._lock:
-                    is_newest = ring.tier.index not in self._newest
+                    is_newest = ring.newest is None
                 if self._pace.stopped or not is_newest:
                     raise
-        return ring.copy(ref, self._how)
+        return ring.copy(ref)
 
-    def _end_earlier(self, index: int) -> None:
+    def _end_earlier(self, ring: Ring) -> None:
         with self._lock:
-            outdate = self._outdate[index]
+            outdate = ring.outdate
         outdate()
 
     def _all_have_copied(self, ring: Ring) -> bool:
@@ -303,7 +302,7 @@ class NodeReplicas:
         A node that leaves the others by an exception posts it too, so that no node waits for it.
         """
         subject = f"{_SUBJECT}/done"
-        keepers = {rank for ring in self._tiers.values() for rank in ring.keepers}
+        keepers = {rank for ring in self._rings.values() for rank in ring.keepers}
         try:
             self._coordinator.post(subject, b"done")
             if (left := deadline - time.monotonic()) > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -14,7 +14,7 @@ import msgspec
 from ckpt.catalog.index import is_committed, own_objects, read_packed
 from ckpt.coordination.api import LEADER
 from ckpt.errors import CkptError
-from ckpt.model.keys import MANIFEST, StepRef, data_name, is_fragment, rank_of
+from ckpt.model.keys import MANIFEST, StepRef, whole_ranks
 from ckpt.model.manifest import Manifest
 from ckpt.nodes.replica_fetch import Copying, StepCopies, reading, remove
 from ckpt.nodes.wire import Peer
@@ -46,6 +46,7 @@ class Ring:
     """The part of one node in the copies of one tier. The thread that copies has it.
 
     Attributes:
+        how: What copies are made with.
         here: The number of this node.
         peers: How the nodes are reached, by their number.
         domains: The failure domains of the nodes.
@@ -53,6 +54,9 @@ class Ring:
         keepers: The lowest ranks of the nodes that keep this node's files.
         unheard: The lowest ranks of the nodes that are not known to have copied a step of this job.
             It is empty if the steps of earlier jobs may go.
+        newest: The step to be copied next, if one waits.
+        copied: The newest step that was copied.
+        outdate: Called once all nodes have the copies of a step of this job.
     """
 
     tier: OpenTier
@@ -63,11 +67,15 @@ class Ring:
     sources: Sequence[int]
     keepers: Sequence[int]
     unheard: set[int]
+    how: Copying
+    newest: StepRef | None = None
+    copied: StepRef | None = None
+    outdate: Callable[[], None] = lambda: None
     _kept: dict[StepRef, list[str]] = field(default_factory=dict[StepRef, list[str]])
     _missed: int = 0
     _lacking: StepRef | None = None
 
-    def copy(self, ref: StepRef, how: Copying) -> int | None:
+    def copy(self, ref: StepRef) -> int | None:
         """Copy the other nodes' files of a committed step; return their size, or None if the step
         is not here any more.
 
@@ -79,7 +87,7 @@ class Ring:
         try:
             copies = self._copies(read_packed(backend, ref)[0], kept)
             nbytes = sum(
-                copies.fetch(self.peers[node], self._ranks_of(copies.manifest, node), how)
+                copies.fetch(self.peers[node], self._ranks_of(copies.manifest, node))
                 for node in self.sources
             )
         except BaseException:
@@ -95,7 +103,7 @@ class Ring:
             self._kept.pop(other, None)  # The retention of a folder removes its copies
         return nbytes
 
-    def copy_restored(self, ref: StepRef, held: Mapping[int, Held], how: Copying) -> int:
+    def copy_restored(self, ref: StepRef, held: Mapping[int, Held]) -> int:
         """Copy what this node is to have of a step that the job has restored, and return the size
         of the files. Nothing is copied of a step that the nodes do not have as a whole.
 
@@ -109,7 +117,8 @@ class Ring:
         having = [node for node, has in held.items() if has.listed]
         if not having:
             return 0
-        store = backend if listed else reading(self.tier, self.peers[having[0]], ref, {}, how.pace)
+        peer, pace = self.peers[having[0]], self.how.pace
+        store = backend if listed else reading(self.tier, peer, ref, {}, pace)
         manifest, data = read_packed(store, ref)
         holders = {
             file.rank: [node for node, has in held.items() if file.rank in has.ranks]
@@ -126,7 +135,7 @@ class Ring:
         copies = self._copies(manifest, [])
         try:
             nbytes = sum(
-                copies.fetch(self.peers[node], frozenset(ranks), how)
+                copies.fetch(self.peers[node], frozenset(ranks))
                 for node, ranks in from_node.items()
             )
             if not listed:
@@ -142,18 +151,12 @@ class Ring:
     def held(self, ref: StepRef) -> Held:
         """Return what this node has of a step. A file without its fragment does not count."""
         names = {info.key.rpartition("/")[2] for info in own_objects(self.tier.backend, ref)}
-        ranks = sorted(rank_of(name) for name in names if is_fragment(name))
-        return Held(
-            MANIFEST in names,
-            tuple(
-                rank for rank in ranks if names & {data_name(rank), data_name(rank, encoded=True)}
-            ),
-        )
+        return Held(MANIFEST in names, tuple(sorted(whole_ranks(names))))
 
     def _copies(self, manifest: Manifest, kept: list[str]) -> StepCopies:
         own = self._ranks_of(manifest, self.here)
         nbytes = sum(file.size for file in manifest.files if file.rank in own)
-        return StepCopies(self.tier, manifest, nbytes, kept)
+        return StepCopies(self.tier, manifest, nbytes, self.how, kept)
 
     def _ranks_of(self, manifest: Manifest, node: int) -> frozenset[int]:
         return frozenset(part.rank for part in manifest.fragments if self._home(part.rank) == node)
@@ -202,7 +205,8 @@ class Ring:
         remove(self.tier.backend, self._kept.pop(ref, []))
 
 
-def ring_of(tier: OpenTier, known: Mapping[int, Node], rank: int) -> Ring:
+def ring_of(tier: OpenTier, known: Mapping[int, Node], rank: int, how: Copying) -> Ring:
+    """Return the part of the node of ``rank`` in the copies of a tier."""
     nodes = tier.nodes
     assert nodes is not None
     lowest = nodes.firsts
@@ -226,4 +230,5 @@ def ring_of(tier: OpenTier, known: Mapping[int, Node], rank: int) -> Ring:
         sources=[node for node, keepers in enumerate(chosen) if here in keepers],
         keepers=[lowest[node] for node in chosen[here]],
         unheard=set(lowest) if tier.in_memory else set(),
+        how=how,
     )
