@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import select
+import selectors
 import shutil
 import socket
 import statistics
@@ -41,8 +41,8 @@ from bench.process import BenchError
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.messages import Job
 from ckpt.agent.place import Lock, Place
-from ckpt.agent.reports import Order, Verifying
-from ckpt.agent.worker import Worker
+from ckpt.agent.reports import Order, Report, Verifying
+from ckpt.agent.worker import Worker, Workplace
 from ckpt.config import SaveConfig
 from ckpt.coordination.owner import NO_PROCESS, Owner
 from ckpt.events import Event, NodeReplicated
@@ -124,24 +124,29 @@ def _verifying() -> Generator[None]:
         environment=dict(os.environ),
         scrub_mb_per_s=SaveConfig().scrub_mb_per_s,
     )
-    with tempfile.TemporaryDirectory() as folder:
+    reports: list[Report] = []
+    with tempfile.TemporaryDirectory() as folder, selectors.DefaultSelector() as selector:
         place = Place(folder)
-        worker = Worker(Order(job, "scrub"), place, Lock(place, "work"))
+        where = Workplace(place, Lock(place, "work"), selector)
+        worker = Worker(Order(job, "scrub"), where, reports.append, lambda _: None)
         try:
-            if not _verifies(worker):
+            if not _verifies(selector, reports):
                 raise BenchError("the worker has verified nothing")
             yield
-            if not _verifies(worker):
+            if not _verifies(selector, reports):
                 raise BenchError("the worker ended before the block: take fewer --steps")
         finally:
-            worker.kill()
+            if selector.get_map():  # It has not ended
+                worker.kill()
 
 
-def _verifies(worker: Worker) -> bool:
+def _verifies(selector: selectors.BaseSelector, reports: list[Report]) -> bool:
     """Wait for a report of the worker. Return whether it is at work."""
-    while (reports := worker.read()) == []:
-        select.select([worker.reports], [], [])
-    return any(isinstance(report, Verifying) for report in reports or ())
+    reports.clear()
+    while not reports and selector.get_map():
+        for key, _ in selector.select():
+            key.data()
+    return any(isinstance(report, Verifying) for report in reports)
 
 
 def _model(mib: int) -> tuple[nn.Module, torch.optim.Optimizer]:

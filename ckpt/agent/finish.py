@@ -26,19 +26,18 @@ from ckpt.agent.messages import Job
 from ckpt.agent.node_parts import NodeParts
 from ckpt.agent.reports import Copied, Ended, OnReport, progress_of
 from ckpt.catalog.finalize import finalize
-from ckpt.catalog.index import attempts, is_committed, unfinished_of
+from ckpt.catalog.index import is_committed, unfinished_of
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.parts import copy_part
 from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.codec.registry import NO_CODEC
-from ckpt.config import Tier
 from ckpt.coordination.api import LEADER
 from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
 from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import Claim, job_of
+from ckpt.retention.claim import Claim, attempts_of, job_of
 from ckpt.retention.guard import FixedGuard
 from ckpt.retention.policy import Retention
 from ckpt.retention.prune import PruneContext, discard, prune, remove
@@ -78,7 +77,14 @@ class Finish:
         self._open: list[OpenTier] = []
         self._handed_over = False
         self._ended: set[str] = set()
-        looked = [one for tier in enumerate(job.open_as()) if (one := self._owner_of(*tier))]
+        looked: list[tuple[OpenTier, Owner | None]] = []
+        for index, given in enumerate(job.open_as()):
+            try:
+                tier = OpenTier(index, given, open_backend(given.url, given.options))
+                self._open.append(tier)
+                looked.append((tier, read_owner(tier.backend)))
+            except CkptError as error:
+                self._errors.append(str(error))
         for _, owner in looked:
             if owner is not None and owner.attempt == self._me.attempt:
                 self._handed_over |= owner.pid == NO_PROCESS
@@ -176,16 +182,6 @@ class Finish:
 
     # -- roots -------------------------------------------------------------------------------------
 
-    def _owner_of(self, index: int, given: Tier) -> tuple[OpenTier, Owner | None] | None:
-        """Open a tier, and read its owner. Returns None if one of them fails."""
-        try:
-            tier = OpenTier(index, given, open_backend(given.url, given.options))
-            self._open.append(tier)
-            return tier, read_owner(tier.backend)
-        except CkptError as error:
-            self._errors.append(str(error))
-            return None
-
     def _look(self, tier: OpenTier, owner: Owner | None) -> _Root | None:
         """Return None if the job cannot be finished on a tier, since another job has taken it."""
         if owner and not self._may_finish_for(owner):
@@ -241,7 +237,7 @@ class Finish:
         """Free what the job was writing when it died: the copies may need the room."""
         backend = root.tier.backend
         with suppress(StorageError):  # a store need not let everyone see unfinished writes
-            for ref in [ref for ref in attempts(backend) if job_of(ref) == self._me.attempt]:
+            for ref in attempts_of(backend, self._me.attempt):
                 if cut := unfinished_of(backend, ref):
                     self._confirm(root)
                     discard(backend, cut)
@@ -249,7 +245,7 @@ class Finish:
     def _finish_commit(self, root: _Root) -> None:
         """Put the manifest that the newest save of the job lacks, if all of its parts are there."""
         backend = root.tier.backend
-        own = [ref for ref in attempts(backend) if job_of(ref) == self._me.attempt]
+        own = attempts_of(backend, self._me.attempt)
         if not own or is_committed(backend, own[0]):
             return
         with suppress(CommitError, IntegrityError):  # it lacks a part, or was refused
@@ -396,12 +392,8 @@ class Finish:
         parts = self._parts() if self._job.here and self._durable else None
         left = False
         for held in Inventory(root.tier.backend, part=bool(self._job.here)).look():
-            if job_of(held.ref) != self._me.attempt:
-                left = True
-            elif held.ref.step <= durable or (
-                held.state == "incomplete"
-                and not (held.is_part and (parts is None or parts.may_be_whole(held.ref)))
-            ):
+            own = job_of(held.ref) == self._me.attempt
+            if own and (held.ref.step <= durable or _is_left_over(held, parts)):
                 self._confirm(root)
                 remove(root.tier.backend, held, root.claim)
             else:
@@ -409,3 +401,10 @@ class Finish:
         if not left:
             self._confirm(root)
             root.tier.backend.delete(OWNER)
+
+
+def _is_left_over(held: StoredStep, parts: NodeParts | None) -> bool:
+    """Return whether an incomplete step in memory can never become whole."""
+    return held.state == "incomplete" and not (
+        held.is_part and (parts is None or parts.may_be_whole(held.ref))
+    )

@@ -286,8 +286,7 @@ def encode(message: msgspec.Struct) -> bytes:
             f"a message to the agent holds a value that is not plain ({error}): give options of "
             "tiers as numbers and as strings of UTF-8"
         ) from None
-    if len(data) > MOST_BYTES:
-        raise AgentError(f"a message of {len(data)} bytes is too long: {MOST_BYTES} are allowed")
+    _check(len(data))
     return _LENGTH.pack(len(data)) + data
 
 

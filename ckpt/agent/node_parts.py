@@ -26,7 +26,7 @@ from typing import Final
 
 from ckpt.agent.messages import Job
 from ckpt.agent.reports import Copied, OnReport, progress_of
-from ckpt.catalog.index import attempts, is_committed, own_objects, read_packed
+from ckpt.catalog.index import is_committed, own_objects, read_packed
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.parts import (
     brought_ranks,
@@ -42,7 +42,7 @@ from ckpt.model.keys import StepRef, fragment_name, whole_ranks
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import job_of
+from ckpt.retention.claim import attempts_of, job_of
 from ckpt.retention.step_copier import StepCopier
 from ckpt.storage.api import StorageBackend
 
@@ -177,7 +177,7 @@ class NodeParts:
 
     def _begun(self) -> list[StepRef]:
         """Return the steps of the job on the shared tier, committed or not, newest first."""
-        return [ref for ref in attempts(self._target) if job_of(ref) == self._job.owner.attempt]
+        return attempts_of(self._target, self._job.owner.attempt)
 
     def _newest_there(self) -> int:
         newest = self.newest()

@@ -96,15 +96,20 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 def progress_of(step: int, to: str, report: OnReport) -> OnProgress:
     """Return what reports how much of a step is on the tier ``to``, some times in a second."""
+    return at_intervals(lambda done, total: report(Copying(step, to, done, total)))
+
+
+def at_intervals(tell: OnProgress) -> OnProgress:
+    """Return what calls ``tell`` some times in a second, and when all is done."""
     reported = 0.0
 
-    def tell(done: int, total: int) -> None:
+    def progress(done: int, total: int) -> None:
         nonlocal reported
         if done == total or time.monotonic() - reported > REPORT_SECONDS:
             reported = time.monotonic()
-            report(Copying(step, to, done, total))
+            tell(done, total)
 
-    return tell
+    return progress
 
 
 Report = Copying | Copied | Verifying | Verified | Ended

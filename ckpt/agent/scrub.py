@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from ckpt.agent.reports import REPORT_SECONDS, Ended, OnReport, Order, Verified, Verifying
+from ckpt.agent.reports import Ended, OnReport, Order, Verified, Verifying, at_intervals
 from ckpt.catalog.index import committed, is_committed
 from ckpt.catalog.mending import mend_step
 from ckpt.catalog.parts import copy_rank
@@ -151,15 +151,14 @@ class Scrub:
                 note_verified(url, ref.step, damage, journal=tier.url)
 
     def _verify(self, root: _Root, ref: StepRef) -> VerifyReport:
-        reported, before = 0.0, 0
+        before, url = 0, root.tier.url
+        tell = at_intervals(lambda done, total: self._report(Verifying(ref.step, url, done, total)))
 
         def progress(done: int, total: int) -> None:
-            nonlocal reported, before
+            nonlocal before
             self._pace.spend(done - before)
             before = done
-            if done == total or time.monotonic() - reported > REPORT_SECONDS:
-                reported = time.monotonic()
-                self._report(Verifying(ref.step, root.tier.url, done, total))
+            tell(done, total)
 
         return verify_step(
             root.tier.backend,
@@ -190,7 +189,8 @@ class Scrub:
         """Write damaged files of the ranks of this node again. Returns as ``_mend`` does."""
         others, folder = self._others(root, ref), StepFolder(root.tier.backend, ref, self._workers)
         why = ""
-        for rank in {rank_of(key.rpartition("/")[2]) for key in _keys(faults) - {ref.manifest}}:
+        keys = {fault.key for fault in faults} - {ref.manifest}
+        for rank in {rank_of(key.rpartition("/")[2]) for key in keys}:
             root.claim.confirm_removal()
             codec, spend = root.tier.tier.codec, self._pace.spend
             try:
@@ -203,10 +203,6 @@ class Scrub:
         """Return the stores of the other tiers that have a step."""
         others = [tier.backend for tier in self._tiers if tier is not root.tier]
         return [store for store in others if _has(store, ref)]
-
-
-def _keys(faults: Sequence[Fault]) -> set[str]:
-    return {fault.key for fault in faults}
 
 
 def _has(store: StorageBackend, ref: StepRef) -> bool:

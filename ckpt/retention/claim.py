@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from ckpt.catalog.index import committed
+from ckpt.catalog.index import attempts, committed
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.owner import Owner, claim, confirm, detach, read_owner, release, succeed
 from ckpt.errors import RootInUse
@@ -207,3 +207,8 @@ class FoundSteps:
 def job_of(ref: StepRef) -> str:
     """Return the attempt of a step, without the count of tries at it."""
     return _TRIAL.sub("", ref.attempt)
+
+
+def attempts_of(backend: StorageBackend, job: str) -> list[StepRef]:
+    """Return the attempts of one job at steps of a store, newest first."""
+    return [ref for ref in attempts(backend) if job_of(ref) == job]
