@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Final, TypeVar
 
 from ckpt.catalog.index import attempts, is_committed
@@ -25,7 +26,6 @@ from ckpt.errors import (
     CkptError,
     CommitError,
     HistoryHidden,
-    OutOfSpace,
     PeerFailed,
     StepExists,
     StorageError,
@@ -44,6 +44,7 @@ from ckpt.retention.prune import sweep
 from ckpt.retention.pruner import Pruner
 from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
+from ckpt.save.out_of_space import RoomMaker
 from ckpt.save.rank_files import FileCopier, RankFiles, SaveJob
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.storage.tiers import OpenTier
@@ -113,6 +114,7 @@ class TierWriter:
         if tier.tier.capacity is not None:
             timeout = config.commit_timeout_seconds
             self._quota = Quota(tier, self._node, self.root, steps, timeout=timeout)
+        self._room = RoomMaker(self._quota, self._pruner, steps)
         self._hurry, self._left = threading.Event(), threading.Event()
         self._cleaning = threading.Lock()
         patience = config.commit_timeout_seconds  # Ranks wait for each other at most this long
@@ -158,7 +160,8 @@ class TierWriter:
             raise abort
         try:
             with about(self.url):
-                chunks, vote = self._make_durable(job, on_bytes)
+                write = partial(self._write_all, job, on_bytes)
+                chunks, vote = self._room.write_step(job, write)
                 committer.offer(job.ref, vote)
         except Exception as error:
             self._abort_all(job.ref, job.trial, str(error) or repr(error))
@@ -185,35 +188,9 @@ class TierWriter:
             self._quota.settle(job.ref, restored=self._steps.restored)
         return chunks
 
-    def _make_durable(self, job: SaveJob, on_bytes: OnBytes) -> tuple[tuple[Chunk, ...], Durable]:
-        try:
-            return self._write_all(job, on_bytes)
-        except OutOfSpace:
-            if not self._make_room(job):
-                raise
-        return self._write_all(job, on_bytes)
-
-    def _make_room(self, job: SaveJob) -> bool:
-        """Free room in a store that is full. Returns whether ``job`` may be tried again."""
-        passing = job.passes_by
-        if self._quota is not None:
-            return not passing and self._quota.evict(
-                job.ref, job.plan.size, restored=self._steps.restored
-            )
-        return (
-            self._pruner is not None
-            and self._pruner.make_room(self._steps.restored)
-            and not passing
-        )
-
     def _call(self, work: Callable[[], T], /) -> T:
         """Call ``work`` with retries, and once more if the store was full and has room now."""
-        try:
-            return self._retry.call(work)
-        except OutOfSpace:
-            if self._pruner is None or not self._pruner.make_room(self._steps.restored):
-                raise
-        return self._retry.call(work)
+        return self._room.request(partial(self._retry.call, work))
 
     def _write_all(self, job: SaveJob, on_bytes: OnBytes) -> tuple[tuple[Chunk, ...], Durable]:
         if self.in_memory and job.image.path:
