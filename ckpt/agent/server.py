@@ -46,7 +46,7 @@ from ckpt.agent.messages import (
 )
 from ckpt.agent.place import Lock, Place, check_peer, identity
 from ckpt.agent.reports import Ended, Order, Report, Verified
-from ckpt.agent.rounds import Rounds
+from ckpt.agent.scrub_rounds import Rounds
 from ckpt.agent.watched_job import WatchedJob, allow_descriptors, share_a_root
 from ckpt.agent.worker import Worker, Workplace
 from ckpt.errors import AgentError, ConfigError
