@@ -31,7 +31,7 @@ from ckpt.config import Metadata, SaveConfig, Settings, load_config, with_settin
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
 from ckpt.coordination.nodes import agree
-from ckpt.elastic.handled import ending_error
+from ckpt.elastic.ending_error import ending_error
 from ckpt.elastic.planned_stop import (
     STOP_SIGNALS,
     StopSignals,
@@ -528,8 +528,8 @@ class CheckpointManager:
 
         If it takes more than two seconds, one log line for each tier says what it waits for. While
         an exception ends the process, ``timeout`` defaults to ``exit_seconds``, and saves that are
-        given up are logged and not raised (`ckpt.elastic.handled`). A job with an agent is left to
-        it then, as with ``detach``.
+        given up are logged and not raised (`ckpt.elastic.ending_error`). A job with an agent is
+        left to it then, as with ``detach``.
 
         Args:
             timeout: How many seconds to wait. Saves that are not finished then are given up.

@@ -26,7 +26,7 @@ from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.commit_state_machine import Bounds, Durable, Failed
 from ckpt.coordination.committer import Committer, OneTier
 from ckpt.coordination.leaving import Leaving, who_left
-from ckpt.elastic import handled
+from ckpt.elastic import ending_error
 from ckpt.errors import AccessDenied, CommitError, ConfigError
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef
@@ -280,7 +280,7 @@ def test_an_error_that_is_handled_takes_no_time_from_close(
 
 ODD = """
 def close(): return ending_error(but=None)
-from ckpt.elastic.handled import ending_error
+from ckpt.elastic.ending_error import ending_error
 pattern = "\\d"
 try:
     raise ValueError
@@ -316,7 +316,7 @@ def test_each_file_on_the_stack_is_read_once(monkeypatch: pytest.MonkeyPatch) ->
             return None
 
     def ask() -> BaseException | None:
-        return handled.ending_error(but=None)
+        return ending_error.ending_error(but=None)
 
     monkeypatch.setattr(ast, "parse", count)
     try:
