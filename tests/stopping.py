@@ -335,7 +335,7 @@ def live(work: Callable[[Path], None], root: Path) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     folder, *chosen = sys.argv[1:]
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     for name in chosen or CASES:
         root, output = Path(folder) / name, Path(folder) / f"{name}.txt"
         began = time.monotonic()
@@ -348,8 +348,13 @@ def main() -> None:
             live(CASES[name], root)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         steps = [ref.step for ref in committed(open_backend(str(root)))] if root.exists() else []
-        told[name] = [status, sorted(steps), round(time.monotonic() - began, 2), output.read_text()]
-    print(json.dumps(told))
+        reported[name] = [
+            status,
+            sorted(steps),
+            round(time.monotonic() - began, 2),
+            output.read_text(),
+        ]
+    print(json.dumps(reported))
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def test_a_target_that_is_no_dict_is_refused(root: str, target: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"kye": "k"}, "options.kye is not a setting: did you mean key?"),
         ({"endpoint": "http://x"}, "did you mean endpoint_url?"),
@@ -187,9 +187,9 @@ def test_a_target_that_is_no_dict_is_refused(root: str, target: Any) -> None:
     ],
 )
 def test_an_option_that_s3_does_not_know_is_told_when_the_tier_is_built(
-    options: dict[str, object], told: str
+    options: dict[str, object], expected: str
 ) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(expected)):
         CheckpointManager(Tier("s3://bucket/run", options=options))
 
 
@@ -204,6 +204,6 @@ def test_what_restore_and_a_handle_are_told_is_looked_at(tmp_path: Path) -> None
             ("step=-1: a step is", lambda: manager.restore({}, step=-1)),
             ("timeout='x': give seconds", lambda: saved.result("x")),  # type: ignore[arg-type]
         ]
-        for told, call in calls:
-            with pytest.raises(ConfigError, match=re.escape(told)):
+        for reported, call in calls:
+            with pytest.raises(ConfigError, match=re.escape(reported)):
                 call()

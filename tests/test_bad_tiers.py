@@ -28,9 +28,9 @@ from tests.servers import KEY, SECRET
 
 
 def refused(*tiers: str | Path | Tier) -> str:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         CheckpointManager(list(tiers))
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_one_folder_in_two_spellings_is_one_place(tmp_path, monkeypatch):
@@ -48,10 +48,10 @@ def test_one_folder_in_two_spellings_is_one_place(tmp_path, monkeypatch):
 )
 def test_a_root_inside_of_another_is_refused(tmp_path, monkeypatch, one, two):
     monkeypatch.chdir(tmp_path)
-    told = refused(one, two)
+    reported = refused(one, two)
     inner, outer = sorted([one, two], key=len, reverse=True)
-    assert f"{inner.rstrip('/')} is inside of the tier " in told
-    assert f"{outer.rstrip('/')}: give each a root of its own" in told
+    assert f"{inner.rstrip('/')} is inside of the tier " in reported
+    assert f"{outer.rstrip('/')}: give each a root of its own" in reported
 
 
 def test_neighbours_and_namesakes_are_no_nests(tmp_path):
@@ -73,7 +73,7 @@ def test_there_is_one_memory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "told"),
+    ("field", "expected"),
     [
         ({"keep_lst": 2}, r"Tier\.keep_lst is not a setting: did you mean keep_last\?"),
         ({"cap": "1GB"}, "did you mean capacity"),
@@ -96,8 +96,8 @@ def test_there_is_one_memory(tmp_path):
         ({"every": 0}, "every=0: give a whole number"),
     ],
 )  # fmt: skip
-def test_a_wrong_field_is_named_with_the_way_out(field, told):
-    with pytest.raises(ConfigError, match=told):
+def test_a_wrong_field_is_named_with_the_way_out(field, expected):
+    with pytest.raises(ConfigError, match=expected):
         Tier("runs", **field)
 
 

@@ -121,9 +121,9 @@ def test_a_checkpoint_larger_than_the_capacity_is_told_and_evicts_nothing(tmp_pa
     with CheckpointManager(Tier(str(tmp_path), capacity=IMAGE // 2)) as manager:
         with pytest.raises(
             OutOfSpace, match=r"larger than the capacity of 202 kB: raise it"
-        ) as told:
+        ) as reported:
             manager.save(state(2), 2)
-        assert str(tmp_path) in str(told.value)
+        assert str(tmp_path) in str(reported.value)
     assert whole(tmp_path) == [1]
 
 

@@ -96,7 +96,7 @@ def test_relative_files_of_tls_are_relative_to_the_file(
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("rot = 'x'", "ckpt.toml: rot is not a setting: did you mean root?"),
         ("[save]\nchunk_mb = 3", "save.chunk_mb is not a setting: did you mean chunk_mib?"),
@@ -139,8 +139,8 @@ def test_relative_files_of_tls_are_relative_to_the_file(
         ("root = ", "ckpt.toml is not valid TOML"),
     ],
 )
-def test_what_is_wrong_is_named_with_the_way_out(text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_is_wrong_is_named_with_the_way_out(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         written(text)
 
 

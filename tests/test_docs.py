@@ -90,21 +90,23 @@ def test_the_pages_of_docs_are_listed() -> None:
 
 
 def test_the_table_of_scenarios_has_all() -> None:
-    told = re.findall(r"^\| `(\w+)` \|", (ROOT / "bench" / "README.md").read_text(), re.MULTILINE)
-    assert told == list(scenarios.ALL)
+    reported = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "bench" / "README.md").read_text(), re.MULTILINE
+    )
+    assert reported == list(scenarios.ALL)
 
 
 def test_the_tree_of_errors_has_all_with_their_exit_codes() -> None:
-    told: dict[str, int] = {}
+    reported: dict[str, int] = {}
     codes = {-1: 1}
     for line in (errors.__doc__ or "").splitlines():
         if match := re.match(r"    ([│├└─ ]*)(\w+)(?: +exit (\d+))?", line):
             depth = len(match[1])
             codes[depth] = int(match[3]) if match[3] else codes[max(d for d in codes if d < depth)]
-            told[match[2]] = codes[depth]
+            reported[match[2]] = codes[depth]
     there = {name: getattr(errors, name) for name in errors.__all__}
     classes: dict[str, Any] = {name: kind for name, kind in there.items() if isinstance(kind, type)}
-    assert told == {name: kind.exit_code for name, kind in classes.items()}
+    assert reported == {name: kind.exit_code for name, kind in classes.items()}
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -159,11 +161,11 @@ def test_the_page_of_licences_is_what_is_installed() -> None:
 
 
 def test_the_table_of_verbs_has_all() -> None:
-    told = re.findall(
+    reported = re.findall(
         r"^\| \[`(\w+)`\]\(#(\w+)\)", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE
     )
     there = getattr(typer.main.get_command(app), "commands", {})
-    assert sorted(told) == sorted((verb, verb) for verb in there)
+    assert sorted(reported) == sorted((verb, verb) for verb in there)
 
 
 @pytest.mark.parametrize("line", commands("python -m bench"))
@@ -187,16 +189,16 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("kind", "heading"), [(Tier, "A tier"), (SaveConfig, "Saving")])
 def test_every_setting_is_told_with_its_default(kind: Any, heading: str) -> None:
-    told = table("docs/settings.md", heading)
+    reported = table("docs/settings.md", heading)
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    assert set(told) == set(fields)
+    assert set(reported) == set(fields)
     shown = {
         "16 MiB": 16 << 20,
         **dict.fromkeys(("all", "none", "what is free", "only memory", "all but memory")),
     }
     for name, field in fields.items():
         if field.default is not dataclasses.MISSING:
-            cell = told[name][0]
+            cell = reported[name][0]
             assert (
                 shown[cell] if cell in shown else ast.literal_eval(cell.strip("`"))
             ) == field.default, name

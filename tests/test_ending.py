@@ -33,7 +33,7 @@ from ckpt.model.manifest import FragmentRef
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.coordination.world import World
-from tests.distributed.survivors import run_world, told
+from tests.distributed.survivors import reported, run_world
 from tests.kit.worlds import ROOT, run_code
 
 STUCK = """
@@ -447,8 +447,8 @@ def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out
         )
         return committer.commit(ref, Durable(FragmentRef("rank-00000.json", 0, 1, "x")))
 
-    verdict, told = world.run(rank).values()
-    assert isinstance(told, CommitError)
+    verdict, reported = world.run(rank).values()
+    assert isinstance(reported, CommitError)
     assert isinstance(verdict, Aborted), verdict
     assert "it has ended: ValueError: boom" in str(verdict)
     assert who_left(world.coordinator(0)).rank == 1  # type: ignore[union-attr]
@@ -496,7 +496,7 @@ def test_a_wait_that_is_under_way_ends_when_this_rank_leaves(
 def test_a_rank_that_raises_ends_in_seconds_and_the_other_hears_of_it(tmp_path: Path) -> None:
     """The commit timeout is 600 s."""
     outputs = run_world(2, "raises.py", tmp_path / "run", store_here=True)
-    told(outputs, 0)
+    reported(outputs, 0)
     assert "ValueError: boom" in outputs[1]
     assert "lacks step 2 (not finished within 1.0 s)" in outputs[1]
     assert "heard: step 3" in outputs[0]

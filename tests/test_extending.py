@@ -180,10 +180,10 @@ def test_an_adapter_that_cannot_be_loaded_costs_no_save_and_no_restore(tmp_path:
             except UnsupportedValue:
                 print("refused")
     """
-    told = outside.run_code(code, str(tmp_path / "root"))
-    assert "7" in told.splitlines(), told
-    assert told.count("the adapter 'engine' of 'ckpt_engine:missing' cannot be loaded") == 1
-    assert "refused" in told
+    reported = outside.run_code(code, str(tmp_path / "root"))
+    assert "7" in reported.splitlines(), reported
+    assert reported.count("the adapter 'engine' of 'ckpt_engine:missing' cannot be loaded") == 1
+    assert "refused" in reported
 
 
 CODEC = """

@@ -94,13 +94,13 @@ def test_a_restore_of_one_rank_reads_its_fragment_once(tmp_path: Path) -> None:
 
 
 def test_show_tells_of_everything_that_is_in_the_fragments(cli: Cli, root: str) -> None:
-    told = cli("show", "300", "--root", root, "--json")
-    assert told.code == 0, told.err
-    found = {tensor["name"]: tensor for tensor in told.json["tensors"]}
+    reported = cli("show", "300", "--root", root, "--json")
+    assert reported.code == 0, reported.err
+    found = {tensor["name"]: tensor for tensor in reported.json["tensors"]}
     assert set(found) == set(ARRAYS)
-    assert told.json["per_rank"] == {"0": {"rng": 0}, "1": {"rng": 1}}
+    assert reported.json["per_rank"] == {"0": {"rng": 0}, "1": {"rng": 1}}
     assert all(tensor["shards"] for tensor in found.values())
-    assert all(file["chunks"] for file in told.json["files"])
+    assert all(file["chunks"] for file in reported.json["files"])
 
 
 def test_a_copy_is_byte_for_byte_and_verifies(cli: Cli, root: str) -> None:

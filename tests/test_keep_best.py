@@ -22,8 +22,8 @@ from tests.kit.stores import whole
 def saved(root: Path, losses: dict[int, float | None], **tier) -> None:
     with CheckpointManager(Tier(str(root), **tier)) as manager:
         for step, loss in losses.items():
-            told = None if loss is None else {"loss": loss}
-            manager.save({"x": torch.full((9,), step)}, step, metrics=told)
+            reported = None if loss is None else {"loss": loss}
+            manager.save({"x": torch.full((9,), step)}, step, metrics=reported)
 
 
 def test_the_best_stay_beside_the_newest(tmp_path):
@@ -90,9 +90,11 @@ def test_a_metric_that_no_save_tells_is_said_once(tmp_path, cli, caplog):  # noq
     with CheckpointManager(tier) as manager:
         for step in range(4):
             manager.save({"x": torch.ones(3)}, step, metrics={"loss": 1.0, "accuracy": 0.5})
-    told = [record.getMessage() for record in caplog.records if "keep_best" in record.getMessage()]
-    assert len(told) == 1
-    assert "'los'" in told[0]
-    assert "'accuracy', 'loss'" in told[0]
+    reported = [
+        record.getMessage() for record in caplog.records if "keep_best" in record.getMessage()
+    ]
+    assert len(reported) == 1
+    assert "'los'" in reported[0]
+    assert "'accuracy', 'loss'" in reported[0]
     ran = cli("prune", "--root", "runs", "--keep-last", 1, "--keep-best", "los:min", "--dry-run")
     assert "goes by 'los', which no checkpoint has" in ran.err

@@ -624,18 +624,18 @@ def test_a_launchers_world_without_a_process_group_is_refused(
 def test_observers_are_told_what_happens_and_cannot_break_it(
     memory: str, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[Event] = []
+    reported: list[Event] = []
 
     def broken(event: Event) -> None:
         raise KeyError("mine")
 
     faults(Rule(verb="put", key="step-.*2\\..*json", fault=Raise(OutOfSpace)))
-    with CheckpointManager(memory, observers=[broken, told.append]) as manager:
+    with CheckpointManager(memory, observers=[broken, reported.append]) as manager:
         manager.save({"x": torch.ones(2)}, 1)
         with pytest.raises(OutOfSpace):
             manager.save({"x": torch.ones(2)}, 2)
         manager.restore({"x": torch.zeros(2)})
-    assert [type(event) for event in told] == [
+    assert [type(event) for event in reported] == [
         SaveStaged,
         SaveCommitted,
         SaveStaged,
@@ -643,8 +643,8 @@ def test_observers_are_told_what_happens_and_cannot_break_it(
         SaveFailed,
         Restored,
     ]
-    assert [event.step for event in told] == [1, 1, 2, 2, 2, 1]
-    staged, committed = told[:2]
+    assert [event.step for event in reported] == [1, 1, 2, 2, 2, 1]
+    staged, committed = reported[:2]
     assert isinstance(staged, SaveStaged)
     assert staged.tiers == (memory,)
     assert staged.slot_bytes >= staged.nbytes == 4096 + 8

@@ -290,13 +290,13 @@ def test_a_step_for_memory_alone_that_finds_no_room_is_skipped(near):
 
 
 @pytest.mark.parametrize(
-    ("before", "told"),
+    ("before", "expected"),
     [
         (10, "no durable tier has any step of this run"),
         (0, "newest durable step is 0, older than 10"),
     ],
 )
-def test_closing_says_when_even_what_was_restored_is_in_memory_only(near, caplog, before, told):
+def test_closing_says_when_even_what_was_restored_is_in_memory_only(near, caplog, before, expected):
     """``before`` is the first step that is saved. Step 10 is the last before the job dies, and no
     durable tier takes it.
     """
@@ -315,7 +315,7 @@ os.kill(os.getpid(), 9)
         assert restored(manager, {"x": torch.zeros(3)}).step == 10
         for step in range(11, 15):
             manager.save({"x": torch.ones(3)}, step)
-    assert told in caplog.text
+    assert expected in caplog.text
     assert caplog.text.count("lost with this machine's memory, in which step 14 is") == 1
     assert caplog.text.count("save the last step to a durable tier too") == 1
 
@@ -326,9 +326,11 @@ def test_closing_names_only_the_newest_step_that_is_in_memory_only(near, caplog)
     with CheckpointManager([Tier("memory"), Tier(tiers[1].url, every=100)]) as manager:
         for step in (0, 1, 2, 3):
             manager.save({"x": torch.ones(3)}, step)
-    told = [record.message for record in caplog.records if "a durable tier too" in record.message]
-    assert len(told) == 1
-    assert "step 3 is in memory only" in told[0]
+    reported = [
+        record.message for record in caplog.records if "a durable tier too" in record.message
+    ]
+    assert len(reported) == 1
+    assert "step 3 is in memory only" in reported[0]
 
 
 def test_closing_says_so_also_where_nothing_was_saved(near, caplog):

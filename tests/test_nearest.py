@@ -86,9 +86,9 @@ def test_a_flipped_bit_is_mended_from_the_next_tier_and_told(
 ) -> None:
     flip(files(near, 3)["data"])
     store = watch(far)
-    told: list[Event] = []
+    reported: list[Event] = []
     target = blank()
-    with CheckpointManager([near, far], observers=[told.append]) as manager:
+    with CheckpointManager([near, far], observers=[reported.append]) as manager:
         report = manager.restore(target)
     assert report is not None
     assert_is(target, 3)
@@ -100,11 +100,11 @@ def test_a_flipped_bit_is_mended_from_the_next_tier_and_told(
     (line,) = warnings(caplog)
     assert repair.key in line
     assert str(near) in line
-    (event,) = [event for event in told if isinstance(event, Repaired)]
+    (event,) = [event for event in reported if isinstance(event, Repaired)]
     assert (event.step, event.key, event.nbytes) == (3, repair.key, repair.nbytes)
     assert repair.mended
     assert event.mended
-    assert not [event for event in told if isinstance(event, StepDamaged)]
+    assert not [event for event in reported if isinstance(event, StepDamaged)]
     asked = [
         call for call in store.calls if call.verb == "read_into" and "manifest" not in call.key
     ]
@@ -314,9 +314,9 @@ def test_what_is_damaged_on_all_tiers_gives_way_to_the_step_before(
 ) -> None:
     for root in saved:
         flip(files(root, 3)["data"])
-    told: list[Event] = []
+    reported: list[Event] = []
     target = blank()
-    with CheckpointManager([near, far], observers=[told.append]) as manager:
+    with CheckpointManager([near, far], observers=[reported.append]) as manager:
         report = manager.restore(target)
         assert report is not None
         assert_is(target, 2)
@@ -325,7 +325,7 @@ def test_what_is_damaged_on_all_tiers_gives_way_to_the_step_before(
         assert str(near) in reason
         assert str(far) in reason
         assert report.repaired == ()  # the report is about step 2, which has none
-        assert [event.step for event in told if isinstance(event, StepDamaged)] == [3]
+        assert [event.step for event in reported if isinstance(event, StepDamaged)] == [3]
         with pytest.raises(NoCheckpoint, match="no tier has"):
             manager.restore(target, 3)
 

@@ -154,15 +154,15 @@ def test_a_file_of_another_user_is_not_read_though_it_lies_in_the_own_folder(pla
     def read() -> list[str]:
         folder.chmod(0o700)
         backend = open_shm(url, {})
-        told = []
+        reported = []
         for key in ("step/own", "step/planted", "other/planted"):
             out = memoryview(bytearray(3))
             try:
                 backend.read_into(key, 0, out)
-                told.append(bytes(out).decode())
+                reported.append(bytes(out).decode())
             except StorageError as error:
-                told.append(type(error).__name__)
-        return told
+                reported.append(type(error).__name__)
+        return reported
 
     def attack() -> None:
         (folder / "step" / "planted").write_bytes(b"bad")
@@ -190,9 +190,9 @@ def test_a_folder_of_another_user_is_no_store_of_this_one_and_ls_says_so(
 
     try:
         act_as(ATTACKER, lambda: folder.mkdir(mode=0o755))
-        there, told = act_as(VICTIM, stands)
+        there, reported = act_as(VICTIM, stands)
         assert not there
-        assert "not a folder of this user alone" in told
+        assert "not a folder of this user alone" in reported
     finally:
         folder.rmdir()
 

@@ -206,7 +206,7 @@ def test_a_plain_state_dict_into_a_module_and_a_module_into_tensors(
 
 
 @pytest.mark.parametrize(
-    ("rename", "error", "told"),
+    ("rename", "error", "expected"),
     [
         ({"modle/*": "model/*"}, ConfigError, "modle"),
         ({"model/trunk": "model/backbone"}, ConfigError, "parted by dots"),
@@ -241,9 +241,9 @@ def test_a_plain_state_dict_into_a_module_and_a_module_into_tensors(
     ],
 )
 def test_a_renaming_that_does_not_fit_changes_nothing(
-    root: str, rename: Any, error: type[Exception], told: str
+    root: str, rename: Any, error: type[Exception], expected: str
 ) -> None:
-    unchanged(root, job(2), error, told, rename=rename)
+    unchanged(root, job(2), error, expected, rename=rename)
 
 
 def test_a_source_that_is_not_there_may_be_left(root: str) -> None:

@@ -107,9 +107,9 @@ def test_a_store_that_forbids_is_not_taken_for_damage(tmp_path, monkeypatch):
         for n in range(1, 9)
     ]
     faulty(monkeypatch, tmp_path, rules)
-    with CheckpointManager(tmp_path) as manager, pytest.raises(CkptError) as told:
+    with CheckpointManager(tmp_path) as manager, pytest.raises(CkptError) as reported:
         manager.restore({"x": torch.zeros(3)})
-    assert not isinstance(told.value, NoCheckpoint)
+    assert not isinstance(reported.value, NoCheckpoint)
 
 
 def test_tensors_that_were_only_passing_are_let_go(tmp_path):

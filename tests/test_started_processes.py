@@ -48,9 +48,9 @@ def test_what_takes_too_long_is_told_with_what_it_has_said_and_ended(family: lis
     """The test also covers processes that only hold the output open of the process that started
     them.
     """
-    with pytest.raises(pytest.fail.Exception, match="not at its end after 1 s") as told:
+    with pytest.raises(pytest.fail.Exception, match="not at its end after 1 s") as reported:
         run(family, timeout=1)
-    assert not psutil.pid_exists(int(str(told.value).split()[-1]))
+    assert not psutil.pid_exists(int(str(reported.value).split()[-1]))
 
 
 def test_a_test_that_is_interrupted_leaves_no_answer_to_the_next_one() -> None:

@@ -288,15 +288,15 @@ def test_close_says_what_it_waits_for_and_gives_up_when_it_is_told_to(
     saves = [manager.save_async(state(step), step) for step in (100, 110, 120)]
     for save in saves:
         save.result(30, tier=str(near))
-    with pytest.raises(StepsMissing) as told:
+    with pytest.raises(StepsMissing) as reported:
         manager.close(timeout=0.5)
     assert f"waiting for {far}: 3 steps, newest 120" in caplog.text
-    assert told.value.missing == {str(far): (100, 110, 120)}
-    assert str(told.value).startswith(
+    assert reported.value.missing == {str(far): (100, 110, 120)}
+    assert str(reported.value).startswith(
         f"{far} lacks steps 100, 110, 120 (not finished within 0.5 s)"
     )
-    assert "nearer tiers have them" in str(told.value)
-    assert len(traceback.extract_tb(told.value.__traceback__)) < 4
+    assert "nearer tiers have them" in str(reported.value)
+    assert len(traceback.extract_tb(reported.value.__traceback__)) < 4
     assert isinstance(saves[0].exception(), StepsMissing)
     manager.close()
     assert whole(near) == [100, 110, 120]
@@ -322,10 +322,10 @@ def test_close_tells_of_all_steps_that_a_tier_lacks_at_once(tmp_path, monkeypatc
         manager.save_async(state(2), 2)
     with pytest.raises(
         StepsMissing, match=r"far lacks steps? .*2 \(access denied \(read-only\)\): nearer"
-    ) as told:
+    ) as reported:
         manager.close()
-    assert told.value.__cause__ is None
-    assert "writer.json" not in str(told.value)
+    assert reported.value.__cause__ is None
+    assert "writer.json" not in str(reported.value)
 
 
 def test_close_with_nothing_under_way_says_nothing(tmp_path, caplog):

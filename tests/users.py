@@ -42,11 +42,11 @@ def begin_as(user: int, work: Callable[[], Any]) -> Callable[[], Any]:
             os.setgroups([])
             os.setgid(user)
             os.setuid(user)
-            told = json.dumps(["returned", work()])
+            reported = json.dumps(["returned", work()])
         except BaseException:
-            told = json.dumps(["raised", traceback.format_exc()])
+            reported = json.dumps(["raised", traceback.format_exc()])
         with os.fdopen(mouth, "w") as pipe:
-            pipe.write(told)
+            pipe.write(reported)
         os._exit(0)
     os.close(mouth)
 

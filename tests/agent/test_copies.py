@@ -402,7 +402,7 @@ def test_nothing_torn_is_listed_when_the_trainer_is_killed_in_mid_copy(
 ) -> None:
     far = bucket(wire, tmp_path)
     wire.bytes_per_second = 4e6
-    told = run_code(
+    reported = run_code(
         TRAINER, tmp_path / "near", far.url, json.dumps(far.options), status=-signal.SIGKILL
     )
     try:
@@ -412,7 +412,7 @@ def test_nothing_torn_is_listed_when_the_trainer_is_killed_in_mid_copy(
         assert until(lambda: not lent(place))
         assert not unfinished(far)
     finally:
-        os.kill(int(told), signal.SIGKILL)
+        os.kill(int(reported), signal.SIGKILL)
 
 
 @pytest.mark.server

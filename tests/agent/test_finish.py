@@ -140,9 +140,9 @@ def test_a_step_in_memory_alone_reaches_an_object_store(
     for path in Path(place.folder).iterdir():
         if path.is_file():
             assert secret not in path.read_text()
-    told = status(place)
-    assert told is not None
-    assert secret not in msgspec.json.encode(told).decode()
+    reported = status(place)
+    assert reported is not None
+    assert secret not in msgspec.json.encode(reported).decode()
     assert no_traces(tiers)
 
 

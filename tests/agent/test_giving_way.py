@@ -45,8 +45,8 @@ os.kill(os.getpid(), 9)
 def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Owner]:
     """Return what a job has left that has died with steps 1 to 3 on one tier."""
     near = tmp_path_factory.mktemp("dead") / "near"
-    told = run_code(TRAINER, near, status=-signal.SIGKILL)
-    return near, msgspec.json.decode(told, type=Owner)
+    reported = run_code(TRAINER, near, status=-signal.SIGKILL)
+    return near, msgspec.json.decode(reported, type=Owner)
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def dead(tmp_path: Path, left: tuple[Path, Owner]) -> Job:
 def finish(job: Job) -> tuple[Ended, list[tuple[int, str]]]:
     copied: list[tuple[int, str]] = []
 
-    def report(told: msgspec.Struct) -> None:
-        if isinstance(told, Copied):
-            copied.append((told.step, Path(told.to).name))
+    def report(reported: msgspec.Struct) -> None:
+        if isinstance(reported, Copied):
+            copied.append((reported.step, Path(reported.to).name))
 
     with Workers("test", 2) as workers, Finish(job, workers, report) as finishing:
         return finishing.run(), copied

@@ -124,7 +124,7 @@ def test_a_capacity_without_room_gets_nothing(tmp_path: Path, far: Path, cli: Cl
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "expected"),
     [
         (["nowhere", "--to", "near"], 7, "nowhere"),
         (["far", "--step", "7", "--to", "near"], 7, "7"),
@@ -135,9 +135,11 @@ def test_a_capacity_without_room_gets_nothing(tmp_path: Path, far: Path, cli: Cl
         (["far", "--to", "memory"], 2, "is memory"),
     ],
 )
-def test_what_cannot_be_done_is_refused(far: Path, cli: Cli, words, code: int, told: str) -> None:
+def test_what_cannot_be_done_is_refused(
+    far: Path, cli: Cli, words, code: int, expected: str
+) -> None:
     ran = cli("agent", "prefetch", *words)
-    assert (ran.code, told in ran.err) == (code, True), ran
+    assert (ran.code, expected in ran.err) == (code, True), ran
     assert not list(Path("near").glob("step*"))
 
 

@@ -43,12 +43,12 @@ def test_all_ranks_learn_that_there_is_none(place: Place, tmp_path: Path) -> Non
     os.chmod(place.folder, 0o755)
 
     def build(coordinator: Coordinator) -> str:
-        with pytest.raises(AgentError, match="is open to other users") as told:
+        with pytest.raises(AgentError, match="is open to other users") as reported:
             CheckpointManager(tmp_path, coordinator=coordinator, agent="required")
-        return str(told.value)
+        return str(reported.value)
 
-    told = World(2, patience=120).run(build)
-    assert told[0] == told[1]
+    reported = World(2, patience=120).run(build)
+    assert reported[0] == reported[1]
     os.chmod(place.folder, 0o700)
 
 

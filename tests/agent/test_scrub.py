@@ -86,14 +86,14 @@ def dead_job(tiers: list[Tier], *, rate: float = 1000.0) -> Job:
 
 
 def one_round(job: Job, verified: tuple[str, ...] = ()) -> tuple[Ended, list[Verified]]:
-    told: list[Verified] = []
+    reported: list[Verified] = []
 
     def report(one: msgspec.Struct) -> None:
         if isinstance(one, Verified):
-            told.append(one)
+            reported.append(one)
 
     with Workers("test", 1) as workers, Scrub(Order(job, "scrub", verified), workers, report) as it:
-        return it.run(), told
+        return it.run(), reported
 
 
 @pytest.mark.parametrize("place_of_damage", ["near", "far"])
@@ -102,21 +102,21 @@ def test_a_round_mends_what_the_other_tier_has(tiers, place_of_damage: str, what
     job = dead_job(tiers)
     damaged = tiers[["near", "far"].index(place_of_damage)]
     DAMAGE[what](data_of(damaged))
-    ended, told = one_round(job)
+    ended, reported = one_round(job)
     assert ended == Ended("done")
-    assert [Path(one.tier).name for one in told] == ["near", "far"]
-    assert [bool(one.mended) for one in told] == [one.tier == damaged.url for one in told]
-    assert not any(one.damage for one in told)
+    assert [Path(one.tier).name for one in reported] == ["near", "far"]
+    assert [bool(one.mended) for one in reported] == [one.tier == damaged.url for one in reported]
+    assert not any(one.damage for one in reported)
     assert all(look(tier).intact for tier in tiers)
     assert not any(one.mended for one in one_round(job)[1])
 
 
 def test_what_was_verified_is_not_read_again(tiers) -> None:
     job = dead_job(tiers)
-    _, told = one_round(job)
-    known = tuple(f"{one.tier} {one.folder}" for one in told)
+    _, reported = one_round(job)
+    known = tuple(f"{one.tier} {one.folder}" for one in reported)
     assert one_round(job, known) == (Ended("done"), [])
-    assert [one.tier for one in one_round(job, known[:1])[1]] == [told[1].tier]
+    assert [one.tier for one in one_round(job, known[:1])[1]] == [reported[1].tier]
 
 
 def test_damage_that_no_tier_can_mend_is_reported_and_left(tiers) -> None:
@@ -124,9 +124,11 @@ def test_damage_that_no_tier_can_mend_is_reported_and_left(tiers) -> None:
     for tier in tiers:
         flip(data_of(tier))
     before = [data_of(tier).read_bytes() for tier in tiers]
-    ended, told = one_round(job)
+    ended, reported = one_round(job)
     assert ended == Ended("done")
-    assert all("its bytes were changed, and no tier could mend it" in one.damage for one in told)
+    assert all(
+        "its bytes were changed, and no tier could mend it" in one.damage for one in reported
+    )
     assert [data_of(tier).read_bytes() for tier in tiers] == before
 
 
@@ -145,13 +147,13 @@ def test_a_store_that_is_away_costs_no_other(tiers, monkeypatch) -> None:
         return found
 
     monkeypatch.setattr(ckpt.agent.scrub, "open_backend", opened)
-    ended, told = one_round(job)
+    ended, reported = one_round(job)
     assert ended.outcome == "failed"
-    assert [Path(one.tier).name for one in told] == ["near"]
-    assert "no tier could mend it" in told[0].damage
+    assert [Path(one.tier).name for one in reported] == ["near"]
+    assert "no tier could mend it" in reported[0].damage
     monkeypatch.undo()
     shutil.move(tiers[1].url + ".kept", tiers[1].url)
-    ended, told = one_round(job)
+    ended, reported = one_round(job)
     assert ended == Ended("done")
     assert look(tiers[0]).intact
 
@@ -161,17 +163,17 @@ def test_a_root_of_another_job_is_left_alone(tiers) -> None:
     other = Owner(attempt="feedbeef0001", host="far", machine="elsewhere", pid=1, started=1)
     (Path(tiers[0].url) / OWNER).write_bytes(msgspec.json.encode(other))
     flip(data_of(tiers[0]))
-    ended, told = one_round(job)
+    ended, reported = one_round(job)
     assert ended == Ended("done")
-    assert [Path(one.tier).name for one in told] == ["far"]
+    assert [Path(one.tier).name for one in reported] == ["far"]
     assert not look(tiers[0]).intact
 
 
 def test_the_rate_is_bounded(tiers) -> None:
     job = dead_job(tiers, rate=2.0)
     began = time.monotonic()
-    _, told = one_round(job)
-    nbytes = sum(one.nbytes for one in told)
+    _, reported = one_round(job)
+    nbytes = sum(one.nbytes for one in reported)
     assert nbytes > 1e6
     assert time.monotonic() - began >= nbytes / 2e6
 
@@ -231,8 +233,8 @@ def test_the_agent_mends_after_the_death_of_the_trainer(often: Place, tiers, cli
     assert until(lambda: scrub().mended == 1)
     assert look(tiers[1]).intact
     assert until(lambda: scrub().verified == 2)
-    told = cli("agent", "status").out
-    assert "2 steps, 1 file mended" in told
+    reported = cli("agent", "status").out
+    assert "2 steps, 1 file mended" in reported
     assert "verified by the agent: 2 steps" in cli("top", tiers[0].url, "--once").out
 
 

@@ -419,15 +419,18 @@ def test_the_command_line_asks_and_stops_it(place: Place, cli: Cli) -> None:
     assert cli("agent", "stop").out == "no agent of this user runs on this node\n"
     connection = reach(place)
     connection.ask(job("feed"))
-    told = cli("agent", "status", "--json").json
-    assert told["pid"] == connection.welcome.pid
-    assert [one["attempt"] for one in told["jobs"]] == ["feed"]
+    reported = cli("agent", "status", "--json").json
+    assert reported["pid"] == connection.welcome.pid
+    assert [one["attempt"] for one in reported["jobs"]] == ["feed"]
     assert "feed" in cli("agent", "status").out
     assert cli("agent", "run").code == AgentError.exit_code
     assert cli("agent", "status", "--now").code == 2
     assert cli("agent", "stop", "--idle-seconds", "3").code == 2
-    told = cli("agent", "stop", "--json")
-    assert (told.code, told.json) == (0, {"stopped": connection.welcome.pid, "given_up": []})
+    reported = cli("agent", "stop", "--json")
+    assert (reported.code, reported.json) == (
+        0,
+        {"stopped": connection.welcome.pid, "given_up": []},
+    )
     assert status(place) is None
     connection.close()
 

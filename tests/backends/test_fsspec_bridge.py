@@ -135,12 +135,12 @@ def test_a_missing_bucket_is_named():
 
 
 def test_no_credential_gets_into_a_message():
-    told = "http://user:hunter2@host/b?X-Amz-Signature=abcdef&x=1 and s3cr3t-token"
+    reported = "http://user:hunter2@host/b?X-Amz-Signature=abcdef&x=1 and s3cr3t-token"
     with (
         pytest.raises(StorageError) as caught,
         foreign_errors.foreign("key", secrets=["s3cr3t-token"]),
     ):
-        raise OSError(errno.EIO, told)
+        raise OSError(errno.EIO, reported)
     for secret in ("hunter2", "abcdef", "s3cr3t-token"):
         assert secret not in str(caught.value)
 

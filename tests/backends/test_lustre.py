@@ -106,11 +106,11 @@ def test_what_lfs_refuses_costs_one_warning(
     root = tmp_path / "scratch" / "runs"
     save(Tier(str(root)), 1, 2)
     assert len(folders(root)) == 2
-    told = [
+    reported = [
         record.getMessage() for record in caplog.records if "no striping" in record.getMessage()
     ]
-    assert len(told) == 1
-    assert "out of targets" in told[0]
+    assert len(reported) == 1
+    assert "out of targets" in reported[0]
 
 
 def test_without_lfs_nothing_is_done(tmp_path: Path, lustre: Asked) -> None:

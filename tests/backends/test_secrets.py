@@ -40,7 +40,7 @@ def test_errors_and_our_log_tell_no_credentials(request, caplog, server, client)
         f"s3://AKIAHUNTER2:hunter2@bucket/x?endpoint_url=http://user:hunter2@{host}",
         {**OPTIONS, **HASTY, "endpoint_url": url, "client": client},
     )
-    told = [backend.url]
+    reported = [backend.url]
     large = memoryview(bytes(20 << 20))
 
     def upload() -> None:
@@ -57,10 +57,10 @@ def test_errors_and_our_log_tell_no_credentials(request, caplog, server, client)
     ):
         with pytest.raises(CkptError) as caught:
             verb()
-        told.append(said(caught.value))
-    told.append(caplog.text)
+        reported.append(said(caught.value))
+    reported.append(caplog.text)
     backend.close()
-    for text in told:
+    for text in reported:
         for secret in SECRETS:
             assert secret not in text
 

@@ -114,7 +114,7 @@ def test_a_store_that_stutters_is_asked_again(backend: StorageBackend) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "step", "told"),
+    ("files", "step", "expected"),
     [
         ([], None, "empty, or does not exist"),
         (["notes.txt"], None, "no steps, but other files, such as 'notes.txt'"),
@@ -135,11 +135,11 @@ def test_a_store_that_stutters_is_asked_again(backend: StorageBackend) -> None:
     ],
 )
 def test_where_nothing_is_found_the_error_says_what_is_there_instead(
-    backend: StorageBackend, files: list[str], step: int | None, told: str
+    backend: StorageBackend, files: list[str], step: int | None, expected: str
 ) -> None:
     for key in files:
         backend.put(key, [b"x"])
-    with pytest.raises(NoCheckpoint, match=told):
+    with pytest.raises(NoCheckpoint, match=expected):
         find(backend, step)
 
 

@@ -63,12 +63,12 @@ def key(done: Written, rank: int) -> str:
 def read(
     stores: list[StorageBackend], done: Written, workers: Workers, *, direct: bool = True
 ) -> tuple[np.ndarray, TieredReader, list[RestorePlan], list[Repair]]:
-    told: list[Repair] = []
-    origin = TieredReader(stores, done.ref, retry=IMPATIENT, on_repair=told.append)
+    reported: list[Repair] = []
+    origin = TieredReader(stores, done.ref, retry=IMPATIENT, on_repair=reported.append)
     manifest = origin.filled(origin.manifest(), None).manifest
     sink = ArraySink(WANTED, direct=direct)
     given_by = origin.read(plan_restore(manifest, WANTED), sink, workers=workers)
-    return sink.arrays[0], origin, given_by, told
+    return sink.arrays[0], origin, given_by, reported
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -76,13 +76,13 @@ def test_only_the_bad_chunk_comes_from_the_next(workers: Workers, direct: bool) 
     (near, far), done = written("near", "far")
     flip_byte(near, key(done, 1), chunk_offsets(done.manifest.files[1])[3] + 5)
     far = FaultyBackend(far)
-    array, origin, given_by, told = read([near, far], done, workers, direct=direct)
+    array, origin, given_by, reported = read([near, far], done, workers, direct=direct)
     assert np.array_equal(array, ARRAY)
     assert [len(part.reads) for part in given_by] == [11, 1]
     asked = [(call.verb, call.key, call.nbytes) for call in far.calls if call.key == key(done, 1)]
     assert asked == [("read_into", key(done, 1), 128)]
     (repair,) = origin.repairs
-    assert told == [repair]
+    assert reported == [repair]
     assert (repair.tier, repair.key, repair.nbytes) == (near.url, key(done, 1), 128)
     assert "checksum mismatch" in repair.reason
 
@@ -90,19 +90,19 @@ def test_only_the_bad_chunk_comes_from_the_next(workers: Workers, direct: bool) 
 def test_a_whole_near_tier_leaves_the_far_one_alone(workers: Workers) -> None:
     (near, far), done = written("near", "far")
     far = FaultyBackend(far)
-    array, origin, _, told = read([near, far], done, workers)
+    array, origin, _, reported = read([near, far], done, workers)
     assert np.array_equal(array, ARRAY)
     assert far.calls == []
-    assert told == list(origin.repairs) == []
+    assert reported == list(origin.repairs) == []
 
 
 def test_many_bad_chunks_of_a_file_are_one_repair(workers: Workers) -> None:
     (near, far), done = written("near", "far")
     for place in chunk_offsets(done.manifest.files[0])[1:4]:
         flip_byte(near, key(done, 0), place)
-    _, origin, _, told = read([near, far], done, workers)
+    _, origin, _, reported = read([near, far], done, workers)
     assert [(one.key, one.nbytes) for one in origin.repairs] == [(key(done, 0), 3 * 128)]
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 @pytest.mark.parametrize("damage", ["gone", "empty", "cut"])
@@ -114,11 +114,11 @@ def test_a_file_that_is_missing_or_short_comes_from_the_next(workers: Workers, d
     else:
         near.put(key(done, 0), [b"" if damage == "empty" else whole[:-130]])
     near = FaultyBackend(near)
-    array, origin, given_by, told = read([near, far], done, workers)
+    array, origin, given_by, reported = read([near, far], done, workers)
     assert np.array_equal(array, ARRAY)
     # what is before the cut is intact
     assert len(given_by[1].reads) == (2 if damage == "cut" else 6)
-    assert len(told) == len(origin.repairs) == 1
+    assert len(reported) == len(origin.repairs) == 1
     if damage == "gone":
         # each worker asks once at most
         assert sum(call.key == key(done, 0) for call in near.calls) <= 3
@@ -138,10 +138,10 @@ def test_files_serve_where_there_is_no_manifest(workers: Workers) -> None:
 def test_a_torn_manifest_does_not_stop_its_data_from_serving(workers: Workers) -> None:
     (near, far), done = written("near", "far")
     near.put(done.ref.manifest, [read_object(near, done.ref.manifest, limit=1 << 20)[:-9]])
-    array, origin, given_by, told = read([near, far], done, workers)
+    array, origin, given_by, reported = read([near, far], done, workers)
     assert np.array_equal(array, ARRAY)
     assert [len(part.reads) for part in given_by] == [12, 0]
-    assert [one.key for one in told] == [done.ref.manifest]
+    assert [one.key for one in reported] == [done.ref.manifest]
     assert [one.nbytes for one in origin.repairs] == [0]
 
 
@@ -154,10 +154,10 @@ def test_a_store_that_does_not_answer_is_asked_once_and_passed_over(workers: Wor
             Rule(verb="head", fault=Raise(TransientStorageError)),
         ],
     )
-    array, _, _, told = read([dead, far], done, workers)
+    array, _, _, reported = read([dead, far], done, workers)
     assert np.array_equal(array, ARRAY)
     assert len(dead.calls) == IMPATIENT.attempts
-    assert [(one.tier, one.key) for one in told] == [(near.url, "")]
+    assert [(one.tier, one.key) for one in reported] == [(near.url, "")]
 
 
 def test_a_store_that_dies_while_it_is_read_is_not_asked_for_each_chunk(workers: Workers) -> None:
@@ -267,14 +267,16 @@ def test_a_fetch_tells_once_for_each_file_and_store_what_it_took_from_elsewhere(
     flip_byte(near, key(done, 0), 4096 + 3)
     flip_byte(near, key(done, 0), 4096 + 300)
     near.delete(done.ref.key(done.manifest.fragments[1].name))
-    told: list[Repair] = []
+    reported: list[Repair] = []
     there = open_backend(f"memory://{uuid.uuid4().hex}")
-    fetch_step([near, far], StepFolder(there, done.ref, workers, IMPATIENT), on_repair=told.append)
-    assert {one.key for one in told} == {
+    fetch_step(
+        [near, far], StepFolder(there, done.ref, workers, IMPATIENT), on_repair=reported.append
+    )
+    assert {one.key for one in reported} == {
         key(done, 0),
         done.ref.key(done.manifest.fragments[1].name),
     }
-    assert len(told) == 2
+    assert len(reported) == 2
 
 
 def test_one_source_says_what_is_wrong_as_it_always_did(workers: Workers) -> None:

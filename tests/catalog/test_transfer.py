@@ -141,15 +141,15 @@ def test_a_fetched_step_is_the_same_to_the_byte(
     source: StorageBackend, destination: StorageBackend, workers: Workers, world_size: int
 ) -> None:
     written = write_checkpoint(source, 7, SMALL, world_size=world_size)
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     report = fetch_step(
         [source],
         StepFolder(destination, written.ref, workers),
-        on_progress=lambda done, total: told.append((done, total)),
+        on_progress=lambda done, total: reported.append((done, total)),
     )
     assert objects(destination) == objects(source)
     assert report.nbytes == report.copied_bytes == written.manifest.nbytes
-    assert told[-1] == (report.nbytes, report.nbytes)
+    assert reported[-1] == (report.nbytes, report.nbytes)
 
 
 @pytest.mark.parametrize("part_bytes", [7, 100, 4096, 5000, 1 << 20])
@@ -245,15 +245,15 @@ def floats(request: pytest.FixtureRequest, source: StorageBackend) -> Written:
 def test_a_step_is_encoded_for_its_destination_and_decoded_again(
     source: StorageBackend, destination: StorageBackend, workers: Workers, floats: Written
 ) -> None:
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     report = fetch_step(
         [source],
         StepFolder(destination, floats.ref, workers),
         codec="zstd",
-        on_progress=lambda done, total: told.append((done, total)),
+        on_progress=lambda done, total: reported.append((done, total)),
     )
     nbytes = floats.manifest.nbytes
-    assert told[-1] == (nbytes, nbytes)
+    assert reported[-1] == (nbytes, nbytes)
     assert report.nbytes == report.copied_bytes < nbytes * 0.95
     assert report.nbytes == sum(
         len(data) for key, data in objects(destination).items() if "encoded" in key

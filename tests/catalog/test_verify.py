@@ -66,18 +66,18 @@ def content(backend: StorageBackend, key: str) -> bytes:
 
 def test_an_intact_step_has_no_faults(backend: StorageBackend, workers: Workers) -> None:
     written = write_checkpoint(backend, 1, SMALL, world_size=3)
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     report = verify_step(
         backend,
         written.ref,
         workers=workers,
-        on_progress=lambda done, total: told.append((done, total)),
+        on_progress=lambda done, total: reported.append((done, total)),
     )
     assert report.intact
     assert report.verified_bytes == written.manifest.nbytes
     assert report.seconds > 0
-    assert told[-1] == (report.verified_bytes, report.verified_bytes)
-    assert told == sorted(told)
+    assert reported[-1] == (report.verified_bytes, report.verified_bytes)
+    assert reported == sorted(reported)
 
 
 def test_any_flipped_bit_of_any_file_is_found(backend: StorageBackend, workers: Workers) -> None:

@@ -55,8 +55,8 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         monkeypatch.setattr(sys, "argv", ["ckpt", *map(str, args)])
         capsys.readouterr()
         code = main()
-        told = capsys.readouterr()
-        return Ran(code, told.out, told.err)
+        reported = capsys.readouterr()
+        return Ran(code, reported.out, reported.err)
 
     return run
 

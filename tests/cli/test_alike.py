@@ -120,8 +120,8 @@ def test_diff_says_whether_it_has_read(cli: Cli) -> None:
     with CheckpointManager("runs") as manager:
         manager.save(state(1), 1)
         manager.save(state(2), 2)
-    told = cli("diff", "runs", "--step", 1, "--step", 2).out
-    assert "compared by checksum alone: no data was read" in told
+    reported = cli("diff", "runs", "--step", 1, "--step", 2).out
+    assert "compared by checksum alone: no data was read" in reported
     assert "but for --values" in cli("diff", "runs", "--step", 1, "--step", 2, "--values").out
 
 

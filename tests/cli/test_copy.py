@@ -142,7 +142,7 @@ def test_another_checkpoint_of_that_name_is_not_overwritten(
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "told"),
+    ("args", "code", "expected"),
     [
         (["nowhere", "there"], 7, "it is empty, or does not exist"),
         (["runs", "there", "--step", 7], 7, "step 7 is not there"),
@@ -154,11 +154,11 @@ def test_another_checkpoint_of_that_name_is_not_overwritten(
     ],
 )
 def test_a_wrong_call_says_what_is_wrong(
-    cli: Cli, steps: dict[int, Written], args: list[object], code: int, told: str
+    cli: Cli, steps: dict[int, Written], args: list[object], code: int, expected: str
 ) -> None:
     ran = cli("copy", *args)
     assert (ran.code, ran.out) == (code, "")
-    assert told in ran.err
+    assert expected in ran.err
     assert not Path("there").exists()
 
 

@@ -131,20 +131,20 @@ def test_data_that_does_not_come_is_told_and_waited_for(
     from ckpt.cli import watched
 
     monkeypatch.setattr(watched, "SILENT_SECONDS", 0.1)
-    told = threading.Event()
+    reported = threading.Event()
     tell = watched.Watched.tell
 
     def heard(store: watched.Watched, text: str = "") -> None:
         tell(store, text)
         if store.silent_seconds >= 0.1:
-            told.set()
+            reported.set()
 
     monkeypatch.setattr(watched.Watched, "tell", heard)
 
     class Slow(FaultyBackend):
         def read_into(self, key: str, offset: int, out: memoryview) -> None:
             if key.endswith(".safetensors"):
-                told.wait()
+                reported.wait()
             super().read_into(key, offset, out)
 
     for module in ("ckpt.storage.tiers", "ckpt.cli.watched"):

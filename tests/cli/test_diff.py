@@ -117,7 +117,7 @@ def test_damage_is_told(cli: Cli, steps: dict[int, Written]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "told"),
+    ("args", "code", "expected"),
     [
         (["runs"], 2, "compare with what?"),
         (["runs", "nowhere"], 7, "empty, or does not exist"),
@@ -126,11 +126,11 @@ def test_damage_is_told(cli: Cli, steps: dict[int, Written]) -> None:
     ],
 )
 def test_a_wrong_call_says_what_is_wrong(
-    cli: Cli, steps: dict[int, Written], args: list[object], code: int, told: str
+    cli: Cli, steps: dict[int, Written], args: list[object], code: int, expected: str
 ) -> None:
     ran = cli("diff", *args)
     assert (ran.code, ran.out) == (code, "")
-    assert told in ran.err
+    assert expected in ran.err
     assert not Path("nowhere").exists()
 
 

@@ -259,7 +259,7 @@ def test_per_rank_values_become_a_list(cli: Cli, backend: StorageBackend) -> Non
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "told"),
+    ("args", "code", "expected"),
     [
         (["nowhere", "x.pt"], 7, "empty, or does not exist"),
         (["{saved}", "x.pt", "--step", 7], 7, "step 7 is not there"),
@@ -280,12 +280,12 @@ def test_per_rank_values_become_a_list(cli: Cli, backend: StorageBackend) -> Non
     ],
 )
 def test_a_wrong_call_says_what_is_wrong(
-    cli: Cli, saved: Path, args: list[object], code: int, told: str
+    cli: Cli, saved: Path, args: list[object], code: int, expected: str
 ) -> None:
     Path("there.pt").write_text("mine")
     ran = cli("export", *(str(arg).format(saved=saved) for arg in args))
     assert (ran.code, ran.out) == (code, ""), ran.err
-    assert told in ran.err
+    assert expected in ran.err
     assert ran.err.count("\n") == 1
     assert os.listdir() == ["there.pt"]
     assert Path("there.pt").read_text() == "mine"

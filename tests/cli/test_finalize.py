@@ -68,9 +68,9 @@ def refused(cli: Cli, left: Written, *args: object, code: int = 5) -> str:
 
 def test_a_missing_rank_is_named(cli: Cli, left: Written) -> None:
     (Path("runs") / left.ref.key("rank-00001.json")).unlink()
-    told = refused(cli, left)
-    assert "rank(s) 1 of 2 did not finish their part" in told
-    assert "ckpt prune removes what is left of it once it is a day old" in told
+    reported = refused(cli, left)
+    assert "rank(s) 1 of 2 did not finish their part" in reported
+    assert "ckpt prune removes what is left of it once it is a day old" in reported
 
 
 def test_damaged_data_is_told(cli: Cli, left: Written) -> None:
@@ -105,9 +105,9 @@ def test_a_job_of_another_machine_must_be_known_to_be_dead(
     cli: Cli, left: Written, backend: StorageBackend
 ) -> None:
     own(backend, replace(DEAD, machine="elsewhere", host="node7"))
-    told = refused(cli, left)
-    assert "on node7" in told
-    assert "--job-is-dead" in told
+    reported = refused(cli, left)
+    assert "on node7" in reported
+    assert "--job-is-dead" in reported
     assert cli("finalize", "runs", "--job-is-dead").code == 0
 
 
@@ -164,13 +164,15 @@ def test_ranks_that_diverged_are_refused_here_too(
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "expected"),
     [(["nowhere"], "empty, or does not exist"), (["runs", "--step", 7], "step 7 is not there")],
 )
-def test_there_is_nothing_to_finish(cli: Cli, left: Written, args: list[object], told: str) -> None:
+def test_there_is_nothing_to_finish(
+    cli: Cli, left: Written, args: list[object], expected: str
+) -> None:
     ran = cli("finalize", *args)
     assert ran.code == 7
-    assert told in ran.err
+    assert expected in ran.err
 
 
 LEADER_DIES = """

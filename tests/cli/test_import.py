@@ -332,7 +332,7 @@ def test_a_table_cannot_name_files_outside(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "told"),
+    ("args", "code", "expected"),
     [
         (["nowhere.pt", "runs", "--step", 101], 2, "is not there"),
         (["c.pt", "runs"], 2, "step"),
@@ -349,7 +349,7 @@ def test_a_table_cannot_name_files_outside(cli: Cli) -> None:
     ],
 )
 def test_a_wrong_call_says_what_is_wrong(
-    cli: Cli, args: list[object], code: int, told: str
+    cli: Cli, args: list[object], code: int, expected: str
 ) -> None:
     torch.save(saved(), "c.pt")
     torch.save({"a": 1}, "set.pt")
@@ -361,7 +361,7 @@ def test_a_wrong_call_says_what_is_wrong(
         manager.save({"x": 1}, step=100)
     ran = cli("import", *args)
     assert ran.code == code, ran.err
-    assert told in ran.err
+    assert expected in ran.err
     assert [path.name[:14] for path in Path("runs").glob("step-*")] == ["step-000000100"]
 
 
@@ -372,7 +372,7 @@ def test_no_scratch_file_stays(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         (b"\x89HDF\r\n\x1a\n" + bytes(2000), "HDF5"),
         (b"\x93NUMPY\x01\x00" + bytes(200), "numpy.save"),
@@ -385,12 +385,14 @@ def test_no_scratch_file_stays(cli: Cli) -> None:
         (b"\x1f\x8b" + bytes(100), "gzip"),
     ],
 )
-def test_what_is_no_torch_file_is_called_by_its_name(cli: Cli, content: bytes, told: str) -> None:
+def test_what_is_no_torch_file_is_called_by_its_name(
+    cli: Cli, content: bytes, expected: str
+) -> None:
     Path("model.pt").write_bytes(content)
     ran = cli("import", "model.pt", "runs", "--step", 1)
     assert ran.code == 2
     assert "is not a file of torch.save, but" in ran.err
-    assert told in ran.err
+    assert expected in ran.err
 
 
 def test_an_archive_of_numpy_is_called_so_and_a_torn_torch_file_torn(cli: Cli) -> None:
@@ -409,7 +411,7 @@ def test_an_archive_of_numpy_is_called_so_and_a_torn_torch_file_torn(cli: Cli) -
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "told"),
+    ("args", "code", "expected"),
     [
         (["ours", "new", "--step", 1], 2, "copy them with ckpt copy ours ROOT"),
         (["STEP", "new", "--step", 1], 2, "ours ROOT --step 100"),
@@ -425,7 +427,7 @@ def test_an_archive_of_numpy_is_called_so_and_a_torn_torch_file_torn(cli: Cli) -
     ],
 )  # fmt: skip
 def test_a_refused_import_says_what_to_do_and_leaves_nothing(
-    cli: Cli, args: list[object], code: int, told: str
+    cli: Cli, args: list[object], code: int, expected: str
 ) -> None:
     torch.save(saved(), "c.pt")
     torch.save({1: 2}, "two.pt")
@@ -437,7 +439,7 @@ def test_a_refused_import_says_what_to_do_and_leaves_nothing(
     before = sorted(Path().rglob("*"))
     ran = cli("import", *[step if word == "STEP" else word for word in args])
     assert ran.code == code, ran.err
-    assert told in ran.err
+    assert expected in ran.err
     assert ran.err.count("\n") == 1
     assert sorted(Path().rglob("*")) == before
 

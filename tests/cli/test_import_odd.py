@@ -71,7 +71,7 @@ def test_two_files_of_one_stem_are_both_there(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "told"),
+    ("state", "expected"),
     [
         ({1: ONE}, "'1' is a key of type int"),
         ({1: ONE, "model": MODEL}, "'1' is a key of type int"),
@@ -82,12 +82,12 @@ def test_two_files_of_one_stem_are_both_there(cli: Cli) -> None:
     ],
 )
 def test_what_a_checkpoint_does_not_hold_is_named(
-    cli: Cli, state: dict[Any, Any], told: str
+    cli: Cli, state: dict[Any, Any], expected: str
 ) -> None:
     torch.save(state, "c.pt")
     ran = cli("import", "c.pt", "runs", "--step", 1)
     assert ran.code == 8, ran.err
-    assert told in ran.err
+    assert expected in ran.err
     assert ran.err.count("\n") == 1
 
 

@@ -258,10 +258,10 @@ def test_memory_shows_all_that_lies_in_this_machines_with_its_url(cli: Cli, memo
 
 def test_newer_steps_in_the_memory_before_a_tier_are_named(cli: Cli, memory: str) -> None:
     disk = str(Path("disk").absolute())
-    told = f"note: {memory} has newer steps, up to 2: `ckpt ls {memory} {disk}` shows both\n"
+    reported = f"note: {memory} has newer steps, up to 2: `ckpt ls {memory} {disk}` shows both\n"
     for words in (["ls"], ["ls", "disk"], ["ls", "--root", "disk"]):
         ran = cli(*words)
-        assert (ran.code, ran.err) == (0, told)
+        assert (ran.code, ran.err) == (0, reported)
         assert [row.split()[0] for row in ran.out.splitlines()[1:]] == ["1"]
     both = cli("ls", memory, disk)
     assert [row.split()[0] for row in both.out.splitlines()[1:]] == ["1", "2"]

@@ -90,7 +90,7 @@ def test_a_wrong_call_tells_no_secret_of_a_url(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "expected"),
     [
         (["finalize", "²", "--root", "runs"], "² and --root runs are two places"),
         (["prune", "--keep-best", "loss:min:²"], "--keep-best loss:min:²: write METRIC:MODE or"),
@@ -102,11 +102,11 @@ def test_a_wrong_call_tells_no_secret_of_a_url(cli: Cli) -> None:
     ],
 )
 def test_a_number_that_is_none_is_told(
-    cli: Cli, steps: dict[int, Written], args: list[str], told: str
+    cli: Cli, steps: dict[int, Written], args: list[str], expected: str
 ) -> None:
     ran = cli(*args)
     assert ran.code == 2
-    assert told in ran.err
+    assert expected in ran.err
 
 
 def test_what_an_output_has_no_letters_for_is_escaped(cli: Cli, backend: StorageBackend) -> None:
@@ -124,19 +124,19 @@ def test_what_an_output_has_no_letters_for_is_escaped(cli: Cli, backend: Storage
 
 
 @pytest.mark.parametrize(
-    ("root", "code", "told"),
+    ("root", "code", "expected"),
     [
         ("nope://x", 2, "no backend for 'nope://x'"),
         ("ckpt.toml", 2, "not a folder"),
         ("memory://none", 7, "it is empty, or does not exist"),
     ],
 )
-def test_a_wrong_root_is_told_in_one_line(cli: Cli, root: str, code: int, told: str) -> None:
+def test_a_wrong_root_is_told_in_one_line(cli: Cli, root: str, code: int, expected: str) -> None:
     Path("ckpt.toml").write_text("")
     ran = cli("ls", "--root", root)
     assert ran.code == code
     assert ran.err.count("\n") == 1
-    assert told in ran.err
+    assert expected in ran.err
     assert ran.out == ""
 
 
@@ -279,7 +279,7 @@ def test_a_reader_that_leaves_in_the_midst_of_a_long_table_is_no_error(
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "expected"),
     [
         ("show runs last", "a step is a number or 'latest'"),
         ("copy runs", "give both, SOURCE first"),
@@ -291,11 +291,11 @@ def test_a_reader_that_leaves_in_the_midst_of_a_long_table_is_no_error(
     ],
 )
 def test_a_word_in_the_wrong_place_is_told(
-    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch, call: str, told: str
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch, call: str, expected: str
 ) -> None:
     monkeypatch.delenv("CKPT_ROOT")
     ran = cli(*call.split())
-    assert told in ran.err
+    assert expected in ran.err
     assert ran.code == (0 if call.startswith("restore") else 2)
 
 
@@ -319,9 +319,9 @@ def test_a_full_disk_below_the_output_is_told_in_one_line(
     steps: dict[int, Written], call: str
 ) -> None:
     done = run(f"ckpt {call} >/dev/full 2>err; echo $?; grep -v 'import time' err")
-    code, *told = done.stdout.splitlines()
+    code, *reported = done.stdout.splitlines()
     assert code == "3"
-    assert told[-1] == "error: storage failed: 'standard output' (No space left on device)"
+    assert reported[-1] == "error: storage failed: 'standard output' (No space left on device)"
     assert "Traceback" not in done.stdout
 
 

@@ -107,12 +107,12 @@ def test_damage_says_which_tier_has_it_intact(
     ran = cli("verify", "--all-tiers", "--config", "ckpt.toml")
     assert ran.code == 4
     assert "damaged: 1 fault" in ran.out
-    told = rows(ran)[-1]
-    assert told[:2] == [
+    reported = rows(ran)[-1]
+    assert reported[:2] == [
         str(Path("runs").absolute()),
         "step-000000300.abc123/rank-00000.safetensors",
     ]
-    assert told[-1] == far
+    assert reported[-1] == far
 
 
 def test_damage_on_both_tiers_at_the_same_place_is_intact_on_none(

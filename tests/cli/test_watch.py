@@ -110,8 +110,10 @@ def test_a_signal_ends_the_command_and_the_pin(runs: Path, number: int, command:
     assert process.wait() == (143 if number == signal.SIGTERM else 130)
     assert list(runs.glob("pins/*")) == []
     os.set_blocking(process.stdout.fileno(), False)
-    with process.stdout as told:
-        assert told.read() == (b"ended\n" if command == CHILD else b"")  # all processes have ended
+    with process.stdout as reported:
+        assert reported.read() == (
+            b"ended\n" if command == CHILD else b""
+        )  # all processes have ended
     assert not (runs / "watchers").exists()
 
 

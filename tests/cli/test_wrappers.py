@@ -50,9 +50,9 @@ def test_show_has_each_tensor_and_the_class(cli: Cli, root: Path) -> None:
     found = cli("show", root, "--json").json
     assert {tensor["name"] for tensor in found["tensors"]} >= INSIDE
     assert found["tree"]["alone"]["class"] == "tests.adapters.wrapping.Blocks"
-    told = cli("show", root)
-    assert told.code == 0, told.err
-    assert "alone/codes" in told.out
+    reported = cli("show", root)
+    assert reported.code == 0, reported.err
+    assert "alone/codes" in reported.out
 
 
 def test_diff_names_the_tensor_inside(cli: Cli, root: Path) -> None:

@@ -19,9 +19,9 @@ __all__ = ["tally"]
 three_tiers = partial(nursery, script="three_tiers.py")
 
 
-def deaths(told: str) -> int:
-    found = re.search(r"died before (\d+) calls and after (\d+)", told)
-    assert found, told
+def deaths(reported: str) -> int:
+    found = re.search(r"died before (\d+) calls and after (\d+)", reported)
+    assert found, reported
     return int(found[1]) + int(found[2])
 
 

@@ -118,13 +118,13 @@ def check(root: Path, known: Noted, numbers: int) -> int:
                 report = verify_step(backend, ref, workers=workers)
                 assert report.intact, (name, ref, report.faults)
                 listed[name].add(ref.step)
-    told = {name: sorted(step for where, step in known if where == name) for name in listed}
-    assert set(told["far"]) <= listed["far"], (told, listed)
-    assert set(told["disk"][-3:]) <= listed["disk"] | listed["far"], (told, listed)
+    reported = {name: sorted(step for where, step in known if where == name) for name in listed}
+    assert set(reported["far"]) <= listed["far"], (reported, listed)
+    assert set(reported["disk"][-3:]) <= listed["disk"] | listed["far"], (reported, listed)
     somewhere = set[int]().union(*listed.values())
-    newest = max((step for steps in told.values() for step in steps), default=-1)
+    newest = max((step for steps in reported.values() for step in steps), default=-1)
     # of the steps in memory, only this one certainly stays
-    assert newest == -1 or newest in somewhere, (told, listed)
+    assert newest == -1 or newest in somewhere, (reported, listed)
     state = content(-1, numbers)
     with CheckpointManager(tiers(root), chunk_bytes=CHUNK_BYTES) as manager:
         for step in [*sorted(somewhere), None]:

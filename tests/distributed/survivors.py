@@ -37,7 +37,7 @@ def run_world(
     return list(ended.said)
 
 
-def told(outputs: list[str], *ranks: int) -> str:
+def reported(outputs: list[str], *ranks: int) -> str:
     """Return the output of ``ranks``, and fail unless they came to their end."""
     for rank in ranks:
         assert "WELL" in outputs[rank], "\n\n".join(

@@ -112,11 +112,11 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_loses_nothing(fo
 
 
 def test_a_stopped_rank_fails_one_save_by_its_name_and_holds_up_nobody(folder: Path) -> None:
-    told = [
+    reported = [
         note["stopped"] for rank in range(4) for note in notes(folder, rank) if "stopped" in note
     ]
-    assert len(told) == 4, (folder / "log").read_text()[-8000:]
-    assert all("rank(s) 3" in words for words in told), told
+    assert len(reported) == 4, (folder / "log").read_text()[-8000:]
+    assert all("rank(s) 3" in words for words in reported), reported
 
 
 def test_the_losses_are_those_of_an_uninterrupted_run_bit_for_bit(folder: Path) -> None:

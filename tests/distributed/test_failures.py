@@ -24,15 +24,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def told(folder: Path) -> str:
+def reported(folder: Path) -> str:
     return world(2, WORKERS / "failures.py", folder)
 
 
-def test_what_one_rank_does_wrong_all_are_told(told: str) -> None:
-    assert "ALL WELL" in told
+def test_what_one_rank_does_wrong_all_are_told(reported: str) -> None:
+    assert "ALL WELL" in reported
 
 
-def test_what_lives_on_one_rank_only_is_in_the_checkpoint_of_all(told: str, folder: Path) -> None:
+def test_what_lives_on_one_rank_only_is_in_the_checkpoint_of_all(
+    reported: str, folder: Path
+) -> None:
     stages = {f"stage{rank}": nn.Linear(4 + rank, 3) for rank in range(2)}
     optimizer = torch.optim.Adam([p for stage in stages.values() for p in stage.parameters()])
     state = {**stages, "optimizer": optimizer, "step": 0}
@@ -47,5 +49,5 @@ def test_what_lives_on_one_rank_only_is_in_the_checkpoint_of_all(told: str, fold
         assert float(optimizer.state[stage.weight]["step"]) == 1
 
 
-def test_what_lives_on_one_rank_only_comes_back_to_it(told: str) -> None:
-    assert told.count("has its stage back") == 2
+def test_what_lives_on_one_rank_only_comes_back_to_it(reported: str) -> None:
+    assert reported.count("has its stage back") == 2

@@ -29,7 +29,7 @@ def cases() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return what the worker says of each case."""
     output = world(2, WORKERS / WORKER, tmp_path_factory.mktemp("in_layouts"))
     parts = [part.partition("\n") for part in output.split("=== ")[1:]]
@@ -37,5 +37,5 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_in_a_world_of_two_ranks(told: dict[str, str], name: str) -> None:
-    assert told[name].startswith("well"), told[name]
+def test_in_a_world_of_two_ranks(reported: dict[str, str], name: str) -> None:
+    assert reported[name].startswith("well"), reported[name]

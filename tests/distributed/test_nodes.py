@@ -71,10 +71,10 @@ def run_and_kill(
         assert begun, log.read_text()[-5000:]
         time.sleep(seconds)
         assert job.poll() is None, log.read_text()[-5000:]
-    told = log.read_text()
-    (restored,) = set(re.findall(r"RESTORED \d (\d+)", told))
-    assert told.count("RESTORED") == 4
-    return int(restored), max(int(step) for step in re.findall(r"COMMITTED (\d+)", told))
+    reported = log.read_text()
+    (restored,) = set(re.findall(r"RESTORED \d (\d+)", reported))
+    assert reported.count("RESTORED") == 4
+    return int(restored), max(int(step) for step in re.findall(r"COMMITTED (\d+)", reported))
 
 
 @pytest.mark.torture

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager
-from tests.distributed.survivors import merged_again, run_world, told
+from tests.distributed.survivors import merged_again, reported, run_world
 
 pytestmark = pytest.mark.distributed
 
 
 def test_those_who_live_commit_follow_and_train_on(tmp_path: Path) -> None:
     outputs = run_world(3, "survive.py", tmp_path, 4, 7, store_here=True)
-    check(told(outputs, 1, 2) + outputs[0], tmp_path)
+    check(reported(outputs, 1, 2) + outputs[0], tmp_path)
 
 
 def test_a_rank_that_dies_before_the_comparison_delays_neither_commits_nor_the_end(
     tmp_path: Path,
 ) -> None:
     outputs = run_world(2, "alarm.py", tmp_path / "run", store_here=True)
-    told(outputs, 0)
+    reported(outputs, 0)
     with CheckpointManager(tmp_path / "run") as manager:
         assert manager.steps() == [1, 2]
 
@@ -35,7 +35,7 @@ def test_a_rank_that_dies_before_the_comparison_delays_neither_commits_nor_the_e
 @pytest.mark.torture
 def test_storage_takes_30_s_and_the_process_group_has_5(tmp_path: Path) -> None:
     outputs = run_world(3, "survive.py", tmp_path, 5, 30, "dcp", store_here=True, timeout=250)
-    said = told(outputs, 1, 2) + outputs[0]
+    said = reported(outputs, 1, 2) + outputs[0]
     check(said, tmp_path)
     assert "DCP died" in said
 
@@ -58,7 +58,7 @@ def test_a_job_whose_store_dies_with_its_leader_is_told_at_once_and_the_next_res
     tmp_path: Path,
 ) -> None:
     outputs = run_world(2, "no_store.py", tmp_path / "run", store_here=False)
-    told(outputs, 1)
+    reported(outputs, 1)
     with CheckpointManager(tmp_path / "run") as manager:
         state = {"x": torch.zeros(1000)}
         report = manager.restore(state, strict=False)

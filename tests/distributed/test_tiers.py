@@ -23,12 +23,12 @@ pytestmark = pytest.mark.distributed
 def test_memory_near_and_far_on_two_ranks(tmp_path: Path) -> None:
     memory, _ = urls_of([Tier("memory"), Tier(str(tmp_path / "near"))])
     try:
-        told = world(2, WORKERS / "tiers.py", tmp_path)
+        reported = world(2, WORKERS / "tiers.py", tmp_path)
     finally:  # the near tier is removed meanwhile, so the last step stays in memory
         shutil.rmtree(
             f"/dev/shm/ckpt-memory-{os.getuid()}-{memory.removeprefix('shm://')}",
             ignore_errors=True,
         )
-    assert "ALL WELL" in told
+    assert "ALL WELL" in reported
     assert 10 in whole(tmp_path / "far")
-    assert str(whole(tmp_path / "far")) in told
+    assert str(whole(tmp_path / "far")) in reported

@@ -32,7 +32,7 @@ def launch(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    told = os.fdopen(os.dup(1), "w", buffering=1)
+    reported = os.fdopen(os.dup(1), "w", buffering=1)
     log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -44,4 +44,4 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # as in tests/kit/fork_server.py
     for number, arguments in enumerate(runs):
-        print(f"ended {number} {launch(arguments)}", file=told)
+        print(f"ended {number} {launch(arguments)}", file=reported)

@@ -18,7 +18,7 @@ Told = dict[str, tuple[int, list[int], float, str]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """The exit status, committed steps, seconds and output of each case."""
     said = run_script(ROOT / "tests" / "stopping.py", tmp_path_factory.mktemp("stop"), timeout=200)
     return json.loads(said.splitlines()[-1])
@@ -50,11 +50,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     ],
 )
 def test_a_signal_stops_it_after_a_last_save(
-    told: Told, case: str, status: int, steps: list[int], words: str
+    reported: Told, case: str, status: int, steps: list[int], words: str
 ) -> None:
-    assert told[case][:2] == [status, steps], told[case]
-    assert words in told[case][3]
-    assert "Traceback" not in told[case][3]
+    assert reported[case][:2] == [status, steps], reported[case]
+    assert words in reported[case][3]
+    assert "Traceback" not in reported[case][3]
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_a_signal_stops_it_after_a_last_save(
     ],
 )
 def test_when_the_grace_time_is_over_it_ends_all_the_same_and_older_steps_are_whole(
-    told: Told, case: str
+    reported: Told, case: str
 ) -> None:
-    status, steps, seconds, output = told[case]
+    status, steps, seconds, output = reported[case]
     assert (status, steps) == (-signal.SIGTERM, [3])
     assert GRACE < seconds < GRACE + 25  # the store would take 30 s
     assert "the grace time of 0.7 s is over" in output

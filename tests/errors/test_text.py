@@ -60,7 +60,7 @@ def test_an_error_about_a_url_keeps_its_password(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("s3://AKIA:hunter2@bucket/x and gs://b", "s3://***@bucket/x and gs://b"),
         ("h/x?X-Amz-Signature=hunter2&b=1", "h/x?X-Amz-Signature=***&b=1"),
@@ -72,8 +72,8 @@ def test_an_error_about_a_url_keeps_its_password(text: str) -> None:
         ("monkey business", "monkey business"),
     ],
 )
-def test_values_that_look_like_credentials_are_struck_out(text: str, told: str) -> None:
-    assert redact(text) == told
+def test_values_that_look_like_credentials_are_struck_out(text: str, expected: str) -> None:
+    assert redact(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -122,13 +122,13 @@ def test_gpt_told_to_stop_saves_that_step_and_goes_on_from_it(tmp_path: Path) ->
     options += ["--layers", "1", "--width", "64"]
     with start("train_gpt.py", *options) as process:
         assert process.stdout is not None
-        told = next(line for line in process.stdout if line.startswith("step     5"))
+        reported = next(line for line in process.stdout if line.startswith("step     5"))
         process.send_signal(signal.SIGTERM)
-        told += process.stdout.read()
-    assert process.returncode == -signal.SIGTERM, told
+        reported += process.stdout.read()
+    assert process.returncode == -signal.SIGTERM, reported
     (manifest,) = (tmp_path / "run").glob("step-*/manifest.json")
     step = int(manifest.parent.name[5:14])
-    assert f"step {step:5d}  saving" in told
+    assert f"step {step:5d}  saving" in reported
     with start("train_gpt.py", *options) as process:
         assert process.stdout is not None
         resumed = process.stdout.readline()

@@ -85,7 +85,7 @@ def away(root: Path, seconds: float) -> tuple[int, str]:
         began = time.monotonic()
         pending = manager.save_async(state(1, 8), 1)
         error = pending.exception(300)
-        told = (
+        reported = (
             f"{type(error).__name__ if error else 'committed'} after "
             f"{time.monotonic() - began:.1f} s"
         )
@@ -94,7 +94,7 @@ def away(root: Path, seconds: float) -> tuple[int, str]:
         manager.save(state(2, 8), 2, timeout=300)
     assert whole(root) == ([0, 2] if error else [0, 1, 2])
     assert restored(root, 8) == 2
-    return 3, told
+    return 3, reported
 
 
 def main(hard: Path, soft: Path) -> None:
@@ -105,9 +105,9 @@ def main(hard: Path, soft: Path) -> None:
         saves += deleted_while_open(mount / f"open-{mount.name}")
         print("plain and deleted while open:", mount, flush=True)
     for mount in (hard, soft):
-        count, told = away(mount / f"away-{mount.name}", 12.0)
+        count, reported = away(mount / f"away-{mount.name}", 12.0)
         saves += count
-        print("server away for 12 s:", mount, told, flush=True)
+        print("server away for 12 s:", mount, reported, flush=True)
     saves += full(hard / "full")
     print("ALL WELL", saves, "saves", flush=True)
 

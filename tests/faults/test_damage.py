@@ -79,9 +79,9 @@ def verdict(root: Path, capsys: pytest.CaptureFixture[str]) -> bool:
     """Return whether ``ckpt verify --all`` finds everything intact, and both steps."""
     sys.argv[1:] = ["verify", "--all", "--json", "--root", str(root)]
     code = command()
-    told = json.loads(capsys.readouterr().out)
-    assert (code == 0) == told["intact"]
-    return bool(told["intact"]) and len(told["steps"]) == 2
+    reported = json.loads(capsys.readouterr().out)
+    assert (code == 0) == reported["intact"]
+    return bool(reported["intact"]) and len(reported["steps"]) == 2
 
 
 def sweep(

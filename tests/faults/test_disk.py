@@ -193,17 +193,17 @@ def in_a_namespace(tmp_path: Path, mount: str, module: str) -> str:
 
 
 def test_a_disk_that_is_pulled_takes_no_save_under_its_mount_point(tmp_path: Path) -> None:
-    told = in_a_namespace(
+    reported = in_a_namespace(
         tmp_path, f"mount -t tmpfs -o size=64m none {tmp_path}", "tests.pulled_disk"
     )
-    assert told.splitlines() == ["disk 1 4", "disk/run 1 4", "disk/run2 4"]
+    assert reported.splitlines() == ["disk 1 4", "disk/run 1 4", "disk/run2 4"]
 
 
 def test_jobs_that_are_killed_in_mid_save_do_not_fill_a_small_disk(tmp_path: Path) -> None:
-    told = in_a_namespace(
+    reported = in_a_namespace(
         tmp_path, f"mount -t tmpfs -o size=4m none {tmp_path}", "tests.small_disk"
     )
-    assert told.splitlines() == [
+    assert reported.splitlines() == [
         "after kills 12",
         "at the end 40 1",
         "beside another's file 102",

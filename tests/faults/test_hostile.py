@@ -188,10 +188,10 @@ def test_a_link_out_of_the_root_is_damage_to_its_step_alone(
         monkeypatch.setattr(sys, "argv", ["ckpt", *args, "--root", str(root)])
         return main(), capsys.readouterr().out
 
-    code, told = ckpt("ls")
+    code, reported = ckpt("ls")
     assert code == 0
     if name == "manifest.json":
-        assert "a link leads out of the root" in told
+        assert "a link leads out of the root" in reported
     assert ckpt("verify", "3")[0] == 4
     assert ckpt("verify", "2")[0] == 0
     state = {"x": torch.zeros(3, dtype=torch.int64)}

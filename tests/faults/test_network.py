@@ -81,7 +81,7 @@ def ordeal(server: Server, choice: Choice, saves: int) -> tuple[int, int]:
     Return how many requests were harmed, and how many saves were committed.
     """
     bucket = f"s3://bucket/{uuid.uuid4().hex}"
-    told: set[int] = set()
+    reported: set[int] = set()
     with Proxy(server.port, choice) as proxy:
         tier = Tier(bucket, options=options(proxy.url))
         with CheckpointManager(tier) as manager:
@@ -91,7 +91,7 @@ def ordeal(server: Server, choice: Choice, saves: int) -> tuple[int, int]:
                 assert time.monotonic() - began < LIMIT_SECONDS
                 assert error is None or isinstance(error, CkptError)
                 if error is None:
-                    told.add(step)
+                    reported.add(step)
         target = state(-1)
         began = time.monotonic()
         try:
@@ -107,8 +107,8 @@ def ordeal(server: Server, choice: Choice, saves: int) -> tuple[int, int]:
         listed = committed(backend)
         assert all(verify_step(backend, ref, workers=workers).intact for ref in listed)
     backend.close()
-    assert told <= {ref.step for ref in listed}
-    return proxy.harmed, len(told)
+    assert reported <= {ref.step for ref in listed}
+    return proxy.harmed, len(reported)
 
 
 def in_turn(nth: int) -> Choice:

@@ -28,12 +28,12 @@ def state(step: int) -> dict[str, object]:
     return {"x": torch.arange(3000, dtype=torch.int64) * 31 + step, "step": step}
 
 
-def job(root: Path, steps: range, told: Callable[[str], None]) -> None:
+def job(root: Path, steps: range, reported: Callable[[str], None]) -> None:
     """Save and prune."""
     with CheckpointManager(Tier(str(root), keep_last=KEPT), chunk_bytes=4096) as manager:
         for step in steps:
             manager.save(state(step), step, timeout=30)
-            told(f"committed {step}")
+            reported(f"committed {step}")
 
 
 def record(place: Path, steps: int) -> Log:
@@ -47,7 +47,7 @@ def record(place: Path, steps: int) -> Log:
 
 
 def check(
-    place: Path, told: list[int], found: dict[str, bytes | None], *, goes_on: bool
+    place: Path, reported: list[int], found: dict[str, bytes | None], *, goes_on: bool
 ) -> list[int]:
     build(place, found.items())
     try:
@@ -70,12 +70,12 @@ def lose_power(tmp_path: Path, log: Log, rounds: int, seed: int) -> int:
 
     What was not forced is lost; then all of it survives; then, ``rounds`` times, any part of it.
     """
-    disk, told, chance = Disk(tmp_path / "disk"), list[int](), random.Random(seed)
+    disk, reported, chance = Disk(tmp_path / "disk"), list[int](), random.Random(seed)
     seen: dict[object, list[int]] = {}
     looked = 0
     for entry in log:
         if isinstance(entry, Mark):
-            told.append(int(entry.what.split()[1]))
+            reported.append(int(entry.what.split()[1]))
         else:
             disk.play(entry)
         partial: list[Survives] = [lambda: chance.choice([0.0, 0.0, 0.3, 0.7, 1.0, 1.0])] * rounds
@@ -83,13 +83,13 @@ def lose_power(tmp_path: Path, log: Log, rounds: int, seed: int) -> int:
             found = disk.after(survives)
             key = tuple(found.items())
             if key not in seen:
-                seen[key] = check(tmp_path / "after", told, found, goes_on=len(seen) % 50 == 0)
+                seen[key] = check(tmp_path / "after", reported, found, goes_on=len(seen) % 50 == 0)
             looked += 1
-            lost = set(told[-KEPT:]) - set(seen[key])
+            lost = set(reported[-KEPT:]) - set(seen[key])
             if (
-                told and told[-1] + 1 in seen[key]
+                reported and reported[-1] + 1 in seen[key]
             ):  # committed and pruned before the caller learned it
-                lost -= {told[-1] + 1 - KEPT}
+                lost -= {reported[-1] + 1 - KEPT}
             assert not lost, (entry, lost, sorted(found))
     return looked
 

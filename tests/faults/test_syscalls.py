@@ -72,7 +72,7 @@ def save_with_a_failure(
     with CheckpointManager(tiers(place, keep_last=keep_last)) as manager:
         manager.save(state(0), 0, timeout=30)
     calls = Syscalls(place / which, fail=failing(nth, code, lasting=lasting))
-    told: dict[int, CkptError | None] = {}
+    reported: dict[int, CkptError | None] = {}
     with calls.entered():
         # a temporary error is tried again for this long, and 36 times that if a farther tier waits
         patience, wait = (2, 150) if lasting and code == errno.ESTALE else (600, 30)
@@ -81,14 +81,14 @@ def save_with_a_failure(
         )
         for step in (1, 2):
             try:
-                told[step] = manager.save_async(state(step), step).exception(wait)
+                reported[step] = manager.save_async(state(step), step).exception(wait)
             except CkptError as error:  # the error of the save before, on a farther tier
-                told[step] = error
+                reported[step] = error
         try:
             manager.close()
         except CkptError as error:
-            told[-1] = error
-    for step, fault in told.items():
+            reported[-1] = error
+    for step, fault in reported.items():
         unseen = lasting and isinstance(fault, CommitError) and "cannot be seen" in str(fault)
         assert not unseen or list((place / which).glob(f"step-*{max(step, 1)}.*/manifest.json")), (
             nth,
@@ -97,9 +97,9 @@ def save_with_a_failure(
         assert fault is None or isinstance(fault, TOLD[code]) or unseen, (nth, type(fault), fault)
     near, far = whole(place / "near"), whole(place / "far")
     for step in (1, 2):
-        if told[step] is None:
-            assert step in far, (nth, told, near, far)
-            assert step in near or keep_last, (nth, told, near, far)
+        if reported[step] is None:
+            assert step in far, (nth, reported, near, far)
+            assert step in near or keep_last, (nth, reported, near, far)
     assert 0 in far
     with CheckpointManager(tiers(place, keep_last=keep_last)) as manager:
         target = state(-1)
@@ -109,7 +109,7 @@ def save_with_a_failure(
         assert (
             report.step
             == max(near + far)
-            >= max([step for step in (1, 2) if told[step] is None], default=0)
+            >= max([step for step in (1, 2) if reported[step] is None], default=0)
         )
         manager.save(state(3), 3, timeout=30)
     assert whole(place / "near")[-1] == whole(place / "far")[-1] == 3

@@ -33,7 +33,7 @@ SCALE = pytest.mark.parametrize(
 )
 
 
-def told(error: CkptError) -> None:
+def reported(error: CkptError) -> None:
     assert len(str(error)) > 10
 
 

@@ -77,11 +77,13 @@ def test_a_manifest_changed_anywhere_ends_in_our_errors(
             monkeypatch.setattr("sys.argv", ["ckpt", *words.split()])
             capsys.readouterr()
             code = main()
-            told = capsys.readouterr()
-            assert code in CODES, (words, code, told.err)
-            assert "internal error" not in told.err, (words, told.err, changed)
-            assert all(line.isprintable() for line in (told.err + told.out).split("\n")), words
-            assert code != 1 or words.startswith("diff"), (words, told.err)
+            reported = capsys.readouterr()
+            assert code in CODES, (words, code, reported.err)
+            assert "internal error" not in reported.err, (words, reported.err, changed)
+            assert all(line.isprintable() for line in (reported.err + reported.out).split("\n")), (
+                words
+            )
+            assert code != 1 or words.startswith("diff"), (words, reported.err)
             assert Path("victim").read_text() == "mine"
             assert set(os.listdir()) <= {"runs", "victim", "rank-00000.safetensors", "out"}
             assert set(os.listdir(place.parent)) == {"place", "pristine"}
@@ -141,6 +143,6 @@ def test_a_tree_that_no_save_writes_ends_in_our_errors(
     for words in VERBS[:11]:
         monkeypatch.setattr("sys.argv", ["ckpt", *words.split()])
         code = main()
-        told = capsys.readouterr()
-        assert code in CODES, (words, told.err)
-        assert "internal error" not in told.err, (words, told.err)
+        reported = capsys.readouterr()
+        assert code in CODES, (words, reported.err)
+        assert "internal error" not in reported.err, (words, reported.err)

@@ -290,7 +290,7 @@ class Imported:
 
     code: int
     faults: list[str]
-    told: str
+    reported: str
 
 
 def imported(
@@ -308,7 +308,7 @@ def imported(
     finally:
         WATCH.on = False
     seconds, nbytes = time.process_time() - began, peak_bytes() - before
-    told = capsys.readouterr()
+    reported = capsys.readouterr()
     root = Path.cwd() / "runs"
     steps = [ref.step for ref in committed(open_backend("runs"))]
     outside = [name for name in WATCH.found if not inside(name, root)]
@@ -317,15 +317,15 @@ def imported(
     faults = {
         f"it took {seconds} s": seconds > MOST_SECONDS,
         f"it took {nbytes} bytes": nbytes > MOST_BYTES + MOST_BYTES_PER_BYTE * size,
-        f"it ended with {code}": code not in CODES or "internal error" in told.err,
+        f"it ended with {code}": code not in CODES or "internal error" in reported.err,
         "it printed what a terminal obeys": not all(
-            map(str.isprintable, (told.err + told.out).split("\n"))
+            map(str.isprintable, (reported.err + reported.out).split("\n"))
         ),
         f"it touched {outside}": bool(outside),
         f"it left {there ^ known}": not there <= known or Path("victim").read_text() != "mine",
         f"its steps are {steps}": steps != ([1] if code == 0 else []),
     }
-    return Imported(code, [fault for fault, found in faults.items() if found], told.err)
+    return Imported(code, [fault for fault, found in faults.items() if found], reported.err)
 
 
 def harm(what: str) -> None:

@@ -23,7 +23,7 @@ from ckpt.plan.merge import merge
 from ckpt.plan.restore import plan_restore
 from tests.faults.conftest import Count, tally
 from tests.fuzz.mutations import mutated
-from tests.fuzz.records import SCALE, fuzz, record_ref, told
+from tests.fuzz.records import SCALE, fuzz, record_ref, reported
 from tests.kit.damage import sealed
 from tests.plan.worlds import fragment_of as written
 
@@ -69,7 +69,7 @@ def test_a_manifest_by_reference_changed_anywhere_is_read_or_refused(
         try:
             use(unpack(sealed(body), Manifest, key="k"))
         except CkptError as refused:
-            told(refused)
+            reported(refused)
 
     tally("fuzz-large", fuzz(examples, mutated(json.loads(msgspec.json.encode(OUTLINE))), check))
 
@@ -95,7 +95,7 @@ def read_or_refused(data: bytes) -> None:
         try:
             way()
         except CkptError as refused:
-            told(refused)
+            reported(refused)
 
 
 @SCALE
@@ -182,26 +182,26 @@ def of_form(tensors: list[Any], shards: list[list[int]]) -> Packed:
 
 
 @pytest.mark.parametrize(
-    ("tensors", "told"),
+    ("tensors", "expected"),
     [
         ([["x", "float32", [4]], ["y", "float32", [4]]], "overlap"),
         ([["x", "float32", [4]], ["y", "complex128", [1 << 60]]], "impossible shape"),
     ],
 )
 def test_shards_that_cannot_be_are_refused_where_fragments_are_merged(
-    tensors: list[Any], told: str
+    tensors: list[Any], expected: str
 ) -> None:
     """Two shards are on the same bytes of the file, or have so many bytes that their sum overflows
     to 0.
     """
     chunk = _numbers(FORM[3])[1]
     tensors[0][2] = [chunk // 4]
-    if told == "overlap":
+    if expected == "overlap":
         tensors[1][2] = [chunk // 4]
     shards = [[index, _numbers(FORM[3])[0], each[2][0]] for index, each in enumerate(tensors)]
     packed = of_form(tensors, shards)
     merge([(of_form(tensors[:1], shards[:1]), record_ref(PACKED[0]))])
-    with pytest.raises(ManifestCorrupt, match=told):
+    with pytest.raises(ManifestCorrupt, match=expected):
         merge([(packed, record_ref(PACKED[0]))])
 
 

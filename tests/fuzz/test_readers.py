@@ -35,8 +35,8 @@ from tests.fuzz.records import (
     SCALE,
     fuzz,
     record_ref,
+    reported,
     target,
-    told,
 )
 from tests.kit.damage import sealed
 
@@ -73,7 +73,7 @@ def test_a_record_changed_anywhere_is_read_or_refused(
                 fragment_of(record, key="k")
                 merge([(record, record_ref(record))])
         except CkptError as refused:
-            told(refused)
+            reported(refused)
 
     tally("fuzz", fuzz(examples, mutated(BODIES[kind]), check))
 
@@ -98,7 +98,7 @@ def test_a_tree_changed_anywhere_is_restored_or_refused(
             matched = match(state, manifest, rank=0, world_size=1)
             plan_restore(manifest, matched.wanted)
         except CkptError as refused:
-            told(refused)
+            reported(refused)
 
     tree, per_rank = json.loads(bytes(saved.tree)), json.loads(bytes(saved.per_rank["0"]))
     whole = st.tuples(mutated(tree), st.just(per_rank)) | st.tuples(
@@ -131,7 +131,7 @@ def test_a_manifest_on_a_tier_is_restored_or_refused(
             with CheckpointManager(f"memory://{name}") as manager:
                 manager.restore(state)
         except CkptError as refused:
-            told(refused)
+            reported(refused)
 
     tally("fuzz", fuzz(examples // 10, mutated(body), check))
 

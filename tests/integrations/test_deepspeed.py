@@ -116,7 +116,7 @@ def test_other_numbers_of_ranks(folder: Path, ranks: int) -> None:
 
 @pytest.mark.parametrize("kind", ["1-fp32", "3-fp32", "2-bf16", "3-bf16"])
 def test_plain_pytorch_goes_on_where_an_engine_was(nets: Any, folder: Path, kind: str) -> None:
-    told = torch.load(folder / f"{kind}.pt")
+    reported = torch.load(folder / f"{kind}.pt")
     net, optimizer = nets.build(2)
     state = {"model": net, "optimizer": optimizer, "step": 0}
     with CheckpointManager(folder / kind) as manager:
@@ -124,15 +124,15 @@ def test_plain_pytorch_goes_on_where_an_engine_was(nets: Any, folder: Path, kind
         assert manager.restore(state, cast=kind.endswith("bf16")) is not None
     assert state["step"] == 3
     found = contents(net, optimizer)
-    assert found.keys() == told["kept"].keys()
-    for name, value in told["kept"].items():
+    assert found.keys() == reported["kept"].keys()
+    for name, value in reported["kept"].items():
         assert torch.equal(found[name].float(), value.float()), name
     assert net.head.weight is net.embed.weight
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.01, 0.0]
     losses = train(nets, net, optimizer, 3, 2)
     near = 2e-7 if kind.endswith("fp32") else 2e-2  # the model computed in bf16
-    assert losses[0] == pytest.approx(told["losses"][0], abs=near)
-    assert losses[1] == pytest.approx(told["losses"][1], abs=near)
+    assert losses[0] == pytest.approx(reported["losses"][0], abs=near)
+    assert losses[1] == pytest.approx(reported["losses"][1], abs=near)
 
 
 @pytest.mark.torture

@@ -460,9 +460,9 @@ def test_the_lines_of_the_page_run_and_a_second_run_visibly_resumes(
         }
         capsys.readouterr()
         exec(lines, names)
-        told = capsys.readouterr().out
-        assert f"begins at step {begin}\n" in told
-        assert f"ends at step {end}\n" in told
+        reported = capsys.readouterr().out
+        assert f"begins at step {begin}\n" in reported
+        assert f"ends at step {end}\n" in reported
         assert steps(tmp_path / "runs/boring") == [end]
     assert names["trainer"].fit_loop.epoch_progress.total.completed == 4
 

@@ -261,7 +261,7 @@ def test_a_dynamic_loss_scale_comes_back_and_a_fixed_one_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         (lambda e: setattr(e.optimizer, "swap_optimizer", True), "NVMe"),
         (lambda e: setattr(e, "has_moe_layers", True), "experts"),
@@ -270,10 +270,10 @@ def test_a_dynamic_loss_scale_comes_back_and_a_fixed_one_stays() -> None:
         (lambda e: e.optimizer.bit16_groups_flat.reverse(), "reload_states"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_at_once(change: Any, told: str) -> None:
+def test_what_cannot_be_saved_is_refused_at_once(change: Any, expected: str) -> None:
     wrong = engine(1)
     change(wrong)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=expected):
         zero_state(wrong)
 
 

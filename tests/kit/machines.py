@@ -160,13 +160,13 @@ class Network:
 
     def links(self) -> list[str]:
         """Return the cables."""
-        told = subprocess.run(
+        reported = subprocess.run(
             ["ip", "-o", "link", "show", "master", "switch"],
             check=True,
             stdout=subprocess.PIPE,
             text=True,
         )
-        return sorted(line.split()[1].partition("@")[0] for line in told.stdout.splitlines())
+        return sorted(line.split()[1].partition("@")[0] for line in reported.stdout.splitlines())
 
 
 def _users(network: int | None) -> list[int]:

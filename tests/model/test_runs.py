@@ -81,7 +81,7 @@ WHOLE = Run(0, (0,), (2,), (Level(4, 1, (2,)),))
 
 
 @pytest.mark.parametrize(
-    ("run", "told"),
+    ("run", "expected"),
     [
         (WHOLE, None),
         (Run(0, (0,), (2,), (Level(4, 2, (2,)),)), "ranks"),
@@ -101,7 +101,7 @@ WHOLE = Run(0, (0,), (2,), (Level(4, 1, (2,)),))
     ],
 )
 def test_runs_that_we_do_not_write_are_refused_and_never_expanded(
-    run: Run, told: str | None
+    run: Run, expected: str | None
 ) -> None:
     fault = fault_of((run,), (8,), 4)
-    assert fault is None if told is None else fault is not None and told in fault
+    assert fault is None if expected is None else fault is not None and expected in fault

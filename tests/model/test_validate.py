@@ -200,10 +200,10 @@ def test_what_we_write_is_accepted():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_manifest_that_breaks_one_rule_is_refused(rule):
-    broken, told = RULES[rule]
+    broken, reported = RULES[rule]
     with pytest.raises(ManifestCorrupt) as caught:
         check_manifest(broken(MANIFEST), key="step/manifest.json")
-    assert told in caught.value.detail
+    assert reported in caught.value.detail
     assert caught.value.key == "step/manifest.json"
 
 
@@ -318,10 +318,10 @@ FRAGMENT_RULES: dict[str, tuple[Spoil, str]] = {
 
 @pytest.mark.parametrize("rule", FRAGMENT_RULES)
 def test_a_fragment_that_breaks_one_rule_is_refused(rule):
-    broken, told = FRAGMENT_RULES[rule]
+    broken, reported = FRAGMENT_RULES[rule]
     with pytest.raises(ManifestCorrupt) as caught:
         checked(broken(WHOLE))
-    assert told in caught.value.detail
+    assert reported in caught.value.detail
 
 
 def test_an_encoded_chunk_that_would_unpack_to_more_than_a_chunk_may_have_is_refused() -> None:

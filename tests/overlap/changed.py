@@ -87,10 +87,10 @@ def main(folder: str) -> None:
                 if error is None:
                     silent.append(f"{layout}: {name}")
                 else:
-                    told = isinstance(error, TensorChanged) or "was changed while step" in str(
+                    reported = isinstance(error, TensorChanged) or "was changed while step" in str(
                         error
                     )
-                    assert told, (layout, name, error)
+                    assert reported, (layout, name, error)
             last = len(WAYS)
             pending = window.save(manager, state, last)
             window.close()

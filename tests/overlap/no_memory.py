@@ -49,9 +49,9 @@ def main(root: str) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (mapped() + 60 * MIB, resource.RLIM_INFINITY))
         manager.prepare(state)  # the machine has the memory, but this process may not use it
         for number in range(2):
-            with pytest.raises(HostMemoryExhausted, match="Cannot allocate memory") as told:
+            with pytest.raises(HostMemoryExhausted, match="Cannot allocate memory") as reported:
                 manager.save_async(state, number)
-            assert told.value.needed >= 64 * MIB
+            assert reported.value.needed >= 64 * MIB
             step(state)
         assert own_slots() == []
         assert manager.steps() == []

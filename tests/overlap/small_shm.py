@@ -116,10 +116,10 @@ def a_small_state_is_staged_there(root: str) -> None:
 def a_large_state_is_staged_elsewhere_and_that_is_said(root: str) -> None:
     manager = CheckpointManager(root)
     overlapped(manager, state_of(200), root)
-    told = "\n".join(LOG)
-    assert "2 slot(s) of 200 MiB each in anonymous memory" in told, LOG
-    assert "images are lost with the process" in told, LOG
-    assert " MiB of /dev/shm are free" in told, LOG
+    reported = "\n".join(LOG)
+    assert "2 slot(s) of 200 MiB each in anonymous memory" in reported, LOG
+    assert "images are lost with the process" in reported, LOG
+    assert " MiB of /dev/shm are free" in reported, LOG
 
 
 def filled_up_after_it_was_measured(root: str) -> None:
@@ -198,10 +198,10 @@ def the_memory_tier_is_full_when_a_slot_is_wanted_back(root: str) -> None:
             references[number] = content(state)
             manager.save_async(state, number).result(60)
             step(state)
-        told = "\n".join(LOG)
-        assert told.count("is not kept in") <= 1, LOG
-        assert told.count("using anonymous memory") == 1, LOG
-        assert f"is kept in {url} again" in told, LOG
+        reported = "\n".join(LOG)
+        assert reported.count("is not kept in") <= 1, LOG
+        assert reported.count("using anonymous memory") == 1, LOG
+        assert f"is kept in {url} again" in reported, LOG
         assert slots(), "the images are not in /dev/shm again"
     for number, reference in references.items():
         assert_restores(root, reference, state_of(9, 9.0), number)

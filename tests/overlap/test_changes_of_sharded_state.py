@@ -17,9 +17,9 @@ WORKER = Path(__file__).resolve().parent / "changed.py"
 
 @pytest.mark.distributed
 def test_no_change_of_sharded_state_is_saved_silently(tmp_path: Path) -> None:
-    told = world(2, WORKER, tmp_path)
-    assert "ALL WELL" in told
-    rows = [line.split("WAY|")[1].split("|") for line in told.splitlines() if "WAY|" in line]
+    reported = world(2, WORKER, tmp_path)
+    assert "ALL WELL" in reported
+    rows = [line.split("WAY|")[1].split("|") for line in reported.splitlines() if "WAY|" in line]
     seen = {(layout, name): how for layout, name, how in rows}
     for column, layout in enumerate(("FSDP2", "TP"), start=1):
         assert {name: seen[layout, name] for name in WAYS} == {

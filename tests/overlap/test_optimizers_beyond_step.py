@@ -252,8 +252,8 @@ def test_a_log_line_names_the_class_once(root: str, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, "ckpt"), CheckpointManager(root) as manager:
         for step in range(3):
             manager.save(state, step)
-    told = [record.message for record in caplog.records if "beyond step()" in record.message]
-    assert told == [
+    reported = [record.message for record in caplog.records if "beyond step()" in record.message]
+    assert reported == [
         "ckpt: Averaging has methods beyond step() (swap): its tensors are copied before "
         "save_async returns"
     ]

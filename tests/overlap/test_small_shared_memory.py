@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> str:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the output of the scenes, which run in a mount namespace of their own."""
     probe = ["unshare", "-m", "sh", "-c", "mount -t tmpfs -o size=64m none /dev/shm"]
     try:
@@ -50,6 +50,6 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", [scene.__name__ for scene in SCENES])
-def test_in_a_container_with_little_shared_memory(scene: str, told: str) -> None:
-    assert f"well: {scene}\n" in told, told[-6000:]
-    assert "ended with 0" in told
+def test_in_a_container_with_little_shared_memory(scene: str, reported: str) -> None:
+    assert f"well: {scene}\n" in reported, reported[-6000:]
+    assert "ended with 0" in reported

@@ -111,8 +111,8 @@ def test_a_thread_that_steps_all_the_time_never_tears_a_checkpoint(root: str) ->
                     break
                 try:
                     error = manager.save_async(state, number).exception(60)
-                except StagingError as told:
-                    error = told
+                except StagingError as reported:
+                    error = reported
                     time.sleep(0.01)
                 if error is None:
                     kept.append(number)

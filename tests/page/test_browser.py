@@ -76,7 +76,7 @@ def test_the_page_fits_a_telephone_and_a_desk_by_day_and_by_night(browser: Any, 
         for width, scheme in ((400, "light"), (400, "dark"), (1440, "light"), (1440, "dark")):
             page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
             wrong: list[str] = []
-            page.on("console", lambda told, wrong=wrong: wrong.append(told.text))
+            page.on("console", lambda reported, wrong=wrong: wrong.append(reported.text))
             page.on("pageerror", lambda error, wrong=wrong: wrong.append(str(error)))
             page.on(
                 "request",

@@ -54,11 +54,11 @@ def test_a_run_shows_its_steps_on_each_tier(make: Make, run: Path) -> None:
     assert "removed" in found["50"]
     assert "12.3 ms" in found["300"]
     assert "2 ranks" not in page
-    told = text_of(page)
-    assert "Newest durable step 300" in told
-    assert "Saves that failed 1" in told
-    assert "OSError" in told
-    assert "1 step for" in told
+    reported = text_of(page)
+    assert "Newest durable step 300" in reported
+    assert "Saves that failed 1" in reported
+    assert "OSError" in reported
+    assert "1 step for" in reported
 
 
 def test_a_step_that_was_checked_is_shown_so(make: Make, run: Path) -> None:
@@ -79,11 +79,11 @@ def test_the_charts_say_in_words_what_they_show(make: Make, run: Path) -> None:
 
 
 def test_a_step_is_opened(make: Make, run: Path) -> None:
-    told = text_of(make(run).get("/run/0/step/300"))
-    assert "written by 2 ranks" in told
-    assert "model/embed float32 12 × 8 384 B 2" in told
-    assert "rank-00001.safetensors 1" in told
-    assert "compare with step 200" in told
+    reported = text_of(make(run).get("/run/0/step/300"))
+    assert "written by 2 ranks" in reported
+    assert "model/embed float32 12 × 8 384 B 2" in reported
+    assert "rank-00001.safetensors 1" in reported
+    assert "compare with step 200" in reported
 
 
 def test_a_tensor_is_opened_with_its_shards_and_checksums(make: Make, run: Path) -> None:
@@ -97,23 +97,23 @@ def test_a_tensor_is_opened_with_its_shards_and_checksums(make: Make, run: Path)
 
 
 def test_tensors_are_searched(make: Make, run: Path) -> None:
-    told = text_of(make(run).get("/run/0/step/300", params={"q": "bias"}))
-    assert "1 of 2" in told
-    assert "model/embed" not in told
+    reported = text_of(make(run).get("/run/0/step/300", params={"q": "bias"}))
+    assert "1 of 2" in reported
+    assert "model/embed" not in reported
 
 
 def test_two_steps_are_compared_by_checksum(make: Make, run: Path) -> None:
     page = make(run)
-    told = text_of(page.get("/run/0/diff?a=200&b=300"))
-    assert "Equal 1 tensors" in told
-    assert "Other values 1 model/embed" in told
+    reported = text_of(page.get("/run/0/diff?a=200&b=300"))
+    assert "Equal 1 tensors" in reported
+    assert "Other values 1 model/embed" in reported
     assert "Equal 2 tensors" in text_of(page.get("/run/0/diff?a=100&b=200"))
 
 
 def test_another_layout_is_not_read(make: Make, run: Path) -> None:
     write_checkpoint(open_backend(str(run)), 500, ARRAYS, world_size=3)
-    told = text_of(make(run).get("/run/0/diff?a=200&b=500"))
-    assert "Saved in another layout; ckpt diff reads and compares them" in told
+    reported = text_of(make(run).get("/run/0/diff?a=200&b=500"))
+    assert "Saved in another layout; ckpt diff reads and compares them" in reported
 
 
 def test_a_damaged_manifest_is_shown_and_hides_no_other_step(make: Make, run: Path) -> None:

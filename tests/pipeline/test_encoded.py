@@ -99,10 +99,10 @@ class Taking(OneByOne):
 def test_chunks_lie_one_after_another_and_decode_to_the_image(
     memory, workers, retry, wrap, known
 ) -> None:
-    told: list[int] = []
-    chunks, lengths = write(wrap(memory), workers, retry, known=known, on_bytes=told.append)
+    reported: list[int] = []
+    chunks, lengths = write(wrap(memory), workers, retry, known=known, on_bytes=reported.append)
     assert chunks == TABLE
-    assert sum(told) == len(IMAGE)
+    assert sum(reported) == len(IMAGE)
     assert memory.head(KEY).size == sum(lengths) < len(IMAGE) * 0.9
     assert list(lengths[-2:]) == CHUNKS[-2:], "noise is stored raw"
     source = image_of(memory, lengths, retry)

@@ -243,9 +243,9 @@ def _merge_tensors(fragments: Sequence[Fragment]) -> tuple[Tensor, ...]:
         first = parts[0][1]
         form = (first.dtype, first.shape)
         if any((part.dtype, part.shape) != form for _, part in parts) and (
-            told := forms_text(parts)
+            reported := forms_text(parts)
         ):
-            raise TensorIncomplete(name, told)
+            raise TensorIncomplete(name, reported)
         shards = _unique(
             name, [shard for _, part in parts for shard in part.shards], checksums, first.dtype
         )

@@ -32,8 +32,8 @@ def outcome(work: Callable[[], None]) -> str | None:
 
 
 @given(st.dictionaries(st.integers(0, 9), MARKS, max_size=5))
-def test_numbers_tell_what_words_tell(told: dict[int, dict[str, str]]) -> None:
-    ranks = sorted(told.items())
+def test_numbers_tell_what_words_tell(reported: dict[int, dict[str, str]]) -> None:
+    ranks = sorted(reported.items())
     frames = [
         (rank, zstandard.compress(msgspec.json.encode(marks)) if marks else b"")
         for rank, marks in ranks

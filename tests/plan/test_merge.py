@@ -113,7 +113,7 @@ def test_digests_of_different_boxes_are_not_compared():
 
 
 @pytest.mark.parametrize(
-    ("one", "two", "told"),
+    ("one", "two", "expected"),
     [
         (leaf(TOP), leaf(), "24 of 48 elements are in no box"),
         (leaf(TOP), leaf(Box((7, 0), (5, 4))), "4 of 48 elements are in no box"),
@@ -121,8 +121,8 @@ def test_digests_of_different_boxes_are_not_compared():
         (leaf(ALL), leaf(TOP), "overlap"),
     ],
 )
-def test_holes_and_overlaps_are_refused_with_the_name(one, two, told):
-    with pytest.raises(TensorIncomplete, match=told) as caught:
+def test_holes_and_overlaps_are_refused_with_the_name(one, two, expected):
+    with pytest.raises(TensorIncomplete, match=expected) as caught:
         merged(fragments([one], [two]))
     assert caught.value.name == "x"
     assert "rank 0 wrote" in str(caught.value)
@@ -130,7 +130,7 @@ def test_holes_and_overlaps_are_refused_with_the_name(one, two, told):
 
 
 @pytest.mark.parametrize(
-    ("two", "told"),
+    ("two", "expected"),
     [
         (
             leaf(Box((0, 0), (4, 12)), shape=(4, 12)),
@@ -139,9 +139,9 @@ def test_holes_and_overlaps_are_refused_with_the_name(one, two, told):
         (leaf(BOTTOM, dtype="int32"), r"float32\[12, 4\] on rank 0 and int32\[12, 4\] on rank 1"),
     ],
 )
-def test_ranks_that_disagree_about_a_tensor_are_refused(two, told):
+def test_ranks_that_disagree_about_a_tensor_are_refused(two, expected):
     arrays = {"x": np.zeros(two.shape, dtype=two.dtype)}
-    with pytest.raises(TensorIncomplete, match=told):
+    with pytest.raises(TensorIncomplete, match=expected):
         merged(fragments([leaf(TOP)], [two], arrays=[X, arrays]))
 
 
@@ -257,7 +257,7 @@ def test_values_that_differ_are_refused_with_path_and_ranks(one, two, path):
 
 
 @pytest.mark.parametrize(
-    ("one", "two", "told"),
+    ("one", "two", "expected"),
     [
         (
             {"a": {"$": "tensor", "n": "a"}},
@@ -272,8 +272,8 @@ def test_values_that_differ_are_refused_with_path_and_ranks(one, two, path):
         ({"a": "1"}, {"a": 1}, "'a'.*string on rank 0 and int on rank 1"),
     ],
 )
-def test_what_is_of_another_kind_on_another_rank_is_told(one, two, told):
-    with pytest.raises(ReplicasDiverged, match=told):
+def test_what_is_of_another_kind_on_another_rank_is_told(one, two, expected):
+    with pytest.raises(ReplicasDiverged, match=expected):
         tree_of(one, two)
 
 
@@ -302,14 +302,14 @@ def test_a_mesh_that_changed_on_some_ranks_is_told():
     third = [Box((at, 0), (4, 4)) for at in (0, 4, 8)]
     with pytest.raises(TensorIncomplete) as caught:
         merged(fragments([leaf(TOP)], [leaf(third[1])], [leaf(third[2])]))
-    told = str(caught.value)
-    assert "'x': boxes overlap at (4, 0)" in told, told
+    reported = str(caught.value)
+    assert "'x': boxes overlap at (4, 0)" in reported, reported
     for part in (
         "rank 0 wrote [6, 4] at [0, 0]",
         "rank 1 wrote [4, 4] at [4, 0]",
         "mesh that changed",
     ):
-        assert part in told, told
+        assert part in reported, reported
 
 
 def test_dicts_that_differ_in_order_only_are_equal():

@@ -132,12 +132,12 @@ def test_the_fragment_tells_of_every_leaf_and_where_its_boxes_lie(ranks):
         assert [(t.name, t.dtype, t.shape) for t in plan.tensors] == [
             (x.name, x.dtype, x.shape) for x in leaves
         ]
-        told = {
+        reported = {
             (i, shard.box, shard.offset)
             for i, tensor in enumerate(plan.tensors)
             for shard in tensor.shards
         }
-        assert told == {(item.leaf, item.box, item.offset) for item in plan.items}
+        assert reported == {(item.leaf, item.box, item.offset) for item in plan.items}
         assert {shard.rank for tensor in plan.tensors for shard in tensor.shards} <= {rank}
 
 

@@ -114,10 +114,10 @@ def test_a_damaged_newest_step_gives_way_to_the_one_before(
 ) -> None:
     what, harm = DAMAGES[damage]
     harm(files(root, 3)[what])
-    told: list[Event] = []
+    reported: list[Event] = []
     target = blank()
     with (
-        CheckpointManager(root, observers=[told.append]) as manager,
+        CheckpointManager(root, observers=[reported.append]) as manager,
         caplog.at_level(logging.WARNING, "ckpt"),
     ):
         report = manager.restore(target)
@@ -126,7 +126,7 @@ def test_a_damaged_newest_step_gives_way_to_the_one_before(
         assert [step for step, _ in report.skipped] == [3]
         assert report.skipped[0][1]
         assert "step 3" in caplog.text
-        assert [event.step for event in told if isinstance(event, StepDamaged)] == [3]
+        assert [event.step for event in reported if isinstance(event, StepDamaged)] == [3]
         # a step that is requested by number has no substitute
         with pytest.raises(NoCheckpoint, match="step 3"):
             manager.restore(target, 3)
@@ -222,9 +222,9 @@ def test_the_log_names_the_places_in_which_nothing_was_found(
     near, far = tmp_path / "runs" / "gtp", tmp_path / "far"
     with CheckpointManager([near, far]) as manager, caplog.at_level(logging.INFO, "ckpt"):
         assert manager.restore(blank()) is None
-        [told] = [record for record in caplog.records if "restored" in record.message]
-        assert told.levelno == logging.INFO
-        assert told.message == (
+        [reported] = [record for record in caplog.records if "restored" in record.message]
+        assert reported.levelno == logging.INFO
+        assert reported.message == (
             f"ckpt: nothing is restored: there is no checkpoint in {near}, {far}"
         )
 
@@ -235,14 +235,14 @@ def test_the_folder_of_a_step_is_no_root_and_the_error_names_the_root(
     [folder] = root.glob("step-000000002.*")
     for given in (folder, f"{folder}/", f"file://{folder}"):
         place = str(given).rstrip("/").rpartition("/")[0]
-        told = f"is the folder of step 2, and not a root: give {place}, and the step as 2"
-        with pytest.raises(ConfigError, match=told):
+        reported = f"is the folder of step 2, and not a root: give {place}, and the step as 2"
+        with pytest.raises(ConfigError, match=reported):
             CheckpointManager(given)
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=reported):
             ckpt.open(given)
         monkeypatch.setattr("sys.argv", ["ckpt", "show", str(given)])
         assert main() == ConfigError.exit_code
-        assert told in capsys.readouterr().err
+        assert reported in capsys.readouterr().err
     monkeypatch.chdir(root)
     with pytest.raises(ConfigError, match=r"give \., and"):
         CheckpointManager(folder.name)

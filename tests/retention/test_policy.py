@@ -125,7 +125,7 @@ def test_of_equal_ones_the_newest_is_the_best_and_what_is_no_number_never_is():
 def test_each_step_that_stays_has_its_reasons():
     rule = Retention(keep_last=1, keep_every=2, keep_best=Best("loss", "min"))
     why = reasons(refs(1, 2, 3, 4), rule, losses(s2=0.5, s3=1.0))
-    assert {ref.step: told for ref, told in why.items()} == {
+    assert {ref.step: reported for ref, reported in why.items()} == {
         1: (),
         2: ("multiple of 2", "best loss"),
         3: (),

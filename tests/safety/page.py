@@ -73,7 +73,7 @@ def _row(texts: Iterable[str]) -> str:
     return f"| {' | '.join(texts)} |"
 
 
-def told() -> dict[Cell, str]:
+def reported() -> dict[Cell, str]:
     """Return what the page says now."""
     found: dict[Cell, str] = {}
     for line in _between(PAGE.read_text())[1].splitlines():
@@ -106,7 +106,7 @@ def main() -> None:
     if missing:
         print(f"not installed, so their rows are kept: {', '.join(sorted(missing))}")
     with tempfile.TemporaryDirectory() as folder:
-        said = told() | cells(measured("all", folder))
+        said = reported() | cells(measured("all", folder))
     head, _, tail = _between(PAGE.read_text())
     PAGE.write_text(f"{head}{BEGIN}\n\n{table(said)}\n{END}{tail}")
     if silent := [cell for cell, text in said.items() if text == "silent"]:

@@ -91,7 +91,9 @@ UNLIMITED = {"v1": str(0x7FFFFFFFFFFFF000), "v2": "max"}
 
 @pytest.fixture(params=["v1", "v2"])
 def cgroup(request, tmp_path, monkeypatch):
-    """Put cgroups below a mount of their own; this process is in the last one, or in ``told``."""
+    """Put cgroups below a mount of their own. This process is in the last one, or in
+    ``reported``.
+    """
     names = {"v1": V1, "v2": V2}[request.param]
     kind = {"v1": "_V1", "v2": "_V2"}[request.param]
     monkeypatch.setattr(budget, kind, replace(getattr(budget, kind), mount=str(tmp_path)))
@@ -100,7 +102,7 @@ def cgroup(request, tmp_path, monkeypatch):
         budget, other, replace(getattr(budget, other), mount=str(tmp_path / "not mounted"))
     )
 
-    def make(*groups: tuple[str, int | None, int, int], told: str | None = None) -> None:
+    def make(*groups: tuple[str, int | None, int, int], reported: str | None = None) -> None:
         for path, limit, used, cache in groups:
             folder = tmp_path / path.lstrip("/")
             folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +111,7 @@ def cgroup(request, tmp_path, monkeypatch):
             )
             (folder / names["used"]).write_text(str(used * MIB))
             (folder / "memory.stat").write_text(names["stat"].format(cache * MIB))
-        path = told or groups[-1][0]
+        path = reported or groups[-1][0]
         own = tmp_path / "own"
         own.write_text(f"9:cpu,cpuacct:/elsewhere\n4:memory:{path}\n0::{path}\n")
         monkeypatch.setattr(budget, "_OWN_CGROUPS", str(own))
@@ -140,7 +142,7 @@ def test_page_cache_is_given_back_and_counts_as_room(cgroup, tmp_path):
 
 
 def test_in_a_container_that_is_told_the_path_of_its_host_the_root_it_sees_counts(cgroup, tmp_path):
-    cgroup(("/", 300, 100, 0), told="/docker/0123abc")
+    cgroup(("/", 300, 100, 0), reported="/docker/0123abc")
     assert room(tmp_path) == pytest.approx(200, abs=1)
 
 

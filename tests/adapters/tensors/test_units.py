@@ -277,8 +277,8 @@ def test_each_node_has_the_buffers_and_those_of_the_first_rank_count(
             plan = plans.prepare(collect({"model": net}, rank=rank)).plan
             header = json.loads(plan.header[8:])
             wrote += [rank] * ("model/running_mean" in header)
-            told = {tensor.name: tensor.shards for tensor in plan.tensors}
-            named += [rank] * bool(told["model/running_mean"])
+            reported = {tensor.name: tensor.shards for tensor in plan.tensors}
+            named += [rank] * bool(reported["model/running_mean"])
     assert (wrote, named) == (writers, [0])
 
 

@@ -358,16 +358,16 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for function in (each for each in CASES if each.__name__ in sys.argv[2:] or not sys.argv[2:]):
         torch.manual_seed(0)
-        told = "well"
+        reported = "well"
         try:
             function(folder / function.__name__)
         except Exception:
-            told = traceback.format_exc()
+            reported = traceback.format_exc()
             print(
-                told, file=sys.stderr, flush=True
+                reported, file=sys.stderr, flush=True
             )  # a rank may wait for this one in a collective, and print nothing
         heard: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(heard, told)
+        dist.all_gather_object(heard, reported)
         if dist.get_rank() == 0:
             wrong = [f"rank {rank}: {each}" for rank, each in enumerate(heard) if each != "well"]
             print(f"=== {function.__name__}\n{''.join(wrong) or 'well'}", flush=True)

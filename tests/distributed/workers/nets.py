@@ -223,5 +223,9 @@ def assert_close(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
         noise = "down.bias" in name or "running_mean" in name
         rtol, atol = (1.0, 0.05) if noise else (2e-3, 1e-5)
         torch.testing.assert_close(
-            have[name], tensor, rtol=rtol, atol=atol, msg=lambda told, n=name: f"{n}: {told}"
+            have[name],
+            tensor,
+            rtol=rtol,
+            atol=atol,
+            msg=lambda reported, n=name: f"{n}: {reported}",
         )

@@ -149,8 +149,8 @@ def failing(folder: Path, what: str, hurt: Callable[[], Callable[[], None]]) -> 
             manager.restore(state, replicas="broadcast")
             raise AssertionError(what)
         except RestoreError as error:
-            told = str(error)
-        assert what in told, told
+            reported = str(error)
+        assert what in reported, reported
         assert time.monotonic() - began < 30
         undo()
         manager.restore(state, replicas="broadcast")

@@ -64,10 +64,10 @@ def main(folder: Path, mode: str, life: str) -> None:
         report = checkpoints.load_state()
         assert report is not None
         rank = resumed.accelerator.process_index
-        told = {"step": report.step, "iteration": resumed.accelerator.save_iteration}
-        told["trained"] = resumed.train()
-        told["sum"] = resumed.seen.sum.item()
-        (folder / f"second-{rank}.json").write_text(json.dumps(told))
+        reported = {"step": report.step, "iteration": resumed.accelerator.save_iteration}
+        reported["trained"] = resumed.train()
+        reported["sum"] = resumed.seen.sum.item()
+        (folder / f"second-{rank}.json").write_text(json.dumps(reported))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def train(config: dict[str, Any]) -> None:
     with RayCheckpoints() as checkpoints:
         report = checkpoints.restore(state)
         begin, step = report.step if report else 0, 0
-        told = {"node": ray.get_runtime_context().get_node_id(), "begin": begin}
+        reported = {"node": ray.get_runtime_context().get_node_id(), "begin": begin}
         for step in range(begin + 1, STEPS + 1):
             model(torch.ones(4, 8)).square().mean().backward()
             optimizer.step()
@@ -59,7 +59,7 @@ def train(config: dict[str, Any]) -> None:
             if begin and step == begin + 2:
                 break
         (folder / f"{rank}-{begin}.json").write_text(
-            json.dumps({**told, "step": step, "stops": stops})
+            json.dumps({**reported, "step": step, "stops": stops})
         )
 
 

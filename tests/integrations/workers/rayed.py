@@ -60,8 +60,8 @@ def train(config: dict[str, Any]) -> None:
             else:
                 checkpoints.report({"step": step})
     name = f"{context.get_experiment_name()}-{rank}-{begin}.json"
-    told = {"losses": losses, "reported": reported and reported.path}
-    (folder / name).write_text(json.dumps(told))
+    result = {"losses": losses, "reported": reported and reported.path}
+    (folder / name).write_text(json.dumps(result))
 
 
 def run(folder: Path, name: str, **config: Any) -> Any:

@@ -166,37 +166,37 @@ def save(folder: Path, kind: str) -> None:
     assert dist.get_world_size() == 1 or not torch.equal(*ranks[:2]), "the buffer is to differ"
     kept["model/seen"] = ranks[0]  # the first rank's value counts
     if dist.get_rank() == 0:
-        told = {"kept": kept, "seen": seen, "losses": losses, "world": dist.get_world_size()}
-        torch.save(told, f"{at}.pt")
+        reported = {"kept": kept, "seen": seen, "losses": losses, "world": dist.get_world_size()}
+        torch.save(reported, f"{at}.pt")
     dist.barrier()
     engine.destroy()
 
 
 def load(folder: Path, saved: str, kind: str) -> None:
-    told = torch.load(folder / f"{saved}.pt")
+    reported = torch.load(folder / f"{saved}.pt")
     engine, world = engine_of(kind, seed=2), dist.get_world_size()
     dtype, cast = kind.split("-")[1], kind.split("-")[1] != saved.split("-")[1]
     state = {**zero_state(engine), "step": 0}
     with CheckpointManager(folder / saved) as manager:
         assert manager.restore(state, read_through=False, cast=cast) is not None
     assert state["step"] == STEPS
-    same(told["kept"], full(engine))
-    same(rounded(told["kept"], dtype) if cast else told["seen"], low_precision(engine))
+    same(reported["kept"], full(engine))
+    same(rounded(reported["kept"], dtype) if cast else reported["seen"], low_precision(engine))
     if not saved.startswith("plain"):
         assert engine.global_steps == STEPS
         assert engine.lr_scheduler.last_batch_iteration == STEPS - 1, (
             engine.lr_scheduler.state_dict()
         )
     losses = train(engine, STEPS, MORE)
-    apart = max(abs(one - two) for one, two in zip(losses, told["losses"], strict=False))
-    as_it_was = (told["world"], saved) == (world, kind)
+    apart = max(abs(one - two) for one, two in zip(losses, reported["losses"], strict=False))
+    as_it_was = (reported["world"], saved) == (world, kind)
     assert apart <= (0.0 if as_it_was else NEAR["cast" if cast else dtype]), (
         losses,
-        told["losses"],
+        reported["losses"],
     )
     if dist.get_rank() == 0:
         print(
-            f"loaded {saved} of {told['world']} into {kind} of {world}: losses differ by "
+            f"loaded {saved} of {reported['world']} into {kind} of {world}: losses differ by "
             f"{apart:.1e}"
         )
     engine.destroy()
