@@ -26,7 +26,7 @@ from ckpt.model.reference import carried_fragments, fill
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore, Union
 from ckpt.nodes.wire import Peer, Step
-from ckpt.plan.copies import without_copy
+from ckpt.plan.copies_per_node import without_copy
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 

@@ -40,7 +40,7 @@ from ckpt.nodes.wire import Peer
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.copies import nearest_copies
+from ckpt.plan.copies_per_node import nearest_copies
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.restore.finish import Finisher
 from ckpt.restore.read_through import CacheContext, ReadThrough

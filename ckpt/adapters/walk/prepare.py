@@ -23,7 +23,7 @@ from ckpt.adapters.walk.segments import Held, Segment
 from ckpt.config import CheckMode, Copies, SaveConfig
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import check_name
-from ckpt.plan.copies import left, writers
+from ckpt.plan.copies_per_node import left, writers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SPLIT_FROM_BYTES, SavePlan, plan_save
 from ckpt.staging.copies import Copy

@@ -1,4 +1,5 @@
-"""Equal chunks in the files of several ranks: which is the nearest? Pure decisions.
+"""Copies of replicated tensors on several nodes: which ranks write them, and which one is read.
+Pure decisions.
 
 If each node has written its own copy of replicated tensors, the manifest names one of these copies.
 But it has the chunk tables of all files, and chunks with the same checksum and length are equal. So

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt.model.box import Box, even_slab
 from ckpt.model.manifest import Fragment, Manifest
-from ckpt.plan.copies import left, nearest_copies, without_copy, writers
+from ckpt.plan.copies_per_node import left, nearest_copies, without_copy, writers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import plan_restore
 from tests.plan.worlds import fragment_of, merged
