@@ -25,7 +25,7 @@ from ckpt.model.checksum import CHECKSUM_BYTES, checksum
 from ckpt.model.manifest import FragmentRef, Packed, Shard, Tensor
 from ckpt.model.packed import Columns, Heading, Tables, check_packed, columns_of, offsets_of
 from ckpt.model.runs import Ints, Run, Runs, compress
-from ckpt.plan.faults import forms_text, ranks_text
+from ckpt.plan.merge_errors import forms_text, ranks_text
 
 _MOST_CELLS = 1 << 26
 _NULL = msgspec.Raw(b"null")

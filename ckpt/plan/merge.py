@@ -20,7 +20,7 @@ from ckpt.model.patterns import patterns_of, unfitting
 from ckpt.model.runs import Ints
 from ckpt.model.values import Node, join, parse
 from ckpt.plan.columns import Gathered, Layouts, Light, first_of, holders_of, merge_layouts
-from ckpt.plan.faults import kind_of, mixed
+from ckpt.plan.merge_errors import kind_of, mixed
 
 _sorted = msgspec.json.Encoder(order="deterministic")
 

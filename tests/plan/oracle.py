@@ -30,8 +30,8 @@ from ckpt.model.manifest import (
 )
 from ckpt.model.validate import MAX_CHUNK_BYTES, check_tensor, require
 from ckpt.model.values import parse
-from ckpt.plan.faults import forms_text, mixed, ranks_text
 from ckpt.plan.merge import _merge_raw, check_replicas
+from ckpt.plan.merge_errors import forms_text, mixed, ranks_text
 
 _MAX_BYTES = 1 << 60
 
