@@ -5,7 +5,7 @@ ranks of a mesh have in common to the byte: names, shapes, places in the file, l
 The offsets of the boxes and the checksums are beside it, so a reader that has seen the form of one
 rank need not unpack it for the next.
 
-The committer checks and merges columns (``check_packed``, ``plan.columns``). Everything else
+The committer checks and merges columns (``check_packed``, ``plan.merge_layouts``). Everything else
 unpacks the few fragments that it needs to objects (``fragment_of``).
 """
 

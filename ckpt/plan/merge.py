@@ -19,8 +19,8 @@ from ckpt.model.packed import Columns, replicas_of
 from ckpt.model.patterns import patterns_of, unfitting
 from ckpt.model.runs import Ints
 from ckpt.model.values import Node, join, parse
-from ckpt.plan.columns import Gathered, Layouts, Light, first_of, holders_of, merge_layouts
 from ckpt.plan.merge_errors import kind_of, mixed
+from ckpt.plan.merge_layouts import Gathered, Layouts, Light, first_of, holders_of, merge_layouts
 
 _sorted = msgspec.json.Encoder(order="deterministic")
 

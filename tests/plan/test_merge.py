@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ckpt.errors import CommitError, ManifestCorrupt, ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box
 from ckpt.model.encoding import pack
-from ckpt.plan import columns
+from ckpt.plan import merge_layouts
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import Known, merge
 from tests.plan.worlds import fragment_of, merged, raw, with_ref
@@ -390,7 +390,7 @@ def test_a_fragment_is_checked_again_where_it_differs_from_the_one_that_was_in_o
 def test_what_did_not_change_since_the_last_merge_is_not_unpacked_again(monkeypatch):
     known = Known()
     merge(map(with_ref, fragments([leaf(TOP)], [leaf(BOTTOM)])), known)
-    monkeypatch.setattr(columns, "columns_of", None)
-    monkeypatch.setattr(columns, "offsets_of", None)
+    monkeypatch.setattr(merge_layouts, "columns_of", None)
+    monkeypatch.setattr(merge_layouts, "offsets_of", None)
     other = fragments([leaf(TOP)], [leaf(BOTTOM)], arrays={"x": X["x"] + 1}, step=8)
     assert merge(map(with_ref, other), known).step == 8
