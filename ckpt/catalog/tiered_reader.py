@@ -25,8 +25,8 @@ from ckpt.pipeline.reader import ChunkReader, Missed, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run
+from ckpt.plan.fallback import Reach, reach_of, verdict
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.reach import Reach, reach_of, verdict
 from ckpt.plan.rebase import rebase
 from ckpt.plan.restore import ChunkRead, Place, RestorePlan
 from ckpt.storage.api import StorageBackend

@@ -24,7 +24,7 @@ from ckpt.errors import (
 )
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.reach import is_damage
+from ckpt.plan.fallback import is_damage
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import stores_in_memory
 from ckpt.storage.tiers import urls_of

@@ -16,7 +16,7 @@ import msgspec
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, leader_decides
 from ckpt.errors import CkptError, RestoreError, StorageError
-from ckpt.plan.reach import is_damage
+from ckpt.plan.fallback import is_damage
 
 _GRACE_SECONDS: Final = 60.0
 """How much longer than the leader the other ranks wait, so that its timeout error reaches them."""

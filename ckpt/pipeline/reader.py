@@ -24,7 +24,7 @@ from ckpt.model.manifest import StoredFile
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce
-from ckpt.plan.reach import Reach, reach_of
+from ckpt.plan.fallback import Reach, reach_of
 from ckpt.plan.restore import ChunkRead, RestorePlan
 from ckpt.storage.api import ScatterReads, StorageBackend, aligned_memory
 
@@ -126,7 +126,7 @@ class ChunkReader:
         If the run cannot be read, each chunk is read by itself: the bad sector is in one of them.
 
         Raises:
-            What is not the store's (see ``plan.reach.reach_of``).
+            What is not the store's (see ``plan.fallback.reach_of``).
         """
         try:
             return self._read(run, file, sink, on_proven)

@@ -39,7 +39,7 @@ from ckpt.model.packed import read_fragment
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.reach import without
+from ckpt.plan.fallback import without
 from ckpt.plan.restore import ChunkRead, RestorePlan
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor

@@ -18,7 +18,7 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.box import Box
-from ckpt.plan.reach import Reach, is_damage, reach_of, verdict, without
+from ckpt.plan.fallback import Reach, is_damage, reach_of, verdict, without
 from ckpt.plan.restore import ChunkRead, RestorePlan
 
 CHUNK = ChecksumMismatch("a/rank-00000.safetensors", 4096, 100)
