@@ -19,7 +19,7 @@ from ckpt.plan.coalesce import coalesce
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.plan.save import plan_save
-from ckpt.plan.share import keyed, share
+from ckpt.plan.shared_reads import keyed, share
 from tests.plan.worlds import merged, raw
 
 CHUNK = 512 << 10

@@ -26,7 +26,7 @@ from ckpt.model.checksum import checksum
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import ChunkRead, RestorePlan, Target
-from ckpt.plan.share import Group, Keys, Parcel, keyed, share
+from ckpt.plan.shared_reads import Group, Keys, Parcel, keyed, share
 from ckpt.storage.api import aligned_memory
 
 PARCEL_BYTES: Final = 32 << 20

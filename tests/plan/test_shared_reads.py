@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt.plan.share import Keys, Shares, share
+from ckpt.plan.shared_reads import Keys, Shares, share
 
 LIMITS = {"worth_bytes": 30, "parcel_bytes": 25}
 
