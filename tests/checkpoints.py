@@ -17,10 +17,10 @@ from ckpt.coordination.owner import Owner
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
+from ckpt.model.fill import fill
 from ckpt.model.keys import OWNER, StepRef, data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of, pack_fragment
-from ckpt.model.reference import fill
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import merge
 from ckpt.plan.save import plan_save

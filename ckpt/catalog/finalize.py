@@ -34,11 +34,11 @@ from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CommitError, JobUnseen, ManifestCorrupt, RootInUse
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
+from ckpt.model.fill import fill
 from ckpt.model.keys import StepRef, fragment_name, is_about_rank, is_fragment
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of
 from ckpt.model.readable import rank_list
-from ckpt.model.reference import fill
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
 from ckpt.storage.api import StorageBackend

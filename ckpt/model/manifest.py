@@ -7,7 +7,7 @@ whole chunks, cut by ``split_rows``: each chunk of a shard is itself a box.
 
 Two records are stored: the fragment of each rank (`Packed`), which has the rank's chunks and shards
 in columns, and the `Manifest`, which refers to the fragments. `Fragment` is a fragment with its
-columns unpacked to objects, and a manifest can be filled with fragments (``model.reference``).
+columns unpacked to objects, and a manifest can be filled with fragments (``model.fill``).
 
 The small structs are JSON arrays in field order (``array_like``), because a record may hold a
 million of them. The garbage collector skips them (``gc=False``): they have no cycles.
@@ -175,7 +175,7 @@ class Manifest(
 
     The stored manifest leaves to the fragments what only some rank needs: its files have no chunks,
     an encoding has one length (that of the file), tensors have no shards, and ``per_rank`` is
-    empty. ``model.reference.fill`` puts these parts in, for some ranks or for all.
+    empty. ``model.fill.fill`` puts these parts in, for some ranks or for all.
 
     Attributes:
         tied: name -> the name its bytes are stored under.

@@ -2,7 +2,7 @@
 
 Everything that is read is checked before it is used. Names stay in their folder, sizes are
 possible, layouts hold all of their tensors. What a fragment has in columns is checked in
-``model.packed``, and whether boxes overlap in ``model.reference`` and where a restore is planned.
+``model.packed``, and whether boxes overlap in ``model.fill`` and where a restore is planned.
 """
 
 from __future__ import annotations

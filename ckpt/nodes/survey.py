@@ -19,10 +19,10 @@ from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.gather import Wait, gather
 from ckpt.errors import CkptError, IntegrityError, StorageError
+from ckpt.model.fill import carried_fragments, fill
 from ckpt.model.keys import StepRef, rank_of
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import size
-from ckpt.model.reference import carried_fragments, fill
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore, Union
 from ckpt.nodes.wire import Peer, Step

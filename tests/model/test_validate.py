@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckpt.errors import CodecMissing, FormatUnsupported, ManifestCorrupt
+from ckpt.model.fill import fill
 from ckpt.model.manifest import (
     Chunk,
     Encoding,
@@ -22,7 +23,6 @@ from ckpt.model.manifest import (
     Tensor,
 )
 from ckpt.model.packed import fragment_of, pack_fragment
-from ckpt.model.reference import fill
 from ckpt.model.runs import Level, Run, Runs
 from ckpt.model.validate import MAX_CHUNK_BYTES, check_manifest
 from tests.model.records import records
