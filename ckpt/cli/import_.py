@@ -16,7 +16,7 @@ from ckpt.cli.options import (
     TimeoutOption,
     one_place,
 )
-from ckpt.cli.watched import open_watched
+from ckpt.cli.store_timeout import open_watched
 from ckpt.config import resolve_tier
 from ckpt.errors import ConfigError
 

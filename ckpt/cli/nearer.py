@@ -10,7 +10,7 @@ from ckpt.agent.client import known_jobs
 from ckpt.agent.messages import JobStatus
 from ckpt.catalog.index import attempts
 from ckpt.cli import output
-from ckpt.cli.watched import Watched, open_watched
+from ckpt.cli.store_timeout import Watched, open_watched
 from ckpt.coordination.owner import read_owner
 from ckpt.errors import CkptError
 from ckpt.retention.claim import job_of

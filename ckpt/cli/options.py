@@ -12,7 +12,7 @@ from typing import Annotated, Final, TypeVar
 import typer
 
 from ckpt.catalog.index import is_committed
-from ckpt.cli.watched import Watched, open_watched, telling
+from ckpt.cli.store_timeout import Watched, open_watched, telling
 from ckpt.config import MEMORY, Tier, load_config, resolve_tier
 from ckpt.errors import (
     CkptError,

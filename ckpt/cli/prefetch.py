@@ -10,7 +10,7 @@ from ckpt.agent.prefetch import prefetch as fill
 from ckpt.catalog.index import find
 from ckpt.cli import output
 from ckpt.cli.options import TIMEOUT_SECONDS, naming_a_removed, workers_for
-from ckpt.cli.watched import open_watched
+from ckpt.cli.store_timeout import open_watched
 from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import ConfigError, FormatUnsupported, IntegrityError
 from ckpt.storage.places import relation

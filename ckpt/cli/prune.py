@@ -20,7 +20,7 @@ from ckpt.cli.options import (
     TimeoutOption,
     one_place,
 )
-from ckpt.cli.watched import open_watched, telling
+from ckpt.cli.store_timeout import open_watched, telling
 from ckpt.config import Best, Tier, load_config, resolve_tier
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint

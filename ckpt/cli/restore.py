@@ -28,7 +28,7 @@ from ckpt.cli.options import (
     places_and_step,
     workers_for,
 )
-from ckpt.cli.watched import Watched, open_watched, watch
+from ckpt.cli.store_timeout import Watched, open_watched, watch
 from ckpt.config import resolve_tiers
 from ckpt.errors import ConfigError, FormatUnsupported, IntegrityError, NoCheckpoint
 from ckpt.model.keys import StepRef

@@ -41,7 +41,7 @@ def dead(
     """Make a ``ckpt.toml`` whose second tier accepts connections and sends nothing, or accepts
     none.
     """
-    monkeypatch.setattr("ckpt.cli.watched.SILENT_SECONDS", 0.1)
+    monkeypatch.setattr("ckpt.cli.store_timeout.SILENT_SECONDS", 0.1)
     with contextlib.ExitStack() as stack:
         port = free_port()
         if request.param == "silent":
@@ -128,18 +128,18 @@ def test_restore_ends_though_a_store_that_was_given_up_has_still_not_answered(
 def test_data_that_does_not_come_is_told_and_waited_for(
     cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    from ckpt.cli import watched
+    from ckpt.cli import store_timeout
 
-    monkeypatch.setattr(watched, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(store_timeout, "SILENT_SECONDS", 0.1)
     reported = threading.Event()
-    tell = watched.Watched.tell
+    tell = store_timeout.Watched.tell
 
-    def heard(store: watched.Watched, text: str = "") -> None:
+    def heard(store: store_timeout.Watched, text: str = "") -> None:
         tell(store, text)
         if store.silent_seconds >= 0.1:
             reported.set()
 
-    monkeypatch.setattr(watched.Watched, "tell", heard)
+    monkeypatch.setattr(store_timeout.Watched, "tell", heard)
 
     class Slow(FaultyBackend):
         def read_into(self, key: str, offset: int, out: memoryview) -> None:
@@ -147,7 +147,7 @@ def test_data_that_does_not_come_is_told_and_waited_for(
                 reported.wait()
             super().read_into(key, offset, out)
 
-    for module in ("ckpt.storage.tiers", "ckpt.cli.watched"):
+    for module in ("ckpt.storage.tiers", "ckpt.cli.store_timeout"):
         monkeypatch.setattr(
             f"{module}.open_backend", lambda url, options: Slow(open_backend(url, options))
         )
@@ -158,7 +158,7 @@ def test_data_that_does_not_come_is_told_and_waited_for(
 
 
 def test_an_answer_after_a_while_starts_the_time_again(cli: Cli, steps: dict[int, Written]) -> None:
-    from ckpt.cli.watched import watch
+    from ckpt.cli.store_timeout import watch
 
     store = watch(open_backend("runs"), 10.0)
     assert store.silent_seconds == 0
@@ -172,7 +172,7 @@ def test_an_answer_after_a_while_starts_the_time_again(cli: Cli, steps: dict[int
 @pytest.mark.parametrize("verb", ["list", "folders"])
 def test_a_try_that_fails_is_no_answer(cli: Cli, verb: str) -> None:
     """The error of a generator comes with its first item. It must not restart the time."""
-    from ckpt.cli.watched import watch
+    from ckpt.cli.store_timeout import watch
     from ckpt.errors import TransientStorageError
 
     class Refusing(FaultyBackend):
