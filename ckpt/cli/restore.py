@@ -16,7 +16,7 @@ from ckpt.catalog.tiered_reader import Repair
 from ckpt.catalog.transfer import fetch_nearest
 from ckpt.catalog.verify import OnProgress, StepFolder, verify_step
 from ckpt.cli import output
-from ckpt.cli.nearer import nearer_tiers
+from ckpt.cli.nearer_tiers import nearer_tiers
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigOption,
