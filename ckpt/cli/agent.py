@@ -12,8 +12,8 @@ from ckpt.agent.client import connect, reach, status
 from ckpt.agent.messages import AgentStatus, JobStatus, ScrubStatus, Stop, Stopped
 from ckpt.agent.place import Place
 from ckpt.cli import output
+from ckpt.cli.agent_prefetch import prefetch
 from ckpt.cli.options import LATEST, ConfigFileOption, JsonOption, is_step
-from ckpt.cli.prefetch import prefetch
 from ckpt.errors import AgentError, ConfigError
 from ckpt.storage.registry import stores_in_memory
 
