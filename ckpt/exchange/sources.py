@@ -30,8 +30,8 @@ from ckpt.errors import (
 )
 from ckpt.exchange import safetensors_read
 from ckpt.exchange.bounds import check_state, check_torch_file, opened, regular
+from ckpt.exchange.file_kind import is_torch, what_is
 from ckpt.exchange.inert import Inert, read_inert
-from ckpt.exchange.sniff import is_torch, what_is
 from ckpt.exchange.torch_file import Scratch
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import MANIFEST, parse_folder
