@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from ckpt.errors import IntegrityError, UnsupportedValue
-from ckpt.exchange.bounds import opened
+from ckpt.exchange.input_limits import opened
 from ckpt.exchange.safetensors_file import SAME
 from ckpt.model.dtype import DTYPES, DType
 

@@ -20,8 +20,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt.errors import CkptError, IntegrityError, UnsupportedValue
-from ckpt.exchange.bounds import check_state
 from ckpt.exchange.inert import Inert, read_inert
+from ckpt.exchange.input_limits import check_state
 from ckpt.exchange.sources import Kind, detect, read_source
 
 pytestmark = pytest.mark.timeout(120)
