@@ -30,7 +30,7 @@ from ckpt.errors import (
 )
 from ckpt.exchange import safetensors_read
 from ckpt.exchange.file_kind import is_torch, what_is
-from ckpt.exchange.inert import Inert, read_inert
+from ckpt.exchange.inert_pickle import Inert, read_inert
 from ckpt.exchange.input_limits import check_state, check_torch_file, opened, regular
 from ckpt.exchange.torch_file import Scratch
 from ckpt.model.dtype import DTYPES

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ckpt import CheckpointManager, PerRank, RngState
 from ckpt.errors import ConfigError, KindMismatch
-from ckpt.exchange.inert import Inert, read_inert
+from ckpt.exchange.inert_pickle import Inert, read_inert
 from tests.cli.conftest import Cli
 from tests.exchange.states import Net, odd_state, same, trained
 

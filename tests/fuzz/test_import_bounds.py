@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt.errors import CkptError, IntegrityError, UnsupportedValue
-from ckpt.exchange.inert import Inert, read_inert
+from ckpt.exchange.inert_pickle import Inert, read_inert
 from ckpt.exchange.input_limits import check_state
 from ckpt.exchange.sources import Kind, detect, read_source
 
