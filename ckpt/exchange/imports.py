@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ckpt.catalog.index import committed
 from ckpt.config import Tier
 from ckpt.errors import CommitError, ConfigError, StepExists, StorageError, UnsupportedValue
-from ckpt.exchange.sources import Kind, State, check_kind, detect, read_source
+from ckpt.exchange.foreign_files import Kind, State, check_kind, detect, read_source
 from ckpt.manager import CheckpointManager
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef

@@ -20,9 +20,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt.errors import CkptError, IntegrityError, UnsupportedValue
+from ckpt.exchange.foreign_files import Kind, detect, read_source
 from ckpt.exchange.inert_pickle import Inert, read_inert
 from ckpt.exchange.input_limits import check_state
-from ckpt.exchange.sources import Kind, detect, read_source
 
 pytestmark = pytest.mark.timeout(120)
 STATE = {"w": torch.arange(6.0), "n": [torch.ones(2), {"a": (1, 2)}]}

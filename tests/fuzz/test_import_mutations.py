@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from ckpt.catalog.index import committed
 from ckpt.cli.main import main
-from ckpt.exchange.sources import read_source
+from ckpt.exchange.foreign_files import read_source
 from ckpt.storage.registry import open_backend
 from tests.exchange.states import odd_state, trained
 from tests.faults.conftest import Count, tally
