@@ -110,7 +110,7 @@ def _reader(root: str | None, step: int | None, timeout: float) -> Generator[Ste
 
 
 def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]:
-    from ckpt.exchange.values import max_difference
+    from ckpt.exchange.max_difference import max_difference
 
     found: dict[str, float] = {}
     with output.progress("reading", in_bytes=False) as bar:
