@@ -19,7 +19,7 @@ import torch
 from ckpt.adapters.match.tree import Notes, StateTree, chosen
 from ckpt.catalog.reading import StepReader
 from ckpt.errors import AccessDenied, ConfigError, EntryMissing, OutOfSpace, StorageError
-from ckpt.exchange import dcp_folder, safetensors_file, torch_file
+from ckpt.exchange import dcp_writer, safetensors_writer, torch_writer
 from ckpt.exchange.opened import TensorView
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import exact, following
@@ -133,14 +133,14 @@ def _safetensors(
             )
     tensors = [reader.tensors[name] for name in kept]
     short = {stored: name.removeprefix(strip) for stored, name in kept.items()}
-    safetensors_file.check_names(short)
-    safetensors_file.note_dtypes(tensors, notes)
+    safetensors_writer.check_names(short)
+    safetensors_writer.note_dtypes(tensors, notes)
     _leave_out_values(reader, notes, options.globs)
-    write: Callable[..., None] = partial(safetensors_file.write_file, place)
-    if not out.endswith(safetensors_file.SUFFIX):
+    write: Callable[..., None] = partial(safetensors_writer.write_file, place)
+    if not out.endswith(safetensors_writer.SUFFIX):
         os.mkdir(place)
         write = partial(
-            safetensors_file.write_folder, place, most_bytes=max_shard_bytes or SHARD_BYTES
+            safetensors_writer.write_folder, place, most_bytes=max_shard_bytes or SHARD_BYTES
         )
     elif max_shard_bytes is not None:
         raise ConfigError(
@@ -171,26 +171,26 @@ def _paths(value: object, path: str = "") -> list[str]:
 def _torch(
     reader: StepReader, place: str, stored: Sequence[Tensor], notes: Notes, globs: Sequence[str]
 ) -> None:
-    tensors = torch_file.read_into_scratch(reader, stored, os.path.dirname(place))
+    tensors = torch_writer.read_into_scratch(reader, stored, os.path.dirname(place))
     tree = StateTree(
         reader.manifest, lambda name: tensors[reader.tensors[name].name], globs, by_name=False
     )
-    torch_file.write_file(place, tree.build())
+    torch_writer.write_file(place, tree.build())
     notes.changed += tree.notes.changed
 
 
 def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> None:
-    unread = dcp_folder.Unread()
+    unread = dcp_writer.Unread()
 
     def make(name: str) -> torch.Tensor:
         tensor = reader.tensors[name]
         return unread.tensor(name, tensor.dtype, tensor.shape)
 
     tree = StateTree(reader.manifest, make, globs, by_name=True)
-    state = dcp_folder.fitted(tree.build(), tree.notes)
+    state = dcp_writer.fitted(tree.build(), tree.notes)
     notes.changed += tree.notes.changed
     notes.left_out += tree.notes.left_out
-    dcp_folder.write_folder(place, state, unread, lambda name: TensorView(reader, name)[...])
+    dcp_writer.write_folder(place, state, unread, lambda name: TensorView(reader, name)[...])
 
 
 @contextmanager

@@ -28,11 +28,11 @@ from ckpt.errors import (
     StorageError,
     UnsupportedValue,
 )
-from ckpt.exchange import safetensors_read
+from ckpt.exchange import safetensors_reader
 from ckpt.exchange.file_kind import is_torch, what_is
 from ckpt.exchange.inert_pickle import Inert, read_inert
 from ckpt.exchange.input_limits import check_state, check_torch_file, opened, regular
-from ckpt.exchange.torch_file import Scratch
+from ckpt.exchange.torch_writer import Scratch
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import MANIFEST, parse_folder
 from ckpt.model.validate import MAX_DIMENSIONS
@@ -239,7 +239,7 @@ def _safetensors(source: str) -> State:
     state: State = {}
     shared: dict[str, str] = {}
     for path in paths:
-        tensors, metadata = safetensors_read.read_file(path)
+        tensors, metadata = safetensors_reader.read_file(path)
         state |= tensors
         shared |= metadata
     tied = {

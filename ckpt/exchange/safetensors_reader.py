@@ -16,7 +16,7 @@ import torch
 
 from ckpt.errors import IntegrityError, UnsupportedValue
 from ckpt.exchange.input_limits import opened
-from ckpt.exchange.safetensors_file import SAME
+from ckpt.exchange.safetensors_writer import SAME
 from ckpt.model.dtype import DTYPES, DType
 
 _LENGTH: Final = 8

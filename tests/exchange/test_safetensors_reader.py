@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt.errors import IntegrityError, UnsupportedValue
-from ckpt.exchange.safetensors_read import read_file
+from ckpt.exchange.safetensors_reader import read_file
 from tests.exchange.states import same
 
 FLOATS = (
