@@ -13,9 +13,9 @@ from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import Tier
 from ckpt.errors import CkptError
 from ckpt.errors.text import redact
+from ckpt.observe.disk_space import FolderSpace
 from ckpt.observe.history import Arrival, History, SavedStep, history_of
 from ckpt.observe.journal import JournalReader
-from ckpt.observe.space import FolderSpace
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.places import is_folder, is_missing
