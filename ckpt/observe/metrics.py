@@ -27,8 +27,8 @@ from ckpt.events import (
 )
 from ckpt.observe.backlog import Backlog
 from ckpt.observe.disk_space import FolderSpace
+from ckpt.observe.metric_series import make_series, prometheus
 from ckpt.observe.otlp import sender
-from ckpt.observe.series import make_series, prometheus
 from ckpt.storage.places import is_folder
 from ckpt.storage.registry import scheme_of
 
