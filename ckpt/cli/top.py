@@ -22,7 +22,7 @@ from ckpt.cli.options import PlacesArgument, RootsOption, places
 from ckpt.cli.output import duration, size
 from ckpt.cli.serve import ConfigsOption, watched_runs
 from ckpt.errors.text import clean
-from ckpt.observe.overview import RunView, StepView, TierView
+from ckpt.observe.run_view import RunView, StepView, TierView
 
 _ROWS = 12
 _PATIENCE_SECONDS = 2.0

@@ -23,7 +23,7 @@ from starlette.routing import Route  # pyright: ignore[reportMissingImports]
 from ckpt.errors import CkptError, ConfigError, NoCheckpoint
 from ckpt.errors.text import clean
 from ckpt.model.readable import duration, size
-from ckpt.observe.overview import MEANING, RunView
+from ckpt.observe.run_view import MEANING, RunView
 from ckpt.page.contents import Opened, run_page
 from ckpt.page.guard import App, Guard
 from ckpt.page.live import Live

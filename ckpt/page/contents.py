@@ -17,7 +17,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, Tensor, chunk_offsets
 from ckpt.model.readable import duration
 from ckpt.observe.journal import Record
-from ckpt.observe.overview import RunView, RunWatch, StepView, TierView
+from ckpt.observe.run_view import RunView, RunWatch, StepView, TierView
 from ckpt.page.charts import Chart, chart
 from ckpt.pipeline.workers import Workers
 

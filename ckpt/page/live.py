@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ckpt.observe.overview import RunView, RunWatch
+from ckpt.observe.run_view import RunView, RunWatch
 from ckpt.pipeline.workers import Workers
 
 _log = logging.getLogger("ckpt")

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Final
 
 from ckpt.errors import ConfigError, MissingExtra
-from ckpt.observe.overview import RunWatch
+from ckpt.observe.run_view import RunWatch
 from ckpt.page.live import Live
 from ckpt.storage.places import is_folder
 

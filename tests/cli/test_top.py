@@ -7,7 +7,7 @@ import pytest
 from ckpt.config import Tier
 from ckpt.events import SaveCommitted, SaveStaged
 from ckpt.observe.journal import Journal
-from ckpt.observe.overview import watch_runs
+from ckpt.observe.run_view import watch_runs
 from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli, Written
 

@@ -14,7 +14,7 @@ testclient = pytest.importorskip("starlette.testclient", reason="pip install htt
 from ckpt.config import Tier  # noqa: E402
 from ckpt.events import SaveCommitted, SaveFailed, SaveStaged, TierMissed  # noqa: E402
 from ckpt.observe import Journal  # noqa: E402
-from ckpt.observe.overview import watch_runs  # noqa: E402
+from ckpt.observe.run_view import watch_runs  # noqa: E402
 from ckpt.page.app import make_app  # noqa: E402
 from ckpt.page.live import Live  # noqa: E402
 from ckpt.storage.registry import open_backend  # noqa: E402
