@@ -25,7 +25,7 @@ from ckpt.errors.text import clean
 from ckpt.model.readable import duration, size
 from ckpt.observe.run_view import MEANING, RunView
 from ckpt.page.contents import Opened, run_page
-from ckpt.page.live import Live
+from ckpt.page.live_views import Live
 from ckpt.page.request_checks import App, Guard
 
 _STATIC: Final[Mapping[str, str]] = {

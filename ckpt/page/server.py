@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ckpt.errors import ConfigError, MissingExtra
 from ckpt.observe.run_view import RunWatch
-from ckpt.page.live import Live
+from ckpt.page.live_views import Live
 from ckpt.storage.places import is_folder
 
 _PACKAGES: Final = ("starlette", "uvicorn", "jinja2")

@@ -16,7 +16,7 @@ from ckpt.events import SaveCommitted, SaveFailed, SaveStaged, TierMissed  # noq
 from ckpt.observe import Journal  # noqa: E402
 from ckpt.observe.run_view import watch_runs  # noqa: E402
 from ckpt.page.app import make_app  # noqa: E402
-from ckpt.page.live import Live  # noqa: E402
+from ckpt.page.live_views import Live  # noqa: E402
 from ckpt.storage.registry import open_backend  # noqa: E402
 from tests.checkpoints import write_checkpoint  # noqa: E402
 
