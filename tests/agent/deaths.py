@@ -23,9 +23,10 @@ from ckpt.catalog.index import committed
 from ckpt.model.keys import StepRef
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import holders
-from tests.crash.nursery import fork, orphans, warm_up
+from tests.crash.nursery import orphans, warm_up
 from tests.crash.three_tiers import bury, check, memory_url, noted, trainer
 from tests.kit.waiting import until
+from tests.processes import fork
 
 KILLED = ("trainer", "agent, then trainer", "both at once", "agent while it finishes")
 
@@ -81,9 +82,9 @@ def one(root: Path, numbers: int, how: str, chance: random.Random) -> bool:
     known |= {("disk", ref.step) for ref in listed(root / "disk")}
     newest = check(root, known, numbers)
     bury(child, root)
-    for folder in (root / "far").glob("step-*"):
-        if int(folder.name[5:14]) < newest - 4:
-            shutil.rmtree(folder)
+    for kept in (root / "far").glob("step-*"):
+        if int(kept.name[5:14]) < newest - 4:
+            shutil.rmtree(kept)
     log.write_text(f"disk {newest}\n")
     return known != before
 

@@ -36,10 +36,11 @@ from ckpt.events import Event, SaveCommitted
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import holders, new_place
-from tests.crash.nursery import fork, orphans, warm_up
+from tests.crash.nursery import orphans, warm_up
 from tests.kit.stores import whole
 from tests.kit.waiting import until
 from tests.kit.worlds import environment_of
+from tests.processes import fork
 from tests.servers import free_port
 
 NODES = (0, 0, 1, 1)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,6 +27,7 @@ from ckpt.model.keys import OWNER
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, holders, job_of, memory_folder
 from tests.cli.conftest import Cli, cli
+from tests.kit.states import restored
 from tests.kit.stores import whole
 from tests.kit.waiting import until
 from tests.kit.worlds import run_code
@@ -267,10 +269,11 @@ def test_a_job_that_stop_gives_up_is_named_with_the_memory_that_it_takes(
 
 def test_nothing_is_touched_while_the_trainer_lives(place: Place, tmp_path: Path, tiers) -> None:
     words = [sys.executable, "-c", TRAINER, msgspec.json.encode(tiers).decode(), "1", "2"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     script = TRAINER.replace("manager.close(", "print('saved', flush=True); sys.stdin.read()\n#")
     words[2] = script
-    with ended(subprocess.Popen([*words, "nearest"], **pipes)) as trainer:  # type: ignore[call-overload]
+    with ended(subprocess.Popen([*words, "nearest"], **pipes)) as trainer:
+        assert trainer.stdout is not None
         assert trainer.stdout.readline() == "saved\n"
         assert await_state(place, "running").step == -1
         assert not (tmp_path / "disk").exists()
@@ -297,7 +300,7 @@ def test_closing_with_detach_leaves_the_far_tier_to_the_agent(place: Place, tmp_
     for root in ("disk", "far"):
         assert read_owner(open_backend(str(tmp_path / root))) is None
     with CheckpointManager(tiers, agent="required") as manager:  # a trainer of the same process
-        assert manager.restore({"x": torch.zeros(200_000, dtype=torch.int64)}).step == 3
+        assert restored(manager, {"x": torch.zeros(200_000, dtype=torch.int64)}).step == 3
         manager.save({"x": torch.full((200_000,), 4)}, 4)
     assert whole(tmp_path / "far") == [1, 2, 3, 4]
 

@@ -27,6 +27,7 @@ from ckpt.model.keys import OWNER
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import memory_folder
+from tests.kit.stores import Wrapped
 from tests.kit.worlds import run_code
 
 TRAINER = """
@@ -79,18 +80,16 @@ def steps(root: Path) -> list[int]:
     return sorted(ref.step for ref in committed(open_backend(str(root))))
 
 
-class Watched:
+class Watched(Wrapped):
     """A store that calls ``on_put`` before each put."""
 
     def __init__(self, inner: Any, on_put: Callable[[str], None]) -> None:
-        self._inner, self._on_put = inner, on_put
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        super().__init__(inner)
+        self._on_put = on_put
 
     def put(self, key: str, *args: Any, **how: Any) -> Any:
         self._on_put(key)
-        return self._inner.put(key, *args, **how)
+        return self.inner.put(key, *args, **how)
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, root: Path, on_put: Callable[[str], None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from tests.cli.conftest import Cli, cli
 from tests.kit.damage import files, flip, look
+from tests.kit.disks import run_mounted
 from tests.kit.stores import whole
 from tests.kit.waiting import until
 
@@ -101,14 +101,11 @@ def test_a_newest_step_that_is_damaged_is_passed_over(tmp_path: Path, far: Path,
 def test_a_disk_without_room_gets_nothing(tmp_path: Path, far: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size=4m none {disk}"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(command, capture_output=True, check=False).returncode
-    ):
-        pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")
-    command[-1] += f"; {' '.join(PREFETCH)} {far} --to {disk}; echo $? $(ls {disk})"
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    ran = run_mounted(
+        f"mount -t tmpfs -o size=4m none {disk}",
+        f"{' '.join(PREFETCH)} {far} --to {disk}; echo $? $(ls {disk})",
+    )
+    assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["3"]
     assert "free, and the step needs" in " ".join(ran.stderr.split())
 

@@ -581,7 +581,8 @@ def test_two_hundred_objects_leave_no_descriptor_open(backend):
 
 
 def test_writes_that_were_cut_off_are_told_and_can_be_discarded(backend, tmp_path):
-    assert isinstance(backend, KeepsUnfinished)
+    keeping = backend
+    assert isinstance(keeping, KeepsUnfinished)
     backend.put("step/other", [b"x"])
     upload = backend.upload("step/image", 20 << 20)
     upload.write(0, memoryview(bytes(8 << 20)))

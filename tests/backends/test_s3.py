@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import zlib
+from typing import Any
 
 import pytest
 from botocore.loaders import JSONFileLoader
@@ -425,7 +426,7 @@ def test_checksums_of_parts_are_sent_where_asked_for(moto_server, checksums):
     options = {**RIGHT, "endpoint_url": moto_server.url, "checksums": checksums}
     backend = open_s3(f"s3://bucket/{fresh()}", options)
     data = payload(20 << 20)
-    upload = backend.upload("key", len(data))
+    upload: Any = backend.upload("key", len(data))
     send(upload, memoryview(data))
     sent = [part.get("ChecksumCRC32") for part, _ in upload._done.values()]
     if checksums is True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import traceback
+from typing import Any
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_what_is_no_tier_is_told_by_its_type(given):
     ["every", "keep_last", "keep_best", "capacity", "required", "codec", "local", "url", "options"],
 )
 def test_a_dict_in_the_place_of_a_setting_is_told_by_its_type(name):
-    fields = {"url": "runs", "keep_last": 3, name: [{"secret": HUNTER}]}
+    fields: dict[str, Any] = {"url": "runs", "keep_last": 3, name: [{"secret": HUNTER}]}
     with pytest.raises(ConfigError, match="list") as caught:
         Tier(**fields)
     assert HUNTER not in said(caught.value)

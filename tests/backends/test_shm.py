@@ -37,8 +37,9 @@ class TestShm(BackendConformance):
         path = Path(f"/dev/shm/ckpt-test-{uuid.uuid4().hex}")
         try:
             path.write_bytes(b"0123456789")
-            assert isinstance(backend, Adopting)
-            assert backend.adopt("step/x", str(path), 7).size == 7
+            adopting = backend
+            assert isinstance(adopting, Adopting)
+            assert adopting.adopt("step/x", str(path), 7).size == 7
             assert fetch(backend, "step/x") == b"0123456"
             assert path.stat().st_nlink == 2
             backend.adopt("step/x", str(path), 3)  # once more, which replaces the first

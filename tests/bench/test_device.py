@@ -5,6 +5,7 @@ No test here is about speed.
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_a_contender_that_gives_back_something_else_has_no_numbers(
         stdout = 'torch says something\n{"saves": [], "equal": false}\n'
 
     monkeypatch.setattr(device, "NAMES", ("ckpt.device",))
-    monkeypatch.setattr(device.subprocess, "run", lambda *_, **__: Done)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: Done)
     with Bench("device", str(tmp_path / "disk"), (), 120, Console(quiet=True)) as bench:
         result = device.run(bench, replace(device.QUICK, size_mib=(2,)))
     assert [(one.name, one.reason) for one in result.failures] == [

@@ -61,7 +61,7 @@ def spread(result: Result, case: str, name: str, key: str) -> Spread:
     return value
 
 
-CASES = {
+CASES: dict[str, list[tuple[str, tuple[str, ...], str, int]]] = {
     "raw": [("16 MiB", TWO, "safe_seconds", 2), ("16 MiB", TWO, "durable_over_write", 2)],
     "small": [
         ("300 tensors", TWO, "call_seconds", 2),

@@ -23,7 +23,6 @@ from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef, data_name
 from ckpt.pipeline import stored
-from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.rebase import same_chunks
 from ckpt.storage.api import (
@@ -37,14 +36,8 @@ from ckpt.storage.api import (
 )
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, LoseReply, Raise, Rule, flip_byte
+from tests.catalog.small import IMPATIENT, SMALL
 from tests.checkpoints import Arrays, Written, write_checkpoint
-
-SMALL: Arrays = {
-    "w": np.arange(40, dtype=np.float32).reshape(8, 5),
-    "b": np.arange(9, dtype=np.int64),
-    "n": np.array(2.5),
-}
-IMPATIENT = RetryPolicy(attempts=3, first_seconds=0.001, most_seconds=0.002)
 
 
 def memory() -> StorageBackend:

@@ -21,20 +21,13 @@ from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk, File, StoredFile
 from ckpt.pipeline.reader import RUN_BYTES, runs_of
-from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import chunks_of
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule
+from tests.catalog.small import IMPATIENT, SMALL
 from tests.checkpoints import Arrays, Written, write_checkpoint
-
-SMALL: Arrays = {
-    "w": np.arange(40, dtype=np.float32).reshape(8, 5),
-    "b": np.arange(9, dtype=np.int64),
-    "n": np.array(2.5),
-}
-IMPATIENT = RetryPolicy(attempts=3, first_seconds=0.001, most_seconds=0.002)
 
 
 @pytest.fixture

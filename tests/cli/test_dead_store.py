@@ -16,6 +16,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend
 from tests.checkpoints import Written
 from tests.cli.conftest import Cli, data_file
+from tests.kit.stores import wrap_stores
 from tests.servers import free_port
 
 CONFIG = """
@@ -110,12 +111,9 @@ def test_restore_ends_though_a_store_that_was_given_up_has_still_not_answered(
     cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     over = threading.Event()
-
-    def opened(url: str, options: object) -> StorageBackend:
-        found = open_backend(url)
-        return Hanging(found, over) if url.endswith("far") else found
-
-    monkeypatch.setattr("ckpt.storage.tiers.open_backend", opened)
+    wrap_stores(
+        monkeypatch, lambda url, store: Hanging(store, over) if url.endswith("far") else store
+    )
     try:
         ran = cli("restore", "runs", "far", "--timeout", "1.5")
     finally:

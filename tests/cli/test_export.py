@@ -184,7 +184,7 @@ def test_dcp_loads_into_a_model_and_optimizer(cli: Cli, saved: Path) -> None:
     net, optimizer = trained(seed=1)
     model_state, optimizer_state = get_state_dict(net, optimizer)
     zeros = {name: torch.zeros_like(value) for name, value in ODD["tensors"].items()}
-    state = {
+    state: dict[str, Any] = {
         "model": model_state,
         "optimizer": optimizer_state,
         "epoch": 0,

@@ -17,18 +17,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 from torch import nn
 
-import ckpt.storage.tiers
 from ckpt import CheckpointManager
 from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
+from tests.kit.stores import Wrapped, wrap_stores
+from tests.processes import fork
 
 Content = dict[str, Any]
 
@@ -42,16 +45,17 @@ def content(step: int, numbers: int) -> Content:
     }
 
 
-class Killer:
+class Killer(Wrapped):
     """A store in which the process kills itself at the n-th call, before or after that call did its
     work.
     """
 
     def __init__(self, inner: Any, die: Callable[[str], None]) -> None:
-        self._inner, self._die = inner, die
+        super().__init__(inner)
+        self._die = die
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
+        found = super().__getattr__(name)
         if name not in (
             "put",
             "upload",
@@ -74,24 +78,6 @@ class Killer:
             return Killer(result, self._die) if name == "upload" else result
 
         return call
-
-
-def fork(work: Callable[[], None]) -> int:
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        work()
-        code = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def die() -> NoReturn:
@@ -136,8 +122,8 @@ def check(root: Path, known: set[int], numbers: int) -> int:
     with Workers("check", 2) as workers:
         refs = committed(backend)
         for ref in refs:
-            report = verify_step(backend, ref, workers=workers)
-            assert report.intact, (ref, report.faults)
+            verified = verify_step(backend, ref, workers=workers)
+            assert verified.intact, (ref, verified.faults)
     steps = sorted(ref.step for ref in refs)
     assert len(steps) == len(set(steps)), steps
     assert known <= set(steps), (known, steps)
@@ -173,7 +159,7 @@ def at_random(root: Path, times: int, numbers: int, seed: int) -> None:
     newest, deaths, during = -1, 0, 0
     for _ in range(times):
         first = newest + 1
-        child = fork(lambda first=first: saver(root, log, numbers, first, 10**6))
+        child = fork(partial(saver, root, log, numbers, first, 10**6))
         time.sleep(chance.uniform(0.0, 0.25 + numbers * 4e-8))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
@@ -215,9 +201,7 @@ def at_every_step(root: Path, numbers: int) -> None:
                         if moment == when and count == nth:
                             die()
 
-                ckpt.storage.tiers.open_backend = lambda url, options: Killer(
-                    open_backend(url, options), count_and_die
-                )
+                wrap_stores(pytest.MonkeyPatch(), lambda url, store: Killer(store, count_and_die))
                 saver(place, its_log, numbers, 2, 3)
 
             code = os.waitstatus_to_exitcode(os.waitpid(fork(doomed), 0)[1])

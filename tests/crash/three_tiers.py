@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -32,8 +33,11 @@ from ckpt.catalog.verify import verify_step
 from ckpt.config import AgentMode
 from ckpt.events import Event, SaveCommitted
 from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
-from tests.crash.nursery import Killer, content, die, fork, orphans, warm_up
+from tests.crash.nursery import Killer, content, die, orphans, warm_up
+from tests.kit.stores import wrap_stores
+from tests.processes import fork
 
 CHUNK_BYTES = 1 << 20
 Noted = set[tuple[str, int]]
@@ -73,8 +77,9 @@ def trainer(root: Path, log: Path, numbers: int, last: int, agent: AgentMode = "
         if isinstance(event, SaveCommitted):
             os.write(descriptor, f"{kind(event.tier)} {event.step}\n".encode())
 
-    how = {"chunk_bytes": CHUNK_BYTES, "agent": agent}
-    with CheckpointManager(tiers(root), observers=[note], **how) as manager:
+    with CheckpointManager(
+        tiers(root), observers=[note], chunk_bytes=CHUNK_BYTES, agent=agent
+    ) as manager:
         manager.restore(state)
         for step in range(state["step"] + 1, last):
             for key, value in content(step, numbers).items():
@@ -115,8 +120,8 @@ def check(root: Path, known: Noted, numbers: int) -> int:
             backend = open_backend(url)
             listed[name] = set()
             for ref in committed(backend):
-                report = verify_step(backend, ref, workers=workers)
-                assert report.intact, (name, ref, report.faults)
+                verified = verify_step(backend, ref, workers=workers)
+                assert verified.intact, (name, ref, verified.faults)
                 listed[name].add(ref.step)
     reported = {name: sorted(step for where, step in known if where == name) for name in listed}
     assert set(reported["far"]) <= listed["far"], (reported, listed)
@@ -188,12 +193,10 @@ def doomed(root: Path, log: Path, numbers: int, nth: int, when: str) -> None:
             if moment == when and next(counter) == nth:
                 die()
 
-    def opened(url: str, options: Any) -> Any:
-        return (KillerInMemory if url.startswith("shm:") else Killer)(
-            open_backend(url, options), count_and_die
-        )
+    def killer(url: str, store: StorageBackend) -> Killer:
+        return (KillerInMemory if url.startswith("shm:") else Killer)(store, count_and_die)
 
-    ckpt.storage.tiers.open_backend = opened
+    wrap_stores(pytest.MonkeyPatch(), killer)
     trainer(root, log, numbers, 4)
 
 

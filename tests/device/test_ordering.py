@@ -44,15 +44,15 @@ class Writes(torch.optim.SGD):
     """
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         if not self.state:
-            super().step()
-            return
+            return super().step()
         for tensor in [
             *self.state,
             *(value for held in self.state.values() for value in held.values()),
         ]:
             tensor.data.fill_(7)
+        return None
 
 
 def trained(place: torch.device, *, seed: int = 0) -> dict[str, Any]:

@@ -7,14 +7,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.kit.worlds import ENVIRONMENT
 from tests.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = Path(__file__).resolve().parent / "workers"
+TORCHRUN = {**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""What torchrun is given beside the environment of the tests."""
 
 
 def torchrun(
-    ranks: int, worker: str, *args: object, timeout: float = 150, options: Sequence[str] = ()
+    ranks: int, worker: str | Path, *args: object, timeout: float = 150, options: Sequence[str] = ()
 ) -> str:
     """Return what the ranks printed. Fail with all of the output if a rank fails."""
     done = run(
@@ -28,12 +31,7 @@ def torchrun(
             str(WORKERS / worker),
         ]
         + [str(arg) for arg in args],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
-        },
+        env=os.environ | TORCHRUN,
         timeout=timeout,
     )
     assert done.returncode == 0, done.stdout[-8000:]

@@ -19,7 +19,7 @@ from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
-from tests.distributed.launch import ROOT, WORKERS
+from tests.distributed.launch import ROOT, TORCHRUN, WORKERS
 from tests.distributed.tormentor import Job
 from tests.processes import run
 from tests.servers import free_port
@@ -65,12 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             str(made / "log"),
             *runs,
         ],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
-        },
+        env=os.environ | TORCHRUN,
         stderr=None,
         timeout=240,
     )

@@ -5,7 +5,6 @@ Every element is where it belongs.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from ckpt.catalog.verify import verify_step
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from tests.distributed.launch import WORKERS
+from tests.distributed.workers import nets
 from tests.kit.worlds import world
 
 pytestmark = pytest.mark.distributed
@@ -82,13 +82,7 @@ def test_two_ranks_read_what_four_have_saved(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [*TWO, *FOUR])
-def test_one_process_reads_what_many_have_saved(
-    folder: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(WORKERS))
-    sys.modules.pop("nets", None)
-    import nets
-
+def test_one_process_reads_what_many_have_saved(folder: Path, mode: str) -> None:
     net, optimizer = nets.build("plain", seed=9)
     state = nets.state_of(net, optimizer, -1)
     state |= {"strict": PerRank(0, on_resize="first"), "columns": torch.zeros(96)}

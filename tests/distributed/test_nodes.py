@@ -16,19 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import ROOT, WORKERS
+from tests.distributed.launch import TORCHRUN, WORKERS
 from tests.kit.waiting import until
 from tests.kit.worlds import world
 from tests.processes import ended, run
 
 pytestmark = pytest.mark.distributed
 
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
-}
+ENVIRONMENT = os.environ | TORCHRUN
 
 
 def test_steps_outlive_nodes_as_far_as_their_bytes_do(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import ckpt
 from ckpt import CheckpointManager
 from ckpt.errors import ChecksumMismatch, ConfigError, EntryMissing, NoCheckpoint
 from ckpt.exchange.opened import Index
+from tests.exchange.states import same
 
 EMBED = torch.arange(640 * 8, dtype=torch.float32).reshape(640, 8)
 STATE = {
@@ -29,18 +30,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         manager.save({"embed": EMBED + 1}, step=1)
         manager.save(STATE, step=2)
     return path
-
-
-def same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Check that both are equal bit for bit."""
-    return (
-        one.dtype == two.dtype
-        and one.shape == two.shape
-        and one.contiguous()
-        .reshape(-1)
-        .view(torch.uint8)
-        .equal(two.contiguous().reshape(-1).view(torch.uint8))
-    )
 
 
 def test_steps_and_names_are_listed(root: Path) -> None:

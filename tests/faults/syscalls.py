@@ -88,7 +88,7 @@ class Syscalls:
             patch.setattr(
                 direct_io, "_rename_noreplace", self._renamed(direct_io._rename_noreplace)
             )
-            patch.setattr(posix, "reserve", self._reserved(posix.reserve))
+            patch.setattr(posix, "reserve", self._reserved(direct_io.reserve))
             yield self
 
     def _inside(self, place: object) -> str | None:

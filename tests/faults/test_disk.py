@@ -6,25 +6,21 @@ The tests need the right to mount.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import AccessDenied, CkptError, OutOfSpace
-from ckpt.storage.registry import open_backend
 from tests.crash.nursery import Killer
 from tests.faults.conftest import Count
-from tests.kit.disks import mount
-from tests.kit.stores import whole
+from tests.kit.disks import mount, run_mounted
+from tests.kit.stores import whole, wrap_stores
 
 __all__ = ["mount"]
 ALL = [pytest.mark.torture, pytest.mark.timeout(1800)]
@@ -145,11 +141,10 @@ def test_a_disk_that_is_turned_read_only_between_two_calls(
             if armed[0] == 0 and not remount("ro"):
                 armed[0] = 1  # a file is open for writing when the next call comes
 
-    def opened(url: str, options: Any) -> Any:
-        backend = open_backend(url, options)
-        return Killer(backend, tick) if url.startswith(str(place)) else backend
-
-    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+    wrap_stores(
+        monkeypatch,
+        lambda url, store: Killer(store, tick) if url.startswith(str(place)) else store,
+    )
     lost = 0
     for nth in calls:
         tiers = others(tmp_path / f"{nth}", place, which)
@@ -167,42 +162,22 @@ def test_a_disk_that_is_turned_read_only_between_two_calls(
     tally("read-only", lost)
 
 
-def in_a_namespace(tmp_path: Path, mount: str, module: str) -> str:
-    """Return what ``python -m module tmp_path`` prints in a mount namespace of its own, after
-    ``mount``.
-    """
-    command = ["unshare", "-m", "sh", "-c", mount]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(command, capture_output=True, check=False).returncode
-    ):
-        pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")
-    command[-1] += f" && exec {sys.executable} -m {module} {tmp_path}"
-    here = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
-        command,
-        cwd=here,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(here), str(here / "backends")])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+def output_on(place: Path, size: str, module: str) -> str:
+    """Return what ``python -m module place`` prints while ``place`` is a tmpfs of this size."""
+    done = run_mounted(
+        f"mount -t tmpfs -o size={size} none {place}", f"exec {sys.executable} -m {module} {place}"
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
 def test_a_disk_that_is_pulled_takes_no_save_under_its_mount_point(tmp_path: Path) -> None:
-    reported = in_a_namespace(
-        tmp_path, f"mount -t tmpfs -o size=64m none {tmp_path}", "tests.pulled_disk"
-    )
+    reported = output_on(tmp_path, "64m", "tests.pulled_disk")
     assert reported.splitlines() == ["disk 1 4", "disk/run 1 4", "disk/run2 4"]
 
 
 def test_jobs_that_are_killed_in_mid_save_do_not_fill_a_small_disk(tmp_path: Path) -> None:
-    reported = in_a_namespace(
-        tmp_path, f"mount -t tmpfs -o size=4m none {tmp_path}", "tests.small_disk"
-    )
+    reported = output_on(tmp_path, "4m", "tests.small_disk")
     assert reported.splitlines() == [
         "after kills 12",
         "at the end 40 1",

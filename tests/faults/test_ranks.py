@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Count
-from tests.kit.worlds import ROOT
+from tests.kit.worlds import ENVIRONMENT, ROOT
 from tests.processes import run
 
 TIMES = 50
@@ -28,7 +28,7 @@ def test_four_ranks_that_are_killed_and_stopped_at_random_moments_resume_each_ti
 ) -> None:
     done = run(
         [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path / "job"), str(TIMES), "1"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])},
+        env=os.environ | ENVIRONMENT,
         timeout=2300,
     )
     assert "ALL WELL" in done.stdout, done.stdout[-6000:]

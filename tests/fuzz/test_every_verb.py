@@ -97,7 +97,7 @@ def test_a_manifest_changed_anywhere_ends_in_our_errors(
     assert number >= examples // 2
 
 
-BODIES = (
+BODIES: tuple[dict[str, Any], ...] = (
     {"per_rank": {"x": {}}},
     {"per_rank": {"0": []}},
     {"per_rank": {}},

@@ -29,7 +29,10 @@ from tests.plan.worlds import fragment_of as written
 
 __all__ = ["tally"]
 
-ARRAYS = {"x": np.arange(80, dtype=np.float32).reshape(20, 4), "y": np.arange(6, dtype=np.int64)}
+ARRAYS: dict[str, np.ndarray] = {
+    "x": np.arange(80, dtype=np.float32).reshape(20, 4),
+    "y": np.arange(6, dtype=np.int64),
+}
 PLAIN = [
     written(
         rank,

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-WORKER = Path(__file__).parent / "workers" / "lightning_nets.py"
-
 
 @pytest.fixture(scope="module")
-def nets() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(WORKER.parent))
-        import lightning_nets
+def nets() -> Any:
+    from tests.integrations.workers import lightning_nets
 
-        yield lightning_nets
-    sys.modules.pop("lightning_nets")
+    return lightning_nets
 
 
 def after(losses: dict[int, float], step: int) -> dict[int, float]:

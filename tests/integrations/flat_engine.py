@@ -60,7 +60,7 @@ class Engine:
     has_moe_layers = False
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.AdamW, *, scheduled: bool = True
+        self, module: Any, optimizer: torch.optim.AdamW, *, scheduled: bool = True
     ) -> None:
         self.module = module
         for parameter in module.parameters():

@@ -27,6 +27,7 @@ from ckpt.errors import ConfigError, RestoreError, UnsupportedValue
 from ckpt.integrations import tested
 from ckpt.integrations.accelerate import AcceleratorCheckpoints
 from tests import processes
+from tests.distributed.launch import TORCHRUN
 from tests.integrations.accelerate_job import BATCHES, Job, accelerator, forget
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +116,7 @@ def test_the_project_names_the_place_the_step_and_the_limit(tmp_path: Path) -> N
 
 def test_a_tier_keeps_what_it_says_and_an_iteration_may_be_given(tmp_path: Path) -> None:
     job = new(total_limit=1, iteration=5)
-    tiers = [str(tmp_path / "near"), Tier(str(tmp_path / "far"), keep_last=3)]
+    tiers: list[str | Tier] = [str(tmp_path / "near"), Tier(str(tmp_path / "far"), keep_last=3)]
     with AcceleratorCheckpoints(job.accelerator, tiers) as checkpoints:
         for _ in range(4):
             checkpoints.save_state().result(tier=str(tmp_path / "far"))
@@ -164,8 +165,8 @@ def test_the_lines_of_the_page_run_and_resume(
     for epochs in ("2", "4"):
         forget()
         exec(lines.replace("else 0, 10)", f"else 0, {epochs})"), {})
-    epochs = re.findall(r"^epoch (\d)", capsys.readouterr().out, re.MULTILINE)
-    assert epochs == ["0", "1", "2", "3"]
+    printed = re.findall(r"^epoch (\d)", capsys.readouterr().out, re.MULTILINE)
+    assert printed == ["0", "1", "2", "3"]
 
 
 # -- several ranks ---------------------------------------------------------------------------------
@@ -188,12 +189,7 @@ def test_two_ranks_killed_in_mid_save_resume_to_the_bit(tmp_path: Path, mode: st
             *torchrun,
             "second",
         ],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
-        },
+        env=os.environ | TORCHRUN,
         stderr=None,
         timeout=150,
     )

@@ -34,7 +34,7 @@ def moved(root: Path, source: Any, target: Any) -> Any:
     return holder.value
 
 
-def numpy_tree(value: float) -> dict[str, Any]:
+def numpy_tree(value: float) -> dict[Any, Any]:
     return {
         "matrix": np.full((3, 4), value),
         "transposed": (np.arange(12, dtype=np.float32).reshape(3, 4) * value).T,
@@ -131,7 +131,7 @@ def test_what_a_restore_leaves_out_keeps_its_values(tmp_path: Path) -> None:
         np.array([1], ">i4"),
         np.array(["2026-11-22"], "datetime64[D]"),
         np.zeros(2, [("a", "f4")]),
-        np.ma.masked_array([1.0, 2.0], [0, 1]),
+        np.ma.masked_array([1.0, 2.0], [False, True]),
         object(),
     ],
 )
@@ -181,14 +181,14 @@ def test_a_key_of_random_numbers_draws_what_it_would_have_drawn(tmp_path: Path, 
 
 def test_classes_that_jax_knows_as_trees_are_trees(tmp_path: Path, jax: Any) -> None:
     class Layer:
-        def __init__(self, weight: Any, name: str) -> None:
+        def __init__(self, weight: Any, name: Any) -> None:
             self.weight, self.name = weight, name
 
     keys = jax.tree_util.GetAttrKey("weight")
     jax.tree_util.register_pytree_with_keys(
         Layer,
         lambda layer: (((keys, layer.weight),), layer.name),
-        lambda name, children: Layer(*children, name),
+        lambda name, children: Layer(next(iter(children)), name),
     )
     target = {"layer": Layer(jax.numpy.zeros(2), "mine")}
     found = moved(tmp_path, {"layer": Layer(jax.numpy.ones(2), "other")}, target)

@@ -121,7 +121,7 @@ def test_the_reader_loads_what_the_manager_saved(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save({"model": model, "optimizer": optimizer, "step": 12, "note": ("a", {1, 2})})
     values, moments = get_state_dict(*trained(2))
-    target = {"model": values, "optimizer": moments, "step": 0, "note": None}
+    target: dict[str, Any] = {"model": values, "optimizer": moments, "step": 0, "note": None}
     dcp.load(target, storage_reader=CkptReader(tmp_path))
     wanted = get_state_dict(model, optimizer)
     assert_equal(target["model"], wanted[0])
@@ -253,7 +253,7 @@ def test_ranks_that_found_different_steps_do_not_load_a_mixture(tmp_path):
         CkptReader(tmp_path).prepare_global_plan(plans)
 
 
-def test_a_kept_writer_numbers_steps_and_stages_into_the_same_memory(tmp_path):
+def test_a_kept_writer_numbers_steps_and_stages_into_the_same_memory(tmp_path, monkeypatch):
     writer = CkptWriter(tmp_path)
     weights = torch.zeros(1000)
     addresses: set[int] = set()
@@ -264,10 +264,10 @@ def test_a_kept_writer_numbers_steps_and_stages_into_the_same_memory(tmp_path):
         addresses.add(staged["w"].data_ptr())
         return staged
 
-    writer.stage = watched  # type: ignore[method-assign]
+    monkeypatch.setattr(writer, "stage", watched)
     for step in range(3):
         weights.fill_(step)
-        future = dcp.async_save({"w": weights}, storage_writer=writer)
+        future: Any = dcp.async_save({"w": weights}, storage_writer=writer)
         weights.fill_(-1)
         future.result()
     writer.close()
@@ -428,8 +428,13 @@ def test_an_empty_state_is_a_step(tmp_path):
 
 def test_the_lines_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    page, names = "docs/integrations/dcp.md", {"dcp": dcp, "CkptReader": CkptReader}
-    names |= {"CkptWriter": CkptWriter, "state": {}}
+    page = "docs/integrations/dcp.md"
+    names: dict[str, Any] = {
+        "dcp": dcp,
+        "CkptReader": CkptReader,
+        "CkptWriter": CkptWriter,
+        "state": {},
+    }
     exec(compile(block(page, "after=reader"), "dcp.md", "exec"), names)  # The first start
     assert names["reader"].step is None
     exec(compile(block(page, "AdamW"), "dcp.md", "exec"), names)

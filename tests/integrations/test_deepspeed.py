@@ -7,7 +7,6 @@ reverse holds too.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +28,10 @@ pytestmark = MARKS
 @pytest.fixture(scope="module", autouse=True)
 def nets() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(WORKER.parent))
         patch.setenv("DS_ACCELERATOR", "cpu")
-        import zero_nets
+        from tests.integrations.workers import zero_nets
 
         yield zero_nets
-    sys.modules.pop("zero_nets")
 
 
 def train(nets: Any, net: Any, optimizer: Any, first: int, steps: int) -> list[float]:

@@ -47,7 +47,7 @@ def test_every_step_resumes_with_the_same_losses(nets: Any, tmp_path: Path) -> N
     order.
     """
     root = tmp_path / "whole"
-    every = {"save_top_k": -1, "every_n_train_steps": 1}
+    every: dict[str, Any] = {"save_top_k": -1, "every_n_train_steps": 1}
     losses = nets.fit(nets.Net(), CkptCheckpoint(root, **every))
     assert steps(root) == list(range(1, 9))
     for step in (1, 3, 4, 5):
@@ -98,7 +98,7 @@ def test_a_kill_in_mid_save_resumes_from_the_last_committed_step(nets: Any, tmp_
     assert committed < 3
 
     torch.set_num_threads(1)
-    every = {"save_top_k": -1, "every_n_train_steps": 1}
+    every: dict[str, Any] = {"save_top_k": -1, "every_n_train_steps": 1}
     width = 1 << 17
     whole = nets.fit(nets.Net(width), CkptCheckpoint(tmp_path / "whole", every_n_epochs=9))
     resumed = nets.fit(nets.Net(width), CkptCheckpoint(tmp_path / "killed", **every), "last")

@@ -13,7 +13,8 @@ from torch import distributed as dist
 from torch import nn
 
 from ckpt import CheckpointManager
-from ckpt.adapters.walk.collect import Memory, collect
+from ckpt.adapters.walk.collect import collect
+from ckpt.adapters.walk.memory import Memory
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.deepspeed import zero_state
 from tests.adapters.saving import manifest_of, new_root, restored, saved
@@ -32,6 +33,8 @@ def world() -> Iterator[None]:
 
 
 class Net(nn.Module):
+    seen: torch.Tensor
+
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -51,8 +54,9 @@ class Net(nn.Module):
 
 def plain(seed: int) -> tuple[Net, torch.optim.AdamW]:
     net = Net(seed)
+    weights: dict[str, Any] = {"params": [net.up.weight, net.down.weight]}
     rest = {"params": [net.up.bias], "weight_decay": 0.0}
-    return net, torch.optim.AdamW([{"params": [net.up.weight, net.down.weight]}, rest], lr=0.1)
+    return net, torch.optim.AdamW([weights, rest], lr=0.1)
 
 
 def engine(seed: int, **options: Any) -> Engine:

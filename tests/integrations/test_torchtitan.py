@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt.integrations.resizing import same_or_first
+
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
 import torch.distributed.checkpoint as dcp
@@ -31,6 +33,7 @@ from ckpt.integrations import torchtitan as door
 from ckpt.integrations.torchtitan import CkptManager
 from tests import processes, servers
 from tests.adapters.saving import manifest_of
+from tests.distributed.launch import TORCHRUN
 from tests.integrations.titan_job import assets
 from tests.integrations.titan_parts import Job, Net
 from tests.kit.worlds import world
@@ -224,7 +227,8 @@ def test_sanity_and_range_checks(wrong: dict[str, Any]) -> None:
     """It also stands for ``test_path_normalization``, ``test_dependency_assertions``,
     ``test_remote_hf_rejected`` and ``test_mode_normalization``.
     """
-    assert CkptManager.Config(async_mode="DISABLED").async_mode == "disabled"
+    upper = CkptManager.Config(async_mode="DISABLED")  # type: ignore[arg-type]
+    assert upper.async_mode == "disabled"
     with pytest.raises(ValueError):
         CkptManager.Config(**{"last_save_model_only": True} | wrong)
 
@@ -434,9 +438,10 @@ def test_the_lines_of_the_page_choose_the_manager(monkeypatch: pytest.MonkeyPatc
 
 
 def test_another_number_of_ranks_is_refused_with_the_way_out() -> None:
+    assert callable(door._REFUSE_RESIZE)
     with pytest.raises(ConfigError, match="exclude_from_loading"):
         door._REFUSE_RESIZE(0, 2, 4)
-    assert [door.same_or_first(rank, 3, 2) for rank in range(3)] == [0, 1, 0]
+    assert [same_or_first(rank, 3, 2) for rank in range(3)] == [0, 1, 0]
 
 
 # -- the trainer -----------------------------------------------------------------------------------
@@ -461,12 +466,7 @@ def test_two_ranks_of_fsdp2_killed_in_mid_save_have_the_losses_of_their_own_mana
     ]
     done = processes.run(
         [sys.executable, "-W", "ignore", WARM, (log := folder / "log"), *lives[1:]],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
-        },
+        env=os.environ | TORCHRUN,
         stderr=None,
         timeout=280,
     )

@@ -29,7 +29,9 @@ utils.device_module = types.SimpleNamespace(
     synchronize=lambda *_: None,
 )
 if not hasattr(torch.distributed, "set_timeout"):  # a public name from torch 2.14 on
-    torch.distributed.set_timeout = torch.distributed.distributed_c10d._set_pg_timeout
+    torch.distributed.set_timeout = (  # type: ignore[attr-defined]
+        torch.distributed.distributed_c10d._set_pg_timeout
+    )
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.distributed.fsdp import FSDPModule

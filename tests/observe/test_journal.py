@@ -30,7 +30,7 @@ def lines(root: Path) -> list[str]:
 
 def test_a_run_leaves_its_events_beside_its_root(tmp_path: Path) -> None:
     near, far = str(tmp_path / "near"), str(tmp_path / "far")
-    tiers = [near, Tier(far, every=2)]
+    tiers: list[str | Tier] = [near, Tier(far, every=2)]
     with CheckpointManager(tiers, observers=[Journal(near)]) as manager:
         for step in (1, 2):
             manager.save({"x": torch.ones(2)}, step)

@@ -96,7 +96,7 @@ def test_what_goes_wrong_is_counted_by_its_class(tmp_path: Path) -> None:
     metrics(SaveStaged(step=1, nbytes=7, stall_seconds=0.1, tiers=(tier, "s3://b/r")))
     metrics(TierMissed(step=1, tier="s3://b/r", error=TierBehind(1)))
     metrics(SaveFailed(step=1, error=OutOfSpace("x")))
-    metrics(SaveFailed(step=2, error=ReplicasDiverged(2, {"w": {0: "a", 1: "b"}})))
+    metrics(SaveFailed(step=2, error=ReplicasDiverged("w", [0, 1])))
     metrics(StepDamaged(step=1, tier=tier, error=CkptError("x")))
     assert value(metrics, "ckpt_failures_total", error="OutOfSpace") == 1
     assert value(metrics, "ckpt_failures_total", error="ReplicasDiverged") == 1

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -18,9 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.errors import CkptError, TensorChanged
-from ckpt.pipeline.workers import Workers
 from tests.overlap.jobs import WIDTH
-from tests.overlap.ways import WAYS, State, model_and_average, seen_by
+from tests.overlap.ways import WAYS, State, TwoLayers, model_and_average, seen_by
 from tests.overlap.window import Window, assert_restores, content
 
 LAYOUTS = ("FSDP2", "TP")
@@ -30,7 +29,7 @@ def build(layout: str, seed: int) -> State:
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
-    def shard(net: nn.Module) -> None:
+    def shard(net: TwoLayers) -> None:
         if layout == "FSDP2":
             fully_shard(net.two, mesh=mesh)
             fully_shard(net, mesh=mesh)
@@ -67,9 +66,7 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     window = Window()
-    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(
-        self, work, *args, **kwargs
-    )  # type: ignore[method-assign]
+    window.hold_copies(pytest.MonkeyPatch())
     silent: list[str] = []
     for layout in LAYOUTS:
         state, root = build(layout, 0), f"{folder}/{layout}"

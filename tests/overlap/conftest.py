@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ckpt.pipeline.workers import Workers
 from tests.overlap.window import Window
 
 
@@ -27,10 +26,6 @@ def root() -> str:
 @pytest.fixture
 def window(monkeypatch: pytest.MonkeyPatch) -> Iterator[Window]:
     made = Window()
-    monkeypatch.setattr(
-        Workers,
-        "submit",
-        lambda self, work, /, *args, **kwargs: made.submit(self, work, *args, **kwargs),
-    )
+    made.hold_copies(monkeypatch)
     yield made
     made.close()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from ckpt import CheckpointManager
 from ckpt.errors import StagingError
-from ckpt.pipeline.workers import Workers
 from tests.overlap.jobs import train, trained
 from tests.overlap.window import Window, assert_restores
 
@@ -36,9 +37,7 @@ def take_away(root: str, left: int, window: Window) -> None:
 
 def main(root: str) -> None:
     window = Window()
-    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(
-        self, work, *args, **kwargs
-    )  # type: ignore[method-assign]
+    window.hold_copies(pytest.MonkeyPatch())
     for left in (4096, 0):
         take_away(f"{root}/{left}", left, window)
         print(f"well: down to {left} bytes", flush=True)

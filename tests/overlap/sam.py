@@ -56,7 +56,7 @@ class SAM(Optimizer):
         if zero_grad:
             self.zero_grad()
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         assert closure is not None
         self.first_step(zero_grad=True)
         with torch.enable_grad():

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -23,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.errors import CkptError, TensorChanged, UnsupportedValue
-from ckpt.pipeline.workers import Workers
 from tests.adapters.saving import assert_same
 from tests.overlap.jobs import WIDTH, Net
 from tests.overlap.window import Window, assert_restores, content
@@ -34,7 +32,7 @@ COPIES = ("DDP", "ZeRO")
 
 def build(mode: str, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
-    net: nn.Module = Net()
+    net: Any = Net()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if mode == "fully_shard":
         fully_shard(net.two, mesh=mesh)
@@ -115,9 +113,7 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     window = Window()
-    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(
-        self, work, *args, **kwargs
-    )  # type: ignore[method-assign]
+    window.hold_copies(pytest.MonkeyPatch())
     for mode in MODES:
         overlapped(mode, folder, window)
         changed(mode, folder, window)

@@ -18,10 +18,11 @@ import pytest
 from ckpt import CheckpointManager
 from ckpt.errors import HostMemoryExhausted
 from ckpt.staging import slots
+from ckpt.staging.budget import measure
+from tests.kit.worlds import ENVIRONMENT, ROOT
 from tests.overlap.jobs import train, trained
 from tests.overlap.window import Window, assert_restores
 
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 
 
@@ -29,9 +30,8 @@ def test_a_machine_that_is_full_is_told_of_at_prepare_and_at_every_save_until_it
     root: str, window: Window, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(shm: str, **how: Any) -> Any:
-        return replace(real(shm, **how), memory=10_000, shared=10_000)
+        return replace(measure(shm, **how), memory=10_000, shared=10_000)
 
-    real = slots.measure
     state = trained()
     with CheckpointManager(root) as manager:
         monkeypatch.setattr(slots, "measure", full)
@@ -41,7 +41,7 @@ def test_a_machine_that_is_full_is_told_of_at_prepare_and_at_every_save_until_it
             with pytest.raises(HostMemoryExhausted):
                 manager.save_async(state, number)
             train(state, number)
-        monkeypatch.setattr(slots, "measure", real)
+        monkeypatch.setattr(slots, "measure", measure)
         pending = window.save(manager, state, 2)  # the step that could not be saved
         window.must_wait(lambda: train(state, 4))
         pending.result(60)
@@ -67,7 +67,7 @@ def test_a_process_that_is_refused_memory_trains_on_and_saves_later(tmp_path: Pa
     done = subprocess.run(
         [sys.executable, "-m", "tests.overlap.no_memory", str(tmp_path / "run")],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])},
+        env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=60,

@@ -33,7 +33,7 @@ def package(name: str) -> Any:
 
 
 def schedule_free(kind: str, parameters: Parameters) -> Optimizer:
-    made: Optimizer = getattr(package("schedulefree"), kind)(parameters, lr=0.01)
+    made = getattr(package("schedulefree"), kind)(parameters, lr=0.01)
     made.train()
     return made
 

@@ -6,6 +6,7 @@ The checkpoint is that of the moment of the call, and it does not change trainin
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from tests.overlap.window import Window, assert_restores, content
 OPTIMIZERS: dict[str, Build] = {
     **{
         f"{kind.__name__} {way or 'loop'}": partial(
-            kind, lr=0.01, **{"foreach": False, "fused": False} | ({way: True} if way else {})
+            kind, lr=0.01, foreach=way == "foreach", fused=way == "fused"
         )
         for kind in (SGD, Adam, AdamW, Adagrad)
         for way in ("", "foreach", "fused")
@@ -77,14 +78,14 @@ def test_a_step_waits_and_the_checkpoint_is_of_the_call(
 
 
 def test_sparse_adam_waits(root: str, window: Window) -> None:
-    def embedding(seed: int) -> dict[str, object]:
+    def embedding(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         model = nn.Embedding(50, 8, sparse=True)
         state = {"model": model, "optimizer": SparseAdam(model.parameters(), lr=0.1)}
         step(state)
         return state
 
-    def step(state: dict[str, object]) -> None:
+    def step(state: dict[str, Any]) -> None:
         state["optimizer"].zero_grad()
         state["model"](torch.tensor([1, 4, 4, 30])).square().sum().backward()
         state["optimizer"].step()
@@ -132,7 +133,7 @@ def test_a_step_in_the_midst_of_accumulation_is_saved_with_the_next_one(
 
 
 def test_a_scheduler_that_patches_step_takes_no_wait_away(root: str, window: Window) -> None:
-    def build(seed: int) -> dict[str, object]:
+    def build(seed: int) -> dict[str, Any]:
         state = trained(seed=seed)
         state["scheduler"] = torch.optim.lr_scheduler.SequentialLR(
             state["optimizer"],
@@ -146,7 +147,7 @@ def test_a_scheduler_that_patches_step_takes_no_wait_away(root: str, window: Win
 
     state, twin = build(0), build(0)
 
-    def step(state: dict[str, object], number: int) -> None:
+    def step(state: dict[str, Any], number: int) -> None:
         train(state, number)
         state["scheduler"].step()
 
@@ -154,7 +155,7 @@ def test_a_scheduler_that_patches_step_takes_no_wait_away(root: str, window: Win
         for number in range(4):
             window.save(manager, state, number)
             before = window.reference
-            window.must_wait(lambda number=number: step(state, number))
+            window.must_wait(partial(step, state, number))
             step(twin, number)
             assert_same(content(state), content(twin))
         manager.fence()
@@ -164,10 +165,10 @@ def test_a_scheduler_that_patches_step_takes_no_wait_away(root: str, window: Win
 def test_a_gradient_scaler_steps_after_the_copy_and_is_saved_as_it_was(
     root: str, window: Window
 ) -> None:
-    def build(seed: int) -> dict[str, object]:
+    def build(seed: int) -> dict[str, Any]:
         return trained(seed=seed) | {"scaler": torch.amp.GradScaler("cpu", growth_interval=1)}
 
-    def step(state: dict[str, object]) -> None:
+    def step(state: dict[str, Any]) -> None:
         state["optimizer"].zero_grad()
         loss = state["model"](torch.ones(8, 48) * torch.arange(8.0)[:, None])
         state["scaler"].scale(loss).backward()
@@ -191,7 +192,7 @@ def test_a_gradient_scaler_steps_after_the_copy_and_is_saved_as_it_was(
 
 
 def test_every_optimizer_of_a_state_waits_wherever_it_lies(root: str, window: Window) -> None:
-    def build(seed: int) -> dict[str, object]:
+    def build(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         nets = [nn.Linear(8, 8) for _ in range(3)]
         optimizers = [
@@ -199,11 +200,14 @@ def test_every_optimizer_of_a_state_waits_wherever_it_lies(root: str, window: Wi
             AdamW(nets[1].parameters()),
             Rprop(nets[2].parameters()),
         ]
-        state = {"nets": nets, "optimizers": {"deep": [optimizers[:2], {"last": optimizers[2]}]}}
+        state: dict[str, Any] = {
+            "nets": nets,
+            "optimizers": {"deep": [optimizers[:2], {"last": optimizers[2]}]},
+        }
         step(state, 0), step(state, 1), step(state, 2)
         return state
 
-    def step(state: dict[str, object], which: int) -> None:
+    def step(state: dict[str, Any], which: int) -> None:
         state["nets"][which](torch.ones(8)).sum().backward()
         deep = state["optimizers"]["deep"]
         (*deep[0], deep[1]["last"])[which].step()
@@ -213,6 +217,6 @@ def test_every_optimizer_of_a_state_waits_wherever_it_lies(root: str, window: Wi
         for which in range(3):
             window.save(manager, state, which)
             before = window.reference
-            window.must_wait(lambda which=which: step(state, which))
+            window.must_wait(partial(step, state, which))
         manager.fence()
     assert_restores(root, before, build(5), step=2)

@@ -41,16 +41,17 @@ def by_torch(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = Net()
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.01, "momentum": 0.9})
-    optimizers = {name: p._in_backward_optimizers[0] for name, p in model.named_parameters()}
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    optimizers = {name: p._in_backward_optimizers[0] for name, p in parameters.items()}
     return {"model": model, "optimizers": optimizers}
 
 
 BUILDS = {"hooks of the user": by_hooks, "torch.distributed.optim": by_torch}
 
 
-@pytest.fixture(params=BUILDS.values(), ids=BUILDS)
+@pytest.fixture(params=BUILDS)
 def build(request: pytest.FixtureRequest) -> Any:
-    return request.param
+    return BUILDS[request.param]
 
 
 def trained(build: Any, seed: int) -> dict[str, Any]:

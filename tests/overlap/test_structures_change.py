@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -367,7 +368,7 @@ def test_two_states_saved_in_turn_by_one_manager_keep_apart(root: str, window: W
             state = states[number % 2]
             window.save(manager, state, number)
             references.append(window.reference)
-            window.must_wait(lambda state=state, number=number: train(state, number))
+            window.must_wait(partial(train, state, number))
     for number, reference in enumerate(references):
         assert_restores(root, reference, trained(seed=5), step=number)
 

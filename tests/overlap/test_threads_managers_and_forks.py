@@ -6,17 +6,17 @@ import atexit
 import gc
 import itertools
 import os
-import sys
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager
@@ -27,6 +27,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Rule
 from tests.overlap.jobs import train, trained
 from tests.overlap.window import Window, assert_restores, content
+from tests.processes import fork
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ class Counting(torch.optim.Optimizer):
         super().__init__(parameters, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter].setdefault("count", torch.zeros_like(parameter)).add_(1)
@@ -84,16 +85,16 @@ class Counting(torch.optim.Optimizer):
 
 def counted(numbers: int = 50_000) -> dict[str, Any]:
     model = nn.ParameterList([nn.Parameter(torch.zeros(numbers)) for _ in range(6)])
-    state = {"model": model, "optimizer": Counting(list(model))}
-    state["optimizer"].step()
-    return state
+    optimizer = Counting(list(model))
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
 
 
 def test_a_thread_that_steps_all_the_time_never_tears_a_checkpoint(root: str) -> None:
     """Code should not do this, but every save is of one moment, or fails with a name."""
     state = counted()
     ended = threading.Event()
-    kept = []
+    kept: list[int] = []
 
     def steps() -> None:
         for pause in itertools.cycle([0.001] * 20 + [0.3]):  # some saves have enough time
@@ -140,7 +141,7 @@ class Halting(Counting):
         self.inside, self.go, self.fail = threading.Event(), threading.Event(), False
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         first = self.param_groups[0]["params"][0]
         first.add_(1)
         self.inside.set()
@@ -237,7 +238,7 @@ def test_two_managers_over_one_model_are_both_waited_for(root: str, window: Wind
         for number in range(3):
             window.save(one, state, number)
             two.save_async(state, number)
-            window.must_wait(lambda number=number: train(state, number))
+            window.must_wait(partial(train, state, number))
         one.close()
         window.save(two, state, 3)  # the hooks of the other manager are still there
         window.must_wait(lambda: train(state, 3))
@@ -309,17 +310,7 @@ def test_what_says_that_it_waits_does(how: str, root: str, window: Window) -> No
 
 def forked(work: Callable[[], object], seconds: float = 30) -> int:
     """Return the exit status of a child that does ``work``, or -1 if it hung."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
+    child = fork(work)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -377,6 +368,7 @@ def test_a_child_that_uses_the_manager_is_told(method: str, root: str) -> None:
 def test_a_child_that_exits_as_a_script_does_takes_nothing_with_it(root: str) -> None:
     """The child runs atexit functions, as a data loader's worker or a script that forks does."""
     state = trained()
+    shut_down: Any = vars(threading)["_shutdown"]
     with CheckpointManager(root) as manager:
         pending = manager.save_async(state, 1)
         held = slots()
@@ -385,7 +377,7 @@ def test_a_child_that_exits_as_a_script_does_takes_nothing_with_it(root: str) ->
             code = 1
             try:
                 os.close(1), os.close(2)  # only the parent prints pytest's last lines
-                threading._shutdown()
+                shut_down()
                 atexit._run_exitfuncs()
                 code = 0
             finally:
@@ -399,14 +391,14 @@ def test_a_child_that_exits_as_a_script_does_takes_nothing_with_it(root: str) ->
 
 def test_workers_of_a_data_loader_do_no_harm(root: str, window: Window) -> None:
     state = trained()
-    loader = torch.utils.data.DataLoader(
-        [torch.ones(3)] * 8, num_workers=2, multiprocessing_context="fork", batch_size=2
+    loader: Any = torch.utils.data.DataLoader(
+        TensorDataset(torch.ones(8, 3)), num_workers=2, multiprocessing_context="fork", batch_size=2
     )
     with CheckpointManager(root) as manager:
         for number in range(2):
             window.save(manager, state, number)
             assert len(list(loader)) == 4
-            window.must_wait(lambda number=number: train(state, number))
+            window.must_wait(partial(train, state, number))
         manager.fence()
     assert_restores(root, window.reference, trained(seed=5))
 

@@ -239,6 +239,7 @@ def test_inference_tensors_are_copied_at_once(overlap: Any, root: str) -> None:
             state["tensor"].zero_()
             state["model"].weight.zero_()
         pending.result(60)
-    target = {"tensor": torch.zeros(5), "model": nn.Linear(4, 4)}
-    target["optimizer"] = torch.optim.SGD(target["model"].parameters(), lr=0.1)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    target = {"tensor": torch.zeros(5), "model": model, "optimizer": optimizer}
     assert_restores(root, reference, target)

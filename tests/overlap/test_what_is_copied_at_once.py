@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,7 @@ def test_a_weight_averaged_every_step_and_saved_every_step_is_right_every_time(
             window.save(manager, state, number)
             references.append(window.reference)
             state["ema"].update_parameters(state["model"])
-            window.must_wait(lambda number=number: train(state, number))
+            window.must_wait(partial(train, state, number))
     for number, reference in enumerate(references):
         target = trained(seed=5)
         target["ema"] = AveragedModel(target["model"])

@@ -122,7 +122,7 @@ def test_lightning_trainer(
     lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
     monkeypatch.chdir(tmp_path)
 
-    class Task(lightning.LightningModule):
+    class Task(lightning.LightningModule):  # type: ignore[misc, name-defined]
         """A task that takes its three steps itself, and is saved before the second one."""
 
         def __init__(self, seed: int, manager: CheckpointManager | None) -> None:
@@ -156,9 +156,8 @@ def test_lightning_trainer(
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(
-            task, torch.utils.data.DataLoader([batch(n) for n in range(3)], batch_size=None)
-        )
+        rows: Any = [batch(n) for n in range(3)]
+        trainer.fit(task, torch.utils.data.DataLoader(rows, batch_size=None))
         return {"model": task.net, "optimizer": trainer.optimizers[0]}
 
     with CheckpointManager(root) as manager:

@@ -20,9 +20,10 @@ State = dict[str, Any]
 def job(*, replaces: bool = False, seed: int = 0) -> State:
     torch.manual_seed(seed)
     model = nn.Linear(8, 64)
-    state = {"model": model, "optimizer": Quantised(model.parameters(), replaces=replaces)}
+    optimizer = Quantised(model.parameters(), replaces=replaces)
+    state = {"model": model, "optimizer": optimizer}
     gradients(state)
-    state["optimizer"].step()
+    optimizer.step()
     gradients(state)
     return state
 

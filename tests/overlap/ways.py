@@ -33,7 +33,7 @@ class Job(dict[str, Any]):
     average: nn.Module
 
 
-def model_and_average(shard: Callable[[nn.Module], object] = lambda _: None) -> State:
+def model_and_average(shard: Callable[[TwoLayers], object] = lambda _: None) -> State:
     """Return a model with an optimizer, both before their first step."""
     model, average = TwoLayers(), TwoLayers()
     shard(model)
@@ -45,6 +45,10 @@ def model_and_average(shard: Callable[[nn.Module], object] = lambda _: None) -> 
 
 def weight(state: State) -> Any:
     return state["model"].one.weight
+
+
+def average_of(state: Any) -> dict[str, Any]:
+    return state.average.state_dict()
 
 
 def average(state: Any) -> Any:
@@ -86,10 +90,8 @@ COUNTED: dict[str, Callable[[State], object]] = {
     "detach().mul_": lambda state: weight(state).detach().mul_(2),
     "t().mul_": lambda state: weight(state).t().mul_(2),
     "mul_ of the local tensor": lambda state: own(weight(state)).mul_(2),
-    "load_state_dict": lambda state: state["model"].load_state_dict(state.average.state_dict()),
-    "set_model_state_dict": lambda state: set_model_state_dict(
-        state["model"], state.average.state_dict()
-    ),
+    "load_state_dict": lambda state: state["model"].load_state_dict(average_of(state)),
+    "set_model_state_dict": lambda state: set_model_state_dict(state["model"], average_of(state)),
     "exp_avg.zero_": lambda state: first_moment(state).zero_(),
 }
 """A version counter moves: that of the tensor itself, or that of its local tensor."""
@@ -106,7 +108,7 @@ UNCOUNTED: dict[str, Callable[[State], object]] = {
     ),
     "foreach_mul_": lambda state: torch._foreach_mul_(list(state["model"].parameters()), 2.0),
     "foreach_lerp_": lambda state: torch._foreach_lerp_(
-        list(state["model"].parameters()), list(state.average.parameters()), 0.5
+        list(state["model"].parameters()), list(average_of(state).values()), 0.5
     ),
     "a fused kernel": fused,
     "_unsafe_preserve_version_counter": held_counter,

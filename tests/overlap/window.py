@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -91,15 +92,18 @@ class Window:
         self._gate.set()
         self._owned: list[tuple[torch.Tensor, bytes]] = []
 
-    def submit(self, workers: Workers, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace ``Workers.submit``."""
+    def hold_copies(self, patch: pytest.MonkeyPatch) -> None:
+        """Let each late copy of this process wait at the gate."""
 
-        def held(*args: Any, **kwargs: Any) -> Any:
-            self._entered.set()
-            self._gate.wait(20)  # a test that failed with the window open must not hang
-            return work(*args, **kwargs)
+        def submit(workers: Workers, work: Any, /, *args: Any, **kwargs: Any) -> Any:
+            def held(*args: Any, **kwargs: Any) -> Any:
+                self._entered.set()
+                self._gate.wait(20)  # a test that failed with the window open must not hang
+                return work(*args, **kwargs)
 
-        return _submit(workers, held if workers.name == COPIER else work, *args, **kwargs)
+            return _submit(workers, held if workers.name == COPIER else work, *args, **kwargs)
+
+        patch.setattr(Workers, "submit", submit)
 
     def save(
         self,

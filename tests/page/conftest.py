@@ -20,7 +20,7 @@ from ckpt.page.live_views import Live  # noqa: E402
 from ckpt.storage.registry import open_backend  # noqa: E402
 from tests.checkpoints import write_checkpoint  # noqa: E402
 
-ARRAYS = {
+ARRAYS: dict[str, np.ndarray] = {
     "model/embed": np.arange(96, dtype=np.float32).reshape(12, 8),
     "model/bias": np.arange(5, dtype=np.int64),
 }

@@ -25,7 +25,7 @@ def text_of(page: str) -> str:
     """Return what a reader sees, in one line."""
     words: list[str] = []
     parser = HTMLParser()
-    parser.handle_data = words.append  # type: ignore[method-assign]
+    parser.handle_data = words.append  # type: ignore[method-assign, assignment]
     parser.feed(page)
     return " ".join(" ".join(words).split())
 

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -57,7 +58,7 @@ def attempt(
     return folder
 
 
-def tier(root: Path, **fields: object) -> OpenTier:
+def tier(root: Path, **fields: Any) -> OpenTier:
     (opened,) = open_tiers((Tier(str(root), **fields),))
     return opened
 

@@ -19,7 +19,7 @@ from ckpt.retention.prune import PruneContext, prune
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, FaultyBackend, Rule, SimulatedCrash
 from tests.cli.conftest import cli  # noqa: F401 - a fixture
-from tests.kit.stores import faulty, whole
+from tests.kit.stores import Wrapped, faulty, whole, wrap_stores
 
 
 def saved(root: Path, steps: list[int], **tier) -> None:
@@ -116,18 +116,15 @@ def test_a_store_that_cannot_delete_costs_no_save(tmp_path, monkeypatch, caplog)
 
 
 def test_saves_are_pruned_beside_the_saving_and_not_in_it(tmp_path, monkeypatch):
-    slow, over = open_backend(str(tmp_path)), threading.Event()
+    over = threading.Event()
     waited: list[bool] = []
 
-    class Slow:
-        def __getattr__(self, name):
-            return getattr(slow, name)
-
+    class Slow(Wrapped):
         def delete(self, key: str) -> None:
             waited.append(over.wait(60))  # the wait would time out if the removal ran in the saves
-            slow.delete(key)
+            self.inner.delete(key)
 
-    monkeypatch.setattr("ckpt.storage.tiers.open_backend", lambda url, options: Slow())
+    wrap_stores(monkeypatch, lambda url, store: Slow(store))
     manager = CheckpointManager(Tier(str(tmp_path), keep_last=1))
     for step in range(4):
         manager.save({"x": torch.ones(3)}, step)
@@ -242,13 +239,7 @@ def test_a_listing_that_lags_behind_costs_nothing(tmp_path):
     for folder in tmp_path.glob("step-*"):
         age(folder, hours=99)
 
-    class Lagging:
-        def __init__(self, inner):
-            self.inner = inner
-
-        def __getattr__(self, name):
-            return getattr(self.inner, name)
-
+    class Lagging(Wrapped):
         def list(self, prefix):
             return (
                 info for info in self.inner.list(prefix) if not info.key.endswith(".safetensors")
@@ -283,16 +274,13 @@ def test_a_tier_that_keeps_all_is_looked_through_for_remains_once_in_a_job(tmp_p
 def test_saves_that_are_committed_during_the_look_for_remains_cause_no_other(tmp_path, monkeypatch):
     backend, over = FaultyBackend(open_backend(str(tmp_path))), threading.Event()
 
-    class Slow:
-        def __getattr__(self, name):
-            return getattr(backend, name)
-
+    class Slow(Wrapped):
         def folders(self, prefix: str):
             if threading.current_thread().name.startswith("ckpt-prune"):
                 assert over.wait(60)
             return backend.folders(prefix)
 
-    monkeypatch.setattr("ckpt.storage.tiers.open_backend", lambda url, options: Slow())
+    monkeypatch.setattr("ckpt.storage.tiers.open_backend", lambda url, options: Slow(backend))
     with CheckpointManager(str(tmp_path)) as manager:
         for step in range(3):
             manager.save({"x": torch.ones(3)}, step)

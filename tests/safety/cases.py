@@ -7,7 +7,7 @@ import ctypes
 import importlib
 import importlib.util
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -334,7 +334,7 @@ def by_address(parameter: nn.Parameter) -> None:
     ctypes.memset(local(parameter).data_ptr(), 0, local(parameter).nbytes)
 
 
-def foreach(names: Callable[[Job], list[torch.Tensor]]) -> Act:
+def foreach(names: Callable[[Job], Sequence[torch.Tensor]]) -> Act:
     @torch.no_grad()
     def act(job: Job) -> None:
         tensors = names(job)

@@ -21,7 +21,7 @@ COLUMNS: Final = ("plain", "DDP", "FSDP2", "TP")
 Build = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-def laid_out(net: nn.Module, column: str) -> nn.Module:
+def laid_out(net: Net, column: str) -> nn.Module:
     """Return the net in the layout of the column."""
     if column == "plain":
         return net
@@ -47,8 +47,8 @@ class Job:
     def __init__(self, column: str, build: Build, seed: int) -> None:
         torch.manual_seed(seed)
         self.column = column
-        self.model = laid_out(Net(), column)
-        self.optimizer = build(self.model.parameters())
+        self.model: Any = laid_out(Net(), column)
+        self.optimizer: Any = build(self.model.parameters())
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.other: Any = None
         for number in range(2):

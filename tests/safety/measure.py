@@ -74,8 +74,8 @@ def _on_this_rank(
         return "refused", False
     window.overtake(lambda: case.act(job), patience=PATIENCE)
     changed = differs(content(job.state), reference)
-    if (error := pending.exception(60)) is not None:
-        _must_name(error, job)
+    if (failure := pending.exception(60)) is not None:
+        _must_name(failure, job)
         return "named error", changed
     manager.restore(target.state, step)
     return "silent" if differs(content(target.state), reference) else "correct", changed

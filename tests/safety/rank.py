@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 import msgspec
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,7 +21,6 @@ from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, Tier
 from ckpt.config import CheckMode
 from ckpt.coordination.single import SingleCoordinator
-from ckpt.pipeline.workers import Workers
 from tests.overlap.window import Window
 from tests.safety.cases import CASES
 from tests.safety.jobs import COLUMNS
@@ -42,9 +42,7 @@ def main(folder: str, which: str) -> None:
     warnings.simplefilter("ignore")  # the tested packages give deprecation warnings and advice
     dist.init_process_group("gloo")
     window = Window()
-    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(
-        self, work, *args, **kwargs
-    )  # type: ignore[method-assign]
+    window.hold_copies(pytest.MonkeyPatch())
     cases = [case for case in CASES if case.runs(which)]
     found: list[Found] = []
     failed = False

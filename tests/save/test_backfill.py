@@ -20,22 +20,8 @@ from ckpt.save.backfill import Backfill
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
 from tests.coordination.world import World, WorldCoordinator
-from tests.kit.states import IMAGE
-from tests.kit.stores import Gated, faulty, gated, whole  # noqa: F401 - a fixture
-
-
-def state(step: int) -> dict[str, torch.Tensor]:
-    return {"x": torch.full((50_000,), step)}
-
-
-@pytest.fixture
-def near(tmp_path: Path) -> Path:
-    return tmp_path / "near"
-
-
-@pytest.fixture
-def far(tmp_path: Path) -> Path:
-    return tmp_path / "far"
+from tests.kit.states import IMAGE, state
+from tests.kit.stores import Gated, faulty, whole
 
 
 def left_by_a_job(near: Tier | Path, *steps: int) -> None:
@@ -123,7 +109,7 @@ def test_history_that_was_given_up_stays_where_it_is(near, far):
     assert whole(far) == [10, 20, 25]
 
 
-def test_what_is_on_its_way_is_not_pruned_near(near, far, gated):  # noqa: F811
+def test_what_is_on_its_way_is_not_pruned_near(near, far, gated):
     left_by_a_job(near, 1, 2, 3)
     with CheckpointManager([Tier(str(near), keep_last=1), far]) as manager:
         manager.restore(state(0))

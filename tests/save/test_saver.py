@@ -20,7 +20,9 @@ from ckpt.model.keys import OWNER, parse_folder
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
+from ckpt.storage.testing.faulty import Verb
 from tests.adapters.saving import bits
+from tests.kit.stores import faulty
 
 KNOWN = [
     name
@@ -52,7 +54,7 @@ def test_a_rank_file_is_a_safetensors_file_with_the_same_tensors(
             f"{dtype}.{i}": some(dtype, *shape)
             for i, shape in enumerate([(), (0, 3), (5,), (3, 7)])
         }
-    model = nn.Linear(30, 20).to(memory_format=torch.preserve_format)
+    model = nn.Linear(30, 20)
     with CheckpointManager(tmp_path, chunk_bytes=chunk_bytes) as manager:
         manager.save(
             {**state, "model": model, "turned": torch.arange(12).reshape(3, 4).t(), "step": 4}
@@ -121,19 +123,15 @@ def test_the_engine_verifies_what_it_has_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["put", "upload", "write", "finish"])
 @pytest.mark.parametrize("lost", [False, True], ids=["refused", "reply-lost"])
 def test_a_store_that_stumbles_once_costs_nothing_but_a_moment(
-    verb: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+    verb: Verb, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = f"memory://{uuid.uuid4().hex}"
     fault = LoseReply(TransientStorageError) if lost else Raise(TransientStorageError)
     rules = [
         Rule(verb=verb, key=key, nth=1, fault=fault)
         for key in ("writer", "safetensors", "rank-.*json", "manifest")
-    ]  # type: ignore[arg-type]
-    monkeypatch.setattr(
-        ckpt.storage.tiers,
-        "open_backend",
-        lambda url, options: FaultyBackend(open_backend(url, options), rules),
-    )
+    ]
+    faulty(monkeypatch, root, rules)
     with CheckpointManager(root) as manager:
         manager.save({"x": torch.arange(9)}, 1)
         target = {"x": torch.zeros(9, dtype=torch.int64)}

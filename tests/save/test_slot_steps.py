@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.coordination.commit_state_machine import Vote
 from ckpt.coordination.committer import Committer
@@ -20,8 +19,10 @@ from ckpt.errors import CommitError
 from ckpt.model.keys import StepRef
 from ckpt.save.job_steps import JobSteps
 from ckpt.save.slot_steps import SlotSteps
+from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import OpenTier
+from tests.kit.stores import Wrapped, wrap_stores
 
 ONE, TWO = (StepRef(step, "a" * 12) for step in (1, 2))
 
@@ -47,19 +48,17 @@ def test_the_newest_step_in_memory_is_needed_until_a_newer_one_or_a_durable_tier
     assert not slots.is_needed("/two")
 
 
-class Watched:
+class Watched(Wrapped):
     """A tier in memory that holds the manifest of one step back until ``go`` is set.
 
     It also goes on when the files of the step before are deleted.
     """
 
-    def __init__(self, url: str, options: Mapping[str, object], held: int = 2) -> None:
-        self.inner, self.held = open_backend(url, options), held
+    def __init__(self, inner: StorageBackend, held: int = 2) -> None:
+        super().__init__(inner)
+        self.held = held
         self.calls: list[str] = []
         self.go = threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def put(self, key: str, data: Any, **how: Any) -> Any:
         if key.startswith(f"step-{self.held:09}") and key.endswith("manifest.json"):
@@ -78,13 +77,13 @@ def watch(patch: pytest.MonkeyPatch, held: int = 2) -> list[Watched]:
     """Return the tiers in memory that are opened from now on."""
     opened: list[Watched] = []
 
-    def open_watched(url: str, options: Mapping[str, object]) -> Any:
+    def watched(url: str, store: StorageBackend) -> StorageBackend | Watched:
         if not url.startswith("shm:"):
-            return open_backend(url, options)
-        opened.append(Watched(url, options, held))
+            return store
+        opened.append(Watched(store, held))
         return opened[-1]
 
-    patch.setattr(ckpt.storage.tiers, "open_backend", open_watched)
+    wrap_stores(patch, watched)
     return opened
 
 

@@ -293,7 +293,7 @@ def test_a_rank_without_a_part_in_a_step_that_only_a_far_tier_takes_holds_up_nob
             saves = [manager.save_async(state, 2)]
             if coordinator.rank == lazy:
                 with pytest.raises(ConfigError):
-                    manager.save_async(state, 3, metrics={"loss": "low"})
+                    manager.save_async(state, 3, metrics={"loss": "low"})  # type: ignore[dict-item]
             else:
                 saves.append(manager.save_async(state, 3))
             saves.append(manager.save_async(state, 4))

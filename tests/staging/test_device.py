@@ -38,7 +38,7 @@ def test_a_device_that_lacks_something_is_not_ordered(monkeypatch, missing):
         def __eq__(self, other):
             return missing == "a stream of its own"
 
-        __hash__ = None
+        __hash__ = None  # type: ignore[assignment]
 
     monkeypatch.setattr(
         torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps")

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ import torch
 from ckpt.errors import CommitError, HostMemoryExhausted, StorageError
 from ckpt.staging import slot_files
 from ckpt.staging import slots as slots_module
+from ckpt.staging.budget import measure
+from ckpt.staging.slot import Slot
 from ckpt.staging.slots import NoContents, SlotPool
 
 MIB = 1 << 20
@@ -293,7 +296,7 @@ def test_two_hundred_saves_leave_memory_files_and_descriptors_flat(pools):
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def child() -> subprocess.Popen:
+def child() -> Any:
     """Run a process that holds a slot in this test's folder, and has printed its path."""
     script = (
         "from ckpt.staging import slot_files, slots; import sys; slot_files.SHM = sys.argv[1]; "
@@ -488,7 +491,7 @@ def test_pages_that_are_gone_are_an_error_and_not_a_sigbus(pools):
 def test_a_slot_that_could_not_be_made_is_no_loss_to_the_pool(pools, monkeypatch):
     pool = pools(1)
     with monkeypatch.context() as broken:
-        broken.setattr(slots_module.Slot, "prefault", raise_exhausted)
+        broken.setattr(Slot, "prefault", raise_exhausted)
         for _ in range(3):
             with pytest.raises(HostMemoryExhausted):
                 pool.acquire(MIB, wait=True)
@@ -509,10 +512,11 @@ def test_memory_that_went_with_the_shared_memory_is_not_taken_twice(pools, monke
     monkeypatch.setattr(slot_files, "SHM", str(tmp_path / "missing"))
     pool = pools(2)
     first = take(pool, MIB)
-    real = slots_module.measure
     with monkeypatch.context() as eaten:
         eaten.setattr(
-            slots_module, "measure", lambda shm, **how: replace(real(shm, **how), memory=MIB // 2)
+            slots_module,
+            "measure",
+            lambda shm, **how: replace(measure(shm, **how), memory=MIB // 2),
         )
         with pytest.raises(HostMemoryExhausted, match="are left since"):
             pool.acquire(MIB, wait=True)
@@ -522,7 +526,7 @@ def test_memory_that_went_with_the_shared_memory_is_not_taken_twice(pools, monke
 
 
 def test_a_slot_that_could_not_be_made_holds_nothing_though_its_error_is_kept(pools, monkeypatch):
-    monkeypatch.setattr(slots_module.Slot, "prefault", raise_exhausted)
+    monkeypatch.setattr(Slot, "prefault", raise_exhausted)
     with pytest.raises(HostMemoryExhausted) as kept:
         pools(1).acquire(MIB, wait=True)
     assert own_files() == set()
@@ -538,9 +542,8 @@ def test_memory_that_the_slots_have_taken_is_no_error_when_the_budget_is_thought
     monkeypatch.setattr(slot_files, "SHM", str(tmp_path / "missing"))
     pool = pools(1)
     slot = take(pool, MIB)
-    real = slots_module.measure
     monkeypatch.setattr(
-        slots_module, "measure", lambda shm, **how: replace(real(shm, **how), memory=0)
+        slots_module, "measure", lambda shm, **how: replace(measure(shm, **how), memory=0)
     )
     pool.reconsider()
     pool.release(slot)
@@ -687,7 +690,8 @@ def test_whoever_waits_for_a_slot_is_told_though_the_step_in_it_cannot_be_taken_
         target=lambda: found.append(pool.acquire(9 * MIB, wait=True)), daemon=True
     )
     waiting.start()
-    while not pool._changed._condition._waiters:
+    condition: Any = pool._changed._condition
+    while not condition._waiters:
         time.sleep(0.001)
     with pytest.raises(StorageError):
         pool.release(small)

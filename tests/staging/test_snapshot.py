@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -180,6 +181,11 @@ class Queued:
         return nullcontext()
 
 
+def stand_in(snapshot: Snapshot, device: Any) -> None:
+    """Let ``device`` take the part of the late copies on an accelerator."""
+    snapshot._device = device
+
+
 def test_a_fence_holds_the_stream_alone_and_waits_for_no_late_digest(monkeypatch):
     """The host reads the digest on an accelerator when the fence has let the step go on."""
     passed, waited = threading.Event(), list[bool]()
@@ -191,7 +197,7 @@ def test_a_fence_holds_the_stream_alone_and_waits_for_no_late_digest(monkeypatch
     monkeypatch.setattr("ckpt.staging.snapshot.digest_of", read)
     monkeypatch.setattr("ckpt.staging.snapshot.folded", lambda _: ())
     snapshot = snapshot_of(checks=[Check("w", "all", (torch.ones(3, device="meta"),), late=True)])
-    snapshot._device = Queued()
+    stand_in(snapshot, Queued())
     copying = threading.Thread(target=snapshot.copy_late)
     copying.start()
     snapshot.fence()
@@ -287,7 +293,8 @@ def test_a_save_that_fails_is_over_when_the_gpu_writes_to_its_slot_no_more(monke
     monkeypatch.setattr("ckpt.staging.copies.PIECE_BYTES", 8)
     broken = Copy("x", torch.ones(3), torch.zeros(4), torch.ones(3), end=40)
     snapshot = snapshot_of(late=[copy_of("w", torch.ones(2)), broken])
-    gpu = snapshot._device = Launched()
+    gpu = Launched()
+    stand_in(snapshot, gpu)
     snapshot.copy_late()
     with pytest.raises(StagingError, match="could not be copied"):
         snapshot.wait_landed(0)
@@ -314,7 +321,7 @@ def test_what_is_lazy_is_resolved_before_a_copy_that_is_only_launched(monkeypatc
         "_foreach_copy_",
         lambda to, of, non_blocking=False: (launched.extend(of), copy(to, of)),
     )
-    late = Late(())
+    late: Any = Late(())
     late._streams = {torch.device("cpu"): None}
     late.run(copies)
     assert not any(value.is_conj() or value.is_neg() for value in launched)
@@ -338,7 +345,7 @@ def test_a_source_that_lost_its_memory_under_an_asynchronous_copy_fails_the_save
         def synchronize(self) -> None:
             source.untyped_storage().resize_(0)
 
-    snapshot._device = Frees()
+    stand_in(snapshot, Frees())
     snapshot.copy_late()
     with pytest.raises(TensorChanged, match="'w'"):
         snapshot.wait_landed(0)

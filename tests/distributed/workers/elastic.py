@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -25,12 +26,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank
 from ckpt.adapters.torch_store import TorchStoreCoordinator
 from ckpt.errors import CommitTimeout
-from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
+from tests.kit.stores import wrap_stores
 
 SAVE_EVERY = 2
 SETTINGS: dict[str, Any] = {"chunk_bytes": 1 << 14, "commit_timeout_seconds": 60}
@@ -142,9 +142,7 @@ def arm(end: str) -> Callable[[int], None]:
         rules = [Rule(verb="write", key=rf"step-0*{when}\.", fault=LoseReply(die))]
     elif what == "restore":
         rules = [Rule(verb="read_into", key="safetensors", nth=2, fault=Raise(die))]
-    ckpt.storage.tiers.open_backend = lambda url, options: FaultyBackend(
-        open_backend(url, options), rules
-    )
+    wrap_stores(pytest.MonkeyPatch(), lambda url, store: FaultyBackend(store, rules))
 
     def within(step: int) -> None:
         if what == "step" and step == int(when):

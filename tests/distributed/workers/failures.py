@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from nets import build, step
 from torch import nn
 
-import ckpt.storage.tiers
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, PerRank
 from ckpt.errors import (
@@ -36,31 +35,28 @@ from ckpt.errors import (
     StepExists,
     UnsupportedValue,
 )
-from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Fault, FaultyBackend, Raise, Rule
+from ckpt.storage.testing.faulty import Verb
+from tests.distributed.workers.nets import build, step
+from tests.kit.stores import wrap_stores
 
 RANK = 0
+OfRank = tuple[int, Verb, str, Fault]
+"""A fault of one rank alone: the rank, the verb, the key and what happens."""
 
 
 @contextlib.contextmanager
 def manager_on(
-    path: Path, *faults: tuple[int, str, str, Fault], seconds: float = 40, **settings: Any
+    path: Path, *faults: OfRank, seconds: float = 40, **settings: Any
 ) -> Iterator[CheckpointManager]:
-    """Yield a manager that waits some seconds for ranks.
-
-    A fault (rank, verb, key, what) is that of one rank.
-    """
+    """Yield a manager that waits some seconds for ranks."""
     rules = [
         Rule(verb=verb, key=key, fault=fault) for rank, verb, key, fault in faults if rank == RANK
-    ]  # type: ignore[arg-type]
-    ckpt.storage.tiers.open_backend = lambda url, options: FaultyBackend(
-        open_backend(url, options), rules
-    )
-    try:
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        wrap_stores(patch, lambda url, store: FaultyBackend(store, rules))
         with CheckpointManager(path, commit_timeout_seconds=seconds, **settings) as manager:
             yield manager
-    finally:
-        ckpt.storage.tiers.open_backend = open_backend
 
 
 def fails(
@@ -169,7 +165,7 @@ def one_rank_raises(folder: Path) -> None:
 def one_store_fails(folder: Path) -> None:
     state = {"x": torch.arange(1000.0), "mine": PerRank(torch.full((10,), float(RANK)))}
     for culprit in (1, 0):
-        fault = (culprit, "upload", "step-0*2\\.", Raise(OutOfSpace))
+        fault: OfRank = (culprit, "upload", "step-0*2\\.", Raise(OutOfSpace))
         with manager_on(folder / f"full{culprit}", fault) as manager:
             works(manager, state, 1)
             kind = OutOfSpace if culprit == RANK else PeerFailed
@@ -240,7 +236,11 @@ def restores(folder: Path) -> None:
         for number in (1, 2, 3):
             works(manager, state(number), number)
         # on one rank only
-        for wrong in ({"x": torch.zeros(5)}, {"x": torch.zeros(200_000), "more": 1}):
+        wrongs: list[dict[str, Any]] = [
+            {"x": torch.zeros(5)},
+            {"x": torch.zeros(200_000), "more": 1},
+        ]
+        for wrong in wrongs:
             target = blank() | (wrong if RANK == 1 else {})
             try:
                 manager.restore(target)

@@ -31,6 +31,7 @@ from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.errors import CkptError, ReplicasDiverged, UnsupportedValue
 from tests.adapters.stateful import KINDS, Net, state_with, train
+from tests.kit.models import compiled, sharded
 
 CASES: list[Callable[[Path], None]] = []
 
@@ -131,16 +132,16 @@ def fsdp1_computes_with_what_was_restored(folder: Path) -> None:
             root = saved(
                 folder / f"{kind.name}-{named}", {"model": wrapped(2.0, kind, named=named)}
             )
-            for compiled in (False, True):
+            for is_compiled in (False, True):
                 for grad in (torch.no_grad, nullcontext):
                     net = wrapped(3.0, kind, named=named)
-                    run = torch.compile(net, backend="eager") if compiled else net
+                    run = compiled(net) if is_compiled else net
                     with grad():
                         run(torch.ones(4, 8))  # evaluate the weights of before
                     restored(root, {"model": run})
-                    assert output(run) == 8.0, (kind, named, compiled, grad)
+                    assert output(run) == 8.0, (kind, named, is_compiled, grad)
                     run(torch.ones(4, 8)).sum().backward()
-                    assert output(run) == 8.0, (kind, named, compiled, grad)
+                    assert output(run) == 8.0, (kind, named, is_compiled, grad)
 
 
 @case
@@ -169,16 +170,16 @@ def fsdp1_with_low_precision_computes_with_what_was_restored(folder: Path) -> No
 
 @case
 def fsdp2_computes_with_what_was_restored(folder: Path) -> None:
-    def sharded(value: float, *, reshard: bool) -> nn.Module:
-        net = stack(value)
+    def layered(value: float, *, reshard: bool) -> Any:
+        net: Any = stack(value)
         for layer in (net.one, net.two):
             fully_shard(layer, reshard_after_forward=reshard)
-        return fully_shard(net, reshard_after_forward=reshard)
+        return sharded(net, reshard_after_forward=reshard)
 
-    root = saved(folder, {"model": sharded(2.0, reshard=True)})
+    root = saved(folder, {"model": layered(2.0, reshard=True)})
     for reshard in (True, False):
         for how in ("forward", "unshard", "unshard async", "forward without a backward"):
-            net = sharded(3.0, reshard=reshard)
+            net = layered(3.0, reshard=reshard)
             if how == "forward":
                 output(net)
             elif how.startswith("unshard"):
@@ -267,10 +268,10 @@ def mean(net: nn.Module) -> torch.Tensor:
 @case
 def batch_norm_comes_from_the_first_rank(folder: Path) -> None:
     def fsdp2() -> nn.Module:
-        return fully_shard(Normed())
+        return sharded(Normed())
 
     def hsdp() -> nn.Module:
-        return fully_shard(
+        return sharded(
             Normed(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
         )
 
@@ -290,7 +291,7 @@ def batch_norm_comes_from_the_first_rank(folder: Path) -> None:
         return DistributedDataParallel(Normed(), broadcast_buffers=False)
 
     def compiled_ddp() -> nn.Module:
-        return torch.compile(DistributedDataParallel(Normed()), backend="eager")
+        return compiled(DistributedDataParallel(Normed()))
 
     for build in (fsdp2, hsdp, fsdp1, fsdp1_hybrid, ddp, compiled_ddp):
         net = build()
@@ -330,7 +331,7 @@ def objects_with_sharded_tensors_come_back(folder: Path) -> None:
     """
 
     def fsdp2() -> nn.Module:
-        return fully_shard(Net())
+        return sharded(Net())
 
     def fsdp1() -> nn.Module:
         # the state is flat: with the names of parameters torch's own load fails here (2.13, gloo),

@@ -35,10 +35,11 @@ def main() -> None:
         coordinator.close()
         return
     shared = np.arange(1e6)
-    state = {"shared": state_of(shared, replicas=world), "own": ckpt.PerRank(rank), "step": 7}
+    own = ckpt.PerRank(rank)
+    state = {"shared": state_of(shared, replicas=world), "own": own, "step": 7}
     with ckpt.CheckpointManager(folder, coordinator=coordinator) as manager:
         manager.save(state)
-    shared[:], state["own"].value, state["step"] = 0, -1, 0
+    shared[:], own.value, state["step"] = 0, -1, 0
     coordinator = ckpt.join(rank, len(world), address, timeout=float(timeout))
     with ckpt.CheckpointManager(folder, coordinator=coordinator) as manager:
         report = manager.restore(state)
@@ -46,7 +47,7 @@ def main() -> None:
     assert np.array_equal(shared, np.arange(1e6))
     assert not dist.is_initialized()
     (mine,) = Path(folder).glob(f"step-*/*{rank:05d}*.safetensors")
-    say(step=state["step"], own=state["own"].value, written=mine.stat().st_size)
+    say(step=state["step"], own=own.value, written=mine.stat().st_size)
 
 
 def say(**what: object) -> None:

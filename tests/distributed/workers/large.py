@@ -6,14 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from nets import build, step
 from torch.distributed.tensor import DTensor
 
 import ckpt.catalog.tiered_reader as origin
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, PerRank
+from ckpt.catalog.fragments import load_fragment
+from tests.distributed.workers.nets import build, step
 
 MODES = ("fsdp", "tp", "ddp")
 READ: list[int] = []
@@ -55,7 +57,7 @@ def counted(load: Any) -> Any:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    origin.load_fragment = counted(origin.load_fragment)
+    pytest.MonkeyPatch().setattr(origin, "load_fragment", counted(load_fragment))
     folder = Path(sys.argv[1])
     for mode in MODES:
         state = state_of(mode, 0)

@@ -12,11 +12,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from nets import assert_close, assert_same, build, columns, full, state_of, step
 
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, PerRank
 from ckpt.errors import ConfigError
+from tests.distributed.workers.nets import (
+    assert_close,
+    assert_same,
+    build,
+    columns,
+    full,
+    state_of,
+    step,
+)
 
 
 def save(folder: Path, saved: str) -> None:

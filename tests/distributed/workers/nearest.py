@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from nets import assert_same, build, full, step
 
-import ckpt.storage.tiers
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, RestoreReport
+from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, flip_byte
+from tests.distributed.workers.nets import assert_same, build, full, step
+from tests.kit.stores import wrap_stores
 
 
 def fresh() -> dict[str, Any]:
@@ -40,14 +42,13 @@ def main() -> None:
     near, far = folder / "near", folder / "far"
     opened: list[FaultyBackend] = []
 
-    def watching(url: str, options: Any) -> Any:
-        backend = open_backend(url, options)
+    def watching(url: str, store: StorageBackend) -> StorageBackend:
         if url != str(far):
-            return backend
-        opened.append(FaultyBackend(backend))
+            return store
+        opened.append(FaultyBackend(store))
         return opened[-1]
 
-    ckpt.storage.tiers.open_backend = watching
+    wrap_stores(pytest.MonkeyPatch(), watching)
     torch.manual_seed(0)
     model, optimizer = build("fsdp", 0)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}

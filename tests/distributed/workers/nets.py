@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +46,9 @@ class Net(nn.Module):
         )
 
 
-def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(mode: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    net: nn.Module = Net()
+    net: Any = Net()
     world = dist.get_world_size() if dist.is_initialized() else 1
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if mode == "fsdp":
@@ -74,7 +75,7 @@ def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 
-def fsdp1(net: nn.Module, mode: str) -> nn.Module:
+def fsdp1(net: Net, mode: str) -> nn.Module:
     """Wrap a network in FSDP1, in one of these ways:
 
     - ``fsdp1``
@@ -129,10 +130,12 @@ def columns(factor: float) -> DTensor:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     cut = distribute_tensor(factor * torch.arange(96.0).view(8, 12), mesh, [Shard(1)])
     try:
-        return cut.view(-1)
+        seen = cut.view(-1)
     except RuntimeError:  # torch 2.9 to 2.11 make no such view
         runs = _StridedShard(0, split_factor=8)
         return DTensor.from_local(cut.to_local().reshape(-1), mesh, [runs], run_check=False)
+    assert isinstance(seen, DTensor)
+    return seen
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,9 +226,5 @@ def assert_close(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -
         noise = "down.bias" in name or "running_mean" in name
         rtol, atol = (1.0, 0.05) if noise else (2e-3, 1e-5)
         torch.testing.assert_close(
-            have[name],
-            tensor,
-            rtol=rtol,
-            atol=atol,
-            msg=lambda reported, n=name: f"{n}: {reported}",
+            have[name], tensor, rtol=rtol, atol=atol, msg=partial("{}: {}".format, name)
         )

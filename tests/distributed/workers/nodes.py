@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import nets
 import pytest
 import torch
 import torch.distributed as dist
-from nets import assert_same, full, step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +24,8 @@ from ckpt import CheckpointManager, RestoreReport, Tier
 from ckpt.coordination.owner import Owner
 from ckpt.errors import NoCheckpoint, TierNotShared
 from ckpt.model.keys import OWNER
+from tests.distributed.workers import nets
+from tests.distributed.workers.nets import assert_same, full, step
 
 STRAIGHT, SWAPPED = (0, 0, 1, 1), (1, 1, 0, 0)
 asked: list[str] = []

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -48,7 +49,7 @@ class Net(nn.Module):
 def job(seed: int, kind: str, *, steps: int = 1, device: str = "cpu") -> dict[str, Any]:
     torch.manual_seed(seed)
     with torch.device(device):
-        model: nn.Module = Net()
+        model: Any = Net()
     world = dist.get_world_size()
     if kind == "ddp":
         model = DistributedDataParallel(model)
@@ -167,8 +168,9 @@ def placing() -> Callable[[], None]:
             raise MemoryError("no place")
         place(self, *args)
 
-    TensorSink.place = broken  # type: ignore[method-assign]
-    return lambda: setattr(TensorSink, "place", place)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(TensorSink, "place", broken)
+    return patch.undo
 
 
 def sending() -> Callable[[], None]:
@@ -180,8 +182,9 @@ def sending() -> Callable[[], None]:
             tensor[5] ^= 1
         return send(tensor, source, **how)
 
-    broadcast.dist.broadcast = broken
-    return lambda: setattr(broadcast.dist, "broadcast", send)
+    patch = pytest.MonkeyPatch()
+    patch.setattr(dist, "broadcast", broken)
+    return patch.undo
 
 
 def damaged(folder: Path) -> None:
@@ -244,11 +247,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     folder = Path(sys.argv[1])
     # small parcels make many rounds
-    broadcast.PARCEL_BYTES, broadcast.FLIGHT_BYTES, broadcast.WORTH_BYTES = (
-        1 << 19,
-        1 << 20,
-        1 << 16,
-    )  # type: ignore[misc]
+    patch = pytest.MonkeyPatch()
+    patch.setattr(broadcast, "PARCEL_BYTES", 1 << 19)
+    patch.setattr(broadcast, "FLIGHT_BYTES", 1 << 20)
+    patch.setattr(broadcast, "WORTH_BYTES", 1 << 16)
     shared(folder, "ddp")
     shared(folder, "ddp", codec="zstd")
     if dist.get_world_size() == 4:

@@ -15,18 +15,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank
 from ckpt.coordination import committer
 from ckpt.coordination.commit_state_machine import Gather, Merge, Put
 from ckpt.errors import CommitTimeout
 from ckpt.pending import PendingSave
 from ckpt.save.rank_files import RankFiles
-from ckpt.storage.registry import open_backend
+from tests.kit.stores import Wrapped, wrap_stores
 
 RANK = int(os.environ["RANK"])
 TIMEOUT = 3.0
@@ -147,18 +147,12 @@ def the_leader_is_killed(manager: CheckpointManager, state: dict[str, Any]) -> N
     say("told of rank 0:", error)
 
 
-class Slow:
+class Slow(Wrapped):
     """A store that takes data slowly."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
 
     def upload(self, key: str, size: int) -> Any:
         time.sleep(slow_seconds)
-        return self._backend.upload(key, size)
+        return self.inner.upload(key, size)
 
 
 def dcp_dies(folder: Path, seconds: float) -> None:
@@ -180,7 +174,7 @@ def dcp_dies(folder: Path, seconds: float) -> None:
 def main() -> None:
     folder, group_seconds, seconds = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     dist.init_process_group("gloo")
-    ckpt.storage.tiers.open_backend = lambda url, options: Slow(open_backend(url, options))
+    wrap_stores(pytest.MonkeyPatch(), lambda url, store: Slow(store))
     patient = dist.new_group([0, 1, 2], timeout=timedelta(seconds=120))
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=120))
     pids: list[Any] = [None] * 3

@@ -11,42 +11,40 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
-from nets import build, step
 
-import ckpt.storage.tiers
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import TierBehind
-from ckpt.storage.registry import open_backend
+from ckpt.storage.api import StorageBackend
+from tests.distributed.workers.nets import build, step
+from tests.kit.stores import Wrapped, wrap_stores
 
 STEPS = 10
 
 
-class Slow:
+class Slow(Wrapped):
     """A far store that is slow."""
 
-    def __init__(self, url: str, chance: random.Random) -> None:
-        self._inner, self._chance = open_backend(url), chance
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def __init__(self, inner: StorageBackend, chance: random.Random) -> None:
+        super().__init__(inner)
+        self._chance = chance
 
     def upload(self, key: str, size: int) -> Any:
         time.sleep(self._chance.random() * 0.8)
-        return self._inner.upload(key, size)
+        return self.inner.upload(key, size)
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     rank, folder = dist.get_rank(), Path(sys.argv[1])
     chance = random.Random(rank)
-
-    def opened(url: str, options: Any) -> Any:
-        return Slow(url, chance) if url.endswith("far") else open_backend(url, options)
-
-    ckpt.storage.tiers.open_backend = opened
+    wrap_stores(
+        pytest.MonkeyPatch(),
+        lambda url, store: Slow(store, chance) if url.endswith("far") else store,
+    )
     torch.manual_seed(0)
     model, optimizer = build("fsdp", 0)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}

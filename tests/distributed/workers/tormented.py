@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from elastic import Notes, Trainer
 from torch.distributed.tensor import DTensor
 
 from ckpt import CheckpointManager, PendingSave, Tier
 from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
+from tests.distributed.workers.elastic import Notes, Trainer
 
 SAVE_EVERY = 2
 COMMIT_TIMEOUT_SECONDS = 4
@@ -71,9 +71,9 @@ def main() -> None:
                     note(failed=trainer.step, error=str(error))
             for save in [save for save in saves if save.done()]:
                 saves.remove(save)
-                error = save.exception()
-                note(committed=save.step) if error is None else note(
-                    failed=save.step, error=str(error)
+                failure = save.exception()
+                note(committed=save.step) if failure is None else note(
+                    failed=save.step, error=str(failure)
                 )
             if last:
                 note(stops=trainer.step)

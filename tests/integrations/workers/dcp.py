@@ -79,7 +79,8 @@ def save(root: str) -> None:
     dcp.save(state, storage_writer=CkptWriter(root, step=1))
     writer = CkptWriter(root)
     for step in (2, 3):
-        dcp.async_save(state, checkpoint_id=f"step-{step}", storage_writer=writer).result()
+        saving: Any = dcp.async_save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
+        saving.result()
     writer.close()
     say("total", total(model, optimizer))
     refuse(lambda state: dcp.save(state, storage_writer=CkptWriter(root, step=9)))
@@ -109,7 +110,7 @@ def part_of_the_ranks(root: str) -> None:
     """Save on ranks 1 and 2 only."""
     group = dist.new_group([1, 2])
     if dist.get_rank():
-        state = {"t": torch.arange(4.0), f"of rank {dist.get_rank()}": 1}
+        state: dict[str, Any] = {"t": torch.arange(4.0), f"of rank {dist.get_rank()}": 1}
         dcp.save(state, storage_writer=CkptWriter(root, step=1), process_group=group)
         state["t"].zero_()
         dcp.load(state, storage_reader=CkptReader(root), process_group=group)
@@ -122,12 +123,13 @@ def process(root: str) -> None:
     writer = CkptWriter(root)
 
     def save_there(state: dict[str, Any], step: int) -> None:
-        dcp.async_save(
+        saving: Any = dcp.async_save(
             state,
             checkpoint_id=f"step-{step}",
             storage_writer=writer,
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        ).result()
+        )
+        saving.result()
 
     for step in (4, 5):
         save_there(state_of(model, optimizer, 7), step)

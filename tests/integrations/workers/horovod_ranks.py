@@ -4,6 +4,7 @@ horovodrun --gloo -np 2 python horovod_ranks.py ROOT
 """
 
 import sys
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -15,7 +16,7 @@ from ckpt.integrations.arrays import state_of
 def main() -> None:
     hvd.init()
     total = torch.zeros(4)
-    state = {
+    state: dict[str, Any] = {
         "total": state_of(total, replicas=range(hvd.size())),
         "own": ckpt.PerRank(10 + hvd.rank()),
         "step": 0,

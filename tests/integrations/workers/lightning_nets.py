@@ -75,6 +75,7 @@ class Net(LightningModule):
 
     def configure_model(self) -> None:
         if self.sharded:
+            assert self.device_mesh is not None
             for layer in (self.net[0], self.net[4], self.net):
                 fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -21,11 +22,11 @@ from deepspeed.utils import (
     set_log_level_from_string,
 )
 from torch import distributed as dist
-from zero_nets import batch, build, loss_of
 
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.integrations.deepspeed import zero_state
+from tests.integrations.workers.zero_nets import batch, build, loss_of
 
 STEPS, MORE = 3, 2
 NEAR = {"fp32": 2e-7, "bf16": 2e-3, "cast": 2e-2}
@@ -36,7 +37,7 @@ aligned otherwise, or one of them in bf16.
 KEYS = ("exp_avg", "exp_avg_sq")
 
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "robin": {"zero_optimization": {"round_robin_gradients": True}},
     "sums": {
@@ -61,7 +62,7 @@ def engine_of(kind: str, seed: int):
         "memory_efficient_linear": False,
     }
     scheduler = {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 10}
-    config = {
+    config: dict[str, Any] = {
         "train_batch_size": 12,
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,

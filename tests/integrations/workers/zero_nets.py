@@ -14,6 +14,8 @@ WORDS, WIDTH, BATCH = 11, 7, 12  # the batch divides among 1, 2 and 3 ranks
 
 
 class Net(nn.Module):
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(1))
