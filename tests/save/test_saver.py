@@ -27,7 +27,7 @@ from tests.kit.stores import faulty
 KNOWN = [
     name
     for name, dtype in DTYPES.items()
-    if dtype.writers == 1 and dtype.storage != "U8" and "bits" not in name
+    if dtype.lanes == 1 and dtype.storage != "U8" and "bits" not in name
 ]
 
 
