@@ -178,12 +178,12 @@ def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
             *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
         )
     except (AttributeError, TypeError, RuntimeError):
-        return cannot_tell
+        return always_unknown
     check: Callable[..., bool] = guards.check
     return check
 
 
-def cannot_tell(*_: torch.Tensor) -> bool:
+def always_unknown(*_: torch.Tensor) -> bool:
     """Compare for a torch that has no such function. It finds nothing equal."""
     return False
 

@@ -282,9 +282,9 @@ def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str
     def decide() -> str:
         wait = Wait(_START_SECONDS, "the manager")
         posted = gather(coordinator, _ALL_NODES, wait, ranks=nodes.firsts).values()
-        told = [msgspec.json.decode(data, type=tuple[str, str]) for data in posted]
-        why = next((why for why, _ in told if why), "")
-        if not why and len({agent for _, agent in told}) < len(told):
+        answers = [msgspec.json.decode(data, type=tuple[str, str]) for data in posted]
+        why = next((why for why, _ in answers if why), "")
+        if not why and len({agent for _, agent in answers}) < len(answers):
             why = (
                 "two groups of ranks that share no local tier have the same agent: let the ranks "
                 "of a machine share /dev/shm and its folders, or give each group an agent of its "

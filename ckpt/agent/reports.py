@@ -99,15 +99,15 @@ def progress_of(step: int, to: str, report: OnReport) -> OnProgress:
     return at_intervals(lambda done, total: report(Copying(step, to, done, total)))
 
 
-def at_intervals(tell: OnProgress) -> OnProgress:
-    """Return what calls ``tell`` some times in a second, and when all is done."""
+def at_intervals(on_progress: OnProgress) -> OnProgress:
+    """Return what calls ``on_progress`` some times in a second, and when all is done."""
     reported = 0.0
 
     def progress(done: int, total: int) -> None:
         nonlocal reported
         if done == total or time.monotonic() - reported > REPORT_SECONDS:
             reported = time.monotonic()
-            tell(done, total)
+            on_progress(done, total)
 
     return progress
 

@@ -152,13 +152,15 @@ class Scrub:
 
     def _verify(self, root: _Root, ref: StepRef) -> VerifyReport:
         before, url = 0, root.tier.url
-        tell = at_intervals(lambda done, total: self._report(Verifying(ref.step, url, done, total)))
+        report = at_intervals(
+            lambda done, total: self._report(Verifying(ref.step, url, done, total))
+        )
 
         def progress(done: int, total: int) -> None:
             nonlocal before
             self._pace.spend(done - before)
             before = done
-            tell(done, total)
+            report(done, total)
 
         return verify_step(
             root.tier.backend,

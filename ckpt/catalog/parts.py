@@ -73,7 +73,7 @@ def mark_to_bring(folder: StepFolder, ranks: Collection[int]) -> set[int]:
         killed while they did.
     """
     if not folder.backend.capabilities.put_if_absent:
-        return set()  # The rank and this process could not tell who was first
+        return set()  # Neither the rank nor this process knows which was first
     ask = partial(claim_rank_to_bring, folder.backend, folder.ref)
     return {rank for rank in ranks if folder.retry.call(partial(ask, rank))}
 

@@ -218,13 +218,13 @@ class Meter:
 
     def __init__(self, total: int, on_progress: OnProgress | None) -> None:
         self.total, self.done = total, 0
-        self._tell, self._lock = on_progress, threading.Lock()
+        self._on_progress, self._lock = on_progress, threading.Lock()
 
     def add(self, nbytes: int) -> None:
         with self._lock:
             self.done += nbytes
-            if self._tell:
-                self._tell(self.done, self.total)
+            if self._on_progress:
+                self._on_progress(self.done, self.total)
 
 
 def _filled(manifest: Manifest, parts: Sequence[Fragment], key: str) -> Manifest:

@@ -12,7 +12,7 @@ from typing import Annotated, Final, TypeVar
 import typer
 
 from ckpt.catalog.index import is_committed
-from ckpt.cli.store_timeout import Watched, open_watched, telling
+from ckpt.cli.store_timeout import Watched, noting, open_watched
 from ckpt.config import MEMORY, Tier, load_config, resolve_tier
 from ckpt.errors import (
     CkptError,
@@ -319,7 +319,7 @@ def workers_for(backend: StorageBackend, *others: StorageBackend) -> Generator[W
     While they work, a line names each store that does not answer.
     """
     count = max(1, min(backend.capabilities.max_concurrency, _MOST_THREADS))
-    with telling(backend, *others), Workers("cli", count) as workers:
+    with noting(backend, *others), Workers("cli", count) as workers:
         yield workers
 
 

@@ -142,12 +142,12 @@ def short_names(
 
 def warn(text: str) -> None:
     """Print a warning on one line of standard error."""
-    _tell("warning", "yellow", text)
+    _print_line("warning", "yellow", text)
 
 
 def note(text: str) -> None:
     """Print a remark on one line of standard error."""
-    _tell("note", "dim", text)
+    _print_line("note", "dim", text)
 
 
 def fail(error: Exception, *, as_json: bool) -> None:
@@ -155,7 +155,7 @@ def fail(error: Exception, *, as_json: bool) -> None:
 
     With ``as_json`` the error and its fields are printed on standard output, too.
     """
-    _tell("error", "bold red", str(error))
+    _print_line("error", "bold red", str(error))
     if as_json:
         fields = {name: value for name, value in vars(error).items() if not name.startswith("_")}
         show_json({"error": type(error).__name__, "message": str(error), **fields})
@@ -249,7 +249,7 @@ def _clean_json(value: Any) -> Any:
             return redact(str(value))
 
 
-def _tell(word: str, style: str, text: str) -> None:
+def _print_line(word: str, style: str, text: str) -> None:
     with suppress(OSError):  # If standard error fails, the exit code still shows the result
         _console(sys.stderr).print(
             Text(f"{word}: ", style=style).append(clean(text), style="default"), soft_wrap=True

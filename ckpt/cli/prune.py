@@ -20,7 +20,7 @@ from ckpt.cli.options import (
     TimeoutOption,
     one_place,
 )
-from ckpt.cli.store_timeout import open_watched, telling
+from ckpt.cli.store_timeout import noting, open_watched
 from ckpt.config import Best, Tier, load_config, resolve_tier
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
@@ -104,7 +104,7 @@ def prune(
             guard=FixedGuard(late),
         ),
     )
-    with telling(backend):
+    with noting(backend):
         gone = carry_out(backend, judged, dry_run=dry_run)
     kept = [one for one in judged if one.kept]
     if json:

@@ -95,7 +95,7 @@ class Watched:
         future = Workers("ask", 1).submit(work)  # Not closed: it may still wait for the store
         while not future.done():
             silent = self.silent_seconds
-            self.tell(f"has not answered yet; it is given up after {self._timeout:g} s (--timeout)")
+            self.note(f"has not answered yet; it is given up after {self._timeout:g} s (--timeout)")
             if silent >= self._timeout:
                 raise self._give_up()
             due = SILENT_SECONDS if silent < SILENT_SECONDS else self._timeout
@@ -110,7 +110,7 @@ class Watched:
         with self._lock:
             return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
-    def tell(self, text: str = "") -> None:
+    def note(self, text: str = "") -> None:
         """Warn if an answer has been due for two seconds and no such line was printed recently.
 
         The line says ``text``, or for how long the store has been silent.
@@ -209,7 +209,7 @@ class _WatchedUpload:
 
 
 @contextmanager
-def telling(*stores: StorageBackend) -> Generator[None]:
+def noting(*stores: StorageBackend) -> Generator[None]:
     """While the block runs, a line says of each store that it has not answered for two seconds."""
     over = threading.Event()
     watched = [store for store in stores if isinstance(store, Watched)]
@@ -217,7 +217,7 @@ def telling(*stores: StorageBackend) -> Generator[None]:
     def look() -> None:
         while not over.wait(SILENT_SECONDS / _TICKS):
             for store in watched:
-                store.tell()
+                store.note()
 
     with Workers("watch", 1) as workers:
         workers.submit(look)

@@ -62,7 +62,7 @@ class Leaving:
         self.look_seconds = min(_MOST_LOOK_SECONDS, max(_LOOK_SECONDS, whole.world_size / _LOOKS))
 
     def leave(self, reason: str) -> None:
-        """Stop posting, and tell the other ranks. Never raises."""
+        """Stop posting, and let the other ranks know. It never raises."""
         self._left.set()
         with suppress(CkptError):
             self._whole.set_once(_SUBJECT, msgspec.json.encode(Gone(self.rank, reason)))

@@ -1,10 +1,10 @@
 """Does the error that is being handled around a call end the process?
 
-Python tells a function that an error is being handled, and not what its caller does with it. The
-source of the callers tells: an ``except`` clause that raises nothing handles the error, and the
-process goes on. In a ``finally`` clause, and in an ``except`` clause that raises or exits, the
-error goes on. Where no source can be read, as in ``python -c``, the error counts as one that goes
-on.
+Python lets a function know that an error is being handled, and not what its caller does with it.
+The source of the callers shows that: an ``except`` clause that raises nothing handles the error,
+and the process goes on. In a ``finally`` clause, and in an ``except`` clause that raises or exits,
+the error goes on. Where no source can be read, as in ``python -c``, the error counts as one that
+goes on.
 """
 
 from __future__ import annotations

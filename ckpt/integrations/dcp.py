@@ -71,7 +71,7 @@ _last_token: Final[deque[str]] = deque(maxlen=1)
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What the coordinator tells a rank about a save.
+    """What the coordinator sends a rank about a save.
 
     Attributes:
         step: The step that is saved.

@@ -71,7 +71,7 @@ class History:
 
 
 def history_of(records: Sequence[Record]) -> History:
-    """Return the history that ``records``, oldest first, tell."""
+    """Return the history that ``records``, oldest first, describe."""
     found, troubles = History(), list[Record]()
     under_way: set[int] = set()  # Steps that the current job has staged
     for record in records:

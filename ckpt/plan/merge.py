@@ -25,7 +25,7 @@ from ckpt.plan.merge_layouts import Gathered, Layouts, Light, first_of, holders_
 _sorted = msgspec.json.Encoder(order="deterministic")
 
 Marks = Iterable[tuple[int, Mapping[str, str]]]
-"""Ranks, ascending, and what each tells: name -> ``boxes=digest``."""
+"""Ranks, ascending, and what each reports: name -> ``boxes=digest``."""
 
 
 class Known:

@@ -150,18 +150,18 @@ class SaveOutcome:
         with self._lock:
             self._missed.append(TierMissed(step=self.pending.step, tier=url, error=error))
         if self.staged.is_set():  # Do not wait for it: the copying may wait for this thread
-            self._tell_missed()
+            self._report_missed()
         self._end(url, error, required=required)
 
     def slot_is_free(self) -> None:
         """Report that the slot of the save was released."""
         self.staged.wait()
-        self._tell_missed()
+        self._report_missed()
         with self._lock:
             self._free = True
             self._end_if_over()
 
-    def _tell_missed(self) -> None:
+    def _report_missed(self) -> None:
         with self._lock:
             missed, self._missed = self._missed, []
         for event in missed:

@@ -291,11 +291,11 @@ class Saver:
         # What these tiers kept for a farther tier need not stay any more.
         for writer in self._durable[: 0 if self._left.is_set() else -1]:
             writer.prune_later()
-        tells = self._is_leader and not self._left.is_set()
-        if tells and self._warn_of_steps_in_memory():
-            tells = False  # One line of this is enough
+        logs = self._is_leader and not self._left.is_set()
+        if logs and self._warn_of_steps_in_memory():
+            logs = False  # One line of this is enough
         for writer in self._writers:
-            writer.close(self.steps.durable_step, tells=tells)
+            writer.close(self.steps.durable_step, logs=logs)
         if self._replicas is not None:
             self._replicas.close(wait=not leaves)
             with self._lock:

@@ -12,8 +12,8 @@ from ckpt.storage.tiers import OpenTier
 class SlotSteps:
     """The steps of this rank that stay in the slots they were staged in.
 
-    The slot pool asks it before it fills a slot again, and the writers of tiers in memory tell it
-    what they keep. It is made before both.
+    The slot pool asks it before it fills a slot again, and the writers of tiers in memory report
+    to it what they keep. It is made before both.
 
     Args:
         rank: This rank, whose files a step consists of.

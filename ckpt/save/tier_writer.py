@@ -297,12 +297,12 @@ class TierWriter:
         self._detached = True
         _LEAVING.call(self.root.detach)
 
-    def close(self, durable_step: int, *, tells: bool = True) -> None:
+    def close(self, durable_step: int, *, logs: bool = True) -> None:
         """Stop the threads and release the root.
 
         Args:
             durable_step: Steps up to this one need not stay in memory.
-            tells: Whether a log line names the newest step that stays in memory alone.
+            logs: Whether a log line names the newest step that stays in memory alone.
         """
         self._files.close()
         self._workers.close()
@@ -315,7 +315,7 @@ class TierWriter:
                 with contextlib.suppress(CkptError):
                     self._slots.evict(path)
         newest = max((ref.step for ref in kept.values()), default=-1)
-        if tells and newest > durable_step and not self._detached:
+        if logs and newest > durable_step and not self._detached:
             _log.warning(
                 "ckpt: step %d is in memory only (%s), which it keeps taking: save the last step "
                 "to a durable tier too",

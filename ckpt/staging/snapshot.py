@@ -45,7 +45,7 @@ SPARE: Final = 4
 class Check:
     """A tensor whose digest is compared with that of its replicas.
 
-    ``boxes`` tells which parts of the global tensor are in ``sources``.
+    ``boxes`` names the parts of the global tensor are in ``sources``.
     """
 
     name: str
@@ -249,7 +249,7 @@ class Snapshot:
 
     def confirm(self) -> None:
         """Return when the image is known to hold what the sources held at the call, as far as
-        versions and the witness tell.
+        versions and the witness show.
 
         Raises:
             TensorChanged: It does not.
