@@ -17,6 +17,7 @@ from ckpt.storage.api import (
     Upload,
     check_key,
     check_prefix,
+    check_read,
     check_written,
 )
 
@@ -88,10 +89,7 @@ class MemoryBackend:
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
         found = self._find(key)
-        if offset + out.nbytes > len(found):
-            raise StorageError(
-                key, f"ends at byte {len(found)}, bytes up to {offset + out.nbytes} were asked for"
-            )
+        check_read(key, offset, min(len(found) - offset, out.nbytes), out.nbytes)
         out.cast("B")[:] = memoryview(found)[offset : offset + out.nbytes]
 
     def head(self, key: str) -> ObjectInfo:

@@ -13,10 +13,10 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from ckpt.errors import (
@@ -36,28 +36,27 @@ from ckpt.storage.api import (
     Upload,
     check_key,
     check_prefix,
+    check_read,
     check_written,
 )
 from ckpt_backends.direct_io import (
     ALIGNMENT,
     DirectWriter,
+    read_at,
     rename_if_absent,
     reserve,
     write_all,
 )
-from ckpt_backends.direct_read import read_at
 from ckpt_backends.lustre import Striping, stripe_count
-from ckpt_backends.mounts import on_network
+from ckpt_backends.mounts import kind_of, on_network
 from ckpt_backends.oserrors import mapped
-from ckpt_backends.rooted import RootedFolder
 
 _PART_BYTES: Final = 8 << 20
 _ABANDONED_SECONDS: Final = 3600.0  # A live upload touches its file with every part
 _NAME_BYTES: Final = 255
+_TRIES: Final = 32
 _OURS: Final = re.compile(r"\.(.+)\.[0-9a-f]{12}(?:\.link)?\.tmp", re.DOTALL)
 _FLAGS: Final = frozenset({"put_if_absent", "shared", "direct"})
-
-T = TypeVar("T")
 
 
 def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
@@ -73,31 +72,30 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
     Raises:
         ConfigError: The root is a file, or an option is unknown or has a wrong value.
     """
-    flags: dict[str, bool] = {}
-    for name, value in options.items():
-        if name == "stripe_count":
-            continue
+    flags = {name: value for name, value in options.items() if name != "stripe_count"}
+    for name, value in flags.items():
         if name not in _FLAGS or not isinstance(value, bool):
             raise ConfigError(
                 f"a folder takes the options {', '.join(sorted(_FLAGS))} (true or false) and "
                 f"stripe_count (a number), not {name} of type {type(value).__name__}"
             )
-        flags[name] = value
     count = stripe_count(options["stripe_count"]) if "stripe_count" in options else None
     root = _path_of(url)
     if os.path.lexists(root) and not os.path.isdir(root):
         raise ConfigError(f"{root} is not a folder: name a folder, or a path that is free")
     return PosixBackend(
         root,
-        shared=flags["shared"] if "shared" in flags else on_network(root),
-        put_if_absent=flags.get("put_if_absent", True),
-        direct=flags.get("direct", True),
+        shared=bool(flags["shared"]) if "shared" in flags else on_network(root),
+        put_if_absent=bool(flags.get("put_if_absent", True)),
+        direct=bool(flags.get("direct", True)),
         striping=Striping(root, count),
     )
 
 
-class PosixBackend(RootedFolder):
+class PosixBackend:
     """A folder as a store.
+
+    It remembers which folder that was when it was opened, or when it was made.
 
     Thread safety: several threads may call all methods at the same time. No
     descriptor stays open between calls. A thread that reads keeps a buffer of 2 MiB until it ends.
@@ -124,7 +122,35 @@ class PosixBackend(RootedFolder):
             takes_parts=True,
         )
         self._root_synced = False
+        self._first: str | None = None
         self._remember_root()
+
+    def identity(self) -> str:
+        """Return the device and the inode of the root, which is made if it does not exist."""
+        with mapped("", missing=StorageError):
+            self._make_folders(self._root)
+            found = os.stat(self._root)
+        return f"{found.st_dev}:{found.st_ino}"
+
+    def is_replaced(self) -> bool:
+        return self._first is not None and self._first != self._seen()
+
+    def _remember_root(self) -> None:
+        if self._first is None:
+            self._first = self._seen()
+
+    def _seen(self) -> str | None:
+        """Return what identifies the root among the folders that have had its path.
+
+        Numbers of network and user-space file systems may change while the folder stays, so they
+        are left out.
+        """
+        with suppress(OSError):
+            found = os.stat(self._root)
+            return (
+                kind_of(self._root) if on_network(self._root) else f"{found.st_dev}:{found.st_ino}"
+            )
+        return None
 
     def free_bytes(self) -> int:
         """Return what the file system leaves. A root that is not made yet is asked for above."""
@@ -180,10 +206,7 @@ class PosixBackend(RootedFolder):
         parts = [out.cast("B") for out in outs]
         with mapped(key):
             done = read_at(path, offset, parts, direct=self._direct)
-        if done != (asked := sum(part.nbytes for part in parts)):
-            raise StorageError(
-                key, f"ends at byte {offset + done}, bytes up to {offset + asked} were asked for"
-            )
+        check_read(key, offset, done, sum(part.nbytes for part in parts))
 
     def head(self, key: str) -> ObjectInfo:
         return ObjectInfo(key=key, size=self._file(key, self._readable(check_key(key))).st_size)
@@ -266,14 +289,16 @@ class PosixBackend(RootedFolder):
 
     def _create(self, path: str) -> int:
         """Create a new file in a folder that a concurrent ``delete`` may just be removing."""
+        for _ in range(_TRIES - 1):
+            with suppress(FileNotFoundError):
+                return self._create_once(path)
+        return self._create_once(path)
 
-        def attempt() -> int:
-            self._make_folders(os.path.dirname(path))
-            return os.open(
-                path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-            )
-
-        return _insist(attempt)
+    def _create_once(self, path: str) -> int:
+        self._make_folders(os.path.dirname(path))
+        return os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
 
     def _make_folders(self, folder: str) -> None:
         missing: list[str] = []
@@ -369,13 +394,8 @@ class _PosixUpload:
     def __init__(
         self, backend: PosixBackend, key: str, paths: _Paths, writer: DirectWriter, size: int
     ) -> None:
-        self._backend, self._key, self._paths, self._writer, self._size = (
-            backend,
-            key,
-            paths,
-            writer,
-            size,
-        )
+        self._backend, self._key, self._size = backend, key, size
+        self._paths, self._writer = paths, writer
         self.part_bytes = _PART_BYTES
         self._written: dict[int, int] = {}
         self._failed: StorageError | None = None
@@ -436,13 +456,9 @@ def _temporary_beside(target: str) -> str:
     return os.path.join(folder, f".{kept}{token}")
 
 
-def _is_temporary(name: str) -> bool:
-    return name.startswith(".") and name.endswith(".tmp")
-
-
 def _is_hidden(name: str) -> bool:
-    # NFS keeps a deleted file while it is open.
-    return _is_temporary(name) or name.startswith(".nfs")
+    """Return True for a temporary file, and for a deleted file that NFS keeps while it is open."""
+    return (name.startswith(".") and name.endswith(".tmp")) or name.startswith(".nfs")
 
 
 def _remove_abandoned(folder: str) -> None:
@@ -466,10 +482,3 @@ def _sync_folder(folder: str) -> None:
             raise
     finally:
         os.close(fd)
-
-
-def _insist(attempt: Callable[[], T], times: int = 32) -> T:
-    for _ in range(times - 1):
-        with suppress(FileNotFoundError):
-            return attempt()
-    return attempt()

@@ -316,6 +316,14 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
+def check_read(key: str, offset: int, done: int, asked: int) -> None:
+    """Raise ``StorageError`` if a read from ``offset`` has given less than it asked for."""
+    if done != asked:
+        raise StorageError(
+            key, f"ends at byte {offset + done}, bytes up to {offset + asked} were asked for"
+        )
+
+
 def check_written(key: str, written: int, announced: int, size: int | None) -> int:
     """Return the size of a finished upload.
 

@@ -15,9 +15,15 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ckpt.errors import StorageError
-from ckpt_backends import direct_read
-from ckpt_backends.direct_io import address
-from ckpt_backends.direct_read import BUFFER_BYTES, STRAIGHT_BYTES, blocks_of, is_cached, read_at
+from ckpt_backends import direct_io
+from ckpt_backends.direct_io import (
+    BUFFER_BYTES,
+    STRAIGHT_BYTES,
+    address,
+    blocks_of,
+    is_cached,
+    read_at,
+)
 from ckpt_backends.posix import open_posix
 
 SIZE = 3 * BUFFER_BYTES + 4321
@@ -253,7 +259,7 @@ def test_memory_files_are_never_asked_for_direct_reads(direct_reads: list[Read])
 def test_a_kernel_that_cannot_tell_what_is_cached_reads_from_the_disk(
     disk: Path, direct_reads: list[Read], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct_read, "_SYS_CACHESTAT", 100_000)
+    monkeypatch.setattr(direct_io, "_SYS_CACHESTAT", 100_000)
     disk.read_bytes()
     assert not cached(disk)
     room = Room(BUFFER_BYTES, at=0)
@@ -265,7 +271,7 @@ def test_a_kernel_that_cannot_tell_what_is_cached_reads_from_the_disk(
 def test_a_kernel_that_cannot_tell_its_blocks_is_asked_for_whole_pages(
     disk: Path, direct_reads: list[Read], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct_read, "_STATX_DIOALIGN", 0)
+    monkeypatch.setattr(direct_io, "_STATX_DIOALIGN", 0)
     evict(disk)
     room = Room(BUFFER_BYTES, at=512)
     read_at(str(disk), 512 + 4096, [room.view])
