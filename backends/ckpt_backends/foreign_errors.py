@@ -9,7 +9,6 @@ of everything that could be a credential.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -152,7 +151,7 @@ def _by_class(error: BaseException) -> type[StorageError]:
             isinstance(link, OSError) and str(link).startswith("Forbidden")
         ):
             return AccessDenied  # gcsfs reports a 403 as "Forbidden"
-        if isinstance(link, TimeoutError | asyncio.TimeoutError | ConnectionError | EOFError):
+        if isinstance(link, TimeoutError | ConnectionError | EOFError):
             return TransientStorageError
         if kind := _class_of(link):
             return kind

@@ -12,8 +12,10 @@ import posixpath
 import secrets as entropy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
+from urllib.parse import parse_qsl, urlsplit
 
 from ckpt.errors import ConfigError, MissingExtra, ObjectExists, ObjectNotFound, StorageError
 from ckpt.storage.api import (
@@ -25,7 +27,9 @@ from ckpt.storage.api import (
     Upload,
     check_key,
     check_prefix,
+    check_read,
     check_written,
+    is_there,
 )
 from ckpt_backends.foreign_errors import clean, foreign
 from ckpt_backends.posix import open_posix
@@ -76,7 +80,8 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
         raise missing_extra(shown, error) from error
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error), secrets)}") from None
-    if not root and "path" in _options_of(options, "dir"):
+    chained_options = options.get("dir")
+    if not root and isinstance(chained_options, Mapping) and "path" in chained_options:
         raise ConfigError(
             f"{shown!r}: before release 2025.12, fsspec opens the folder of the option 'path' "
             "instead of that of the URL: leave the option out, or install a later release"
@@ -84,10 +89,34 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
     return StorageBackendOnFsspec(fs, str(root), shown, secrets=secrets)
 
 
-def _options_of(options: Mapping[str, object], protocol: str) -> Mapping[object, object]:
-    """Return the options of one file system of a chained URL."""
-    found = options.get(protocol)
-    return found if isinstance(found, Mapping) else {}
+@dataclass(frozen=True, slots=True)
+class BucketPrefix:
+    """A prefix of a bucket, and the URL that names it without credentials."""
+
+    bucket: str
+    prefix: str
+    url: str
+
+    @property
+    def root(self) -> str:
+        """The path of the prefix in the file system."""
+        return f"{self.bucket}/{self.prefix}"
+
+
+def parse_bucket_url(
+    url: str, options: Mapping[str, object], *, scheme: str
+) -> tuple[BucketPrefix, dict[str, Any]]:
+    """Return what ``scheme://bucket/prefix`` names, and the options with those of its query.
+
+    Raises:
+        ConfigError: It names no bucket.
+    """
+    split, shown = urlsplit(url, allow_fragments=False), clean(url.partition("?")[0])
+    bucket = split.netloc.rpartition("@")[2]
+    if not bucket:
+        raise ConfigError(f"{shown!r} names no bucket: write {scheme}://bucket/prefix")
+    place = BucketPrefix(bucket, split.path.strip("/"), shown.rstrip("/"))
+    return place, {**dict(parse_qsl(split.query)), **options}
 
 
 def missing_extra(url: str, error: ImportError) -> MissingExtra:
@@ -151,7 +180,7 @@ class StorageBackendOnFsspec:
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         path, value = self.path_of(key), b"".join(parts)
-        if if_absent and not self._creates and self._exists(key):
+        if if_absent and not self._creates and is_there(self, key):
             raise ObjectExists(key)
         mode = {"mode": "create"} if if_absent and self._creates else {}
         with self.errors(key):
@@ -174,14 +203,14 @@ class StorageBackendOnFsspec:
             self.head(key)
             return
         with self.errors(key):
-            found = self._fs.cat_file(self.path_of(key), start=offset, end=offset + out.nbytes)
-        if len(found) != out.nbytes:
-            raise StorageError(
-                key,
-                f"ends at byte {offset + len(found)}, bytes up to {offset + out.nbytes} were "
-                "asked for",
-            )
-        out.cast("B")[:] = found
+            done = self._receive(key, offset, out.cast("B"))
+        check_read(key, offset, done, out.nbytes)
+
+    def _receive(self, key: str, offset: int, out: memoryview) -> int:
+        """Fill ``out`` from ``offset`` as far as the object goes; returns how many bytes came."""
+        found = self._fs.cat_file(self.path_of(key), start=offset, end=offset + out.nbytes)
+        out[: len(found)] = found[: out.nbytes]
+        return len(found)
 
     def head(self, key: str) -> ObjectInfo:
         path = self.path_of(key)
@@ -239,13 +268,6 @@ class StorageBackendOnFsspec:
         root, path = self._root.lstrip("/"), path.lstrip("/")
         inside = not root or path.startswith(root + "/")
         return path[len(root) :].lstrip("/") if inside else ""
-
-    def _exists(self, key: str) -> bool:
-        try:
-            self.head(key)
-        except ObjectNotFound:
-            return False
-        return True
 
     def open_for_writing(self, path: str) -> Any:
         """Open a file that takes its bytes in parts."""
@@ -346,12 +368,9 @@ class _StreamUpload:
         bytes are checked against the manifest.
         """
         with suppress(StorageError):
-            return bool(self._sent_all and self._backend.head(self._key).size == self._size)
+            given = sum(part.nbytes for part in self._parts.values())
+            return given == self._size and self._backend.head(self._key).size == self._size
         return False
-
-    @property
-    def _sent_all(self) -> bool:
-        return sum(part.nbytes for part in self._parts.values()) == self._size
 
 
 def _throw_away(file: Any) -> None:

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPException
-from typing import Any, Final
-from urllib.parse import parse_qsl, urlsplit
+from typing import Any, Final, TypeVar
 
 from ckpt.errors import (
     ConfigError,
@@ -25,8 +24,10 @@ from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, Upload
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import (
     PART_BYTES,
+    BucketPrefix,
     StorageBackendOnFsspec,
     missing_extra,
+    parse_bucket_url,
     secrets_of,
 )
 from ckpt_backends.gcs_upload import ResumableUpload
@@ -37,6 +38,8 @@ _SINGLE_REQUEST: Final = 1 << 62
 _METADATA_HOST: Final = "169.254.169.254"  # Gives a virtual machine of Google its identity
 _METADATA_SECONDS: Final = 2.0
 _TRIES: Final = 3
+
+T = TypeVar("T")
 
 
 def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
@@ -53,12 +56,8 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
         MissingExtra: gcsfs is not installed.
         ConfigError: The URL names no bucket, or gcsfs refuses the options.
     """
-    split = urlsplit(url, allow_fragments=False)
-    settings: dict[str, Any] = {**dict(parse_qsl(split.query)), **options}
-    bucket = split.netloc.rpartition("@")[2]
+    place, settings = parse_bucket_url(url, options, scheme="gs")
     shown, secrets = clean(url.partition("?")[0]), secrets_of(settings)
-    if not bucket:
-        raise ConfigError(f"{shown!r} names no bucket: write gs://bucket/prefix")
     try:
         fs = _file_system(settings)
     except ImportError as error:
@@ -70,7 +69,7 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
         raise ConfigError(
             f"{shown!r} cannot be opened: {clean(f'{type(error).__name__}: {error}', secrets)}"
         ) from None
-    return GCSBackend(fs, f"{bucket}/{split.path.strip('/')}", shown.rstrip("/"), secrets=secrets)
+    return GCSBackend(fs, place, secrets=secrets)
 
 
 def _file_system(settings: dict[str, Any]) -> Any:
@@ -144,7 +143,7 @@ class GCSBackend(StorageBackendOnFsspec):
     ``Upload`` takes one ``write`` at a time.
     """
 
-    def __init__(self, fs: Any, root: str, url: str, *, secrets: Sequence[str]) -> None:
+    def __init__(self, fs: Any, place: BucketPrefix, *, secrets: Sequence[str]) -> None:
         capabilities = Capabilities(
             put_if_absent=True,
             shared=True,
@@ -153,7 +152,8 @@ class GCSBackend(StorageBackendOnFsspec):
             parallel_parts=False,
             takes_parts=True,
         )
-        super().__init__(fs, root, url, secrets=secrets, capabilities=capabilities)
+        super().__init__(fs, place.root, place.url, secrets=secrets, capabilities=capabilities)
+        self._bucket = place.bucket
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         """Put an object in a single request of any size, since emulators drop the condition of a
@@ -181,12 +181,12 @@ class GCSBackend(StorageBackendOnFsspec):
         if size < 2 * self.capabilities.part_bytes:
             return PutUpload(self, key, size)
         self._check_bucket(key)
-        bucket, _, name = self.path_of(key).partition("/")
+        name = self.path_of(key).removeprefix(f"{self._bucket}/")
         with self.errors(key):
             from fsspec.asyn import sync
             from gcsfs.core import initiate_upload
 
-            location: object = sync(self._fs.loop, initiate_upload, self._fs, bucket, name)
+            location: object = sync(self._fs.loop, initiate_upload, self._fs, self._bucket, name)
         # A bucket of a single zone has uploads of another kind.
         return (
             ResumableUpload(self, key, size, location)
@@ -214,16 +214,15 @@ class GCSBackend(StorageBackendOnFsspec):
         return found[0], found[1]
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        none = True
-        for found in super().list(prefix):
-            none = False
-            yield found
-        if none:
-            self._check_bucket(prefix)
+        return self._from_bucket(prefix, super().list(prefix))
 
     def folders(self, prefix: str) -> Iterator[str]:
+        return self._from_bucket(prefix, super().folders(prefix))
+
+    def _from_bucket(self, prefix: str, listed: Iterator[T]) -> Iterator[T]:
+        """Yield what was listed. If that is nothing, check that there is a bucket."""
         none = True
-        for found in super().folders(prefix):
+        for found in listed:
             none = False
             yield found
         if none:
@@ -235,13 +234,12 @@ class GCSBackend(StorageBackendOnFsspec):
 
     def _check_bucket(self, key: str) -> None:
         """Raise if the bucket does not exist, which gcsfs takes for an empty one."""
-        bucket = self._root.partition("/")[0]
         try:
             with self.errors(key):
-                self._fs.call("GET", "b/{}/o", bucket, maxResults=1, json_out=True)
+                self._fs.call("GET", "b/{}/o", self._bucket, maxResults=1, json_out=True)
         except ObjectNotFound:
             raise StorageError(
-                key, f"there is no bucket {bucket!r}: create it, or correct the URL"
+                key, f"there is no bucket {self._bucket!r}: create it, or correct the URL"
             ) from None
 
     def _token_of(self, key: str) -> str:

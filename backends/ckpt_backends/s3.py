@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import secrets as entropy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from ckpt.errors import (
     ConfigError,
@@ -33,12 +33,15 @@ from ckpt.storage.api import (
     check_key,
     check_prefix,
     check_written,
+    is_there,
 )
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import (
     PART_BYTES,
+    BucketPrefix,
     StorageBackendOnFsspec,
     missing_extra,
+    parse_bucket_url,
     secrets_of,
 )
 from ckpt_backends.jitter import give_botocore_its_own_dice
@@ -84,12 +87,8 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
         MissingExtra: s3fs is not installed.
         ConfigError: The URL names no bucket, or s3fs refuses the options.
     """
-    split = urlsplit(url, allow_fragments=False)
-    settings: dict[str, Any] = {**dict(parse_qsl(split.query)), **options}
-    bucket = split.netloc.rpartition("@")[2]
+    place, settings = parse_bucket_url(url, options, scheme="s3")
     shown, secrets = clean(url.partition("?")[0]), secrets_of(settings)
-    if not bucket:
-        raise ConfigError(f"{shown!r} names no bucket: write s3://bucket/prefix")
     put_if_absent = _is_true(settings.pop("put_if_absent", True))
     client = str(settings.pop("client", "botocore"))
     if client not in ("botocore", "obstore"):
@@ -97,14 +96,14 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
     orphan_hours = _hours(settings.pop("abort_uploads_after_hours", _ORPHAN_HOURS), shown)
     try:
         fs, bulk = _clients(settings)
-        writer = ObstoreWriter(bucket, bulk.settings) if client == "obstore" else None
+        writer = ObstoreWriter(place.bucket, bulk.settings) if client == "obstore" else None
     except ImportError as error:
         raise missing_extra(shown, error) from error
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error), secrets)}") from None
     return S3Backend(
         S3Clients(fs, bulk, writer),
-        S3Place(bucket, split.path.strip("/"), shown.rstrip("/")),
+        place,
         secrets=secrets,
         put_if_absent=put_if_absent,
         orphan_hours=orphan_hours,
@@ -175,15 +174,6 @@ class S3Clients:
     writer: ObstoreWriter | None
 
 
-@dataclass(frozen=True, slots=True)
-class S3Place:
-    """A prefix of a bucket, and the URL that names it without credentials."""
-
-    bucket: str
-    prefix: str
-    url: str
-
-
 class S3Backend(StorageBackendOnFsspec):
     """A prefix of a bucket.
 
@@ -194,7 +184,7 @@ class S3Backend(StorageBackendOnFsspec):
     def __init__(
         self,
         clients: S3Clients,
-        place: S3Place,
+        place: BucketPrefix,
         *,
         secrets: Sequence[str],
         put_if_absent: bool,
@@ -208,13 +198,14 @@ class S3Backend(StorageBackendOnFsspec):
             parallel_parts=clients.writer is None,
             takes_parts=True,
         )
-        root = f"{place.bucket}/{place.prefix}"
-        super().__init__(clients.fs, root, place.url, secrets=secrets, capabilities=capabilities)
+        super().__init__(
+            clients.fs, place.root, place.url, secrets=secrets, capabilities=capabilities
+        )
         self._bucket, self._prefix = place.bucket, f"{place.prefix}/" if place.prefix else ""
         self._bulk, self._writer = clients.bulk, clients.writer
         self._hushed: object = None
         after = timedelta(hours=orphan_hours)
-        self._orphans = Orphans(self._about_bucket, self._prefix, after) if orphan_hours else None
+        self._orphans = Orphans(self._about_bucket, self._prefix, after)
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         value = b"".join(parts)
@@ -222,7 +213,7 @@ class S3Backend(StorageBackendOnFsspec):
             self.call(key, "put_object", Body=value)
         else:
             # This also protects the object from servers that ignore the condition.
-            if self._exists(key):
+            if is_there(self, key):
                 raise ObjectExists(key)
             (self._put_if_none if self.capabilities.put_if_absent else self._put_and_compare)(
                 key, value
@@ -234,26 +225,16 @@ class S3Backend(StorageBackendOnFsspec):
         if size < 2 * part_bytes:
             check_key(key)
             return PutUpload(self, key, size)
-        if self._orphans is not None:
-            self._orphans.abort_once(key)
+        self._orphans.abort_once(key)
         if self._writer is not None:
             path = self._prefix + check_key(key)
             return ObstoreUpload(self, self._writer, key, path, size, part_bytes=part_bytes)
         begun = self.call(key, "create_multipart_upload", **self._bulk.algorithm)
         return _S3Upload(self, key, size, upload_id=begun["UploadId"], part_bytes=part_bytes)
 
-    def read_into(self, key: str, offset: int, out: memoryview) -> None:
-        if not out.nbytes:
-            self.head(key)
-            return
+    def _receive(self, key: str, offset: int, out: memoryview) -> int:
         name = self._prefix + check_key(key)
-        with self.errors(key):
-            done = self._bulk.receive(self._bucket, name, key, offset, out.cast("B"))
-        if done != out.nbytes:
-            raise StorageError(
-                key,
-                f"ends at byte {offset + done}, bytes up to {offset + out.nbytes} were asked for",
-            )
+        return self._bulk.receive(self._bucket, name, key, offset, out)
 
     def head(self, key: str) -> ObjectInfo:
         return ObjectInfo(key=key, size=int(self.call(key, "head_object")["ContentLength"]))
@@ -312,23 +293,18 @@ class S3Backend(StorageBackendOnFsspec):
 
     def abort_uploads(self, key: str) -> None:
         """Abort what is begun under exactly this key. Never raises."""
-        name = self._prefix + key
         with suppress(StorageError):
-            page = self._about_bucket("list_multipart_uploads", Prefix=name)
-            for found in page.get("Uploads", ()):
-                if found["Key"] == name:
-                    self._about_bucket(
-                        "abort_multipart_upload", Key=name, UploadId=found["UploadId"]
-                    )
+            for found in self._orphans.uploads(key):
+                if found.key == key:
+                    self._orphans.abort(found)
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
         """Yield the unfinished uploads; none if the option ``abort_uploads_after_hours`` is 0."""
-        if self._orphans is not None:
+        if self._orphans.after:
             yield from self._orphans.uploads(check_prefix(prefix))
 
     def discard(self, found: Unfinished) -> None:
-        if self._orphans is not None:
-            self._orphans.abort(found)
+        self._orphans.abort(found)
 
     def _about_bucket(self, method: str, **arguments: object) -> Any:
         with self.errors(""):
@@ -459,18 +435,12 @@ class _S3Upload:
 
         Only this process could have completed it.
         """
-        try:
-            self._call("list_parts")
-        except ObjectNotFound:
-            with suppress(StorageError):
+        with suppress(StorageError):
+            try:
+                self._call("list_parts")
+            except ObjectNotFound:
                 return self._backend.head(self._key).size == size
-        except StorageError:
-            return False
         return False
 
-    @property
-    def _call(self) -> Callable[..., Any]:
-        def call(method: str, **arguments: object) -> Any:
-            return self._backend.call(self._key, method, UploadId=self._id, **arguments)
-
-        return call
+    def _call(self, method: str, **arguments: object) -> None:
+        self._backend.call(self._key, method, UploadId=self._id, **arguments)

@@ -28,12 +28,12 @@ class Orphans:
     Args:
         call: A request about the bucket; raises ``StorageError``.
         prefix: Of the root, with its slash.
-        after: How old an upload must be.
+        after: How old an upload must be; with zero, uploads of earlier jobs stay.
     """
 
     def __init__(self, call: Callable[..., Any], prefix: str, after: timedelta) -> None:
-        self._call, self._prefix, self._after = call, prefix, after
-        self._done = False
+        self._call, self._prefix, self.after = call, prefix, after
+        self._done = not after
         self._lock = threading.Lock()
 
     def abort_once(self, key: str) -> None:
@@ -43,13 +43,10 @@ class Orphans:
                 return
             self._done = True
         with suppress(StorageError):
-            self._abort()
-
-    def _abort(self) -> None:
-        for found in self.uploads(""):
-            if found.abandoned and _OURS.fullmatch(found.key):
-                with suppress(StorageError):
-                    self.abort(found)
+            for found in self.uploads(""):
+                if found.abandoned and _OURS.fullmatch(found.key):
+                    with suppress(StorageError):
+                        self.abort(found)
 
     def abort(self, found: Unfinished) -> None:
         """Abort one upload. It is no error if the store does not know it any more."""
@@ -67,7 +64,7 @@ class Orphans:
                     name=str(found["UploadId"]),
                     size=0,
                     modified=found["Initiated"].timestamp(),
-                    abandoned=now - found["Initiated"] > self._after,
+                    abandoned=now - found["Initiated"] > self.after,
                 )
             if not page.get("IsTruncated") or "NextKeyMarker" not in page:
                 return
