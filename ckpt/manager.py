@@ -27,6 +27,7 @@ from ckpt.adapters.walk.objects import walk_objects
 from ckpt.adapters.walk.prepare import PlanCache, growth_of
 from ckpt.agent.registration import check_detach, register
 from ckpt.catalog.index import committed
+from ckpt.catalog.late_metrics import add_metrics
 from ckpt.config import Metadata, SaveConfig, Settings, load_config, with_settings
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
@@ -48,7 +49,6 @@ from ckpt.pending import PendingSave, SaveRecord, check_timeout, missing_at_the_
 from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit, workers_at_exit
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import Replicas, RestoreContext, RestoreOptions, Restorer
-from ckpt.retention.added_metrics import add_metrics
 from ckpt.save.active_save import EARLIER_FAILED, SKIPPED, HandOver, MemoryNotices, Reports
 from ckpt.save.jobs import Jobs
 from ckpt.save.ledger import SaveLedger

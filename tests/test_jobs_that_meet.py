@@ -21,7 +21,8 @@ from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.owner import Owner, claim, read_owner
 from ckpt.errors import CkptError, CommitError, RootInUse, TransientStorageError
 from ckpt.model.keys import OWNER
-from ckpt.retention.prune import prune, remove
+from ckpt.retention.pruner import prune
+from ckpt.retention.removal import remove
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import open_tiers
 from tests.kit.states import IMAGE, state

@@ -29,8 +29,9 @@ from ckpt.errors import (
 )
 from ckpt.events import Event, Repaired, StepDamaged
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.retention.policy import Retention
-from ckpt.retention.prune import PruneContext, prune
+from ckpt.retention.policy import PruneContext, Retention
+from ckpt.retention.pruner import prune
+from ckpt.storage.api import ObjectInfo, StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.kit.damage import cut, empty, files, flip, garbage

@@ -38,9 +38,9 @@ from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim, attempts_of, job_of
-from ckpt.retention.guard import FixedGuard
-from ckpt.retention.policy import Retention
-from ckpt.retention.prune import PruneContext, discard, prune, remove
+from ckpt.retention.policy import FixedGuard, PruneContext, Retention
+from ckpt.retention.pruner import prune
+from ckpt.retention.removal import discard, remove
 from ckpt.retention.step_copier import StepCopier
 from ckpt.staging.slot_files import remove_orphans
 from ckpt.storage.registry import open_backend

@@ -20,6 +20,7 @@ file. Such a save is whole, and of one attempt.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,7 +32,15 @@ from ckpt.coordination.api import LEADER
 from ckpt.coordination.claim_marker import claim_for_finish, release_finish
 from ckpt.coordination.committer import put_once
 from ckpt.coordination.owner import Owner, read_owner
-from ckpt.errors import CommitError, JobUnseen, ManifestCorrupt, RootInUse
+from ckpt.errors import (
+    CkptError,
+    CommitError,
+    IntegrityError,
+    JobUnseen,
+    ManifestCorrupt,
+    RootInUse,
+    StorageError,
+)
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.fill import fill
@@ -46,6 +55,7 @@ from ckpt.storage.api import StorageBackend
 _WHEN: Final = (
     "once it is a day old, and not before, since its job may run where it cannot be seen from here"
 )
+_log = logging.getLogger("ckpt")
 _TRIAL: Final = re.compile(r"t([1-9][0-9]*)")
 
 
@@ -219,3 +229,59 @@ def _check_world(ref: StepRef, fragments: Sequence[Packed]) -> None:
             f"step {ref.step}: rank(s) {rank_list(missing)} of {world} did not finish their part, "
             f"which no other place has: ckpt prune removes what is left of it {_WHEN}"
         )
+
+
+class Finisher:
+    """Finishes the commits of jobs that have ended, for a restore.
+
+    Cheap checks come first: the owner, the later steps, the fragments, and the sizes of the files.
+    The data is not read here: the restore that follows reads all of it, compares it with its
+    checksums, and takes the step before if it is damaged.
+
+    Thread safety: one thread.
+
+    Args:
+        me: This job. An earlier start of the same torchrun run is known to have ended.
+
+    Attributes:
+        finished: (step, URL), in the order in which they were finished.
+    """
+
+    def __init__(self, me: Owner, workers: Workers) -> None:
+        self._me, self._workers = me, workers
+        self._tried: set[tuple[str, StepRef]] = set()
+        self.finished: list[tuple[int, str]] = []
+
+    def finish(self, backend: StorageBackend, ref: StepRef) -> bool:
+        """Return True if ``ref``, which has no manifest on ``backend``, is a checkpoint now.
+
+        It never raises a `CkptError`, since there may be other steps to restore.
+        """
+        if (backend.url, ref) in self._tried:
+            return False
+        self._tried.add((backend.url, ref))
+        try:
+            finalize(
+                backend, ref, workers=self._workers, job_is_dead=self._is_dead, read_data=False
+            )
+        except JobUnseen as error:
+            _log.warning(
+                "ckpt: %s (ckpt finalize %s --step %d --job-is-dead)", error, backend.url, ref.step
+            )
+        except (IntegrityError, StorageError) as error:
+            _log.warning("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
+        except CkptError as error:
+            # The step is refused or incomplete, or its job is at work.
+            _log.debug("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
+        else:
+            _log.warning(
+                "ckpt: step %d on %s lacked only its manifest: this job has finished its commit",
+                ref.step,
+                backend.url,
+            )
+            self.finished.append((ref.step, backend.url))
+            return True
+        return False
+
+    def _is_dead(self, owner: Owner) -> bool:
+        return owner.went_before(self._me)

@@ -104,9 +104,7 @@ class TieredReader:
         self._manifests: dict[int, Manifest] = {}
         self._stored: dict[int, tuple[Manifest, Mapping[int, StoredFile]]] = {}
         self._readers = [ChunkReader(source, retry) for source in sources]
-        self._here: Manifest | None = None
-        self._found_at = 0
-        self._packed = b""
+        self._found: Found | None = None
         self._parts: Parts | None = None
         self._gone: dict[tuple[int, str], Exception] = {}  # An empty key means the whole source
         self._repairs: dict[tuple[str, str], Repair] = {}
@@ -137,10 +135,9 @@ class TieredReader:
             self.listing.add(position)
             return packed
 
-        position, (manifest, packed) = self._nearest(self.ref.manifest, 0, found)
-        self._here = self._manifests[position] = manifest
-        self._found_at = position
-        self._packed = packed
+        position, (manifest, packed) = self._nearest(self.ref.manifest, found)
+        self._manifests[position] = manifest
+        self._found = Found(position, manifest, packed)
         self._parts = Parts(manifest, lambda *of: self._fragment(*of, first=position)[0])
         return Found(position, self._parts.outline, packed)
 
@@ -157,8 +154,6 @@ class TieredReader:
         try:
             return work(found)
         except (IntegrityError, StorageError) as error:
-            if self._parts is None:
-                raise
             with self._lock:
                 self._gone[found.position, ""] = error
                 self._manifests, self._stored = {}, {}
@@ -176,13 +171,18 @@ class TieredReader:
         Raises:
             IntegrityError, StorageError: A fragment is intact nowhere.
         """
-        here = self._here
-        if here is None or self._parts is None or here.is_filled:
+        if self._parts is None or self._here.is_filled:
             return found
-        self._here = self._manifests[found.position] = self._parts.filled(
-            wanted, key=self.ref.manifest
-        )
-        return replace(found, manifest=self._here)
+        manifest = self._parts.filled(wanted, key=self.ref.manifest)
+        self._manifests[found.position] = manifest
+        self._found = replace(found, manifest=manifest)
+        return self._found
+
+    @property
+    def _here(self) -> Manifest:
+        """The manifest that was found."""
+        assert self._found is not None
+        return self._found.manifest
 
     def layout(self, position: int) -> Manifest:
         """Return the manifest that says how the files are stored on a source.
@@ -190,14 +190,13 @@ class TieredReader:
         It is that of the source if it can be read, else the one that was found. It is read when the
         source is first needed.
         """
-        assert self._here is not None
         with self._lock:
             known = self._manifests.get(position)
         if known is None:
             known = self._here
-            if self.gone(position, "") is None and self.gone(position, self.ref.manifest) is None:
+            if self.gone(position, self.ref.manifest) is None:
                 try:
-                    known = self._read_layout(position, self._here)
+                    known = self._read_layout(position)
                     self.listing.add(position)
                 except (IntegrityError, StorageError) as error:
                     if reach_of(error) is Reach.STORE:
@@ -206,10 +205,11 @@ class TieredReader:
                 self._manifests[position] = known
         return known
 
-    def _read_layout(self, position: int, here: Manifest) -> Manifest:
+    def _read_layout(self, position: int) -> Manifest:
         manifest, packed = read_packed(self.sources[position], self.ref, retry=self._retry)
-        if packed == self._packed:
-            return here
+        assert self._found is not None
+        if packed == self._found.packed:
+            return self._found.manifest
 
         def read(named: FragmentRef, file: File | None) -> Fragment:
             return self._load(position, manifest, named, file)[0]
@@ -226,7 +226,7 @@ class TieredReader:
         self, manifest: Manifest, named: FragmentRef, file: File | None, *, first: int = 0
     ) -> tuple[Fragment, bytes]:
         load = partial(self._load, manifest=manifest, named=named, file=file)
-        return self._nearest(self.ref.key(named.name), 0, load, first=first)[1]
+        return self._nearest(self.ref.key(named.name), load, first=first)[1]
 
     def _load(
         self, position: int, manifest: Manifest, named: FragmentRef, file: File | None
@@ -239,9 +239,7 @@ class TieredReader:
         that was found.
         """
         there = self.layout(position)
-        return there is self._here or (
-            self._here is not None and there.encoded == self._here.encoded
-        )
+        return there is self._here or there.encoded == self._here.encoded
 
     def read(self, plan: RestorePlan, sink: Sink, *, workers: Workers) -> list[RestorePlan]:
         """Execute ``plan``, made from the manifest that was found; returns which part of it each
@@ -321,10 +319,10 @@ class TieredReader:
 
     def _reads_there(self, position: int, reads: Sequence[ChunkRead]) -> Sequence[ChunkRead]:
         """Return reads of the manifest that was found, as reads of the files of a source."""
-        assert self._here is not None
-        if self.layout(position) is self._here:
+        assert self._found is not None
+        if self.layout(position) is self._found.manifest:
             return reads
-        return rebase(reads, self._files(self._found_at), self._files(position))
+        return rebase(reads, self._files(self._found.position), self._files(position))
 
     def _files(self, position: int) -> Mapping[int, StoredFile]:
         """Return the file of each rank on a source. It is made once, since there may be
@@ -415,21 +413,18 @@ class TieredReader:
         else:
             self._repairs[url, key] = replace(known, nbytes=known.nbytes + nbytes)
 
-    def _nearest(
-        self, key: str, nbytes: int, work: Callable[[int], T], *, first: int = 0
-    ) -> tuple[int, T]:
+    def _nearest(self, key: str, work: Callable[[int], T], *, first: int = 0) -> tuple[int, T]:
         """Return the result of ``work`` for the nearest source that has the bytes, and the position
         of the source. ``first`` is where to begin; those before it come last.
         """
         failures: list[tuple[str, Exception]] = []
         for position in (*range(first, len(self.sources)), *range(first)):
-            source = self.sources[position]
             error = self.gone(position, key)
             if error is None:
                 try:
                     return position, work(position)
                 except Exception as raised:  # noqa: BLE001 - judged there
                     error = raised
-            self.failed(position, key, error, nbytes)
-            failures.append((source.url, error))
+            self.failed(position, key, error, 0)
+            failures.append((self.sources[position].url, error))
         raise verdict(failures, key)

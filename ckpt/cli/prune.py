@@ -25,9 +25,16 @@ from ckpt.config import Best, Tier, load_config, resolve_tier
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
-from ckpt.retention.guard import FixedGuard
-from ckpt.retention.policy import Retention, unknown_metric
-from ckpt.retention.prune import YOUNG, Judged, PruneContext, Pruned, carry_out, judge
+from ckpt.retention.policy import (
+    YOUNG,
+    FixedGuard,
+    Judged,
+    PruneContext,
+    Retention,
+    judge,
+    unknown_metric,
+)
+from ckpt.retention.pruner import Pruned, carry_out
 
 
 def prune(

@@ -43,7 +43,7 @@ from ckpt.plan.fallback import without
 from ckpt.plan.restore import ChunkRead, RestorePlan
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
-from ckpt.retention.guard import StepGuard
+from ckpt.retention.policy import StepGuard
 from ckpt.storage.places import is_folder
 from ckpt.storage.tiers import OpenTier
 
@@ -62,23 +62,22 @@ class _CacheGuard(StepGuard):
     Attributes:
         tiers: The sources of ``origin``, as tiers.
         position: Which of them the cache is.
-        saving: Steps that saves under way still read from nearer tiers.
+        context: What the restore works with.
     """
 
     tiers: Sequence[OpenTier]
     position: int
     origin: TieredReader
-    retry: RetryPolicy
-    saving: Callable[[], frozenset[StepRef]]
+    context: CacheContext
 
     def waiting(self) -> frozenset[StepRef]:
-        return self.saving()
+        return self.context.waiting()
 
     def is_elsewhere(self, ref: StepRef) -> bool:
         for place, tier in enumerate(self.tiers):
             if place != self.position and not tier.in_memory and not self.origin.gone(place, ""):
                 with suppress(IntegrityError, StorageError):
-                    self.retry.call(partial(tier.backend.head, ref.manifest))
+                    self.context.retry.call(partial(tier.backend.head, ref.manifest))
                     return True
         return False
 
@@ -125,14 +124,9 @@ class ReadThrough:
         context: CacheContext,
     ) -> None:
         self._tiers, self.origin, self._found = tiers, origin, found
-        self._coordinator, self._subject = context.coordinator, context.subject
-        self._patience, self._workers, self._retry = (
-            context.patience,
-            context.workers,
-            context.retry,
-        )
+        self._context, self._coordinator = context, context.coordinator
         self._me = Owner.here(context.coordinator.attempt)
-        self._waiting, self._deadline = context.waiting, time.monotonic() + context.patience
+        self._deadline = time.monotonic() + context.patience
         self._files = found.manifest.stored_files()
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
         self._missing: list[StoredFile] = []
@@ -179,7 +173,7 @@ class ReadThrough:
         Raises:
             CommitError: The other ranks cannot be reached.
         """
-        self._deadline = time.monotonic() + self._patience
+        self._deadline = time.monotonic() + self._context.patience
         taster = _Taster(plan, sink)
         missing = self._missing
         for position in self._caches:
@@ -202,7 +196,7 @@ class ReadThrough:
         """Put ``files`` into a cache. Returns the files that it does not take."""
         if files and not self._has_room(position, files):
             return list(files)
-        subject, me = self._subjects(position), str(self._coordinator.rank).encode()
+        subject = self._subjects(position)
         mine: list[StoredFile] = []
         theirs: list[StoredFile] = []
         refused: list[StoredFile] = []
@@ -210,7 +204,7 @@ class ReadThrough:
         for file in sorted(files, key=lambda file: (file.rank - self._coordinator.rank) % count):
             if refused:
                 refused.append(file)
-            elif self._coordinator.set_once(subject(file.rank), me) != me:
+            elif not self._wins(subject(file.rank)):
                 theirs.append(file)
             elif self._fetch(position, file, taster, f"{subject(file.rank)}/end") == _REFUSED:
                 self._withdraw(position, [*mine, file] if file.rank in self.fetched else mine)
@@ -297,8 +291,7 @@ class ReadThrough:
         if cache.tier.capacity is None:
             return True
         subject, outcome = self._subjects(position)("room"), _REFUSED
-        me = str(self._coordinator.rank).encode()
-        if self._coordinator.set_once(subject, me) != me:
+        if not self._wins(subject):
             return self._outcome(f"{subject}/end") == _DONE
         shared = cache.backend.capabilities.shared
         ranks = self._coordinator.world_size if shared else ranks_on_this_node()
@@ -310,7 +303,7 @@ class ReadThrough:
             evictor = Evictor(
                 cache,
                 claim,
-                _CacheGuard(self._tiers, position, self.origin, self._retry, self._waiting),
+                _CacheGuard(self._tiers, position, self.origin, self._context),
             )
             nbytes = min(mine * ranks, self._found.manifest.stored_bytes)
             evictor.make_room(self.origin.ref, nbytes, restored=None, stored=True)
@@ -333,16 +326,11 @@ class ReadThrough:
         """Return True if no other job that may be alive writes to the folder."""
         cache = self._tiers[position]
         try:
-            self._retry.call(Claim(cache.backend, self._me).use)
-        except StorageError as error:
-            _log.warning(
-                "ckpt: %s is left as it is, since its owner cannot be read: %s", cache.url, error
-            )
-            return False
-        except RootInUse as error:
-            _log.warning(
-                "ckpt: %s is left as it is, since it belongs to another job: %s", cache.url, error
-            )
+            self._context.retry.call(Claim(cache.backend, self._me).use)
+        except (RootInUse, StorageError) as error:
+            unread = isinstance(error, StorageError)
+            why = "its owner cannot be read" if unread else "it belongs to another job"
+            _log.warning("ckpt: %s is left as it is, since %s: %s", cache.url, why, error)
             return False
         return True
 
@@ -359,14 +347,12 @@ class ReadThrough:
                 not damaged
                 or self.origin.gone(position, "")
                 or not self.origin.is_identical_on(position)
+                or not self._may_change(position)
             ):
                 continue
-            if not self._may_change(position):
-                continue
-            subject, me = self._subjects(position), str(self._coordinator.rank).encode()
             for file in damaged:
-                mending = f"{subject(file.rank)}/mend"
-                if self._coordinator.set_once(mending, me) == me:
+                mending = f"{self._subjects(position)(file.rank)}/mend"
+                if self._wins(mending):
                     self._mend(position, file, f"{mending}/end")
                 elif self._outcome(f"{mending}/end") == _DONE:
                     self.origin.mended(position, file.key)
@@ -395,38 +381,26 @@ class ReadThrough:
             *self._found.manifest.fragments,
             *self._files.values(),
         ]
-        cache, me = self._tiers[position], str(self._coordinator.rank).encode()
+        cache = self._tiers[position]
         if not cache.nodes and any(self.origin.fault(position, part) for part in parts):
             return
-        if self._coordinator.set_once(self._subjects(position)("list"), me) != me:
+        if not self._wins(self._subjects(position)("list")):
             return
         older = [file for file in self._files.values() if file.rank not in self.fetched]
         if cache.nodes:
             older = [file for file in older if self.origin.fault(position, file) is None]
         try:
             faults = [fault for file in older for fault in self._faults(position, file)]
-        except (IntegrityError, StorageError) as error:
-            _log.warning(
-                "ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error
-            )
-            return
-        for fault in faults:
-            _log.warning(
-                "ckpt: step %d is not listed on %s: %s %s",
-                self.origin.ref.step,
-                cache.url,
-                fault.key,
-                fault.what,
-            )
-        if faults:
-            return
-        there = [part for part in parts if self.origin.fault(position, part) is None]
-        try:
-            look = partial(self._look, position, there)
-            commit_copy(self._folder(position), self._found.packed, look=look)
+            reasons = [f"{fault.key} {fault.what}" for fault in faults]
+            if not reasons:
+                there = [part for part in parts if self.origin.fault(position, part) is None]
+                look = partial(self._look, position, there)
+                commit_copy(self._folder(position), self._found.packed, look=look)
         except CkptError as error:
+            reasons = [str(error)]
+        for reason in reasons:
             _log.warning(
-                "ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error
+                "ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, reason
             )
 
     def _faults(self, position: int, file: StoredFile) -> Sequence[Fault]:
@@ -444,8 +418,8 @@ class ReadThrough:
 
     def _folder(self, position: int) -> StepFolder:
         """Return the folder of the step on a cache."""
-        backend = self._tiers[position].backend
-        return StepFolder(backend, self.origin.ref, self._workers, self._retry)
+        backend, context = self._tiers[position].backend, self._context
+        return StepFolder(backend, self.origin.ref, context.workers, context.retry)
 
     def _look(self, position: int, parts: Sequence[StoredFile | FragmentRef]) -> None:
         for part in parts:
@@ -456,6 +430,11 @@ class ReadThrough:
                     else StorageError(self.origin.ref.folder, str(fault))
                 )
 
+    def _wins(self, subject: str) -> bool:
+        """Return True if this rank is the first to ask for the work that ``subject`` names."""
+        me = str(self._coordinator.rank).encode()
+        return self._coordinator.set_once(subject, me) == me
+
     def _outcome(self, subject: str) -> bytes | None:
         """Return the outcome that another rank posts; None if it does not come in time."""
         return self._coordinator.verdict(
@@ -464,7 +443,7 @@ class ReadThrough:
 
     def _subjects(self, position: int) -> Callable[[object], str]:
         """Return a function that names the subjects of the ranks that see the folder."""
-        return partial("{}/{}/{}/{}".format, self._subject, position, self._scope(position))
+        return partial("{}/{}/{}/{}".format, self._context.subject, position, self._scope(position))
 
     def _scope(self, position: int) -> str:
         """Return a name for the ranks that see the folder: all, those of this node, or, as far

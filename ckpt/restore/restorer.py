@@ -26,6 +26,7 @@ from ckpt.adapters.match.matching import Matched
 from ckpt.adapters.match.selection import ALL, Selection
 from ckpt.adapters.match.sink import TensorSink
 from ckpt.catalog.candidates import candidates
+from ckpt.catalog.finalize import Finisher
 from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.owner import Owner
@@ -42,7 +43,6 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.copies_per_node import nearest_copies
 from ckpt.plan.restore import RestorePlan, plan_restore
-from ckpt.restore.finish import Finisher
 from ckpt.restore.read_through import CacheContext, ReadThrough
 from ckpt.restore.report import RestoreReport
 from ckpt.storage.tiers import OpenTier
@@ -74,19 +74,6 @@ class _Proposal(msgspec.Struct, frozen=True):
     peers: tuple[Peer, ...] = ()
     passed: tuple[tuple[int, str], ...] = ()
     finished: tuple[tuple[int, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Landed:
-    matched: Matched
-    nbytes: int
-    read_bytes: int
-    received_bytes: int
-    tier: str
-    world_size: int
-    repaired: tuple[Repair, ...]
-    cached_bytes: int
-    unexpected: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +143,6 @@ class Restorer:
             coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS
         )
         self._overwritten = False
-        self._finished: tuple[tuple[int, str], ...] = ()
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
         """Fill ``state``. Return None if there is no checkpoint and no number was given.
@@ -170,11 +156,14 @@ class Restorer:
         skipped: list[tuple[int, str]] = []
         subject = f"{self._together.subject}/nodes"
         with NodeSurvey(self._tiers, self._coordinator, subject=subject, step=step) as neighbours:
-            found = self._first(state, step, skipped, neighbours)
-        if found is not None:
-            ref, landed = found
-            _apply(landed.matched, ref)
-            return self._report(ref, landed, time.perf_counter() - began, skipped)
+            landed = self._first(state, step, skipped, neighbours)
+        if landed is not None:
+            matched, report = landed
+            _apply(matched, report.step)
+            seconds = time.perf_counter() - began
+            report = replace(report, seconds=seconds, skipped=tuple(skipped))
+            self._announce(report, is_empty=not matched.wanted)
+            return report
         if not skipped and step is None:
             if self._coordinator.rank == LEADER:  # A first start is normal, so this is no warning
                 _log.info(
@@ -192,7 +181,7 @@ class Restorer:
         step: int | None,
         skipped: list[tuple[int, str]],
         neighbours: NodeSurvey,
-    ) -> tuple[StepRef, _Landed] | None:
+    ) -> tuple[Matched, RestoreReport] | None:
         """Return the first proposal that lands, and append those before it to ``skipped``."""
         proposals = (
             self._proposals(step, neighbours) if self._coordinator.rank == LEADER else iter(())
@@ -202,9 +191,8 @@ class Restorer:
             if not proposal.folder:
                 break
             url, ref = self._tiers[proposal.nearest].url, _ref(proposal)
-            self._finished = proposal.finished
             try:
-                return ref, self._land(state, proposal, neighbours)
+                return self._land(state, proposal, neighbours)
             except RestoreError as misfit:
                 if skipped and self._overwritten:
                     raise RestoreError(
@@ -222,29 +210,8 @@ class Restorer:
                 skipped.append((ref.step, str(damage)))
         return None
 
-    def _report(
-        self, ref: StepRef, landed: _Landed, seconds: float, skipped: Sequence[tuple[int, str]]
-    ) -> RestoreReport:
-        report = RestoreReport(
-            step=ref.step,
-            attempt=ref.attempt,
-            tier=landed.tier,
-            nbytes=landed.nbytes,
-            read_bytes=landed.read_bytes,
-            received_bytes=landed.received_bytes,
-            seconds=seconds,
-            saved_world_size=landed.world_size,
-            skipped=tuple(skipped),
-            repaired=landed.repaired,
-            cached_bytes=landed.cached_bytes,
-            missing=landed.matched.missing,
-            left_alone=landed.matched.left_alone,
-            unexpected=landed.unexpected,
-            renamed=landed.matched.renamed,
-            converted=landed.matched.converted,
-            uninitialised=landed.matched.uninitialised,
-            finished=self._finished,
-        )
+    def _announce(self, report: RestoreReport, *, is_empty: bool) -> None:
+        """Log the report, and notify the observers. ``is_empty``: nothing of the state was read."""
         if report.uninitialised:
             _log.warning(
                 "ckpt: these tensors are still on the meta device: %s",
@@ -253,23 +220,25 @@ class Restorer:
         if report.left_alone:
             _log.warning(
                 "ckpt: step %d holds a part of a state: %d names keep their values (%s)",
-                ref.step,
+                report.step,
                 len(report.left_alone),
                 few(report.left_alone),
             )
-        if report.missing and not landed.matched.wanted:
+        if report.missing and is_empty:
             _log.warning(
-                "ckpt: step %d has nothing of the state: all tensors kept what they had", ref.step
+                "ckpt: step %d has nothing of the state: all tensors kept what they had",
+                report.step,
             )
         _log.info("ckpt: restored %s", report)
         for finished, tier in report.finished:
             self._notify(CommitFinished(step=finished, tier=tier))
         for repair in report.repaired:
-            self._notify(Repaired(step=ref.step, **asdict(repair)))
+            self._notify(Repaired(step=report.step, **asdict(repair)))
         self._notify(
-            Restored(step=ref.step, tier=report.tier, nbytes=report.nbytes, seconds=seconds)
+            Restored(
+                step=report.step, tier=report.tier, nbytes=report.nbytes, seconds=report.seconds
+            )
         )
-        return report
 
     # -- the leader's choice -----------------------------------------------------------------------
 
@@ -305,8 +274,12 @@ class Restorer:
 
     def _land(
         self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: NodeSurvey
-    ) -> _Landed:
+    ) -> tuple[Matched, RestoreReport]:
         """Match on all ranks, and only then read on all ranks.
+
+        Returns:
+            What is still to be applied, and the report, which lacks only what concerns the whole
+            call.
 
         Raises:
             Damaged: Some rank met damage that no tier can repair. All ranks take the step before.
@@ -335,10 +308,26 @@ class Restorer:
         self._overwritten = True
         taking = _Taking(fit, origin, self._workers)
         read_bytes, received_bytes = self._take(taking, fit, ref.step)
-        return _Landed(
-            fit.matched, fit.plan.wanted_bytes, read_bytes, received_bytes, taking.from_most,
-            fit.found.manifest.world_size, origin.repairs, fit.cache.cached_bytes, unexpected,
-        )  # fmt: skip
+        return fit.matched, RestoreReport(
+            step=ref.step,
+            attempt=ref.attempt,
+            tier=taking.from_most,
+            nbytes=fit.plan.wanted_bytes,
+            read_bytes=read_bytes,
+            received_bytes=received_bytes,
+            seconds=0.0,
+            saved_world_size=fit.found.manifest.world_size,
+            skipped=(),
+            repaired=origin.repairs,
+            cached_bytes=fit.cache.cached_bytes,
+            missing=fit.matched.missing,
+            left_alone=fit.matched.left_alone,
+            unexpected=unexpected,
+            renamed=fit.matched.renamed,
+            converted=fit.matched.converted,
+            uninitialised=fit.matched.uninitialised,
+            finished=proposal.finished,
+        )
 
     def _take(self, taking: _Taking, fit: _Fit, step: int) -> tuple[int, int]:
         """Read everything into place, on all ranks; returns the bytes that this one has read, and
@@ -465,14 +454,14 @@ def _uncollected() -> Generator[None]:
             gc.enable()
 
 
-def _apply(matched: Matched, ref: StepRef) -> None:
+def _apply(matched: Matched, step: int) -> None:
     try:
         matched.apply()
     except CkptError:
         raise
     except Exception as error:
         raise RestoreError(
-            f"step {ref.step} was read, but an object of the state did not take its part: {error!r}"
+            f"step {step} was read, but an object of the state did not take its part: {error!r}"
         ) from error
 
 

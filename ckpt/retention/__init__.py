@@ -1,1 +1,1 @@
-"""Retention: the inventory of a tier, the policy, pruning, eviction, quotas and claims."""
+"""Retention: which steps of a tier are kept, and the removal of the others."""

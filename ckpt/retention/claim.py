@@ -33,7 +33,7 @@ class Claim:
     root, and by the job that copied it there. A checkpoint that another job commits afterwards
     stays, since that job may be alive. The remains of a save may be removed at once if the job that
     has taken the root knows that their job has ended. Other remains stay for a day
-    (``retention.prune``).
+    (``retention.policy``).
 
     Args:
         backend: The store of the root.
@@ -156,7 +156,7 @@ class Claim:
         if ref in self._brought or job_of(ref) == self.own or job_of(ref) in self._ended:
             return True
         found = self._there if self._found is None else self._found.refs()
-        return found is not None and ref in found
+        return ref in (found or ())
 
     def is_dead(self, ref: StepRef) -> bool:
         """Return True if no process can complete the save that was begun as ``ref``.

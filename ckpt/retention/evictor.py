@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterable, Iterator
+from typing import Final
 
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.codec.registry import NO_CODEC
@@ -16,11 +17,11 @@ from ckpt.model.keys import StepRef
 from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.claim import Claim
-from ckpt.retention.guard import StepGuard
-from ckpt.retention.policy import Retention, first_to_go, newest
-from ckpt.retention.prune import PruneContext, judge, remove
+from ckpt.retention.policy import PruneContext, Retention, StepGuard, first_to_go, judge, newest
+from ckpt.retention.removal import remove
 from ckpt.storage.tiers import OpenTier
 
+_REACHED: Final = "its capacity is reached"
 _log = logging.getLogger("ckpt")
 
 
@@ -86,12 +87,8 @@ class Evictor:
                 f"{size(capacity)}: raise it, or take the tier out",
             )
         over = sum(held.nbytes for held in found) + needed - capacity
-        tried: set[StepRef] = set()
-        while over > 0:
-            going = list(self._going(found, ref, over, restored, tried))
-            if sum(held.nbytes for held in going) < over:
-                raise OutOfSpace(ref.folder, self._why(found, needed, capacity))
-            over -= self._remove(going, "its capacity is reached", tried)
+        if self._evict(found, ref, over, restored, _REACHED, or_none=True) > 0:
+            raise OutOfSpace(ref.folder, self._why(found, needed, capacity))
 
     def settle(self, ref: StepRef, *, restored: int | None) -> None:
         """Remove what is over the capacity, after ``ref`` was encoded and committed and its size is
@@ -101,9 +98,7 @@ class Evictor:
         try:
             found = self._inventory.look()
             over = sum(held.nbytes for held in found) - capacity
-            tried: set[StepRef] = set()
-            while over > 0 and (going := list(self._going(found, ref, over, restored, tried))):
-                over -= self._remove(going, "its capacity is reached", tried)
+            over = self._evict(found, ref, over, restored, _REACHED)
         except CkptError as error:
             _log.warning("ckpt: nothing was evicted from %s: %s", self._tier.url, error)
             return
@@ -118,10 +113,31 @@ class Evictor:
     def free(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
         """Free ``nbytes`` or more in a store that was full. Returns whether anything was freed."""
         self._retry.call(self._claim.use)
-        found, over, tried = self._inventory.look(), nbytes, set[StepRef]()
-        while over > 0 and (going := list(self._going(found, ref, over, restored, tried))):
-            over -= self._remove(going, "the store is full", tried)
-        return over < nbytes
+        found = self._inventory.look()
+        return self._evict(found, ref, nbytes, restored, "the store is full") < nbytes
+
+    def _evict(
+        self,
+        found: list[StoredStep],
+        ref: StepRef,
+        over: int,
+        restored: int | None,
+        why: str,
+        *,
+        or_none: bool = False,
+    ) -> int:
+        """Remove steps of ``found`` until ``over`` bytes are free, and return how many of them are
+        not.
+
+        With ``or_none``, nothing more is removed once all that may go is not enough.
+        """
+        tried: set[StepRef] = set()
+        while over > 0:
+            going = list(self._going(found, ref, over, restored, tried))
+            if not going or (or_none and sum(held.nbytes for held in going) < over):
+                break
+            over -= self._remove(going, why, tried)
+        return over
 
     def _going(
         self,
@@ -186,8 +202,7 @@ class Evictor:
         """
         freed = 0
         tried.update(held.ref for held in going)
-        if going:
-            self._retry.call(self._claim.use)
+        self._retry.call(self._claim.use)
         for held in going:
             try:
                 gone = remove(self._tier.backend, held, self._claim)

@@ -1,17 +1,35 @@
-"""Which checkpoints of a tier may go, and which go first?"""
+"""Which steps of a tier are kept, and why; which of the others go first.
+
+``reasons`` applies the rule to checkpoints. ``judge`` also considers what is not whole, the jobs
+that may still work at a step, pins, and the tiers that still read it. Nothing is removed here.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Final
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
+from ckpt.catalog.index import is_committed
+from ckpt.catalog.inventory import StoredStep
 from ckpt.config import Best, Tier, check_retention
 from ckpt.model.keys import StepRef
+from ckpt.retention.claim import Claim
+from ckpt.storage.api import StorageBackend
+
+GRACE_SECONDS: Final = 24 * 3600.0
+"""The remains of a save that are younger than this are left alone, since a process may still commit
+them.
+"""
 
 NEWEST: Final = "newest"
 NEWEST_OWN: Final = "newest of the running job"
+YOUNG: Final = "less than a day old, and its job may still finish it"
+NEEDED: Final = "a farther tier waits for it"
+PINNED: Final = "pinned"
+FOREIGN: Final = "another job's, committed after this one had taken the root"
 Metrics = Mapping[StepRef, Mapping[str, float]]
 
 
@@ -128,3 +146,124 @@ def _best(committed: Collection[StepRef], rule: Best, metrics: Metrics) -> list[
     sign = -1 if rule.mode == "max" else 1
     ranked = sorted((sign * value, -step) for value, step in values if math.isfinite(value))
     return list(dict.fromkeys(-step for _, step in ranked))[: rule.count]
+
+
+class StepGuard(Protocol):
+    """The steps of one tier that are still needed.
+
+    The answers change while a job runs, so a caller asks again after each listing of the tier.
+
+    Thread safety: all methods may be called from any thread.
+    """
+
+    def waiting(self) -> frozenset[StepRef]:
+        """Return the steps that a farther tier still reads from this tier."""
+        ...
+
+    def protected(self) -> frozenset[StepRef]:
+        """Return the steps that no retention rule may remove. They include those of ``waiting``,
+        and are no others by default.
+        """
+        return self.waiting()
+
+    def is_elsewhere(self, ref: StepRef) -> bool:
+        """Return whether another durable tier has ``ref``. This may send a request to that tier."""
+        ...
+
+
+class FixedGuard(StepGuard):
+    """The guard that keeps the same steps all the time.
+
+    Args:
+        refs: The steps that stay.
+        elsewhere: The stores of the other durable tiers.
+
+    Thread safety: any thread may call it.
+    """
+
+    def __init__(
+        self, refs: Iterable[StepRef] = (), elsewhere: Iterable[StorageBackend] = ()
+    ) -> None:
+        self._refs, self._elsewhere = frozenset(refs), tuple(elsewhere)
+
+    def waiting(self) -> frozenset[StepRef]:
+        return self._refs
+
+    def is_elsewhere(self, ref: StepRef) -> bool:
+        return any(is_committed(store, ref) for store in self._elsewhere)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One attempt and why it stays; without a reason it goes."""
+
+    held: StoredStep
+    kept: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneContext:
+    """The job that prunes, and what is certain about the steps.
+
+    Attributes:
+        own: The running attempt. Its newest step stays whatever the numbers of other attempts.
+        alive: Whether that attempt is known to run. Then its uncommitted steps stay until they are
+            old, also where the store has no dates.
+        grace_seconds: Age from which a step that is not whole counts as remains.
+        undated: Whether a step without any date counts as remains, too.
+        guard: The steps that stay whatever the rule. It is asked after the steps were listed.
+        claim: The job's hold on the root. It is left out where a person decides.
+    """
+
+    own: str = ""
+    alive: bool = True
+    grace_seconds: float = GRACE_SECONDS
+    undated: bool = False
+    guard: StepGuard = field(default_factory=FixedGuard)
+    claim: Claim | None = None
+
+
+NO_JOB: Final = PruneContext()
+
+
+def judge(
+    found: Sequence[StoredStep], rule: Retention, context: PruneContext = NO_JOB
+) -> list[Judged]:
+    """Return what becomes of each of ``found``, in their order."""
+    own, claim = context.own, context.claim
+    metrics = {held.ref: held.metrics for held in found if held.state == "committed"}
+    why = reasons(metrics, rule, metrics, own=own)
+    needed = context.guard.protected()
+
+    def kept(held: StoredStep) -> tuple[str, ...]:
+        if held.ref in needed:
+            return (*why.get(held.ref, ()), NEEDED)
+        if held.pins:
+            return (*why.get(held.ref, ()), PINNED)
+        if held.state == "committed":
+            foreign = claim is not None and not claim.may_remove(held.ref)
+            return why[held.ref] or ((FOREIGN,) if foreign else ())
+        if held.state == "unsupported":
+            return ("written in another format",)
+        if held.state == "damaged" and not metrics:
+            return ("nothing here is whole",)
+        is_dead = claim is not None and claim.is_dead(held.ref) and not held.is_part
+        # With ``is_cut``, a removal was cut off, or is under way.
+        if held.state == "incomplete" and (held.is_cut or is_dead):
+            return ()
+        old = is_old(held, context.grace_seconds)
+        if context.alive and own and held.ref.attempt.startswith(own) and not old:
+            return ("the running job's",)
+        young = not (old or (context.undated and held.touched is None))
+        in_use = held.objects or not all(cut.abandoned for cut in held.unfinished)
+        return (YOUNG,) if young and in_use else ()
+
+    return [Judged(held=held, kept=kept(held)) for held in found]
+
+
+def is_old(held: StoredStep, grace_seconds: float) -> bool:
+    """Return True if no file of the step was put for ``grace_seconds``.
+
+    A save under way puts files all the time.
+    """
+    return held.touched is not None and time.time() - held.touched > grace_seconds

@@ -1,23 +1,152 @@
-"""Pruning of one tier: after each commit, by the leader, on a thread of its own."""
+"""Pruning: the removal of the steps that the retention rule of a tier does not keep, and of what
+failed saves have left.
+
+The leader prunes after each commit, on a thread of its own. ``ckpt prune`` and the agent do so too.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from ckpt.catalog.inventory import Inventory, StoredStep
+from ckpt.catalog.inventory import Inventory, State, StoredStep
+from ckpt.catalog.pins import remove_ended
 from ckpt.config import SaveConfig
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, StorageError, TransientStorageError
+from ckpt.model.keys import StepRef
 from ckpt.model.readable import size
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim, job_of
-from ckpt.retention.guard import StepGuard
-from ckpt.retention.policy import Retention, unknown_metric
-from ckpt.retention.prune import PruneContext, carry_out, discard_left, judge, prune
+from ckpt.retention.policy import (
+    GRACE_SECONDS,
+    NO_JOB,
+    Judged,
+    PruneContext,
+    Retention,
+    StepGuard,
+    is_old,
+    judge,
+    unknown_metric,
+)
+from ckpt.retention.removal import discard_left, remove
+from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """A step that was removed, or would be removed, and the state that it was in."""
+
+    ref: StepRef
+    nbytes: int
+    state: State
+
+
+def prune(
+    backend: StorageBackend,
+    rule: Retention,
+    context: PruneContext = NO_JOB,
+    *,
+    dry_run: bool = False,
+    inventory: Inventory | None = None,
+) -> list[Pruned]:
+    """Apply ``rule``, and remove what failed saves have left.
+
+    Checkpoints that have lost files are removed, too, unless the rule keeps everything. Only files
+    in folders of steps are touched, and only those named as this package names them. Cut off at any
+    moment, it leaves whole checkpoints, and remains that the next call removes.
+
+    Args:
+        backend: The store.
+        rule: What to keep.
+        context: The job that prunes.
+        dry_run: Whether nothing is removed.
+        inventory: Remembers the steps from call to call.
+
+    Returns:
+        What was removed, or would be.
+
+    Raises:
+        RootInUse: Another job has taken the root over.
+        StorageError: A step could not be removed. The others were removed unless the store does not
+            answer.
+    """
+    inventory = inventory or Inventory(backend)
+    found = inventory.look(begun=rule.keeps_all)
+    if not dry_run:
+        remove_ended(backend, inventory.pins)
+    return carry_out(backend, judge(found, rule, context), dry_run=dry_run, claim=context.claim)
+
+
+def carry_out(
+    backend: StorageBackend,
+    judged: Sequence[Judged],
+    *,
+    dry_run: bool = False,
+    claim: Claim | None = None,
+) -> list[Pruned]:
+    """Remove the steps that have no reason to stay, oldest first.
+
+    Returns:
+        What was removed, without empty folders, and without steps that a process finishes just now.
+
+    Raises:
+        RootInUse: Another job has taken the root over. Nothing was removed since.
+        StorageError: A step could not be removed. The others were removed unless the store does not
+            answer.
+    """
+    gone: list[StoredStep] = []
+    failure: StorageError | None = None
+    for held in sorted((one.held for one in judged if not one.kept), key=lambda held: held.ref):
+        try:
+            if dry_run or remove(backend, held, claim):
+                gone.append(held)
+        except TransientStorageError:
+            raise
+        except StorageError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return [
+        Pruned(ref=held.ref, nbytes=held.nbytes, state=held.state) for held in gone if held.nbytes
+    ]
+
+
+def sweep(
+    backend: StorageBackend, claim: Claim, *, restored: StepRef | None = None, part: bool = False
+) -> None:
+    """Remove what earlier jobs have left in a store of which each job uses only its own steps.
+
+    Args:
+        restored: The step that this job goes on from, while it has no step of its own. It stays,
+            and so does the newest checkpoint of all.
+        part: Whether other nodes may have the rest of each step. Then the newest part of a step
+            stays too, since another node may list that step.
+
+    Raises:
+        RootInUse: The root belongs to another job, which is not known to have ended.
+    """
+    found = Inventory(backend, part=part).look()
+    # List first: a job that takes the root from now on has no step in the listing then.
+    claim.use()
+    stays: set[StepRef | None] = set()
+    if restored is not None:
+        whole, parts = (
+            [held.ref for held in found if held.state == "committed"],
+            [held.ref for held in found if held.is_part],
+        )
+        stays = {restored, max(whole, default=None), max(parts, default=None)}
+    for held in found:
+        if held.state == "incomplete":
+            goes = held.is_cut or claim.is_dead(held.ref) or is_old(held, GRACE_SECONDS)
+        else:
+            goes = held.state != "unsupported" and claim.may_remove(held.ref)
+        if goes and not held.pins and job_of(held.ref) != claim.own and held.ref not in stays:
+            remove(backend, held, claim)
 
 
 class Pruner:

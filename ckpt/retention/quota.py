@@ -19,7 +19,7 @@ from ckpt.errors import CkptError, CommitTimeout, OutOfSpace
 from ckpt.model.keys import StepRef
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
-from ckpt.retention.guard import StepGuard
+from ckpt.retention.policy import StepGuard
 from ckpt.storage.tiers import OpenTier
 
 _OK: Final = b"ok"

@@ -18,8 +18,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
-from ckpt.retention.guard import StepGuard
-from ckpt.retention.policy import Retention, reasons
+from ckpt.retention.policy import Retention, StepGuard, reasons
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 

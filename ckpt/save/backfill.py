@@ -25,7 +25,7 @@ from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import job_of
-from ckpt.retention.guard import FixedGuard
+from ckpt.retention.policy import FixedGuard
 from ckpt.retention.step_copier import StepCopier
 from ckpt.save.job_steps import EarlierSteps, JobSteps
 from ckpt.save.tier_writer import TierWriter

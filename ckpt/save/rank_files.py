@@ -36,7 +36,7 @@ from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import ImageWrite, OnBytes, Source, adopt_image, write_image
 from ckpt.plan.save import SavePlan
-from ckpt.retention.prune import discard
+from ckpt.retention.removal import discard
 from ckpt.storage.api import Adopting, Rooted
 from ckpt.storage.tiers import OpenTier
 

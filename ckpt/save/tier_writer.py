@@ -40,8 +40,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes
 from ckpt.plan.merge import Known
 from ckpt.retention.claim import Claim, FoundSteps, job_of
-from ckpt.retention.prune import sweep
-from ckpt.retention.pruner import Pruner
+from ckpt.retention.pruner import Pruner, sweep
 from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
 from ckpt.save.out_of_space import RoomMaker

@@ -18,8 +18,9 @@ from ckpt.catalog.pins import all_pins, is_pinned, note_of, put_pin, remove_pin,
 from ckpt.coordination.owner import Owner
 from ckpt.errors import AccessDenied, CkptError, ConfigError, NoCheckpoint, OutOfSpace
 from ckpt.retention.claim import Claim
-from ckpt.retention.policy import Retention
-from ckpt.retention.prune import PINNED, judge, prune, remove, sweep
+from ckpt.retention.policy import PINNED, Retention, judge
+from ckpt.retention.pruner import prune, sweep
+from ckpt.retention.removal import remove
 from ckpt.storage.api import StorageBackend, is_there
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, FaultyBackend, Raise, Rule, SimulatedCrash

@@ -47,7 +47,7 @@ from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest
 from ckpt.model.packed import pack_fragment
 from ckpt.plan.leaf import Leaf
-from ckpt.retention.prune import remove
+from ckpt.retention.removal import remove
 from ckpt.storage.api import Capabilities, ObjectInfo
 from tests.plan.worlds import fragment_of
 

@@ -29,8 +29,9 @@ from ckpt.errors import (
 )
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.policy import Retention
-from ckpt.retention.prune import PruneContext, prune, remove
+from ckpt.retention.policy import PruneContext, Retention
+from ckpt.retention.pruner import prune
+from ckpt.retention.removal import remove
 from ckpt.storage.api import read_object
 from ckpt.storage.testing import Crash, FaultyBackend, Raise, Rule, SimulatedCrash
 from ckpt_backends.memory import forget_memory, open_memory

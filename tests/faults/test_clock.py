@@ -15,7 +15,7 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.retention.policy import Retention
-from ckpt.retention.prune import prune
+from ckpt.retention.pruner import prune
 from ckpt.storage.registry import open_backend
 from tests.faults.conftest import Count
 from tests.kit.stores import whole

@@ -24,10 +24,8 @@ from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.manifest import FORMAT
 from ckpt.retention.claim import Claim, FoundSteps
 from ckpt.retention.evictor import Evictor
-from ckpt.retention.guard import FixedGuard
-from ckpt.retention.policy import Retention
-from ckpt.retention.prune import PruneContext, prune, sweep
-from ckpt.retention.pruner import Pruner
+from ckpt.retention.policy import FixedGuard, PruneContext, Retention
+from ckpt.retention.pruner import Pruner, prune, sweep
 from ckpt.retention.quota import Quota
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt.storage.tiers import OpenTier, open_tiers

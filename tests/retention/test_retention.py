@@ -14,8 +14,8 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.errors import ConfigError, HistoryHidden
-from ckpt.retention.policy import Retention
-from ckpt.retention.prune import PruneContext, prune
+from ckpt.retention.policy import PruneContext, Retention
+from ckpt.retention.pruner import prune
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, FaultyBackend, Rule, SimulatedCrash
 from tests.cli.conftest import cli  # noqa: F401 - a fixture
