@@ -81,11 +81,7 @@ class ResumableUpload:
         self._check()
         rest = self._early.get(self._sent, memoryview(b""))
         waiting = sum(part.nbytes for part in self._early.values())
-        try:
-            size = check_written(self._key, self._sent + waiting, self._size, size)
-        except StorageError:
-            self.abort()
-            raise
+        size = check_written(self._key, self._sent + waiting, self._size, size)
         span = f"bytes {self._sent}-{size - 1}/{size}" if rest.nbytes else f"bytes */{size}"
         try:
             self._ask(span, rest)

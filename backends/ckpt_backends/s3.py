@@ -395,13 +395,8 @@ class _S3Upload:
         self._done[number + 1] = (sent, data.nbytes)
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        try:
-            size = check_written(
-                self._key, sum(each for _, each in self._done.values()), self._size, size
-            )
-        except StorageError:
-            self.abort()
-            raise
+        written = sum(each for _, each in self._done.values())
+        size = check_written(self._key, written, self._size, size)
         parts = [part for _, (part, _) in sorted(self._done.items())]
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
@@ -409,9 +404,6 @@ class _S3Upload:
             if not self._complete_anyway(size):
                 if isinstance(error, ObjectNotFound):
                     raise self._forgotten(error) from error
-                # Otherwise the caller may try again.
-                if not isinstance(error, TransientStorageError):
-                    self.abort()
                 raise
         return ObjectInfo(key=self._key, size=size)
 

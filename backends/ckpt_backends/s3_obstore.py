@@ -136,11 +136,7 @@ class ObstoreUpload:
             self._send(memoryview(part))
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        try:
-            self._size = check_written(self._key, self._sent, self._size, size)
-        except StorageError:
-            self.abort()
-            raise
+        self._size = check_written(self._key, self._sent, self._size, size)
         try:
             with self._bucket.errors(self._key), _as_known_error():
                 self._open_file().close()

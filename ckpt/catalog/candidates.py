@@ -201,10 +201,8 @@ def _answers(store: StorageBackend) -> bool:
     """Return True if the store answers a request, whatever the answer is."""
     try:
         store.head(OWNER)
-    except TransientStorageError:
-        return False
-    except CkptError:
-        return True
+    except CkptError as error:
+        return not isinstance(error, TransientStorageError)
     return True
 
 

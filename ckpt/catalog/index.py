@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Final
+from typing import Final, TypeVar
 
 from ckpt.catalog.fragments import filled, load_fragment
 from ckpt.errors import (
@@ -33,6 +33,8 @@ from ckpt.storage.api import (
     read_object,
 )
 
+T = TypeVar("T")
+
 _RETRY: Final = RetryPolicy()
 _LOOKED_AT: Final = 8
 """How many attempts an error asks for to name steps that are there. A store may be far."""
@@ -40,21 +42,27 @@ _NAMED: Final = 5
 _STRANGERS: Final = 1000  # How many files of others are looked at
 
 
+def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
+    """Return the answer of a store. It is asked again as often as is worthwhile, and an error says
+    which store it was.
+    """
+    with about(backend.url):
+        return _RETRY.call(work)
+
+
 def attempts(backend: StorageBackend) -> list[StepRef]:
     """Return every attempt at a step, committed or not, newest step first.
 
     Folders that are not ours are left alone.
     """
-    with about(backend.url):
-        found = [parse_folder(name) for name in _RETRY.call(lambda: list(backend.folders("")))]
+    found = map(parse_folder, ask(backend, lambda: list(backend.folders(""))))
     return sorted((ref for ref in found if ref is not None), reverse=True)
 
 
 def own_objects(backend: StorageBackend, ref: StepRef) -> list[ObjectInfo]:
     """Return the files in the folder of an attempt that are named as ours."""
     folder = f"{ref.folder}/"
-    with about(backend.url):
-        listed = _RETRY.call(lambda: list(backend.list(folder)))
+    listed = ask(backend, lambda: list(backend.list(folder)))
     return [info for info in listed if is_file_name(info.key.removeprefix(folder))]
 
 
@@ -63,14 +71,12 @@ def unfinished_of(backend: StorageBackend, ref: StepRef) -> tuple[Unfinished, ..
     if not isinstance(backend, KeepsUnfinished):
         return ()
     folder = f"{ref.folder}/"
-    with about(backend.url):
-        found = _RETRY.call(lambda: tuple(backend.unfinished(folder)))
+    found = ask(backend, lambda: list(backend.unfinished(folder)))
     return tuple(one for one in found if is_file_name(one.key.removeprefix(folder)))
 
 
 def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
-    with about(backend.url):
-        return _RETRY.call(partial(is_there, backend, ref.manifest))
+    return ask(backend, partial(is_there, backend, ref.manifest))
 
 
 def committed(backend: StorageBackend) -> list[StepRef]:

@@ -24,7 +24,7 @@ from typing import Final
 
 import msgspec
 
-from ckpt.catalog.index import is_committed
+from ckpt.catalog.index import ask, is_committed
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -138,8 +138,7 @@ def remove_pin(backend: StorageBackend, pin: Pin) -> None:
 
 def all_pins(backend: StorageBackend) -> list[Pin]:
     """Return the pins of a tier, also those that have ended."""
-    with about(backend.url):
-        keys = _RETRY.call(lambda: [info.key for info in backend.list(f"{PINS}/")])
+    keys = ask(backend, lambda: [info.key for info in backend.list(f"{PINS}/")])
     return sorted(pin for key in keys if (pin := _parse(key)) is not None)
 
 

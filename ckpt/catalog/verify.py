@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -135,37 +135,45 @@ def verify_step(
     """
     start = time.perf_counter()
     folder = StepFolder(backend, ref, workers, retry or RetryPolicy())
+    verified = 0
     try:
         manifest, _ = read_packed(backend, ref, retry=folder.retry)
     except FormatUnsupported:
         raise
     except (IntegrityError, StorageError) as error:
-        fault = fault_of(error)
-        return VerifyReport(
-            ref=ref, faults=(fault,), verified_bytes=0, seconds=time.perf_counter() - start
-        )
-    files = manifest.file_map()
-    parts = workers.run_all(
-        partial(_fragment, folder, manifest, fragment, files.get(fragment.rank))
-        for fragment in manifest.fragments
-        if ranks is None or fragment.rank in ranks
-    )
-    faults = [part for part in parts if isinstance(part, Fault)]
-    try:
-        manifest = _filled(
-            manifest, [part for part in parts if isinstance(part, Fragment)], ref.manifest
-        )
-    except ManifestCorrupt as error:
-        faults.append(fault_of(error))
-    files_there = manifest.stored_files().values()
-    data = [file for file in files_there if ranks is None or file.rank in ranks]
-    data_faults, verified = verify_files(folder, data, on_progress=on_progress)
+        faults = [fault_of(error)]
+    else:
+        manifest, faults = _with_fragments(folder, manifest, ranks)
+        files = manifest.stored_files().values()
+        data = [file for file in files if ranks is None or file.rank in ranks]
+        data_faults, verified = verify_files(folder, data, on_progress=on_progress)
+        faults += data_faults
     return VerifyReport(
         ref=ref,
-        faults=(*faults, *data_faults),
+        faults=tuple(faults),
         verified_bytes=verified,
         seconds=time.perf_counter() - start,
     )
+
+
+def _with_fragments(
+    folder: StepFolder, manifest: Manifest, ranks: Collection[int] | None
+) -> tuple[Manifest, list[Fault]]:
+    """Return the manifest with the fragments of ``ranks`` that are intact, and the faults of the
+    others. Of a file without a fragment, only the size can be compared.
+    """
+    files, key = manifest.file_map(), folder.ref.manifest
+    parts = folder.workers.run_all(
+        partial(_fragment, folder, manifest, named, files.get(named.rank))
+        for named in manifest.fragments
+        if ranks is None or named.rank in ranks
+    )
+    faults = [part for part in parts if isinstance(part, Fault)]
+    intact = {part.rank: part for part in parts if isinstance(part, Fragment)}
+    try:
+        return fill(manifest, {**carried_fragments(manifest, key=key), **intact}, key=key), faults
+    except ManifestCorrupt as error:
+        return manifest, [*faults, fault_of(error)]
 
 
 def verify_files(
@@ -225,14 +233,6 @@ class Meter:
             self.done += nbytes
             if self._on_progress:
                 self._on_progress(self.done, self.total)
-
-
-def _filled(manifest: Manifest, parts: Sequence[Fragment], key: str) -> Manifest:
-    """Return the manifest with the fragments that are intact. Of a file without a fragment, only
-    the size can be compared.
-    """
-    known = carried_fragments(manifest, key=key)
-    return fill(manifest, {**known, **{part.rank: part for part in parts}}, key=key)
 
 
 def _fragment(

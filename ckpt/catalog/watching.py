@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.index import ask, attempts, is_committed
 from ckpt.catalog.pins import put_pin, remove_pin, renewed
-from ckpt.errors import CkptError, ConfigError, NoCheckpoint, TransientStorageError, about
+from ckpt.errors import CkptError, ConfigError, NoCheckpoint, TransientStorageError
 from ckpt.model.keys import WATCHERS, StepRef, parse_folder
-from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
@@ -30,7 +29,6 @@ POLL_SECONDS: Final = 10.0
 LEASE_SECONDS: Final = 900.0
 """A watcher that is killed keeps its step for this long, and for the clock skew of a pin."""
 
-_RETRY: Final = RetryPolicy()
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _log = logging.getLogger("ckpt")
 
@@ -85,11 +83,10 @@ class Watcher:
         The records of steps that are gone are removed.
         """
         refs = attempts(self._backend)
-        with about(self._backend.url):
-            keys = _RETRY.call(lambda: [info.key for info in self._backend.list(self._folder)])
+        keys = ask(self._backend, lambda: [info.key for info in self._backend.list(self._folder)])
         handled = {ref for key in keys if (ref := parse_folder(key.removeprefix(self._folder)))}
         for ref in handled.difference(refs):
-            _RETRY.call(partial(self._backend.delete, self._key(ref)))
+            ask(self._backend, partial(self._backend.delete, self._key(ref)))
         found: list[StepRef] = []
         for ref in refs:  # Newest first
             if self._newest and (found or ref in handled | self._left):
@@ -135,8 +132,7 @@ class Watcher:
     def done(self, step: CommittedStep) -> None:
         """Remember that ``step`` was handled, unless it was left. It does not come again."""
         if step.ref not in self._left:
-            with about(self._backend.url):
-                _RETRY.call(lambda: self._backend.put(self._key(step.ref), [b"handled\n"]))
+            ask(self._backend, lambda: self._backend.put(self._key(step.ref), [b"handled\n"]))
 
     def _key(self, ref: StepRef) -> str:
         return f"{self._folder}{ref.folder}"

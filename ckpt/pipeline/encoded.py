@@ -95,22 +95,20 @@ class _Job:
 
         Chunks begin in file order, so a chunk waits only for chunks that are under way.
         """
+        start, end = self._starts[index : index + 2]
         with losing(self._file.fail, self._source.lost):
-            self._take(index, self._starts[index], self._starts[index + 1])
-
-    def _take(self, index: int, start: int, end: int) -> None:
-        view = self._source.view(start, end)
-        chunk = self._known[index] if self._known else Chunk(end - start, checksum(view))
-        pieces = self._encoder.encode(view, self._widths[index])
-        with self._file.turn(index):
-            full = self._file.append(pieces)
-            self.table.append(chunk)
-            self.lengths.append(sum(piece.nbytes for piece in pieces))
-        self._source.written(start, end)
-        self._source.hashed(start, end)
-        for offset, part in full:
-            self._file.write(offset, part)
-        self._on_bytes(end - start)
+            view = self._source.view(start, end)
+            chunk = self._known[index] if self._known else Chunk(end - start, checksum(view))
+            pieces = self._encoder.encode(view, self._widths[index])
+            with self._file.turn(index):
+                full = self._file.append(pieces)
+                self.table.append(chunk)
+                self.lengths.append(sum(piece.nbytes for piece in pieces))
+            self._source.written(start, end)
+            self._source.hashed(start, end)
+            for offset, part in full:
+                self._file.write(offset, part)
+            self._on_bytes(end - start)
 
 
 class _File:

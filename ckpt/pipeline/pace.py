@@ -9,21 +9,21 @@ import time
 class Pace:
     """Holds what several threads do to a rate in MB/s (None: as fast as it goes), and can end it.
 
+    Attributes:
+        stopped: Whether the work is to end.
+
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_free_at``.
     """
 
     def __init__(self, mb_per_s: float | None) -> None:
         self._seconds_per_byte = 1e-6 / mb_per_s if mb_per_s else 0.0
-        self._hurry, self._stopped, self._lock = threading.Event(), False, threading.Lock()
+        self._hurry, self._lock = threading.Event(), threading.Lock()
+        self.stopped = False
         self._free_at = 0.0
-
-    @property
-    def stopped(self) -> bool:
-        return self._stopped
 
     def end(self, *, now: bool) -> None:
         """Limit the rate no more. With ``now``, the work is to end."""
-        self._stopped = now
+        self.stopped = now
         self._hurry.set()
 
     def spend(self, nbytes: int) -> None:

@@ -292,7 +292,7 @@ class Restorer:
         )
         origin = TieredReader(
             [tier.backend for tier in sources.tiers], ref,
-            retry=self._retry, on_repair=_warn(ref), partial=sources.partial,
+            retry=self._retry, on_repair=partial(_warn, ref), partial=sources.partial,
         )  # fmt: skip
         fit, nowhere = self._together.do(
             "match",
@@ -471,14 +471,13 @@ def _ref(proposal: _Proposal) -> StepRef:
     return ref
 
 
-def _warn(ref: StepRef) -> Callable[[Repair], None]:
-    def warn(repair: Repair) -> None:
-        _log.warning(
-            "ckpt: step %d: %s does not have it intact, the next tier is asked: %s",
-            ref.step, repair.tier, repair.reason,
-        )  # fmt: skip
-
-    return warn
+def _warn(ref: StepRef, repair: Repair) -> None:
+    _log.warning(
+        "ckpt: step %d: %s does not have it intact, the next tier is asked: %s",
+        ref.step,
+        repair.tier,
+        repair.reason,
+    )
 
 
 def _why_none(step: int | None, skipped: Sequence[tuple[int, str]], overwritten: bool) -> str:

@@ -93,9 +93,10 @@ class Upload(Protocol):
     """One large object on its way. Nothing is visible under its key before ``finish`` returns.
 
     Thread safety: any thread may call ``write``, and several at the same time if
-    ``Capabilities.parallel_parts`` is set. The owner calls ``finish`` or ``abort`` once, when no
-    ``write`` runs. A ``write`` that raised may be repeated with the same arguments, and so
-    may a ``finish`` that raised ``TransientStorageError``.
+    ``Capabilities.parallel_parts`` is set. The owner calls ``finish`` when no ``write`` runs, or
+    ``abort`` to give the upload up, also after a ``finish`` that raised. A ``write`` that raised
+    may be repeated with the same arguments, and so may a ``finish`` that raised
+    ``TransientStorageError``.
     """
 
     @property

@@ -113,9 +113,8 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
     if [tier.url for tier in tiers].count(MEMORY) > 1:
         raise ConfigError('the tier "memory" is named twice: this machine has one')
     opened: list[OpenTier] = []
-    try:
-        for index, tier in enumerate(tiers):
-            url = _memory_of(tiers[index + 1 :]) if tier.url == MEMORY else tier.url
+    with closed_on_error(opened):
+        for index, (tier, url) in enumerate(zip(tiers, urls_of(tiers), strict=True)):
             opened.append(OpenTier(index, tier, open_backend(url, tier.options)))
             for other in opened[:-1]:
                 _check_apart(other, opened[-1])
@@ -123,10 +122,6 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
                 _check_memory(opened[-1], opened[:-1])
             elif opened[-1].local and is_object_store(url):
                 raise ConfigError(f"{opened[-1].url} is seen by all nodes: leave local out")
-    except BaseException:
-        for done in opened:
-            done.backend.close()
-        raise
     return tuple(opened)
 
 

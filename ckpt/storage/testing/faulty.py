@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, TypeVar, get_args
 
 from ckpt.errors import CkptError
-from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, StorageBackend, Upload
+from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, StorageBackend, Upload, read_object
 
 Verb = Literal[
     "put", "upload", "write", "finish", "abort", "read_into", "head", "list", "folders", "delete"
@@ -270,10 +270,7 @@ def _keep(backend: StorageBackend, key: str, nbytes: int) -> None:
 
 
 def _content(backend: StorageBackend, key: str) -> bytearray:
-    content = bytearray(backend.head(key).size)
-    if content:
-        backend.read_into(key, 0, memoryview(content))
-    return content
+    return bytearray(read_object(backend, key, limit=1 << 62))
 
 
 def _error(error: Callable[[str], CkptError] | CkptError, key: str) -> CkptError:
