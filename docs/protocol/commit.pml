@@ -1,4 +1,4 @@
-/* The commit protocol of ckpt as a model for Spin. Prose: docs/protocol.md. Code: ckpt/coordination/{commit,committer,claim_marker}.py, ckpt/catalog/finalize.py.
+/* The commit protocol of ckpt as a model for Spin. Prose: docs/protocol.md. Code: ckpt/coordination/{commit_state_machine,committer,claim_marker}.py, ckpt/catalog/finalize.py.
 
    Time is not modelled: whoever waits may lose its patience at any moment, which covers every delay, every stop and every clock. A crash may come before every step (CRASHES of them in
    all), what a process was putting may arrive after its death, or arrive though the answer was lost, or be put twice.
