@@ -31,7 +31,6 @@ from ckpt.events import Event, Repaired, StepDamaged
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.policy import PruneContext, Retention
 from ckpt.retention.pruner import prune
-from ckpt.storage.api import ObjectInfo, StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.kit.damage import cut, empty, files, flip, garbage

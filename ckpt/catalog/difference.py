@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from ckpt.catalog.reading import Piece, StepReader
+from ckpt.catalog.tensor_reader import Piece, StepReader
 from ckpt.model.manifest import Tensor
 
 _PIECE_BYTES: Final = 32 << 20

@@ -11,7 +11,7 @@ import typer
 
 from ckpt.catalog.difference import Difference, compare
 from ckpt.catalog.index import find, read_manifest
-from ckpt.catalog.reading import StepReader
+from ckpt.catalog.tensor_reader import StepReader
 from ckpt.cli import output
 from ckpt.cli.options import (
     LATEST,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import typer
 
 from ckpt.catalog.index import find, read_manifest
-from ckpt.catalog.reading import StepReader
+from ckpt.catalog.tensor_reader import StepReader
 from ckpt.catalog.verify import Meter
 from ckpt.checks import as_bytes
 from ckpt.cli import output

@@ -17,7 +17,7 @@ from typing import Final, Literal
 import torch
 
 from ckpt.adapters.match.tree import Notes, StateTree, chosen
-from ckpt.catalog.reading import StepReader
+from ckpt.catalog.tensor_reader import StepReader
 from ckpt.errors import AccessDenied, ConfigError, EntryMissing, OutOfSpace, StorageError
 from ckpt.exchange import dcp_writer, safetensors_writer, torch_writer
 from ckpt.exchange.opened import TensorView

@@ -7,7 +7,7 @@ import math
 import torch
 
 from ckpt.catalog.difference import pairs
-from ckpt.catalog.reading import StepReader
+from ckpt.catalog.tensor_reader import StepReader
 
 
 def max_difference(one: StepReader, two: StepReader, name: str) -> float:

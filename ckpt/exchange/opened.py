@@ -11,7 +11,7 @@ from typing import Final, Self
 import torch
 
 from ckpt.catalog.index import committed, find, read_manifest
-from ckpt.catalog.reading import StepReader, Wanted
+from ckpt.catalog.tensor_reader import StepReader, Wanted
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
 from ckpt.model.box import Box

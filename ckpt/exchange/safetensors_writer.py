@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ckpt.adapters.match.tree import Notes
-from ckpt.catalog.reading import StepReader
+from ckpt.catalog.tensor_reader import StepReader
 from ckpt.errors import ConfigError
 from ckpt.model.dtype import DTYPES, safetensors_entry
 from ckpt.model.manifest import Tensor

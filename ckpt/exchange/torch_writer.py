@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from ckpt.catalog.reading import StepReader, Wanted
+from ckpt.catalog.tensor_reader import StepReader, Wanted
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Tensor

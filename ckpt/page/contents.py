@@ -10,7 +10,7 @@ from typing import Final
 
 from ckpt.catalog.difference import Difference, compare
 from ckpt.catalog.index import read_manifest
-from ckpt.catalog.reading import StepReader
+from ckpt.catalog.tensor_reader import StepReader
 from ckpt.errors import ConfigError, NoCheckpoint
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import StepRef

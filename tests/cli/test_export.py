@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ckpt import CheckpointManager
-from ckpt.catalog.reading import StepReader
+from ckpt.catalog.tensor_reader import StepReader
 from ckpt.exchange import export as module
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
