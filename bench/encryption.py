@@ -33,7 +33,7 @@ from ckpt.model.manifest import StoredFile
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore
 from ckpt.nodes.wire import Peer, Step
-from ckpt.pipeline.reader import ChunkReader, Sink, runs_of
+from ckpt.pipeline.chunk_reader import ChunkReader, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import ChunkRead

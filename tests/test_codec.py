@@ -142,7 +142,7 @@ def test_a_manager_that_names_no_codec_reads_what_one_with_it_wrote(tmp_path: Pa
 def test_a_part_of_a_tensor_is_read_through_the_chunks_that_hold_it(tmp_path: Path) -> None:
     """Another mesh would ask for it like this."""
     from ckpt.model.box import Box
-    from ckpt.pipeline.reader import ChunkReader, read_plan
+    from ckpt.pipeline.chunk_reader import ChunkReader, read_plan
     from ckpt.pipeline.retry import RetryPolicy
     from ckpt.plan.leaf import Leaf
     from ckpt.plan.restore import ChunkRead, plan_restore

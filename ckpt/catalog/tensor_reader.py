@@ -16,7 +16,7 @@ from ckpt.model.box import Box, split_rows
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, Tensor
-from ckpt.pipeline.reader import ChunkReader, read_plan
+from ckpt.pipeline.chunk_reader import ChunkReader, read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf

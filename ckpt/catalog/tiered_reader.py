@@ -21,7 +21,7 @@ from ckpt.catalog.index import read_packed
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFile
-from ckpt.pipeline.reader import ChunkReader, Missed, Sink, runs_of
+from ckpt.pipeline.chunk_reader import ChunkReader, Missed, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run
@@ -34,7 +34,7 @@ from ckpt.storage.api import StorageBackend
 T = TypeVar("T")
 
 OnChunk = Callable[[int, ChunkRead, memoryview], None]
-"""As ``pipeline.reader.OnProven``, with the position of the source before it."""
+"""As ``pipeline.chunk_reader.OnProven``, with the position of the source before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,8 +49,8 @@ from ckpt.model.manifest import (
     StoredFile,
 )
 from ckpt.model.packed import pack_fragment, read_fragment
+from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.encoded import widths_of, write_encoded
-from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.writer import ImageWrite, OnBytes, write_image
 from ckpt.plan.merge import merge

@@ -33,7 +33,7 @@ from ckpt.model.encoding import MAX_RECORD_BYTES
 from ckpt.model.fill import carried_fragments, fill
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFile
-from ckpt.pipeline.reader import ChunkReader, runs_of
+from ckpt.pipeline.chunk_reader import ChunkReader, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run

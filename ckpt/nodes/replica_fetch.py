@@ -21,8 +21,8 @@ from ckpt.model.manifest import Fragment, Manifest, StoredFile
 from ckpt.model.readable import size
 from ckpt.nodes.store import NodeStore
 from ckpt.nodes.wire import Peer, Step
+from ckpt.pipeline.chunk_reader import ChunkReader, Sink, runs_of
 from ckpt.pipeline.pace import Pace
-from ckpt.pipeline.reader import ChunkReader, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import ChunkRead

@@ -10,7 +10,7 @@ from typing import Final, Self
 
 from ckpt.errors import CkptError
 from ckpt.model.manifest import StoredFile
-from ckpt.pipeline.reader import BytesSink, ChunkReader, Sink, runs_of
+from ckpt.pipeline.chunk_reader import BytesSink, ChunkReader, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.plan.restore import ChunkRead, chunks_of
 from ckpt.storage.api import StorageBackend, fresh_memory

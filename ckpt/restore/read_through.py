@@ -36,7 +36,7 @@ from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef, fragment_name
 from ckpt.model.manifest import FragmentRef, StoredFile
 from ckpt.model.packed import read_fragment
-from ckpt.pipeline.reader import Sink
+from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import without

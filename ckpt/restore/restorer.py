@@ -38,7 +38,7 @@ from ckpt.model.keys import StepRef, parse_folder
 from ckpt.model.patterns import unfitting
 from ckpt.nodes.survey import NodeSurvey, Sources
 from ckpt.nodes.wire import Peer
-from ckpt.pipeline.reader import Sink
+from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.copies_per_node import nearest_copies

@@ -156,7 +156,7 @@ def test_parts_and_spans_of_any_size_fit_together(
     span_bytes: int,
     parallel_parts: bool,
 ) -> None:
-    monkeypatch.setattr("ckpt.pipeline.reader.RUN_BYTES", span_bytes)
+    monkeypatch.setattr("ckpt.pipeline.chunk_reader.RUN_BYTES", span_bytes)
     written = write_checkpoint(source, 7, {"w": np.arange(2000.0)}, world_size=2, chunk_bytes=256)
     destination = Uploads(memory(), part_bytes=part_bytes, parallel_parts=parallel_parts)
     fetch_step([source], StepFolder(destination, written.ref, workers))
@@ -422,7 +422,7 @@ def test_an_interrupted_fetch_aborts_its_uploads(source: StorageBackend) -> None
             raise KeyboardInterrupt
 
     with Workers("test", 3) as workers, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.pipeline.reader.RUN_BYTES", 512)
+        patch.setattr("ckpt.pipeline.chunk_reader.RUN_BYTES", 512)
         with pytest.raises(KeyboardInterrupt):
             fetch_step(
                 [source], StepFolder(destination, written.ref, workers), on_progress=interrupt
@@ -449,7 +449,7 @@ def test_memory_does_not_grow_with_the_file(
         return memoryview(Memory(nbytes))
 
     monkeypatch.setattr(stored, "fresh_memory", counted)
-    monkeypatch.setattr("ckpt.pipeline.reader.RUN_BYTES", 1024)
+    monkeypatch.setattr("ckpt.pipeline.chunk_reader.RUN_BYTES", 1024)
     written = write_checkpoint(source, 1, {"w": np.arange(40_000.0)}, chunk_bytes=512)
 
     store = memory()

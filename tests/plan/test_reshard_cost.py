@@ -14,7 +14,7 @@ import pytest
 from ckpt.model.box import Box, split_flat
 from ckpt.model.cuts import Cut, cut_boxes
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, Manifest
-from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES
+from ckpt.pipeline.chunk_reader import GAP_BYTES, RUN_BYTES
 from ckpt.plan.coalesce import coalesce
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import RestorePlan, plan_restore

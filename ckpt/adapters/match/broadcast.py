@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ckpt.coordination.together import Parted
 from ckpt.errors import CkptError, RestoreError
 from ckpt.model.checksum import checksum
-from ckpt.pipeline.reader import Sink
+from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import ChunkRead, RestorePlan, Target
 from ckpt.plan.shared_reads import Group, Keys, Parcel, keyed, share

@@ -9,7 +9,7 @@ import pytest
 from ckpt.errors import ChecksumMismatch, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.box import Box
 from ckpt.model.keys import StepRef, data_name
-from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, ChunkReader, joined, read_plan
+from ckpt.pipeline.chunk_reader import GAP_BYTES, RUN_BYTES, ChunkReader, joined, read_plan
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.storage.testing import FaultyBackend, Raise, Rule, flip_byte
