@@ -210,9 +210,9 @@ def test_the_only_good_image_in_memory_is_not_given_up_for_a_slot_that_is_empty(
             broken.setattr("ckpt.save.rank_files.adopt_image", lambda *_, **__: 1 / 0)
             assert manager.save_async({"x": torch.ones(9)}, 3).exception(10) is not None
         seen: list[list[int]] = []
-        from ckpt.pipeline import writer
+        from ckpt.pipeline import image_writer
 
-        original = writer.adopt_image
+        original = image_writer.adopt_image
         monkeypatch.setattr(
             "ckpt.save.rank_files.adopt_image",
             lambda *a, **k: (seen.append(manager.steps()), original(*a, **k))[1],

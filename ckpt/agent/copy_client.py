@@ -22,7 +22,7 @@ from ckpt.config import SaveConfig
 from ckpt.coordination.abort_reason import rebuild
 from ckpt.errors import AgentError, OutOfSpace, TransientStorageError
 from ckpt.model.keys import StepRef
-from ckpt.pipeline.writer import OnBytes
+from ckpt.pipeline.image_writer import OnBytes
 from ckpt.processes import Process
 from ckpt.storage.tiers import OpenTier
 

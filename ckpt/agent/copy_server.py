@@ -34,8 +34,8 @@ from ckpt.config import Tier
 from ckpt.coordination.abort_reason import abort_reason
 from ckpt.errors import AgentError, CkptError
 from ckpt.model.keys import parse_folder
+from ckpt.pipeline.image_writer import OnBytes
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import OnBytes
 from ckpt.processes import Process
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend

@@ -24,7 +24,7 @@ from ckpt.coordination.claim_marker import claim_for_finish, clear_away, release
 from ckpt.errors import IntegrityError, StorageError
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import StoredFile
-from ckpt.pipeline.writer import OnBytes
+from ckpt.pipeline.image_writer import OnBytes
 from ckpt.storage.api import StorageBackend
 
 

@@ -35,8 +35,8 @@ from ckpt.model.encoding import pack
 from ckpt.model.keys import fragment_name, marked_rank, noted_rank
 from ckpt.model.manifest import Encoding, Manifest, StoredFile
 from ckpt.model.packed import read_fragment
-from ckpt.pipeline.stored import StoredImage
-from ckpt.pipeline.writer import ImageWrite, OnBytes
+from ckpt.pipeline.image_writer import ImageWrite, OnBytes
+from ckpt.pipeline.stored_image import StoredImage
 from ckpt.plan.merge import merge
 from ckpt.storage.api import StorageBackend
 

@@ -50,9 +50,9 @@ from ckpt.model.manifest import (
 )
 from ckpt.model.packed import pack_fragment, read_fragment
 from ckpt.pipeline.chunk_reader import Sink
-from ckpt.pipeline.encoded import widths_of, write_encoded
-from ckpt.pipeline.stored import StoredImage
-from ckpt.pipeline.writer import ImageWrite, OnBytes, write_image
+from ckpt.pipeline.encoded_writer import widths_of, write_encoded
+from ckpt.pipeline.image_writer import ImageWrite, OnBytes, write_image
+from ckpt.pipeline.stored_image import StoredImage
 from ckpt.plan.merge import merge
 from ckpt.plan.rebase import same_chunks
 from ckpt.plan.restore import ChunkRead, chunks_of

@@ -30,11 +30,11 @@ from ckpt.model.manifest import (
     StoredFile,
 )
 from ckpt.model.packed import Frames, frames_of, pack_fragment
-from ckpt.pipeline.encoded import widths_of, write_encoded
+from ckpt.pipeline.encoded_writer import widths_of, write_encoded
+from ckpt.pipeline.image_writer import ImageWrite, OnBytes, Source, adopt_image, write_image
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.pipeline.stored import StoredImage
+from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import ImageWrite, OnBytes, Source, adopt_image, write_image
 from ckpt.plan.save import SavePlan
 from ckpt.retention.removal import discard
 from ckpt.storage.api import Adopting, Rooted

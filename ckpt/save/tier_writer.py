@@ -34,10 +34,10 @@ from ckpt.errors import (
 )
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk
+from ckpt.pipeline.image_writer import OnBytes
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.pipeline.stored import StoredImage
+from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import OnBytes
 from ckpt.plan.merge import Known
 from ckpt.retention.claim import Claim, FoundSteps, job_of
 from ckpt.retention.pruner import Pruner, sweep

@@ -14,7 +14,7 @@ from ckpt.adapters.walk.collect import Collected
 from ckpt.adapters.walk.segments import Segment
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
 from ckpt.errors import CkptError
-from ckpt.pipeline.writer import Source
+from ckpt.pipeline.image_writer import Source
 from ckpt.plan.save import SavePlan
 
 _EXPONENTS: Final[Mapping[str, np.unsignedinteger[Any]]] = {

@@ -22,7 +22,7 @@ from ckpt.errors import (
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef, data_name
-from ckpt.pipeline import stored
+from ckpt.pipeline import stored_image
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.rebase import same_chunks
 from ckpt.storage.api import (
@@ -448,7 +448,7 @@ def test_memory_does_not_grow_with_the_file(
         alive[1] = max(alive)
         return memoryview(Memory(nbytes))
 
-    monkeypatch.setattr(stored, "fresh_memory", counted)
+    monkeypatch.setattr(stored_image, "fresh_memory", counted)
     monkeypatch.setattr("ckpt.pipeline.chunk_reader.RUN_BYTES", 1024)
     written = write_checkpoint(source, 1, {"w": np.arange(40_000.0)}, chunk_bytes=512)
 

@@ -13,9 +13,9 @@ from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef, data_name
 from ckpt.model.manifest import Chunk, Encoding, File, Shard, StoredFile, Tensor
-from ckpt.pipeline.encoded import widths_of, write_encoded
-from ckpt.pipeline.stored import StoredImage
-from ckpt.pipeline.writer import ImageWrite
+from ckpt.pipeline.encoded_writer import widths_of, write_encoded
+from ckpt.pipeline.image_writer import ImageWrite
+from ckpt.pipeline.stored_image import StoredImage
 from ckpt.staging.window import Window
 from ckpt.storage.api import PutUpload, read_object
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule, flip_byte

@@ -19,8 +19,8 @@ from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
 from ckpt.model.dtype import float_width
 from ckpt.model.manifest import Chunk, Tensor
+from ckpt.pipeline.image_writer import ImageWrite, check_room, losing
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.pipeline.writer import ImageWrite, check_room, losing
 from ckpt.storage.api import StorageBackend, Upload, aligned_memory
 
 

@@ -12,8 +12,8 @@ import pytest
 from ckpt.errors import CkptError, OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
+from ckpt.pipeline.image_writer import ImageWrite, write_image
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import ImageWrite, write_image
 from ckpt.staging.window import Window
 from ckpt.storage.api import Capabilities, PutUpload, StorageBackend, Upload, read_object
 from ckpt.storage.testing import Crash, FaultyBackend, LoseReply, Raise, Rule, SimulatedCrash
