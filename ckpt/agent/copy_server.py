@@ -28,7 +28,7 @@ from ckpt.agent.messages import (
 )
 from ckpt.agent.place import check_peer
 from ckpt.agent.reports import REPORT_SECONDS, Ended, Order
-from ckpt.catalog.parts import RankPart
+from ckpt.catalog.transfer_by_rank import RankPart
 from ckpt.catalog.verify import StepFolder
 from ckpt.config import Tier
 from ckpt.coordination.abort_reason import abort_reason

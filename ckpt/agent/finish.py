@@ -28,7 +28,7 @@ from ckpt.agent.reports import Copied, Ended, OnReport, progress_of
 from ckpt.catalog.finalize import finalize
 from ckpt.catalog.index import is_committed, unfinished_of
 from ckpt.catalog.inventory import Inventory, StoredStep
-from ckpt.catalog.parts import copy_part
+from ckpt.catalog.transfer_by_rank import copy_part
 from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.codec.registry import NO_CODEC
 from ckpt.coordination.api import LEADER

@@ -2,9 +2,9 @@
 
 It sees a part of each step: the files of the ranks on its node. It brings this part to the nearest
 tier that all nodes share. The agents of the other nodes do the same, and meet it there
-(``ckpt.catalog.parts``). None of them copies a byte before all ranks of the job are known to have
-ended, and before all nodes are known to have the step. The agent that finds all parts there puts
-the manifest.
+(``ckpt.catalog.transfer_by_rank``). None of them copies a byte before all ranks of the job are
+known to have ended, and before all nodes are known to have the step. The agent that finds all parts
+there puts the manifest.
 
 The newest step may differ from node to node: the ranks may have been killed when some nodes had the
 manifest, and others not yet. So an agent also brings its part of a step that another agent has
@@ -28,7 +28,7 @@ from ckpt.agent.messages import Job
 from ckpt.agent.reports import Copied, OnReport, progress_of
 from ckpt.catalog.index import is_committed, own_objects, read_packed
 from ckpt.catalog.inventory import Inventory, StoredStep
-from ckpt.catalog.parts import (
+from ckpt.catalog.transfer_by_rank import (
     brought_ranks,
     commit_parts,
     copy_rank,

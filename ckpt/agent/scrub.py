@@ -18,7 +18,7 @@ from typing import Self
 from ckpt.agent.reports import Ended, OnReport, Order, Verified, Verifying, at_intervals
 from ckpt.catalog.index import committed, is_committed
 from ckpt.catalog.mending import mend_step
-from ckpt.catalog.parts import copy_rank
+from ckpt.catalog.transfer_by_rank import copy_rank
 from ckpt.catalog.verify import Fault, StepFolder, VerifyReport, verify_step
 from ckpt.coordination.api import LEADER
 from ckpt.errors import CkptError, RootInUse
