@@ -109,7 +109,7 @@ def release_removal(backend: StorageBackend, ref: StepRef) -> None:
 def release_marker(backend: StorageBackend, ref: StepRef) -> None:
     """Delete the marker of any process. Never raises.
 
-    A marker that stays only delays the removal of remains by some days (``retention.prune``).
+    A marker that stays only delays the removal of remains by some days (``retention.removal``).
     """
     with contextlib.suppress(CkptError):
         backend.delete(ref.claim_marker)

@@ -12,7 +12,7 @@ import torch
 
 import ckpt
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog import pins, watching
+from ckpt.catalog import index, pins, watching
 from ckpt.catalog.index import attempts, committed
 from ckpt.catalog.pins import all_pins
 from ckpt.catalog.watching import Watcher, each_step
@@ -159,7 +159,7 @@ def test_a_step_comes_again_if_the_store_does_not_answer(
         return put(key, *args, **how)
 
     monkeypatch.setattr(backend, "put", odd)
-    monkeypatch.setattr(watching, "_RETRY", RetryPolicy(attempts=1))
+    monkeypatch.setattr(index, "_RETRY", RetryPolicy(attempts=1))
     monkeypatch.setattr(pins, "_RETRY", RetryPolicy(attempts=1))
     found, stop = [], threading.Event()
     for step in each_step(Watcher(backend, "eval"), 0.01, stop):
