@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from concurrent.futures import wait
 from datetime import datetime
 from functools import partial
 from typing import Any, Final, NoReturn, Self, Unpack
@@ -46,10 +45,11 @@ from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.patterns import WHOLE, Names, Patterns, patterns_for, unfitting
 from ckpt.pending import PendingSave, SaveRecord, check_timeout, missing_at_the_end, wait_and_log
-from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit, workers_at_exit
+from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit, has_script_ended
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import Replicas, RestoreContext, RestoreOptions, Restorer
 from ckpt.save.active_save import EARLIER_FAILED, SKIPPED, HandOver, MemoryNotices, Reports
+from ckpt.save.closing import Closing
 from ckpt.save.jobs import Jobs
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.saver import Saver
@@ -57,8 +57,6 @@ from ckpt.staging.fence import Fence
 from ckpt.storage.tiers import Tiers, as_tiers, closed_on_error, open_tiers
 
 _log = logging.getLogger("ckpt")
-_LIST_SECONDS: Final = 1.0  # How long a close waits for listings that a restore has given up
-_LEAVE_SECONDS: Final = 2.0  # How long a rank that leaves waits for the job's store
 _READERS: Final = 4  # A restore has the machine to itself, so it may use more threads than a save
 
 
@@ -81,6 +79,7 @@ class CheckpointManager:
         ConfigError: A setting or URL is wrong. Nothing was written.
         CommitTimeout: There is a local tier or an agent, and some rank did not come within 300 s.
         AgentError: ``agent="required"``, and there is no agent.
+        ManagerClosed: The main thread has ended, so that no thread may be started.
 
     Thread safety:
         Call all methods from the training thread. A signal handler that interrupts one of them
@@ -97,6 +96,8 @@ class CheckpointManager:
         coordinator: Coordinator | None = None,
         **settings: Unpack[Settings],
     ) -> None:
+        if has_script_ended():
+            raise ManagerClosed(has_script_ended=True)
         warn_of_untested(torch.__version__)
         self._config = with_settings(config or SaveConfig(), settings)
         self._jobs = Jobs(metadata or {})
@@ -120,7 +121,7 @@ class CheckpointManager:
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._last_step: int | None = None
         self._begun: StepRef | None = None  # The saver lets the other ranks know how this save ends
-        self._restores, self._closed = 0, False
+        self._restores, self._closed, self._ended = 0, False, False
         self._stop: StopSignals | None = None
         # These threads outlive a restore, which must not wait for a tier that does not answer.
         self._listers = Workers("list", 4 * len(self._tiers))
@@ -128,7 +129,7 @@ class CheckpointManager:
         self._fence.listen()  # A step captured before the first save may be replayed after it
         # An exception that is already being handled now does not end this manager.
         self._earlier = sys.exception()
-        self._closer = workers_at_exit("close", 3)
+        self._closing = Closing(self._listers)
         close_at_exit(self)
         self._pid = os.getpid()
 
@@ -524,7 +525,8 @@ class CheckpointManager:
         self._stop.request(ends)
 
     def close(self, timeout: float | None = None, *, detach: bool = False) -> None:
-        """Finish every save, and free memory and threads. A second call does nothing.
+        """Finish every save, and free memory and threads. A second call does nothing, unless Ctrl-C
+        has interrupted the first one: then it does the rest, in the way that the first one chose.
 
         If it takes more than two seconds, one log line for each tier says what it waits for. While
         an exception ends the process, ``timeout`` defaults to ``exit_seconds``, and saves that are
@@ -559,10 +561,12 @@ class CheckpointManager:
         """
         check_alone(self, "close")
         thread = threading.get_ident()
+        if self._inside.get(thread) == "close":  # A signal handler has interrupted it
+            return
         try:
             self._inside[thread] = "close"
             # The memory, the threads and the root that a fork inherits belong to its parent.
-            if self._closed or os.getpid() != self._pid:
+            if self._ended or os.getpid() != self._pid:
                 return
             self._closed = True
             self._saver.slots.stop()  # Stop first, so that no thread begins another slot
@@ -570,25 +574,22 @@ class CheckpointManager:
             reason = reason_of(error)
             timeout = self._config.exit_seconds if reason and timeout is None else timeout
             detach = detach or bool(reason and self._agent)
-            listed = self._closer.submit(self._listers.close)
-            done = self._closer.submit(self._detach if detach else self._finish, reason)
-            if in_time := wait_and_log(done, self._ledger.pending, timeout):
-                # Otherwise a tier that does not answer still keeps a listing thread busy.
-                if wait([listed], _LIST_SECONDS).done:
-                    self._closer.close()
-            elif reason:
+            work = partial(self._detach if detach else self._finish, reason)
+            detach, done = self._closing.begin(work, detaches=detach), self._closing.done
+            in_time = wait_and_log(done, self._ledger.pending, timeout)
+            if reason and not in_time:
                 self._ledger.give_up(reason, timeout)
                 if self._coordinator.world_size > 1:
-                    wait([self._closer.submit(self._coordinator.leave, reason)], _LEAVE_SECONDS)
-                    # Threads that wait for other ranks end now.
-                    wait([done], self._coordinator.look_seconds + _LEAVE_SECONDS)
+                    self._closing.leave(self._coordinator, reason)
                 self._fence.remove()
             if self._stop is not None:
                 self._stop.close(error)
+            if self._agent is not None and in_time and not (detach or done.exception()):
+                self._agent.forget()
+            self._ended = True  # What follows raises errors, and a second call does nothing
             if in_time:
+                self._closing.end()
                 done.result()
-                if self._agent is not None and not detach:
-                    self._agent.forget()
             self._ledger.raise_unreported(kept=False)
             left = in_time and detach  # The agent finishes what is left
             lacking = None if left else missing_at_the_end(self._ledger.pending, timeout)
@@ -707,7 +708,7 @@ class CheckpointManager:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ManagerClosed
+            raise ManagerClosed(has_script_ended=has_script_ended())
         if os.getpid() != self._pid:
             raise ConfigError(
                 "this CheckpointManager was made before a fork: build one in the process that "

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -74,6 +75,26 @@ WAYS = {
         143,
     ),
 }
+
+
+@contextmanager
+def interrupted_call(files: tuple[str, ...], turn: int) -> Iterator[None]:
+    """Raise ``KeyboardInterrupt`` as this thread's ``turn``-th call into ``files`` begins."""
+    reached = 0
+
+    def on_call(frame: FrameType, *_: object) -> None:
+        nonlocal reached
+        if frame.f_code.co_filename.endswith(files):
+            reached += 1
+            if reached == turn:
+                raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -408,6 +429,85 @@ def test_an_error_in_closing_leaves_no_handler_of_signals(
     finally:
         stop.close()
         finish("")
+
+
+def test_a_close_that_ctrl_c_interrupts_is_resumed_by_the_next_one(tmp_path: Path) -> None:
+    """Wherever it is interrupted. Nothing of the manager is left then."""
+    turn, interrupted = 0, True
+    while interrupted:
+        turn, interrupted = turn + 1, False
+        manager = CheckpointManager(str(tmp_path / str(turn)))
+        pending = manager.save_async({"x": torch.ones(3)}, 1)
+        paths = [slot.path or "" for slot in manager._saver.slots.made]
+        assert any(map(os.path.exists, paths))
+        with interrupted_call(("manager.py", "closing.py", "workers.py", "pending.py"), turn):
+            try:
+                manager.close()
+            except KeyboardInterrupt:
+                interrupted = True
+        manager.close()
+        assert pending.done()
+        assert pending.exception() is None
+        assert not any(map(os.path.exists, paths))
+        assert not [name for name in names_of_threads() if "save" in name or "slots" in name]
+    assert turn > 10
+
+
+def names_of_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
+
+
+def test_the_end_of_the_script_resumes_a_close_that_ctrl_c_has_interrupted(tmp_path: Path) -> None:
+    script = """
+import sys, threading, torch
+import ckpt.manager
+from ckpt import CheckpointManager
+gate, waits, wait = threading.Event(), [], ckpt.manager.wait_and_log
+def waiting(*args):
+    waits.append(args)
+    if len(waits) == 1:
+        raise KeyboardInterrupt
+    gate.set()
+    return wait(*args)
+ckpt.manager.wait_and_log = waiting
+manager = CheckpointManager(sys.argv[1], observers=[lambda _: gate.wait()])
+manager.save_async({"x": torch.ones(3)}, 1)
+try:
+    manager.close()
+except KeyboardInterrupt:
+    print(*[slot.path for slot in manager._saver.slots.made])
+"""
+    said = run_code(script, tmp_path / "run", timeout=100)
+    slots = [word for word in said.split() if word.startswith("/dev/shm/")]
+    assert slots
+    assert not any(map(os.path.exists, slots))
+    assert CheckpointManager(str(tmp_path / "run")).steps() == [1]
+
+
+def test_a_save_after_the_end_of_the_main_thread_says_what_to_do(tmp_path: Path) -> None:
+    script = """
+import atexit, sys, threading, torch
+from ckpt import CheckpointManager
+from ckpt.errors import ManagerClosed
+manager = CheckpointManager(sys.argv[1])
+def late(name):
+    for what in (lambda: manager.save({"x": torch.ones(3)}, 1), lambda: CheckpointManager("late")):
+        try:
+            what()
+        except ManagerClosed as error:
+            print(name, error)
+def beside():
+    threading.main_thread().join()
+    while not manager._closed:
+        pass
+    late("thread")
+atexit.register(late, "atexit")
+threading.Thread(target=beside).start()
+"""
+    said = run_code(script, tmp_path / "run", timeout=100)
+    for name in ("thread", "atexit"):
+        assert said.count(f"{name} the main thread has ended, which closes every") == 2
+    assert "let the main thread join it" in said
 
 
 def test_the_handle_of_a_save_that_was_given_up_says_so(

@@ -60,12 +60,18 @@ class MissingExtra(ConfigError):
 
 
 class ManagerClosed(CkptError):
-    """The manager was closed; build a new one."""
+    """The manager was closed; build a new one. The end of the main thread closes all managers."""
 
     exit_code = 9
 
-    def __init__(self) -> None:
-        super().__init__("this CheckpointManager is closed: build a new one")
+    def __init__(self, *, has_script_ended: bool = False) -> None:
+        self.has_script_ended = has_script_ended
+        super().__init__(
+            "the main thread has ended, which closes every CheckpointManager: save before that, "
+            "and not in an atexit handler; if another thread saves, let the main thread join it"
+            if has_script_ended
+            else "this CheckpointManager is closed: build a new one"
+        )
 
 
 class AgentError(CkptError):

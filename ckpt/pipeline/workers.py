@@ -272,6 +272,11 @@ def workers_at_exit(name: str, count: int) -> Workers:
     return group
 
 
+def has_script_ended() -> bool:
+    """Return whether the main thread has ended. Python may start no thread from then on."""
+    return not threading.main_thread().is_alive()
+
+
 def close_at_exit(owner: Closes) -> None:
     """Close ``owner`` when the script ends, if it still lives, so that work under way is finished.
 
