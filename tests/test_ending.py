@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -78,7 +78,7 @@ WAYS = {
 
 
 @contextmanager
-def interrupted_call(files: tuple[str, ...], turn: int) -> Iterator[None]:
+def interrupted_call(files: tuple[str, ...], turn: int) -> Generator[None]:
     """Raise ``KeyboardInterrupt`` as this thread's ``turn``-th call into ``files`` begins."""
     reached = 0
 
@@ -436,6 +436,7 @@ def test_a_close_that_ctrl_c_interrupts_is_resumed_by_the_next_one(tmp_path: Pat
     turn, interrupted = 0, True
     while interrupted:
         turn, interrupted = turn + 1, False
+        before = set(threading.enumerate())
         manager = CheckpointManager(str(tmp_path / str(turn)))
         pending = manager.save_async({"x": torch.ones(3)}, 1)
         paths = [slot.path or "" for slot in manager._saver.slots.made]
@@ -449,12 +450,9 @@ def test_a_close_that_ctrl_c_interrupts_is_resumed_by_the_next_one(tmp_path: Pat
         assert pending.done()
         assert pending.exception() is None
         assert not any(map(os.path.exists, paths))
-        assert not [name for name in names_of_threads() if "save" in name or "slots" in name]
+        names = [thread.name for thread in set(threading.enumerate()) - before]
+        assert not [name for name in names if name.startswith(("ckpt-save", "ckpt-slots"))]
     assert turn > 10
-
-
-def names_of_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
 
 
 def test_the_end_of_the_script_resumes_a_close_that_ctrl_c_has_interrupted(tmp_path: Path) -> None:
