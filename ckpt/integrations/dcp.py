@@ -369,7 +369,8 @@ class CkptReader(_Root, StorageReader):
 
     Every chunk is read from the nearest tier that has it intact, and verified before it counts. A
     module of a ``CheckpointManager`` has the entries of its ``state_dict()``, and an optimizer
-    those of ``get_optimizer_state_dict``.
+    those of ``get_optimizer_state_dict``. A load first finishes the commit of a job that died when
+    only the manifest of the step was missing, as ``CheckpointManager.restore`` does.
 
     Args:
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
@@ -425,7 +426,7 @@ class CkptReader(_Root, StorageReader):
             raise
 
     def _metadata(self) -> Metadata:
-        with opened_step(self._tiers, self._asked) as reader:
+        with opened_step(self._tiers, self._asked, finishes=True) as reader:
             self._entries = reader.whole(lambda outline: Entries(outline.manifest))
         self._ref = reader.ref
         metadata = self._entries.metadata()

@@ -17,6 +17,8 @@ from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.index import attempts, instead_of
 from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
 from ckpt.config import Tier
+from ckpt.coordination.owner import Owner
+from ckpt.coordination.single import new_attempt
 from ckpt.errors import NoCheckpoint, StorageError
 from ckpt.model.box import Box
 from ckpt.model.keys import StepRef
@@ -24,6 +26,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import plan_restore
+from ckpt.restore.finish import Finisher
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import open_tiers
 
@@ -57,13 +60,19 @@ def opened(tiers: Sequence[Tier], step: int | None = None) -> Generator[Iterator
 
 @contextmanager
 def opened_step(
-    tiers: Sequence[Tier], step: int | None, ref: StepRef | None = None
+    tiers: Sequence[Tier],
+    step: int | None,
+    ref: StepRef | None = None,
+    *,
+    finishes: bool = False,
 ) -> Generator[TieredReader]:
     """Open all tiers, and give a reader of the newest attempt at ``step``, or of ``ref``.
 
+    With ``finishes``, a step of a dead job that lacks only its manifest gets it, as in a restore.
+
     Raises ``NoCheckpoint`` if there is none.
     """
-    with _opened(tiers, step) as (stores, readers):
+    with _opened(tiers, step, finishes=finishes) as (stores, readers):
         found = next((each for each in readers if ref in (None, each.ref)), None)
         if found is None:
             gone = f"{ref.folder!r} was removed while it was loaded" if ref else ""
@@ -74,7 +83,7 @@ def opened_step(
 
 @contextmanager
 def _opened(
-    tiers: Sequence[Tier], step: int | None
+    tiers: Sequence[Tier], step: int | None, *, finishes: bool = False
 ) -> Generator[tuple[list[StorageBackend], Iterator[TieredReader]]]:
     opened = open_tiers(tiers)
     stores = [tier.backend for tier in opened]
@@ -84,8 +93,11 @@ def _opened(
         return TieredReader(sources, found.ref, retry=RetryPolicy(), on_repair=_warn)
 
     try:
-        with Workers("list", len(stores)) as listers:
-            yield stores, map(reader, candidates(stores, step, workers=listers))
+        with Workers("list", len(stores)) as listers, Workers("finish", _THREADS) as workers:
+            finisher = Finisher(Owner.here(new_attempt()), workers)
+            finish = finisher.finish if finishes else _finish_none
+            found = candidates(stores, step, workers=listers, finish=finish)
+            yield stores, map(reader, found)
     finally:
         for store in stores:
             store.close()
@@ -140,6 +152,10 @@ def built(
     ]
     fill(reader, outline, leaves, list(targets.values()))
     return result
+
+
+def _finish_none(_store: StorageBackend, _ref: StepRef) -> bool:
+    return False
 
 
 def _warn(repair: Repair) -> None:

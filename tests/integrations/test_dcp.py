@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpt import CheckpointManager, Tier
+from ckpt.coordination.owner import read_owner
 from ckpt.errors import (
     ChecksumMismatch,
     CkptError,
@@ -38,6 +40,8 @@ from ckpt.errors import (
     UnsupportedValue,
 )
 from ckpt.integrations.dcp import CkptReader, CkptWriter
+from ckpt.model.keys import OWNER
+from ckpt.storage.registry import open_backend
 from tests.integrations.workers.dcp import build as trained_as_sharded
 from tests.integrations.workers.dcp import state_of, total
 from tests.kit.pages import block
@@ -229,6 +233,25 @@ def test_a_full_disk_raises_and_the_step_before_is_whole(tmp_path):
     done = run(["unshare", "-m", "sh", "-c", f"{mount} {tmp_path}"], env=environment, timeout=60)
     assert done.returncode == 0, done.stdout
     assert f"{OutOfSpace.__name__} loaded 1" in done.stdout
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, 2), (2, 2), (1, 1)])
+def test_a_load_finishes_a_commit_that_lacks_only_its_manifest(tmp_path, asked, found, caplog):
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save({"t": torch.full((3,), float(step))}, step)
+        owner = read_owner(open_backend(str(tmp_path)))
+    (manifest,) = tmp_path.glob("step-000000002.*/manifest.json")
+    data = manifest.read_bytes()
+    manifest.unlink()
+    dead = msgspec.structs.replace(owner, pid=2**22 + 1, started=1)
+    (tmp_path / OWNER).write_bytes(msgspec.json.encode(dead))
+    target, reader = {"t": torch.zeros(3)}, CkptReader(tmp_path, step=asked)
+    dcp.load(target, storage_reader=reader)
+    assert reader.step == found
+    assert target["t"].eq(found).all()
+    assert ("has finished its commit" in caplog.text) == (found == 2)
+    assert (manifest.exists() and manifest.read_bytes() == data) == (found == 2)
 
 
 def test_a_save_that_is_killed_leaves_the_step_before(tmp_path):
