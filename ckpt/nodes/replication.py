@@ -60,9 +60,9 @@ class NodeReplicas:
         observers: They get an event for each step that was copied.
 
     Thread safety: ``committed`` and ``copied`` may be called from any thread, ``set_restored`` by
-    the owner, and ``close`` by the owner, once.
-    ``_lock`` guards ``_restored``, and of each ring ``newest``, ``copied`` and ``outdate``. The
-    other fields are set once, or belong to the owner or to the thread that copies.
+    the owner, and ``close`` by the owner, once. ``_lock`` guards ``_restored``, ``_restores``,
+    and of each ring ``newest``, ``copied`` and ``outdate``. The other fields are set once, or
+    belong to the owner or to the thread that copies.
     """
 
     def __init__(
@@ -144,7 +144,9 @@ class NodeReplicas:
         """
         with self._lock:
             self._restored = ref
-        self._restores += 1
+            self._restores += 1
+            for ring in self._rings.values():
+                ring.copied = None  # Later steps of this job are no part of its history any more
         for index, ring in self._rings.items():
             self._server.allow(ref, index)
             self._copying.submit(self._copy_restored, ring, ref, self._restores)
@@ -164,7 +166,7 @@ class NodeReplicas:
         self._server.allow(ref, tier.index)
         with self._lock:
             waits = ring.newest is not None
-            ring.newest, ring.outdate = ref, outdate
+            ring.newest, ring.outdate = (ref, self._restores), outdate
         if not waits:
             self._copying.submit(self._copy, ring)
 
@@ -198,9 +200,9 @@ class NodeReplicas:
 
     def _copy(self, ring: Ring) -> None:
         with self._lock:
-            ref, ring.newest = ring.newest, None
-        assert ref is not None
-        began = time.perf_counter()
+            newest, ring.newest = ring.newest, None
+        assert newest is not None
+        (ref, restores), began = newest, time.perf_counter()
         try:
             nbytes = self._try(ring, ref)
         except Exception as error:  # noqa: BLE001 - nothing that fails here may cost a save
@@ -212,7 +214,8 @@ class NodeReplicas:
             return
         if nbytes is not None:
             with self._lock:
-                ring.copied = ref
+                if restores == self._restores:
+                    ring.copied = ref
             self._report(ring, ref, nbytes, began)
             if ring.unheard and self._all_have_copied(ring):
                 self._end_earlier(ring)
@@ -220,7 +223,7 @@ class NodeReplicas:
     def _copy_restored(self, ring: Ring, ref: StepRef, number: int) -> None:
         began = time.perf_counter()
         try:
-            held = self._exchange_held(ring, ref, f"{_SUBJECT}/restored{ring.tier.index}/{number}")
+            held = self._exchange_held(ring, ref, number)
             nbytes = ring.copy_restored(ref, held)
         except Exception as error:  # noqa: BLE001 - the job goes on without these copies
             _log.log(
@@ -242,10 +245,15 @@ class NodeReplicas:
             NodeReplicated(step=ref.step, tier=ring.tier.url, nbytes=nbytes, seconds=seconds)
         )
 
-    def _exchange_held(self, ring: Ring, ref: StepRef, subject: str) -> dict[int, Held]:
-        """Return what each node has of a step. Raises ``CommitTimeout`` if one does not say."""
-        firsts = ring.nodes.firsts
+    def _exchange_held(self, ring: Ring, ref: StepRef, number: int) -> dict[int, Held]:
+        """Return what each node has of a step. Raises ``CommitTimeout`` if one does not say.
+
+        A node posts this after its exchanges before. So their messages may go once all have posted.
+        """
+        firsts, before = ring.nodes.firsts, ring.posted
+        subject = f"{_SUBJECT}/restored{ring.tier.index}/{number}"
         self._coordinator.post(subject, msgspec.json.encode(ring.held(ref)))
+        before.append(subject)
         found, deadline = dict[int, bytes](), time.monotonic() + _END_SECONDS
         while missing := set(firsts) - found.keys():
             left = deadline - time.monotonic()
@@ -253,6 +261,9 @@ class NodeReplicas:
                 raise Wait(_END_SECONDS, "what its node has").missed(missing)
             # A short wait, since ``close`` may end the copying.
             found |= self._coordinator.collect(subject, missing, timeout=min(left, _LOOK_SECONDS))
+        for earlier in before[:-1]:
+            self._coordinator.forget(earlier)
+        before[:] = [subject]
         return {
             node: msgspec.json.decode(found[first], type=Held) for node, first in enumerate(firsts)
         }

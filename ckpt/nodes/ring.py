@@ -54,9 +54,10 @@ class Ring:
         keepers: The lowest ranks of the nodes that keep this node's files.
         unheard: The lowest ranks of the nodes that are not known to have copied a step of this job.
             It is empty if the steps of earlier jobs may go.
-        newest: The step to be copied next, if one waits.
+        newest: The step to be copied next, if one waits, and how many restores came before it.
         copied: The newest step that was copied.
         outdate: Called once all nodes have the copies of a step of this job.
+        posted: The subjects of messages about restored steps that other nodes may still need.
     """
 
     tier: OpenTier
@@ -68,9 +69,10 @@ class Ring:
     keepers: Sequence[int]
     unheard: set[int]
     how: Copying
-    newest: StepRef | None = None
+    newest: tuple[StepRef, int] | None = None
     copied: StepRef | None = None
     outdate: Callable[[], None] = lambda: None
+    posted: list[str] = field(default_factory=list[str])
     _kept: dict[StepRef, list[str]] = field(default_factory=dict[StepRef, list[str]])
     _missed: int = 0
     _lacking: StepRef | None = None

@@ -237,6 +237,7 @@ class Saver:
         needed any more.
         """
         self.steps.set_restored(ref)
+        self._slot_steps.set_restored(ref)
         if self._replicas is not None:
             for writer in self._writers:
                 if self._replicas.keeps_earlier(writer.tier):

@@ -51,6 +51,11 @@ class SlotSteps:
             self._committed = ref.step
             self._in_doubt = {step for step in self._in_doubt if step > ref.step}
 
+    def set_restored(self, ref: StepRef) -> None:
+        """Note that the job goes on from ``ref``. Later steps are not needed any more."""
+        with self._lock:
+            self._committed, self._in_doubt = ref.step, set()
+
     def set_decided(self, ref: StepRef) -> None:
         """Note that this rank has seen the verdict on ``ref``, which is the same on all ranks."""
         with self._lock:

@@ -48,6 +48,21 @@ def test_the_newest_step_in_memory_is_needed_until_a_newer_one_or_a_durable_tier
     assert not slots.is_needed("/two")
 
 
+def test_a_job_that_goes_back_needs_the_step_that_it_goes_on_from(tmp_path: Path) -> None:
+    job = JobSteps([])
+    tier, slots = OpenTier(0, Tier(str(tmp_path)), open_backend(str(tmp_path))), SlotSteps(0, job)
+    for ref, path in ((ONE, "/one"), (TWO, "/two")):
+        slots.keep(path, tier, ref)
+        slots.set_voted(ref)
+        slots.set_committed(ref)
+    slots.set_voted(StepRef(3, "a" * 12))
+    job.set_restored(ONE)
+    slots.set_restored(ONE)
+    assert (slots.is_needed("/one"), slots.is_needed("/two")) == (True, False)
+    job.set_durable(ONE)
+    assert not slots.is_needed("/one")
+
+
 class Watched(Wrapped):
     """A tier in memory that holds the manifest of one step back until ``go`` is set.
 
