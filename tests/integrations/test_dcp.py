@@ -244,6 +244,7 @@ def test_a_load_finishes_a_commit_that_lacks_only_its_manifest(tmp_path, asked, 
     (manifest,) = tmp_path.glob("step-000000002.*/manifest.json")
     data = manifest.read_bytes()
     manifest.unlink()
+    assert owner is not None
     dead = msgspec.structs.replace(owner, pid=2**22 + 1, started=1)
     (tmp_path / OWNER).write_bytes(msgspec.json.encode(dead))
     target, reader = {"t": torch.zeros(3)}, CkptReader(tmp_path, step=asked)
