@@ -14,6 +14,7 @@ from ckpt.adapters.match.sink import TensorSink
 from ckpt.adapters.match.tree import MakeTensor
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.catalog.candidates import Candidate, candidates
+from ckpt.catalog.finalize import Finisher
 from ckpt.catalog.index import attempts, instead_of
 from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
 from ckpt.config import Tier
@@ -26,7 +27,6 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import plan_restore
-from ckpt.restore.finish import Finisher
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import open_tiers
 
