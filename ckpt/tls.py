@@ -107,10 +107,9 @@ class Encryption:
         ``most`` reasons were.
         """
         with self._lock:
-            noted = self._noted.setdefault(peer, set())
-            if reason in noted or (most is not None and self._notes >= most):
+            if reason in self._noted.get(peer, ()) or (most is not None and self._notes >= most):
                 return False
-            noted.add(reason)
+            self._noted.setdefault(peer, set()).add(reason)
             self._notes += 1
             return True
 

@@ -170,16 +170,17 @@ class NodeStore:
 
     def _fill(self, connection: socket.socket, out: memoryview, deadline: float) -> None:
         """Receive bytes until ``deadline``, which is that of the whole answer."""
+        silent_until = time.monotonic() + ANSWER_SECONDS
         while out:
             if self._is_over():
                 raise StorageError(self.url, "its files are not wanted any more")
-            if time.monotonic() > deadline:
+            if time.monotonic() > min(deadline, silent_until):
                 raise TimeoutError("its answer takes too long")
             with suppress(TimeoutError):
                 got = connection.recv_into(out)
                 if not got:
                     raise ConnectionError("the connection ended too soon")
-                out = out[got:]
+                out, silent_until = out[got:], time.monotonic() + ANSWER_SECONDS
 
     def _connect(self, peer: Peer) -> socket.socket:
         known = self._reached.get(peer.rank)

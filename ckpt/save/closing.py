@@ -50,7 +50,8 @@ class Closing:
         """
         if self._work is None:
             self._work = work, detaches
-        self._listed = self._workers.submit(self._listers.close)
+        if self._listed is None:  # A tier that does not answer may keep one thread, and not two
+            self._listed = self._workers.submit(self._listers.close)
         self._workers.submit(self._run)
         return self._work[1]
 

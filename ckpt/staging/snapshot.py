@@ -45,7 +45,7 @@ SPARE: Final = 4
 class Check:
     """A tensor whose digest is compared with that of its replicas.
 
-    ``boxes`` names the parts of the global tensor are in ``sources``.
+    ``boxes`` names the parts of the global tensor that are in ``sources``.
     """
 
     name: str

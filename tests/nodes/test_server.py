@@ -25,7 +25,7 @@ from ckpt.nodes.replica_fetch import reading
 from ckpt.nodes.server import NodeServer
 from ckpt.nodes.store import NodeStore
 from ckpt.nodes.survey import NodeSurvey
-from ckpt.nodes.wire import ANSWER, MAGIC, OK, REQUEST, Peer, Step
+from ckpt.nodes.wire import ANSWER, ANSWER_SECONDS, MAGIC, OK, REQUEST, Peer, Step
 from ckpt.pipeline.pace import Pace
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import ObjectInfo
@@ -254,9 +254,14 @@ class Slow:
 
     def recv_into(self, out: memoryview) -> int:
         self._clock.now += 50
-        out[:1] = self._answer[self.received :][:1]
-        self.received += 1
-        return 1
+        return self.take(out[:1])
+
+    def take(self, out: memoryview) -> int:
+        """Give the next bytes of the answer, and return how many they are."""
+        part = self._answer[self.received :][: len(out)]
+        out[: len(part)] = part
+        self.received += len(part)
+        return len(part)
 
 
 @pytest.mark.parametrize("nbytes", [5, 1 << 20])
@@ -271,6 +276,30 @@ def test_an_answer_as_a_whole_has_a_time_limit(
     with pytest.raises(ObjectNotFound, match="no node that answers"):
         read(node.store, KEY, 0, nbytes)
     assert slow.received <= 2 * 3  # It is asked twice
+
+
+class Silent(Slow):
+    """A connection that gives the head of an answer, and then nothing."""
+
+    def recv_into(self, out: memoryview) -> int:
+        if self.received < ANSWER.size:
+            return self.take(out)
+        self._clock.now += 1
+        raise TimeoutError
+
+
+@pytest.mark.parametrize("nbytes", [5, 8 << 20])
+def test_a_silence_has_the_same_time_limit_in_a_long_answer(
+    node: Node, monkeypatch: pytest.MonkeyPatch, nbytes: int
+) -> None:
+    """The limit of the whole answer grows with its length."""
+    clock = Clock()
+    monkeypatch.setattr(ckpt.nodes.store, "time", clock)
+    head = ANSWER.pack(MAGIC, OK, len(DATA))
+    monkeypatch.setattr(node.store, "_connect", lambda _: Silent(clock, head))
+    with pytest.raises(ObjectNotFound, match="no node that answers"):
+        read(node.store, KEY, 0, nbytes)
+    assert clock.now == pytest.approx(2 * ANSWER_SECONDS, abs=2)  # It is asked twice
 
 
 def test_the_end_of_the_copying_ends_a_request_under_way(tmp_path: Path) -> None:
