@@ -301,11 +301,12 @@ class PosixBackend:
         )
 
     def _make_folders(self, folder: str) -> None:
+        first = self._first  # Before the look, since another thread may make the root after it
         missing: list[str] = []
         while not os.path.isdir(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
-        if self._root in missing and self._first is not None:
+        if self._root in missing and first is not None:
             raise RootLost("")  # Never write below a mount point whose disk is gone
         for path in reversed(missing):
             with suppress(FileExistsError):

@@ -605,3 +605,21 @@ def test_writes_that_were_cut_off_are_told_and_can_be_discarded(backend, tmp_pat
     backend.upload("step/image", 1)
     backend.discard(next(backend.unfinished("")))
     assert os.listdir(tmp_path / "root") == []
+
+
+def test_a_root_that_another_thread_makes_meanwhile_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = str(tmp_path / "root")
+    backend = open_posix(root, {})
+    look, others = os.path.isdir, ["first"]
+
+    def isdir(path: str) -> bool:
+        found = look(path)
+        if path == root and others:
+            backend.put(others.pop(), [b"1"])  # Another thread comes between the look and its use
+        return found
+
+    monkeypatch.setattr(os.path, "isdir", isdir)
+    backend.put("second", [b"2"])
+    assert {info.key for info in backend.list("")} == {"first", "second"}
