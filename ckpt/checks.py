@@ -78,17 +78,18 @@ def true_or_false(name: str, value: object) -> None:
 
 def as_bytes(name: str, value: int | str) -> int:
     """Return a size in bytes: '200GB' is 200 * 1000**3 and '200GiB' is 200 * 1024**3."""
+    size: object = value
     match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is not None:
         number, prefix, binary = match.groups()
         power = " kmgtp".index(prefix.lower() or " ")
         # Hundreds of digits give an infinite float, which ``round`` refuses.
-        value = round(min(float(number), 2.0**100) * (1024 if binary else 1000) ** power)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 60:
+        size = round(min(float(number), 2.0**100) * (1024 if binary else 1000) ** power)
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 1 << 60:
         raise ConfigError(
             f"{name}={shown(value)}: give a size above 0, such as '200GB', '64GiB', or bytes"
         )
-    return value
+    return size
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -9,7 +9,8 @@
 
 The agent never owns a root and writes no ``writer.json``, so the next job never waits for it. It
 works on a root as long as the root says what it said at the beginning: the job itself, or a job
-before it, or nothing. It looks again before each manifest and each removal.
+before it, or nothing. It looks again before each manifest and each removal. Without an agent, the
+next job takes the steps to the farther tiers (``save.backfill``).
 """
 
 from __future__ import annotations

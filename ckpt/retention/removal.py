@@ -1,7 +1,8 @@
 """The removal of one step, or of an unfinished write, from a tier.
 
-Every deletion of a step's files goes through ``remove``. Manifests go first, so that nothing torn
-is ever listed.
+Retention and eviction delete a step only through ``remove``. Manifests go first, so that nothing
+torn is ever listed. What is no step of a tier is deleted where it is made: slots by
+``save.slot_steps``, aborted saves by ``coordination.claim_marker``, copies by ``nodes``.
 """
 
 from __future__ import annotations

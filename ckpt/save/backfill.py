@@ -5,7 +5,8 @@ It begins after the first commit of this job, because only then the roots belong
 only if this job has restored a step of the job before: the steps up to that one are its own
 history, later ones were given up. The leader copies the files of all ranks as the near tier has
 them, newest step first. It copies no more than ``backlog`` of them, and only what the farther tier
-would keep. Steps of the running job go first.
+would keep. Steps of the running job go first. If a job has an agent, the agent does the same right
+after the end of the job (``agent.finish``).
 """
 
 from __future__ import annotations

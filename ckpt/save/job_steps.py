@@ -98,8 +98,9 @@ class JobSteps:
         last_step: The step after which the job stops (see `ckpt.elastic.planned_stop`). It goes to
             every tier. None if none was announced.
 
-    Thread safety: all methods may be called from any thread. ``_changed`` guards all fields. The
-    attributes are for reading, except for ``last_step``, which the training thread sets.
+    Thread safety: all methods may be called from any thread. ``_changed`` guards all changes,
+    except that the training thread alone sets ``last_step``. The attributes are references and
+    numbers, and are read without the lock.
     """
 
     def __init__(

@@ -43,7 +43,9 @@ class SlotContents(Protocol):
         ...
 
     def is_needed(self, path: str) -> bool:
-        """Return whether the file ``path`` holds the newest step, which is nowhere else."""
+        """Return whether the file ``path`` holds the newest step that memory has, or one whose
+        outcome is not known yet, and no durable tier has a step as new.
+        """
         ...
 
 

@@ -6,7 +6,8 @@ backend maps every foreign error to one of the storage errors of :mod:`ckpt.erro
 
 To add a backend, implement these methods without subclassing, register a factory
 ``open(url, options) -> StorageBackend`` as an entry point of the group ``ckpt.backends`` under the
-URL scheme, and run :mod:`ckpt.storage.testing` over it.
+URL scheme, and run :mod:`ckpt.storage.testing` over it. The scheme of an object store that comes
+with ckpt is also named in ``storage.places``, so that a tier there cannot be ``local``.
 """
 
 from __future__ import annotations

@@ -271,6 +271,11 @@ def test_per_rank_values_become_a_list(cli: Cli, backend: StorageBackend) -> Non
         (["{saved}", "x.pt", "--strip", "model/"], 2, "--strip"),
         (["{saved}", "x", "--format", "dcp", "--max-shard-size", "1GB"], 2, "--max-shard-size"),
         (
+            ["{saved}", "x", "--format", "safetensors", "--max-shard-size", "0.25"],
+            2,
+            "--max-shard-size='0.25': give a size",
+        ),
+        (
             ["{saved}", "x", "--format", "safetensors", "--max-shard-size", "many"],
             2,
             "such as '200GB'",

@@ -272,7 +272,10 @@ class _LoadSink:
 
 
 def _mark(read: ChunkRead) -> Target:
-    """Return the target that identifies a chunk. The place in a file depends on the codec."""
+    """Return what identifies a chunk in this restore: its first target.
+
+    Its offset in a file does not serve, since that depends on the codec of the tier.
+    """
     return read.targets[0]
 
 

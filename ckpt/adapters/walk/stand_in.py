@@ -23,9 +23,9 @@ class StandIn(ABC):
 
     @abstractmethod
     def look(self) -> None:
-        """Show the present state of the object.
+        """Bring this stand-in up to date with the object that it stands for.
 
-        ckpt calls it before every walk over the state. It changes nothing but what is shown.
+        ckpt calls it before every walk over the state. The object itself is not changed.
         """
 
     @abstractmethod
