@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def import_from_another_file_on(config: pytest.Config, share: float) -> None:
     """Let a worker of xdist import all files of tests, but first those after this share of them.
 
-    pytest compiles each file that nobody has compiled before, which takes 9 s for all of them. The
+    pytest compiles each file that is not compiled yet, which takes 9 s for all of them. The
     workers would otherwise do it side by side, each for the same file at the same time.
     """
     if config.args_source is config.ArgsSource.TESTPATHS:

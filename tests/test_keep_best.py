@@ -1,4 +1,4 @@
-"""Metrics are given to the save and kept in the manifest, and retention goes by them."""
+"""Metrics are given to the save and kept in the manifest, and retention uses them."""
 
 from __future__ import annotations
 

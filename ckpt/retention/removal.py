@@ -1,8 +1,9 @@
 """The removal of one step, or of an unfinished write, from a tier.
 
 Retention and eviction delete a step only through ``remove``. Manifests go first, so that nothing
-torn is ever listed. What is no step of a tier is deleted where it is made: slots by
-``save.slot_steps``, aborted saves by ``coordination.claim_marker``, copies by ``nodes``.
+torn is ever listed. Three other modules delete files of steps: ``save.slot_steps`` before a slot
+is filled again, ``coordination.claim_marker`` after an aborted save, and ``nodes.replica_fetch``
+for copies of the files of other nodes.
 """
 
 from __future__ import annotations
