@@ -1,4 +1,4 @@
-"""What operators see: metrics and a journal that the events of a manager feed, and views of runs.
+"""Monitoring of runs: observers that turn events into metrics and a journal, and views of runs.
 
 `Metrics` and `Journal` are observers: ``CheckpointManager(..., observers=[Metrics(port=9401)])``.
 """

@@ -1,17 +1,18 @@
-"""How often to save: the interval that loses the least training time. Pure.
+"""Compute how often to save, so that a run loses the least training time. No function does I/O.
 
-With a failure every M seconds, a save that costs training C seconds, and a tier that has a step D
-seconds after the call, a job that saves every T seconds loses per second
+Let a failure happen every M seconds, let a save cost the training C seconds, and let a tier have a
+step D seconds after the call of the save. A job that saves every T seconds then loses
 
     C / T + (R + D + T / 2) / M
 
-where R is the time from a failure until training runs again. A failure falls at any moment between
-two saves with equal probability, so half an interval is repeated on average, and D with it: a step
-that is not on the tier yet does not count. The loss is least at T = sqrt(2 C M), which is Young's
-interval (Communications of the ACM 17 (1974), 530). Daly's higher-order terms (Future Generation
-Computer Systems 22 (2006), 303) matter only if C is not small beside M, which it is here.
+seconds per second, where R is the time from a failure until training runs again. A failure happens
+at any moment between two saves with equal probability, so training repeats half an interval on
+average. It also repeats D, because a restart cannot use a step that is not on the tier yet. The
+loss is least at T = sqrt(2 C M), which is Young's interval (Communications of the ACM 17 (1974),
+530). Daly's higher-order terms (Future Generation Computer Systems 22 (2006), 303) matter only if C
+is not much smaller than M. Here C is much smaller, so they are left out.
 
-An interval below D is of no use: the tier would fall behind.
+No interval shorter than D is advised, because the tier would fall behind.
 """
 
 from __future__ import annotations
@@ -29,19 +30,21 @@ from ckpt.observe.journal import OPENED, Record
 DAY_SECONDS = 24 * 3600.0
 _MINUTES = 1 / 60
 _LEAST_SECONDS = 3600.0
-"""A shorter journal says nothing about the rate of failures."""
+"""The time that a journal must cover before a rate of failures is computed from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a journal says of the saves of a run. All times are medians.
+    """The measurements of the saves of a run, from its journal. All times are medians.
 
     Attributes:
-        stall_seconds: What a save costs the training thread.
-        interval_seconds: The time between two saves; nan with fewer than two.
-        durable_seconds: By tier, nearest first: from the call to the commit.
-        nbytes: The bytes of the newest save, of rank 0.
-        failures_per_day: How often a job began again; nan if the journal covers less than an hour.
+        stall_seconds: How long a save stops the training thread.
+        interval_seconds: The time between two saves; nan if there are fewer than two saves.
+        durable_seconds: The time from the call of a save to its commit on a tier, by the URL of the
+            tier. A tier without a commit is left out.
+        nbytes: The bytes that rank 0 staged for the newest save.
+        failures_per_day: How often per day a job began again after the first one; nan if the
+            journal covers less than an hour.
     """
 
     stall_seconds: float
@@ -53,12 +56,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assumed:
-    """What no journal says.
+    """The inputs of `advise` that are not measured from a journal.
 
     Attributes:
-        failures_per_day: Of the whole job.
-        restart_seconds: From a failure until training runs again, the restore included.
-        drag_seconds: What training loses per save while it streams.
+        failures_per_day: How often the whole job fails per day.
+        restart_seconds: The time from a failure until training runs again, including the restore.
+        drag_seconds: How much training time a save costs while its data streams to the tiers,
+            beside the stall.
     """
 
     failures_per_day: float
@@ -68,12 +72,17 @@ class Assumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """How often to save, if a restart takes the newest step of ``tier``.
+    """How often to save if a restart takes the newest step of ``tier``.
 
     Attributes:
-        is_bound: Whether the tier is too slow for a shorter interval.
-        lost_minutes: Training time that is lost per day with that interval.
-        lost_minutes_now: The same with the interval of the journal; nan if it is not known.
+        tier: The URL of the tier.
+        durable_seconds: The time from the call of a save to its commit on the tier.
+        interval_seconds: The advised time between two saves.
+        is_bound: Whether ``interval_seconds`` equals ``durable_seconds``, because the tier is too
+            slow for the interval with the least loss.
+        lost_minutes: How many minutes of training are lost per day with ``interval_seconds``.
+        lost_minutes_now: How many minutes of training are lost per day with the measured interval;
+            nan if that interval is not known.
     """
 
     tier: str
@@ -85,10 +94,10 @@ class Advice:
 
 
 def measured(records: Sequence[Record], history: History) -> Measured:
-    """Return what ``records``, oldest first, and their history say.
+    """Return the measurements from the records of a journal, oldest first, and their history.
 
     Raises:
-        ConfigError: There is no save in them.
+        ConfigError: ``history`` has no save.
     """
     saves = sorted(history.saves.values(), key=lambda save: save.at)
     if not saves:
@@ -115,10 +124,10 @@ def measured(records: Sequence[Record], history: History) -> Measured:
 
 
 def advise(found: Measured, assumed: Assumed) -> list[Advice]:
-    """Return the best interval for each tier.
+    """Return the advice for each tier of ``found.durable_seconds``.
 
     Raises:
-        ConfigError: A number is negative or not finite, or there are no failures.
+        ConfigError: A number of ``assumed`` is negative or not finite, or there are no failures.
     """
     _check(assumed)
     cost, now = found.stall_seconds + assumed.drag_seconds, found.interval_seconds
@@ -141,7 +150,9 @@ def advise(found: Measured, assumed: Assumed) -> list[Advice]:
 def lost_minutes_per_day(
     interval_seconds: float, durable_seconds: float, cost_seconds: float, assumed: Assumed
 ) -> float:
-    """Return the expected training time that is lost per day, by the formula above."""
+    """Return how many minutes of training are lost per day, by the formula in the docstring of
+    this module.
+    """
     saving = DAY_SECONDS / interval_seconds * cost_seconds
     repeated = assumed.restart_seconds + durable_seconds + interval_seconds / 2
     return (saving + assumed.failures_per_day * repeated) * _MINUTES

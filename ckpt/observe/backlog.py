@@ -1,4 +1,4 @@
-"""The steps that wait for each tier, by the events of their saves."""
+"""The steps that wait for each tier, computed from the events of their saves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from ckpt.events import Event, SaveCommitted, SaveFailed, SaveStaged, TierMissed
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A step that waits for a tier: the bytes of this rank, and ``time.monotonic()`` when it was
-    staged.
+    """A step that waits for a tier.
+
+    Attributes:
+        nbytes: The bytes of this rank.
+        since: The value of ``time.monotonic()`` when the step was staged.
     """
 
     nbytes: int
@@ -20,7 +23,9 @@ class Waiting:
 
 
 class Backlog:
-    """The steps that were staged and are not on a tier yet.
+    """An observer that keeps the steps that were staged and that a tier does not have yet.
+
+    A step waits for a tier until the tier has it or has missed it, or the save has failed.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_waiting``.
     """
@@ -30,7 +35,7 @@ class Backlog:
         self._waiting: dict[str, dict[int, Waiting]] = {}
 
     def __call__(self, event: Event) -> None:
-        """Take note of an event."""
+        """Add or remove steps according to ``event``."""
         with self._lock:
             match event:
                 case SaveStaged():
@@ -56,7 +61,7 @@ class Backlog:
             return sum(waiting.nbytes for waiting in self._waiting.get(tier, {}).values())
 
     def age_seconds(self, tier: str) -> float:
-        """Return for how long the oldest step has waited for ``tier``; 0 if none waits."""
+        """Return for how many seconds the oldest step has waited for ``tier``; 0 if none waits."""
         with self._lock:
             since = [waiting.since for waiting in self._waiting.get(tier, {}).values()]
         return time.monotonic() - min(since) if since else 0.0

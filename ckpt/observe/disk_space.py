@@ -1,4 +1,4 @@
-"""The space of the file system that a folder is on."""
+"""The free space and the size of the file system that holds a folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from typing import Final
 from ckpt.pipeline.workers import Workers
 
 _PATIENCE_SECONDS: Final = 1.0
-"""How long a file system may take to answer. One that was disconnected may never do."""
+"""How long to wait for a file system. A network file system that is disconnected may never
+answer.
+"""
 
 
 class FolderSpace:
-    """The space of a folder's file system, asked for by a thread of its own.
+    """The space of the file system that holds a folder. A thread of this object calls ``statvfs``.
 
-    A file system that does not answer costs that thread, however often it is asked.
+    If the file system does not answer, only that thread is blocked. Later calls of ``free`` and
+    ``size`` wait for the same ``statvfs`` instead of making another one.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_asked``.
     """
@@ -29,16 +32,23 @@ class FolderSpace:
         self._asked: Future[os.statvfs_result] | None = None
 
     def free(self) -> float:
-        """Return how many bytes are free; nan if the file system does not answer."""
+        """Return how many bytes a user may still write.
+
+        The result is nan if the file system does not answer within a second, or fails.
+        """
         found = self._ask()
         return math.nan if found is None else found.f_bavail * found.f_frsize
 
     def size(self) -> float:
-        """Return how many bytes there are; nan if the file system does not answer."""
+        """Return the size of the file system in bytes.
+
+        The result is nan if the file system does not answer within a second, or fails.
+        """
         found = self._ask()
         return math.nan if found is None else found.f_blocks * found.f_frsize
 
     def _ask(self) -> os.statvfs_result | None:
+        """Return the result of ``statvfs``; None if there is no answer in time, or an error."""
         with self._lock:
             if self._asked is None:
                 self._asked = self._worker.submit(os.statvfs, self._folder)

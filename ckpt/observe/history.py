@@ -1,4 +1,4 @@
-"""What the records of a journal say of a run. Pure."""
+"""The history of a run, computed from the records of its journal. No function does I/O."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ Progress = Literal["saving", "committed", "missed", "cut"]
 
 @dataclass(slots=True)
 class Arrival:
-    """How a step gets to a tier.
+    """The progress of one save on one tier.
 
     Attributes:
-        state: "saving" until it is "committed" or "missed"; "cut" if the job ended before.
-        seconds: From the call to the commit.
-        reason: Why the tier missed the step.
+        state: "saving" until the step is "committed" or the tier has "missed" it; "cut" if the job
+            ended before.
+        seconds: The time from the call of the save to the commit. It is 0 if the step is not
+            committed, or if a restore finished the commit.
+        reason: Why the tier missed the step; empty if it did not.
     """
 
     state: Progress = "saving"
@@ -28,13 +30,15 @@ class Arrival:
 
 @dataclass(slots=True)
 class SavedStep:
-    """A save, by the records of rank 0.
+    """A save, as the records of rank 0 describe it.
 
     Attributes:
-        at: When the state was in host memory, in seconds since 1970.
-        stall_seconds: What it has cost training.
-        nbytes: Of rank 0.
-        tiers: Where it went, nearest first.
+        step: The number of the step.
+        at: When the state was in host memory, in seconds since 1970. If the journal does not have
+            that record, it is the time of the first commit or miss.
+        stall_seconds: How long the save stopped the training thread.
+        nbytes: The bytes that rank 0 staged.
+        tiers: The progress on each tier, by the URL of the tier, nearest first.
     """
 
     step: int
@@ -46,7 +50,13 @@ class SavedStep:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A restore, and the records of what it repaired or passed over."""
+    """A restore.
+
+    Attributes:
+        record: The record of the restore.
+        troubles: The records of the files that the restore took from a farther tier, and of the
+            damaged steps that it passed over.
+    """
 
     record: Record
     troubles: tuple[Record, ...] = ()
@@ -54,14 +64,15 @@ class Restore:
 
 @dataclass(slots=True)
 class History:
-    """What happened in a run.
+    """The saves, restores, failures and verifications of a run.
 
     Attributes:
-        saves: Of each step the last save.
-        restores: Oldest first.
-        failures: The records of saves that failed or were skipped, oldest first.
-        verified: (step, tier) -> the last check of that step; its ``reason`` is empty if the step
-            was intact.
+        saves: The last save of each step, by the number of the step.
+        restores: The restores, oldest first.
+        failures: The records of saves that failed, were skipped, or were given up on a tier that is
+            behind, oldest first.
+        verified: The record of the last verification of a step on a tier, by (step, URL of the
+            tier). Its ``reason`` is empty if the step was intact.
     """
 
     saves: dict[int, SavedStep] = field(default_factory=dict[int, SavedStep])
@@ -71,7 +82,7 @@ class History:
 
 
 def history_of(records: Sequence[Record]) -> History:
-    """Return the history that ``records``, oldest first, describe."""
+    """Return the history of a run from the records of its journal, oldest first."""
     found, troubles = History(), list[Record]()
     under_way: set[int] = set()  # Steps that the current job has staged
     for record in records:
@@ -104,15 +115,15 @@ def history_of(records: Sequence[Record]) -> History:
             case _ if record.event == VERIFIED:
                 found.verified[record.step, record.tier] = record
             case _:
-                pass  # An event of a later version
-    if troubles and found.restores:  # Another rank reported these after the restore
+                pass  # An event that only later versions of ckpt have
+    if troubles and found.restores:  # Another rank recorded these after rank 0 recorded the restore
         last = found.restores.pop()
         found.restores.append(Restore(last.record, (*last.troubles, *troubles)))
     return found
 
 
 def _cut(saves: Iterable[SavedStep]) -> None:
-    """Mark the saves that were under way as cut, since their job has ended."""
+    """Mark the tiers that ``saves`` have not reached as cut, since the job of ``saves`` ended."""
     for save in saves:
         for arrival in save.tiers.values():
             if arrival.state == "saving":

@@ -1,7 +1,8 @@
-"""The journal of a run: its events as JSON lines in a folder beside the root.
+"""The journal of a run: the events of the run as JSON lines in a folder beside the root.
 
-A tier shows which steps it has. The journal knows more: what a save has cost, how long a commit
-took, which steps were removed since, and what a restore had to repair.
+A tier shows only which steps it has now. The journal also has how long each save stopped the
+training, how long each commit took, which steps were committed and removed later, and which files a
+restore took from a farther tier.
 """
 
 from __future__ import annotations
@@ -39,29 +40,39 @@ from ckpt.storage.places import is_folder
 
 _log = logging.getLogger("ckpt")
 LIMIT_BYTES: Final = 4 << 20
-"""The size at which a file of a journal is put aside. The file that was put aside before goes."""
+"""The size at which a file of a journal is renamed to ``NAME.old``, which replaces an older one."""
 OPENED: Final = "Opened"
-"""The name of the record that a job begins with."""
+"""The ``event`` of the first record of each job."""
 VERIFIED: Final = "Verified"
-"""The name of the record of a step that was compared with its checksums."""
+"""The ``event`` of the record of a step that was compared with its checksums."""
 _MOST_TEXT: Final = 500
 _MOST_FILES: Final = 128
 _MOST_BYTES: Final = 64 << 20
-"""What a reader takes of all files together. The files of low ranks come first."""
+"""The most bytes that a reader reads from all files together. It reads the files of low ranks
+first.
+"""
 _OLD: Final = ".old"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of a journal.
+    """A line of a journal. A field that an event does not have keeps its default.
 
     Attributes:
-        at: When it was written, in seconds since 1970.
-        event: The class of the event.
-        seconds: The stall, the time from the call to the commit, or how long the restore, the
-            copying or the verification took.
-        error: The class of the error.
-        reason: The message of the error, why a nearer tier could not give a file, or what a
-            verification found damaged.
+        at: When the record was written, in seconds since 1970.
+        event: The name of the class of the event, or ``OPENED`` or ``VERIFIED``.
+        step: The number of the step; -1 if the record is not about a step.
+        tier: The URL of the tier that the event is about.
+        tiers: For a save that was staged: the URLs of the tiers that the step goes to, nearest
+            first.
+        nbytes: The bytes that the event is about, as in the class of the event.
+        seconds: For a save that was staged: how long it stopped the training thread. For a commit:
+            the time since the call of the save. Otherwise: how long the restore, the copying or the
+            verification took.
+        error: The name of the class of the error.
+        reason: The message of the error, or why ``tier`` could not give the file ``key``, or the
+            damage that a verification found (empty if there is none).
+        key: The file that a restore took from a farther tier.
+        mended: Whether that file is intact on ``tier`` again.
     """
 
     at: float
@@ -78,20 +89,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Journal:
-    """An observer that writes the events of a run beside its root.
+    """An observer that writes the events of a run to a folder beside its root.
 
     Rank 0 writes every event that its manager sends. Other ranks write failures, damage and
-    repairs. There are at most two files of 4 MiB for each rank that writes.
+    repairs. Each rank that writes has at most two files of about 4 MiB.
 
     Args:
         root: The folder of the run. The journal is in the folder of the same name with ``.journal``
-            at its end. For a run whose tiers are all remote, any local path.
-        rank: The rank; None for the one that the launcher names.
+            at its end. If all tiers of the run are remote, give any local path.
+        rank: The rank of this process; None for the rank that the launcher names.
 
     Raises:
         ConfigError: ``root`` is a URL of a remote store.
 
-    Thread safety: it may be called from any thread. ``_lock`` guards ``_file`` and ``_failed``.
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_file`` and
+    ``_failed``.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, rank: int | None = None) -> None:
@@ -102,7 +114,10 @@ class Journal:
         self._failed = False
 
     def __call__(self, event: Event) -> None:
-        """Write an event. If the folder cannot be written, one log line says so."""
+        """Write the record of ``event``.
+
+        If that fails, a warning is logged. Further failures are not logged until a write succeeds.
+        """
         record = record_of(event)
         if self._rank and not isinstance(event, SaveFailed | StepDamaged | Repaired):
             return
@@ -138,7 +153,11 @@ class Journal:
 
 
 def journal_of(root: str | os.PathLike[str]) -> str:
-    """Return the folder of the journal of ``root``. Raises ``ConfigError`` for a remote store."""
+    """Return the absolute path of the folder of the journal of ``root``.
+
+    Raises:
+        ConfigError: ``root`` is not a folder of this machine.
+    """
     place = os.fspath(root)
     if not isinstance(place, str) or not place.strip() or not is_folder(place):
         raise ConfigError(
@@ -149,7 +168,7 @@ def journal_of(root: str | os.PathLike[str]) -> str:
 
 
 def record_of(event: Event) -> Record:
-    """Return the line of an event."""
+    """Return the record of an event, written now."""
     names = [name for name in Record.__struct_fields__ if hasattr(event, name)]
     line: dict[str, Any] = {"event": type(event).__name__}
     line |= {name: getattr(event, name) for name in names}
@@ -163,18 +182,20 @@ def record_of(event: Event) -> Record:
         case StepVerified():
             line |= {"event": VERIFIED, "reason": event.damage, "mended": False}
         case Repaired() | CommitFinished() | Restored() | NodeReplicated():
-            pass  # The fields have the names of those of the record
+            pass  # All their fields have the same names as in the record
     return Record(at=time.time(), **{**line, "reason": line.get("reason", "")[:_MOST_TEXT]})
 
 
 def note_verified(root: str, step: int, fault: str, *, journal: str | None = None) -> None:
-    """Add to the journal of ``root`` that a step was compared with its checksums.
+    """Record in a journal that a step was compared with its checksums.
 
-    Nothing happens if the run has no journal, or it cannot be written.
+    Nothing happens if the journal does not exist or cannot be written.
 
     Args:
+        root: The URL of the tier, as events name it.
+        step: The number of the step.
         fault: What is damaged; empty if the step is intact.
-        journal: The root that the journal is beside; None for ``root``.
+        journal: The root whose journal gets the record; None for ``root``.
     """
     with contextlib.suppress(ConfigError, OSError):
         if os.path.isdir(folder := journal_of(root if journal is None else journal)):
@@ -192,7 +213,7 @@ def note_verified(root: str, step: int, fault: str, *, journal: str | None = Non
 
 
 class JournalReader:
-    """Reads the journal of a run, and files that have changed only.
+    """A reader of the journal of a run. It reads a file again only if the file has changed.
 
     Args:
         root: The folder of the run.
@@ -205,9 +226,9 @@ class JournalReader:
         self._known: dict[str, tuple[tuple[int, int, int], list[Record]]] = {}
 
     def read(self) -> list[Record]:
-        """Return all records, oldest first. Lines that are no records are left out.
+        """Return the records of all files, oldest first. Lines that are no records are left out.
 
-        Of a large file it is the newest lines, and of many large files those of low ranks.
+        Only the last 8 MiB of a file are read, and 64 MiB of all files together.
         """
         found, left = list[Record](), _MOST_BYTES
         for name in self._names():
@@ -219,7 +240,7 @@ class JournalReader:
                 if name not in self._known or self._known[name][0] != state:
                     self._known[name] = (state, list(_records(path, size)))
             except OSError:
-                # The file was put aside just now.
+                # The file was renamed after it was listed.
                 continue
             left -= size
             found += self._known[name][1]
@@ -234,7 +255,11 @@ class JournalReader:
 
 
 def _records(path: str, size: int) -> Iterator[Record]:
-    """Return the records in the last ``size`` bytes of a regular file. Any other file has none."""
+    """Yield the records in the last ``size`` bytes of a regular file; nothing for any other file.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     with open(path, "rb", opener=_open_at_once) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -249,7 +274,10 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 def _open(path: str) -> int:
-    """Open a regular file. Raises ``OSError`` for any other, and does not wait for a FIFO."""
+    """Open a regular file to append to it, and return the descriptor.
+
+    A file that is not a regular file raises ``OSError``. Opening a FIFO does not wait for a reader.
+    """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     file = os.open(path, flags, 0o644)
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -259,10 +287,10 @@ def _open(path: str) -> int:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open without waiting for a process at the other end of a FIFO."""
+    """Open a file for ``open(..., opener=...)`` without waiting for the writer of a FIFO."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _write(file: int, record: Record) -> None:
-    """Write all lines at once, so that those of several processes do not mix."""
+    """Write a line in a single call, so that the lines of several processes do not mix."""
     os.write(file, msgspec.json.encode(record) + b"\n")

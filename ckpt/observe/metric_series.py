@@ -16,7 +16,7 @@ _BUCKETS: Final = {
     "stall": (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
     "wait": (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
 }
-"""The upper bounds of the histograms in seconds."""
+"""The upper bounds of the buckets of each kind of histogram, in seconds."""
 
 SERIES: Final[dict[str, tuple[_Kind, tuple[str, ...], str]]] = {
     "stall_seconds": ("stall", (), "What a save has cost the training thread."),
@@ -52,13 +52,13 @@ SERIES: Final[dict[str, tuple[_Kind, tuple[str, ...], str]]] = {
     "tier_free_bytes": ("gauge", _TIER, "Free space of the file system of the tier."),
     "tier_size_bytes": ("gauge", _TIER, "Size of the file system of the tier."),
 }
-"""Each metric: its kind, its labels beside ``run`` and ``rank``, and what it says. All names begin
-with ``ckpt_``, and those of counters end with ``_total``.
+"""The metrics: name -> (kind, labels beside ``run`` and ``rank``, help text). In Prometheus each
+name begins with ``ckpt_``, and the name of a counter ends with ``_total``.
 """
 
 
 def prometheus() -> Any:
-    """Import prometheus-client. Raises ``MissingExtra`` if it is not installed."""
+    """Return the module ``prometheus_client``. Raises ``MissingExtra`` if it is not installed."""
     try:
         return import_module("prometheus_client")
     except ImportError:
@@ -69,8 +69,9 @@ def make_series(run: str, rank: int) -> tuple[Any, Any]:
     """Make a registry with all metrics of a rank.
 
     Returns:
-        The registry, and an object with a function for each metric. The function takes the values
-        of the metric's own labels and returns the series.
+        The registry, and an object with an attribute for each name of ``SERIES``. The attribute is
+        a function that takes the values of the metric's labels beside ``run`` and ``rank``, and
+        returns the series of `prometheus_client`.
 
     Raises:
         MissingExtra: prometheus-client is not installed.

@@ -1,4 +1,4 @@
-"""Metrics of one rank for Prometheus and OpenTelemetry."""
+"""The metrics of one rank for Prometheus and OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -39,28 +39,31 @@ class Metrics:
     """An observer that keeps the metrics of a rank in a Prometheus registry.
 
     Args:
-        port: Serve them at ``http://HOST:PORT/metrics``. The local rank is added, so that each rank
-            of a node has a port of its own. 0 takes any free port. None: do not serve.
-        host: The address to listen at. Metrics are served to everyone that reaches it.
+        port: Serve the metrics at ``http://HOST:PORT/metrics``. The local rank is added to ``port``
+            so that each rank of a node has a port of its own. 0 takes any free port. None: do not
+            serve the metrics.
+        host: The address to listen at. Any client that can reach it can read the metrics.
         textfile: A folder for the textfile collector of node-exporter. The file of this rank,
             ``ckpt-RANK.prom``, is replaced after each event.
         run: The label ``run`` of all series.
-        rank: The label ``rank``; None for the rank that the launcher names.
+        rank: The label ``rank`` of all series; None for the rank that the launcher names.
         otlp: Send the same metrics to a receiver of OpenTelemetry: the URL of the receiver
             (``http://HOST:4318/v1/metrics``), or True for the one that the variables
             ``OTEL_EXPORTER_OTLP_*`` name. None: send if ``OTEL_EXPORTER_OTLP_METRICS_ENDPOINT`` or
-            ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set, or log why not. False: do not send.
+            ``OTEL_EXPORTER_OTLP_ENDPOINT`` is set; if that is not possible, log why. False: do not
+            send.
 
     Raises:
-        MissingExtra: prometheus-client is not installed, or a package that ``otlp`` needs.
-        ConfigError: The port is taken, ``textfile`` is no folder, or ``otlp`` cannot be used.
+        MissingExtra: prometheus-client, or a package that ``otlp`` needs, is not installed.
+        ConfigError: The port is taken, ``textfile`` cannot be written to, or ``otlp`` cannot be
+            used.
 
-    Thread safety: all methods may be called from any thread. The registry guards itself, and the
-    fields that change are single values.
+    Thread safety: all methods may be called from any thread. The registry and the backlog have
+    locks of their own, and each other field changes in a single operation.
 
     Attributes:
-        registry: The `prometheus_client.CollectorRegistry`.
-        port: The port it is served at; None if it is not.
+        registry: The `prometheus_client.CollectorRegistry` of the metrics.
+        port: The port that the metrics are served at; None if they are not served.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Metrics:
             self._sender.start()
 
     def __call__(self, event: Event) -> None:
-        """Count an event."""
+        """Update the metrics according to ``event``, and then the text file if there is one."""
         self._backlog(event)
         series = self._series
         match event:
@@ -128,9 +131,9 @@ class Metrics:
             self._write()
 
     def close(self) -> None:
-        """Stop serving, and send the last values as OTLP, which takes 5 s at most.
+        """Send the last values as OTLP, which takes 5 s at most, and stop serving the metrics.
 
-        The end of the process stops both, and sends nothing.
+        If the process ends without this call, the last values are not sent.
         """
         if self._sender is not None:
             self._sender.close()
@@ -176,7 +179,10 @@ class Metrics:
             series.verified_steps(event.tier).inc()
 
     def _watch(self, tier: str) -> None:
-        """Make the series of a tier whose values are computed when they are asked for."""
+        """Add the series of ``tier`` whose values are computed whenever the registry is read.
+
+        They are the backlog of the tier and, if the tier is a folder, its disk space.
+        """
         series, space = self._series, FolderSpace(tier)
         series.backlog_steps(tier).set_function(partial(self._backlog.steps, tier))
         series.backlog_bytes(tier).set_function(partial(self._backlog.nbytes, tier))

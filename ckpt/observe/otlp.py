@@ -1,7 +1,7 @@
 """Send the metrics of a Prometheus registry to a receiver of OpenTelemetry (OTLP over HTTP).
 
-HTTP and not gRPC: its client is requests, whose connections belong to one thread. The library of
-gRPC has threads of its own, which a trainer that forks must not have.
+OTLP over gRPC is not supported, because the gRPC library starts threads of its own, and a trainer
+that forks must not have such threads. The HTTP exporter uses requests, which starts no threads.
 """
 
 from __future__ import annotations
@@ -35,18 +35,21 @@ _INTERVAL: Final = "OTEL_METRIC_EXPORT_INTERVAL"
 _EXPORTER: Final = "opentelemetry.exporter.otlp.proto.http.metric_exporter"
 _DAY_SECONDS: Final = 86400.0
 _CLOSE_SECONDS: Final = 5.0
-"""How long ``close`` waits for the receiver."""
+"""How long ``Sender.close`` waits for the receiver."""
 _MOST_CHARACTERS: Final = 500
 _NANOSECONDS: Final = 1_000_000_000
 
 
 def sender(registry: Any, otlp: bool | str | None) -> Sender | None:
-    """Return what sends the metrics of ``registry`` from its ``start`` on, or None if nothing is to
-    be sent.
+    """Return a `Sender` for ``registry`` that has not been started, or None if no metrics are to be
+    sent.
+
+    If ``otlp`` is None and the environment asks for OTLP, a reason why that is not possible is
+    logged and not raised.
 
     Args:
         registry: The `prometheus_client.CollectorRegistry`.
-        otlp: As for `Metrics`.
+        otlp: The argument ``otlp`` of `Metrics`.
 
     Raises:
         MissingExtra: The packages are missing, and ``otlp`` is True or a URL.
@@ -68,20 +71,21 @@ def sender(registry: Any, otlp: bool | str | None) -> Sender | None:
 
 
 class Sender:
-    """A thread that sends all metrics of a registry again and again. It keeps none of them.
+    """A thread that sends the current values of all metrics of a registry at regular intervals.
 
-    A receiver that is away or slow costs one warning. It never holds up the caller or the end of
-    the process.
+    Values that could not be sent are not kept. The first failure is logged as a warning, and later
+    ones are not. A receiver that does not answer delays neither training nor the end of the
+    process, and ``close`` by 5 s at most.
 
     Args:
         registry: The `prometheus_client.CollectorRegistry`.
-        endpoint: The URL of the receiver; None for that of the environment.
+        endpoint: The URL of the receiver; None for the receiver that the environment names.
 
-    Thread safety: ``close`` may be called by any thread.
+    Thread safety: ``close`` may be called from any thread.
     """
 
     def __init__(self, registry: Any, endpoint: str | None) -> None:
-        """Raises ``MissingExtra`` or ``ConfigError``."""
+        """Read the settings and make the exporter. Raises ``MissingExtra`` or ``ConfigError``."""
         self._registry, self._started = registry, time.time_ns()
         self._sdk, exporter = _packages()
         self._interval_seconds = _interval_seconds()
@@ -101,11 +105,11 @@ class Sender:
         self._work: Future[None] | None = None
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start the thread that sends the metrics."""
         self._work = self._workers.submit(self._run)
 
     def close(self) -> None:
-        """Send the last values, and wait for that 5 s at most."""
+        """Let the thread send the last values, wait for it 5 s at most, and close the exporter."""
         self._ends.set()
         if self._work is not None:
             wait([self._work], _CLOSE_SECONDS)
@@ -123,7 +127,7 @@ class Sender:
             log.removeFilter(self._said)
 
     def _send(self) -> None:
-        """Send all values. Never raises."""
+        """Send the current values. A failure is logged and never raised."""
         self._said.first = ""
         try:
             sent = self._exporter.export(self._data())
@@ -149,11 +153,15 @@ class Sender:
 
 
 class _LogOfThread(logging.Filter):
-    """Keeps what one thread logs out of the log. Other users of the exporter have its logger too.
+    """A filter that drops the records that one thread logs, and keeps the first message.
+
+    The filter is on the logger of the exporter. Other code in the process may use the same exporter
+    on other threads, and its records are not dropped.
 
     Attributes:
-        thread: The thread.
-        first: What it has logged first since this was emptied. Later lines are about retries.
+        thread: The identifier of the thread.
+        first: The first message of the thread since ``first`` was last set to "". Later messages
+            are about retries of the same request.
     """
 
     def __init__(self) -> None:
@@ -167,11 +175,21 @@ class _LogOfThread(logging.Filter):
         return False
 
 
-# -- from one model to the other -------------------------------------------------------------------
+# -- from Prometheus to OpenTelemetry --------------------------------------------------------------
 
 
 def _metrics(sdk: Any, families: Iterable[Any], started: int, now: int) -> Iterator[Any]:
-    """Yield each metric that has a value, with its name and labels as Prometheus has them."""
+    """Yield each metric that has a value as a ``Metric`` of OpenTelemetry.
+
+    The names and labels are those of Prometheus.
+
+    Args:
+        sdk: The first result of ``_packages``.
+        families: The metrics of a registry, as its ``collect`` returns them.
+        started: When the process began to count, in nanoseconds since 1970. It is used for a series
+            that has no time of its own.
+        now: The time of the values, in nanoseconds since 1970.
+    """
     for family in families:
         begun = {
             _labels(sample): int(sample.value * _NANOSECONDS)
@@ -195,7 +213,7 @@ def _metrics(sdk: Any, families: Iterable[Any], started: int, now: int) -> Itera
                 points = [
                     sdk.NumberDataPoint(dict(sample.labels), 0, now, sample.value)
                     for sample in family.samples
-                    if not math.isnan(sample.value)  # there is none now: the folder is away
+                    if not math.isnan(sample.value)  # nan: the file system does not answer
                 ]
                 data = sdk.Gauge(points)
             case "histogram":
@@ -223,7 +241,11 @@ def _labels(sample: Any) -> _Labels:
 
 
 def _histograms(family: Any) -> dict[_Labels, dict[str, Any]]:
-    """Return the fields of each histogram. Prometheus adds the counts of lower buckets to each."""
+    """Return the fields of a ``HistogramDataPoint`` for each series of a histogram, by its labels.
+
+    In Prometheus the count of a bucket includes the counts of all lower buckets, and in
+    OpenTelemetry it does not.
+    """
     found: dict[_Labels, dict[str, Any]] = {}
     for sample in family.samples:
         fields = found.setdefault(
@@ -239,15 +261,19 @@ def _histograms(family: Any) -> dict[_Labels, dict[str, Any]]:
             case "_sum":
                 fields["sum"] = sample.value
             case _:
-                pass  # the count is that of the last bucket
+                pass  # "_count" equals the value of the last bucket
     return found
 
 
-# -- what OpenTelemetry defines --------------------------------------------------------------------
+# -- packages and settings of OpenTelemetry --------------------------------------------------------
 
 
 def _packages() -> tuple[Any, Any]:
-    """Return the names that are used of the SDK, and the exporter. Raises ``MissingExtra``."""
+    """Return a namespace with the classes of the SDK, and the class of the exporter.
+
+    Raises:
+        MissingExtra: A package of OpenTelemetry is not installed.
+    """
     try:
         names = vars(import_module("opentelemetry.sdk.metrics.export"))
         resource = import_module("opentelemetry.sdk.resources").Resource
@@ -260,8 +286,10 @@ def _packages() -> tuple[Any, Any]:
 
 
 def _session() -> Any:
-    """Return a session that does not read the bodies of answers, which may have no end. None if
-    the environment names another one.
+    """Return a ``requests.Session`` that does not read the bodies of answers, which may be endless.
+
+    Return None if the environment names a provider of credentials, because the exporter then makes
+    its session from that provider.
     """
     if any(map(_variable, _PROVIDERS)):
         return None
@@ -271,7 +299,10 @@ def _session() -> Any:
 
 
 def _resource(sdk: Any) -> Any:
-    """Return what the environment says of this process. The service is "ckpt" if it does not."""
+    """Return the OpenTelemetry resource that describes this process, from the environment.
+
+    The name of the service is "ckpt" if the environment does not name one.
+    """
     found = sdk.Resource.create()
     if str(found.attributes.get("service.name", "")).startswith("unknown_service"):
         found = found.merge(sdk.Resource({"service.name": "ckpt"}))
@@ -288,7 +319,10 @@ def _is_asked_for() -> bool:
 
 
 def _check(endpoint: str | None) -> None:
-    """Raise ``ConfigError`` if the URL, or what the environment asks for, is not OTLP over HTTP."""
+    """Raise ``ConfigError`` if ``endpoint`` is not an HTTP URL.
+
+    If it is None, raise ``ConfigError`` if the environment names another protocol than HTTP.
+    """
     way = "give the URL of a receiver of OTLP over HTTP, such as http://HOST:4318/v1/metrics"
     if endpoint is not None:
         if not endpoint.startswith(("http://", "https://")):

@@ -1,4 +1,4 @@
-"""One view of a run: the steps that its tiers have, and what its journal says of them."""
+"""Views of runs for ``ckpt serve`` and ``ckpt top``, from the tiers and journals of each run."""
 
 from __future__ import annotations
 
@@ -44,14 +44,20 @@ MEANING: Final[Mapping[State, str]] = {
     "damaged": "the tier has damaged data",
     "absent": "the step does not go to the tier, or nothing is known",
 }
-"""The states of a step on a tier."""
+"""The explanation of each state of a step on a tier, as the page of ``ckpt serve`` shows it."""
 _MOST_STEPS: Final = 5000
 _MEMORY: Final = "shm://"
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A step on a tier. ``detail`` is a sentence, or empty."""
+    """The state of one attempt at a step on one tier.
+
+    Attributes:
+        state: The state; ``MEANING`` explains each.
+        seconds: The time from the call of the save to the commit; 0 if that is not known.
+        detail: The reason for the state; empty if there is none to show.
+    """
 
     state: State
     seconds: float = 0.0
@@ -60,13 +66,18 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepView:
-    """A row: one attempt at a step.
+    """One attempt at a step, for a row of a table.
 
     Attributes:
-        attempt: Empty for a step that only the journal knows.
-        at: When it was committed or staged; 0 if that is not known.
-        cells: One for each tier of the run.
-        save: What the journal has of its save.
+        step: The number of the step.
+        attempt: The name of the attempt; empty if no tier has the step and only the journal does.
+        at: When the attempt was committed or staged, in seconds since 1970; 0 if not known.
+        nbytes: The size of the step before encoding. If it is not committed, the bytes on a tier.
+            If only the journal has the step, the bytes that rank 0 staged.
+        ranks: How many ranks wrote the step; 0 if that is not known.
+        metrics: The metrics of the step, by name.
+        cells: The state on each tier of the run, in the order of ``RunView.tiers``.
+        save: The save in the journal; None if the journal does not have it.
     """
 
     step: int
@@ -84,11 +95,15 @@ class TierView:
     """A tier of a run.
 
     Attributes:
-        opened: Whether it was looked at. Otherwise only the journal names it.
-        error: Why it cannot be listed.
-        free, size: Of its file system; nan if that is not known.
-        waiting: How many steps are on their way to it.
-        waiting_since: When the oldest of them was staged; 0 if none waits.
+        url: The URL of the tier.
+        opened: Whether the tier itself was listed. If not, all facts are from the journal.
+        error: Why the tier cannot be listed; empty if it can be.
+        steps: How many attempts are committed on the tier.
+        newest: The newest committed step; -1 if there is none.
+        used_bytes: The size of all steps on the tier, including incomplete ones.
+        free, size: The free bytes and all bytes of the tier's file system; nan if not known.
+        waiting: How many steps are on their way to the tier, as the journal says.
+        waiting_since: When the oldest of these was staged, in seconds since 1970; 0 if none waits.
     """
 
     url: str
@@ -105,7 +120,15 @@ class TierView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunView:
-    """A run at one moment. ``steps`` are newest first."""
+    """The state of a run at one moment.
+
+    Attributes:
+        name: The name of the run.
+        at: The time of this view, in seconds since 1970.
+        tiers: The tiers of the run, nearest first.
+        steps: The attempts at steps, newest step first.
+        history: The history from the journals of the run.
+    """
 
     name: str
     at: float
@@ -115,11 +138,21 @@ class RunView:
 
 
 class TierWatch:
-    """Looks at one tier with a thread of its own.
+    """Lists one tier again and again, on a thread of its own.
 
-    A store that does not answer costs that thread, and a line in the view.
+    If the store does not answer, only that thread is blocked, and ``error`` says so.
+
+    Args:
+        url: The URL of the store; unlike ``tier.url`` it is never "memory".
+        tier: The tier with its options.
 
     Thread safety: one thread at a time.
+
+    Attributes:
+        url: The URL of the store, as events name it.
+        error: Why the tier cannot be opened or listed; empty if it can be.
+        backend: The backend of the tier; None if it cannot be opened.
+        steps: The steps of the last listing that has ended.
     """
 
     def __init__(self, url: str, tier: Tier) -> None:
@@ -138,7 +171,10 @@ class TierWatch:
         self.steps: Sequence[StoredStep] = ()
 
     def ask(self) -> Sequence[Future[list[StoredStep]]]:
-        """Begin a look, unless one is under way. Returns what to wait for."""
+        """Begin to list the tier, unless a listing is under way.
+
+        Return the future of the listing as the only item; nothing if the tier cannot be opened.
+        """
         if self._inventory is None:
             return ()
         if self._asked is None:
@@ -146,7 +182,11 @@ class TierWatch:
         return (self._asked,)
 
     def take(self) -> None:
-        """Take what the look has found. If it is not over, the last look's steps stay."""
+        """Store the result of the listing that ``ask`` began in ``steps`` or ``error``.
+
+        If the listing has not ended, ``steps`` stay as they are, and ``error`` says for how long
+        the store has not answered.
+        """
         if self._asked is None:
             return
         if not self._asked.done():
@@ -160,7 +200,7 @@ class TierWatch:
             self.error = str(error)
 
     def view(self, history: History) -> TierView:
-        """Return the tier as it was found last."""
+        """Return a view of the tier from the last listing and from ``history``."""
         whole = [each for each in self.steps if each.state == "committed"]
         known = _known_of(self.url, history)
         never = not known.steps and not known.waiting and is_missing(self.url)
@@ -178,13 +218,14 @@ class TierWatch:
 
 
 class RunWatch:
-    """Looks at a run: its tiers, and the journals beside those that are folders.
+    """Makes views of a run from its tiers, and from the journals beside the tiers that are folders.
 
     Thread safety: one thread at a time.
 
     Args:
-        name: What the run is called. Credentials in it become ``***``.
-        tiers: Its tiers, nearest first. One that cannot be opened is shown with its error.
+        name: The name of the run. Credentials in it become ``***``.
+        tiers: The tiers of the run, nearest first. The view of a tier that cannot be opened has the
+            error.
     """
 
     def __init__(self, name: str, tiers: Sequence[Tier]) -> None:
@@ -193,7 +234,12 @@ class RunWatch:
         self._journals = [JournalReader(tier.url) for tier in self.tiers if is_folder(tier.url)]
 
     def look(self, patience: float) -> RunView:
-        """Look at all tiers. One that takes longer than ``patience`` seconds is taken as it was."""
+        """List all tiers at the same time, read the journals, and return a view of the run.
+
+        Args:
+            patience: How many seconds to wait for the listings. For a tier that takes longer, the
+                view has the steps of its last listing.
+        """
         _look(self.tiers, patience)
         history = history_of([record for journal in self._journals for record in journal.read()])
         opened = {tier.url for tier in self.tiers}
@@ -211,7 +257,15 @@ class RunWatch:
         )
 
     def _find_memory(self, named: Sequence[str], opened: set[str], patience: float) -> None:
-        """Look at the memory of this machine too, if the journal names it."""
+        """List also the stores in this machine's memory that the journals name as tiers of the run.
+
+        Each of them becomes a tier of this object, and its URL is added to ``opened``.
+
+        Args:
+            named: The URLs of the tiers that the journals name.
+            opened: The URLs of the tiers that were listed.
+            patience: How many seconds to wait for each store.
+        """
         for url in stores_in_memory() if any(url.startswith(_MEMORY) for url in named) else ():
             if url in named and url not in opened:
                 self.tiers.append(tier := TierWatch(url, Tier(url)))
@@ -226,7 +280,7 @@ def _look(tiers: Sequence[TierWatch], patience: float) -> None:
 
 
 def _known_of(url: str, history: History) -> TierView:
-    """Return what the journal alone has of a tier."""
+    """Return the view of a tier that follows from the journals alone, without listing the tier."""
     there = [(save, save.tiers[url]) for save in history.saves.values() if url in save.tiers]
     waiting = [save.at for save, arrival in there if arrival.state == "saving"]
     arrived = [save for save, arrival in there if arrival.state == "committed"]
@@ -243,12 +297,20 @@ def _known_of(url: str, history: History) -> TierView:
 def _rows(
     listed: Mapping[str, Sequence[StoredStep]], tiers: Sequence[TierView], history: History
 ) -> tuple[StepView, ...]:
-    """Return a row for each attempt on any tier, and for each step that only the journal has."""
+    """Return a row for each attempt on any tier and for each step that only the journals have.
+
+    The newest step comes first. Only the 5000 newest rows are returned.
+
+    Args:
+        listed: The steps of each tier that was listed, by the URL of the tier.
+        tiers: The tiers, in the order of the cells of a row.
+        history: The history from the journals.
+    """
     found: dict[tuple[int, str], dict[str, StoredStep]] = {}
     for url, steps in listed.items():
         for each in steps:
             found.setdefault((each.ref.step, each.ref.attempt), {})[url] = each
-    # The journal does not name attempts, so its save counts as that of the youngest.
+    # A journal does not name attempts, so its save of a step belongs to the youngest attempt.
     youngest: dict[int, tuple[float, str]] = {}
     for (step, attempt), places in found.items():
         born = max(each.created_at or math.inf for each in places.values())
@@ -276,6 +338,15 @@ def _row(
     history: History,
     save: SavedStep | None,
 ) -> StepView:
+    """Return the row of one attempt.
+
+    Args:
+        key: The number of the step, and the name of the attempt.
+        places: The attempt as each tier lists it, by the URL of the tier.
+        tiers: The tiers, in the order of the cells.
+        history: The history from the journals, for the verifications.
+        save: The save in the journal; None if there is none, or it belongs to another attempt.
+    """
     step, attempt = key
     whole = [each for each in places.values() if each.state == "committed"]
     first = whole[0] if whole else next(iter(places.values()), None)
@@ -301,6 +372,13 @@ def _row(
 
 
 def _cell(listed: StoredStep | None, arrival: Arrival | None, tier: TierView) -> Cell:
+    """Return the state of an attempt on ``tier``, before any verification is considered.
+
+    Args:
+        listed: The attempt as the tier lists it; None if the tier does not.
+        arrival: The progress on the tier in the journal; None if the journal has none.
+        tier: The tier.
+    """
     seconds = arrival.seconds if arrival else 0.0
     if listed is not None and listed.state != "incomplete":
         is_there = listed.state == "committed"
@@ -314,13 +392,12 @@ def _cell(listed: StoredStep | None, arrival: Arrival | None, tier: TierView) ->
 
 
 def watch_runs(roots: Sequence[Tier], configured: Mapping[str, Sequence[Tier]]) -> list[RunWatch]:
-    """Return the runs to show.
-
-    Roots that a journal names as tiers of one run become one run, in the order of the roots.
+    """Return an object for each run to show.
 
     Args:
-        roots: Each a run with one tier, or a tier of a run.
-        configured: Name -> the tiers of a run.
+        roots: The roots of runs. Each root is a run of its own, but roots that a journal names as
+            tiers of one run become one run, with the tiers in the order of the roots.
+        configured: The tiers of further runs, by the name of the run.
     """
     groups: list[list[Tier]] = []
     for root in roots:
@@ -332,7 +409,7 @@ def watch_runs(roots: Sequence[Tier], configured: Mapping[str, Sequence[Tier]]) 
 
 
 def _are_one_run(one: Tier, two: Tier) -> bool:
-    """Return whether the journal beside one of two places has saves that went to both."""
+    """Return True if a journal beside one of the two tiers has a save that goes to both tiers."""
     places = {_url(one), _url(two)}
     return any(
         places <= set(record.tiers)
@@ -343,7 +420,7 @@ def _are_one_run(one: Tier, two: Tier) -> bool:
 
 
 def _url(tier: Tier) -> str:
-    """Return the place as events name it."""
+    """Return the URL of a tier as events name it; the configured URL if it cannot be opened."""
     try:
         backend = open_backend(tier.url, tier.options)
     except CkptError:
