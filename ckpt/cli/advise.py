@@ -1,4 +1,4 @@
-"""``ckpt advise``: how often to save."""
+"""``ckpt advise``: show how often to save."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def advise(
 
     The journal of the run (observers=[Journal(ROOT)]) has the stall of each save, and the time
     until it is durable on each tier. For each tier the table shows the interval with the least
-    loss, if a restart takes the newest step of that tier. An interval shorter than the time until a
-    step is durable there is of no use, so it is the least.
+    loss, if a restart takes the newest step of that tier. No interval is proposed that is shorter
+    than the time until a step is durable on the tier.
 
     \b
     Examples:
@@ -127,7 +127,7 @@ def _show(
 
 
 def _long(number: float) -> str:
-    """Return a time as text, such as '45 s', '12 min' or '3.5 h'."""
+    """Return a time as text, such as '45 s', '12 min' or '3.5 h'; '-' if it is not finite."""
     if not math.isfinite(number):
         return "-"
     if number < 120:

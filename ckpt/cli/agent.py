@@ -58,9 +58,10 @@ def agent(
     config: ConfigFileOption = None,
     json: JsonOption = False,
 ) -> None:
-    r"""Run, ask or stop the agent, which finishes what a trainer of this user on this node leaves.
+    r"""Run, ask or stop the agent of this user on this node.
 
-    A manager with agent="auto" starts an agent by itself. "run" stays in the foreground, for
+    The agent copies files for trainers, and finishes the steps of a job whose trainer has ended. A
+    manager with agent="auto" starts an agent by itself. "run" stays in the foreground, for
     systemd and the like. "start" starts an agent in a session of its own, if none runs, and returns
     when it listens. "status" shows the jobs that the agent knows, and what it copies. "stop"
     asks the agent to end, and waits until it has finished the jobs whose trainers have ended, and
@@ -147,7 +148,7 @@ def _show(found: AgentStatus) -> None:
 
 
 def scrubbed(scrub: ScrubStatus) -> str:
-    """Say how far the verification of a job's steps is; "-" if it has not begun."""
+    """Return as text how far the verification of a job's steps is; "-" if it has not begun."""
     parts = [output.count(scrub.verified, "step")] if scrub.verified or scrub.damaged else []
     if scrub.mended:
         parts.append(f"{output.count(scrub.mended, 'file')} mended")
@@ -188,7 +189,10 @@ def _stop(*, at_once: bool, as_json: bool) -> None:
 
 
 def _unfinished(jobs: tuple[JobStatus, ...]) -> str:
-    """Say what the agent has not finished, and which memory is still taken."""
+    """Return the message of the error about ``jobs``, which the agent has not finished.
+
+    The message names the memory of this machine that each job still takes.
+    """
     there = set(stores_in_memory())
     unfinished: list[str] = []
     for job in jobs:

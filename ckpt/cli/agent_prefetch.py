@@ -20,7 +20,20 @@ from ckpt.storage.tiers import OpenTier, as_tiers, open_tiers
 def prefetch(
     url: str | None, to: Sequence[str], step: int | None, config: str | None, *, as_json: bool
 ) -> None:
-    """Fill the near tiers from ``url``, and show what was done."""
+    """Copy a step of the far tier to the near tiers, and print the result for each near tier.
+
+    Args:
+        url: The far tier; None for the last tier of the configuration.
+        to: The near tiers, nearest first; if empty, the tiers before the far tier in the
+            configuration.
+        step: The step; None for the newest one.
+        config: The configuration file; None for ``./ckpt.toml``.
+        as_json: Whether to print JSON.
+
+    Raises:
+        ConfigError: The tiers are not known, or a near tier is in memory.
+        CkptError: The step does not exist, is damaged, or cannot be copied.
+    """
     far, near = _tiers(url, to, config)
     opened = open_tiers((*near, far))
     for tier in opened[:-1]:
@@ -44,8 +57,11 @@ def prefetch(
 
 
 def _tiers(url: str | None, to: Sequence[str], config: str | None) -> tuple[Tier, list[Tier]]:
-    """Return the far tier, and the near ones: those of ``to``, or the durable ones before the far
-    tier in the configuration.
+    """Return the far tier, and the near tiers, nearest first.
+
+    The near tiers are those of ``to``. If ``to`` is empty, they are the tiers before the far tier
+    in the configuration, or all its tiers if it does not have the far tier. The tier "memory" is
+    left out.
     """
     known = [tier for tier in load_config(config).tiers if tier.url != MEMORY]
     if url is None and not known:
@@ -75,7 +91,7 @@ def _fill(far: Tier, near: Sequence[OpenTier], step: int | None) -> list[Prefetc
             try:
                 with output.progress(f"step {ref.step}") as bar, naming_a_removed([source], ref):
                     return fill(source, near, ref, workers, latest=step is None, on_progress=bar)
-            except FormatUnsupported:  # A fallback to an older step would hide it
+            except FormatUnsupported:  # Taking an older step would hide the newer format
                 raise
             except IntegrityError as error:
                 if before is None:

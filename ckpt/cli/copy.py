@@ -1,4 +1,4 @@
-"""``ckpt copy``: checkpoints from one place to another."""
+"""``ckpt copy``: copy checkpoints from one place to another."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def copy(
 ) -> None:
     r"""Copy checkpoints between any two places.
 
-    Every byte is compared with its checksum on the way, and a step appears at DEST only when all of
-    it is there. What is there already is skipped; a copy that was cut short goes on where it was.
-    SOURCE is never changed.
+    Every byte is compared with its checksum on the way, and a step appears at DEST only when it is
+    complete. Data that DEST already has is skipped. A copy that was cut short continues where it
+    stopped. SOURCE is never changed.
 
     Exit code 0: all of it is at DEST. 4: something in SOURCE is damaged; the other steps were
     copied. 7: SOURCE has no such checkpoint, or it was removed meanwhile. 3: a store failed.
@@ -101,7 +101,7 @@ def copy(
                     done.append(_copy(origin, ref, destination, workers, check=check))
             except FormatUnsupported:
                 raise
-            except (IntegrityError, ObjectExists) as error:  # The other steps may be intact
+            except (IntegrityError, ObjectExists) as error:  # Other steps may still be copied
                 done.append(_Copied(ref=ref, error=error))
                 if not json:
                     output.warn(f"step {ref.step} was not copied: {error}")
@@ -126,7 +126,16 @@ def copy(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copied:
-    """``copied_bytes`` were not at the destination before."""
+    """The result of the copy of one attempt at a step.
+
+    Attributes:
+        ref: The attempt.
+        nbytes: The size of the attempt at the destination; 0 if it was not copied.
+        copied_bytes: How many of these bytes the destination did not have before.
+        seconds: How long the copy took; 0 if nothing was copied.
+        skipped: Whether the destination had the attempt already, so that no data was read.
+        error: Why the attempt was not copied; None if it was.
+    """
 
     ref: StepRef
     nbytes: int = 0
@@ -168,8 +177,10 @@ def _copy(
 
 
 def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBackend) -> int | None:
-    """Return the size of the step in bytes if the destination has the same chunks in any encoding,
-    else None.
+    """Return how many bytes a step has at the destination; None if it lacks the step.
+
+    The destination has the step if its manifest there has the same chunks as the manifest at the
+    source. The encoding may differ. No data file is read.
     """
     _, packed = read_packed(source, ref)
     try:
@@ -184,9 +195,9 @@ def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBacken
 
 
 def _check_apart(source: str, destination: str) -> None:
-    """Check that neither place is inside of the other.
+    """Raise ``ConfigError`` if two places are the same, or one of them is inside the other.
 
-    A step's folder would be searched among the files of the other place.
+    The folders of steps at one place would then be among the files of the other place.
     """
     how = relation(source, destination)
     if how == "same":

@@ -1,4 +1,4 @@
-"""``ckpt diff``: what is different?"""
+"""``ckpt diff``: compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ from ckpt.errors import ConfigError
 from ckpt.model.manifest import Tensor
 
 _DIFFERENT = 1
-_LONG: Final = 100  # Number of characters up to which a plain value is shown whole
+_LONG: Final = 100
+"""The most characters of a plain value that is shown as a whole."""
 _CONTEXT: Final = 30
+"""How many characters are shown of a longer value."""
 
 
 def diff(
@@ -110,6 +112,7 @@ def _reader(root: str | None, step: int | None, timeout: float) -> Generator[Ste
 
 
 def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]:
+    """Return the largest difference between two elements of each of the tensors ``names``."""
     from ckpt.exchange.max_difference import max_difference
 
     found: dict[str, float] = {}
@@ -121,7 +124,10 @@ def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]
 
 
 def _plain(one: StepReader, two: StepReader) -> dict[str, tuple[str | None, str | None]]:
-    """Return the plain values that differ, as text; None where a checkpoint has none."""
+    """Return the plain values that differ, as name -> (text in ``one``, text in ``two``).
+
+    A text is None if the checkpoint does not have the value.
+    """
     a, b = exact_values(one.manifest), exact_values(two.manifest)
     return {
         name: (a.get(name), b.get(name))
@@ -174,8 +180,10 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _contrast(one: str | None, two: str | None) -> str:
-    """Return both values as text. Of long values, it is their lengths and the text where they begin
-    to differ.
+    """Return a text that shows both values.
+
+    If a value is long, the text has the lengths of both, and a part of each from just before the
+    first difference.
     """
     if one is None or two is None or max(len(one), len(two)) <= _LONG:
         return (

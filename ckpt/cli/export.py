@@ -1,4 +1,4 @@
-"""``ckpt export``: a checkpoint for other programs."""
+"""``ckpt export``: write a checkpoint in a format of other programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ckpt.exchange.export import Exported
 
 Format = Literal["safetensors", "torch", "dcp"]
-"""The formats of other programs."""
+"""The formats that can be written."""
 _MOST_NOTES = 20
 _SUFFIXES: Final[dict[str, Format]] = {
     ".safetensors": "safetensors", ".pt": "torch", ".pth": "torch",
@@ -78,8 +78,8 @@ def export(
     r"""Write a checkpoint in a format that other programs read.
 
     Tensors are whole, whichever ranks have saved their parts, and every byte is verified on the
-    way. The checkpoint need not fit into memory. OUT appears when all of it is there. Values that
-    the format cannot hold are listed.
+    way. The checkpoint need not fit into memory. OUT appears when it is complete. Values that the
+    format cannot hold are listed.
 
     \b
     safetensors  tensors only. OUT that ends in .safetensors is one file; else it is a

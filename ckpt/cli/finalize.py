@@ -1,4 +1,4 @@
-"""``ckpt finalize``: finish a commit whose leader died."""
+"""``ckpt finalize``: finish the commits whose leader died."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ def finalize(
     and the reason is shown.
 
     Exit code 0: finished, or nothing was unfinished. 5: the unfinished save cannot become a
-    checkpoint.
-    4: it is damaged. 7: there is no such step.
+    checkpoint. 4: it is damaged. 7: there is no such step.
 
     \b
     Examples:
@@ -94,6 +93,8 @@ def finalize(
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
+    """The result for one unfinished save: its new manifest, or why it was not finished."""
+
     ref: StepRef
     manifest: Manifest | None = None
     error: CkptError | None = None
@@ -105,12 +106,15 @@ def _try(backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead
             return _Tried(
                 ref, finish(backend, ref, workers=workers, job_is_dead=job_is_dead, on_progress=bar)
             )
-    except (CommitError, IntegrityError) as error:  # An older step may still succeed
+    except (CommitError, IntegrityError) as error:  # Other steps may still be finished
         return _Tried(ref, error=error)
 
 
 def _show(tried: list[_Tried]) -> None:
-    """Show the result of each save. If there is only one reason, the error shows it."""
+    """Print the result of each save.
+
+    If the only save was not finished, nothing is printed, since the command raises its error.
+    """
     for one in tried:
         if one.manifest:
             output.show_line(

@@ -1,4 +1,4 @@
-"""``ckpt import``: a checkpoint out of the files of another program."""
+"""``ckpt import``: make a checkpoint from files of other programs."""
 
 from __future__ import annotations
 
@@ -67,9 +67,10 @@ def import_(
 ) -> None:
     r"""Make a checkpoint from files of torch.save, torch.distributed.checkpoint or safetensors.
 
-    A dict of tensors becomes a model, a dict of "state" and "param_groups" an optimizer; all else
-    stays what it is. CheckpointManager(ROOT).restore(state) then loads it into {"model": model,
-    "optimizer": optimizer, ...}. A file with nothing but tensors becomes {"model": ...}.
+    A dict of tensors becomes a model, and a dict of "state" and "param_groups" becomes an
+    optimizer. All other values keep their types. CheckpointManager(ROOT).restore(state) then loads
+    the step into {"model": model, "optimizer": optimizer, ...}. A file with nothing but tensors
+    becomes {"model": ...}.
 
     Nothing is unpickled but what torch.load(weights_only=True) allows. Optimizer state is kept by
     parameter name; where the source has numbers only, they are matched with the model's entries by
@@ -114,6 +115,7 @@ def import_(
 
 
 def _lines(path: str | None) -> list[str] | None:
+    """Return the lines of a file that are not blank; None if ``path`` is None."""
     if path is None:
         return None
     try:

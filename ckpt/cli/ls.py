@@ -1,4 +1,4 @@
-"""``ckpt ls``: what is there?"""
+"""``ckpt ls``: list the checkpoints."""
 
 from __future__ import annotations
 
@@ -91,7 +91,14 @@ def ls(
 
 @dataclass(frozen=True, slots=True)
 class _Tier:
-    """The steps of a tier, or the reason why there are none."""
+    """The listing of one tier.
+
+    Attributes:
+        url: The URL of the tier.
+        steps: The attempts at steps on the tier.
+        error: Why there are no ``steps``: the tier is empty (`NoCheckpoint`), or it could not be
+            listed. None if there are steps.
+    """
 
     url: str
     steps: dict[StepRef, StoredStep] = field(default_factory=dict[StepRef, StoredStep])
@@ -99,11 +106,12 @@ class _Tier:
 
     @property
     def failed(self) -> bool:
-        """Whether it could not be listed. It may have steps."""
+        """Whether the tier could not be listed. Such a tier may have steps."""
         return self.error is not None and not isinstance(self.error, NoCheckpoint)
 
 
 def _look(store: StorageBackend) -> dict[StepRef, StoredStep]:
+    """Return the attempts at steps in a store. Raises ``NoCheckpoint`` if there are none."""
     if found := Inventory(store, shown=True).look():
         return {held.ref: held for held in found}
     raise NoCheckpoint(store.url, instead_of(store, [], None))
@@ -111,11 +119,13 @@ def _look(store: StorageBackend) -> dict[StepRef, StoredStep]:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """An attempt at a step.
+    """An attempt at a step, for a row of the table.
 
     Attributes:
-        known: The step as any tier has it committed: the manifests are the same.
-        older: Whether a restore takes a younger attempt at the same step.
+        ref: The attempt.
+        known: The attempt on the nearest tier where it is committed; None if it is committed on no
+            tier. Other tiers have the same facts in their manifests.
+        older: Whether there is a younger committed attempt at the same step, which a restore takes.
     """
 
     ref: StepRef
@@ -124,14 +134,14 @@ class _Row:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """What the manifest says, below ``_FACTS``."""
+        """The cells below the titles ``_FACTS``; "-" in each if the attempt is not committed."""
         if (held := self.known) is None:
             return ("-",) * len(_FACTS)
         return output.moment(held.created_at), f"{held.ranks:,}", f"{held.tensors:,}"
 
     @property
     def facts_as_json(self) -> dict[str, object]:
-        """The same for programs."""
+        """The facts for the JSON output, by name; None for each if the attempt is not committed."""
         held = self.known
         return {
             "committed_at": output.moment_utc(held.created_at) if held else None,
@@ -141,11 +151,18 @@ class _Row:
 
 
 _FACTS: Final = ("committed at", "ranks", "tensors")
-"""Columns. That of the tensors is left out beside columns of several tiers."""
+"""The titles of the columns with facts from the manifest.
+
+A table with a column for each of several tiers does not have the column "tensors".
+"""
 
 
 def _rows(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[_Row]:
-    """Return the attempts to show. Of those at one step, the one that a restore takes is last."""
+    """Return the rows of the ``newest`` newest attempts (None: all), oldest step first.
+
+    Of several attempts at one step, the attempt that a restore takes comes last. ``reverse``
+    reverses the order of the rows.
+    """
     known: dict[StepRef, StoredStep | None] = {}
     for tier in tiers:
         for ref, held in tier.steps.items():
@@ -164,12 +181,16 @@ def _rows(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[
 
 
 def _note_memory(shown: _Tier, url: str) -> None:
-    """Say if the memory before the tier ``url`` has newer steps than ``shown``.
+    """Print a note if the tier in memory that belongs to the tier ``url`` has newer steps.
 
-    Only memory is looked at: another tier may be far away.
+    Other nearer tiers are not listed for this note, because they may take long to answer.
+
+    Args:
+        shown: The listing of the tier ``url``.
+        url: The URL of the tier in the configuration of a job.
     """
     memory = urls_of([Tier(MEMORY), Tier(url)])[0]
-    if memory not in stores_in_memory():  # To open it would make it
+    if memory not in stores_in_memory():  # Opening a store in memory that is not there creates it
         return
     with suppress(CkptError), closing(open_backend(memory)) as store:
         newest = max((ref.step for ref in committed(store)), default=-1)
@@ -193,8 +214,9 @@ def _one(tier: _Tier, rows: Sequence[_Row], *, json: bool) -> None:
 
 
 def _each(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> None:
-    """Show a table for each tier: they belong to different jobs. The job that has committed last
-    comes last.
+    """Show a table for each tier, because the tiers belong to different jobs.
+
+    The tier with the latest commit comes last, or first with ``reverse``.
     """
     failed = _warn_of_failed(tiers)
     shown = sorted(
@@ -220,7 +242,7 @@ def _several(tiers: Sequence[_Tier], rows: Sequence[_Row], *, json: bool) -> Non
         return
     failed = _warn_of_failed(tiers)
     if not rows:
-        if failed and failed[0].error:  # A tier that failed may hold steps
+        if failed and failed[0].error:  # A tier that could not be listed may have steps
             raise failed[0].error
         raise NoCheckpoint(", ".join(tier.url for tier in tiers), "they are empty, or do not exist")
     cells = [(*row.facts[:-1], *(_cell(tier, row) for tier in tiers)) for row in rows]
@@ -241,9 +263,14 @@ def _show(
     titles: Sequence[str],
     cells: Sequence[Sequence[str]],
 ) -> None:
-    """Show a row for each attempt, with its cells below ``titles``, and the user's metadata.
+    """Show a table with a row for each attempt.
 
-    ``urls`` are those of the titles that are places.
+    Args:
+        urls: The titles that are URLs of tiers. They are replaced by short names if the table is
+            too wide.
+        rows: The attempts.
+        titles: The titles of the columns after "step" and "attempt", and before "metadata".
+        cells: The cells below ``titles`` for each of ``rows``.
     """
     columns = ["step", "attempt", *titles]
     table = [
@@ -276,7 +303,7 @@ def _several_as_json(tiers: Sequence[_Tier], rows: Sequence[_Row]) -> None:
 
 
 def _cell(tier: _Tier, row: _Row) -> str:
-    """Return how much of a step is on one tier."""
+    """Return as text how much of an attempt is on one tier; "-" if nothing of it is there."""
     if tier.failed:
         return "unreachable"
     held = tier.steps.get(row.ref)
@@ -311,7 +338,10 @@ def _across_as_json(tiers: Sequence[_Tier], row: _Row) -> dict[str, object]:
 
 
 def _metadata(held: StoredStep | None) -> dict[str, Any]:
-    """Return the user's metadata of a step, and which part of a state it is."""
+    """Return the user's metadata of a step.
+
+    If the step was saved with patterns of names, the patterns are the item ``LEFT_OUT``.
+    """
     found = parse(held.metadata, "metadata") if held else None
     if not isinstance(found, dict):
         return {}
@@ -321,7 +351,10 @@ def _metadata(held: StoredStep | None) -> dict[str, Any]:
 
 
 def _brief(metadata: Mapping[str, Any]) -> str:
-    """Return metadata as text, such as 'team=speech, loss=0.25'. A dict is shown by its items."""
+    """Return metadata as text, such as 'team=speech, loss=0.25'.
+
+    A dict in it is replaced by its items.
+    """
     return ", ".join(
         _brief(value)
         if isinstance(value, dict)
@@ -334,7 +367,10 @@ def _brief(metadata: Mapping[str, Any]) -> str:
 
 
 def _state(held: StoredStep) -> tuple[str, str]:
-    """Return the state of a step with its remarks."""
+    """Return the state of a step, and a detail of that state; the detail of "committed" is empty.
+
+    A step of another format counts as "damaged" here.
+    """
     if held.state == "committed":
         return held.state, ""
     if held.state == "incomplete":
@@ -353,7 +389,10 @@ def _size_and_state(held: StoredStep) -> tuple[str, str]:
 
 
 def _size(held: StoredStep) -> str:
-    """Return the size on the tier, and for an encoded step also the size before."""
+    """Return as text the size of a committed step on the tier.
+
+    For an encoded step the text also has the codecs and the size before encoding.
+    """
     stored = output.size(held.stored_bytes)
     if not held.codecs:
         return stored

@@ -1,6 +1,7 @@
-"""The command ``ckpt``.
+"""The program ``ckpt``.
 
-Each verb has a file of its own, which is imported when the verb is used, so that help is instant.
+Each of its commands has a file of its own. The file is imported only when the command is used, so
+that ``ckpt --help`` is fast.
 """
 
 from __future__ import annotations
@@ -60,15 +61,18 @@ Exit codes:
 
 
 def _help(text: str) -> str:
-    """Return a docstring as help. A paragraph after a line with a backspace character keeps its
-    lines, and the sources have a backslash and a ``b`` in its place.
+    """Return a docstring as the text for ``--help``.
+
+    click keeps the line breaks of a paragraph that follows a line with a backspace character. The
+    docstrings have a backslash and a ``b`` instead of that character.
     """
     return inspect.cleandoc(text).replace("\\b\n", "\b\n")
 
 
 class _Verb(TyperCommand):
-    """A verb that refuses an option with one value that is given twice. click would take the last
-    value and print nothing.
+    """A command that raises ``ConfigError`` if an option that takes one value is given twice.
+
+    click would use the last value and print nothing.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -133,21 +137,22 @@ COMMANDS: Final = {
     "import": ("import_:import_", "Make a checkpoint from files of other programs."),
     "agent": ("agent:agent", "Run, ask or stop the agent of this user on this node."),
 }
-"""Our verbs: in which module of this package each is, under which name, and what ``ckpt --help``
-says about it.
-"""
+"""The commands of ckpt: name -> ("MODULE:FUNCTION" in ``ckpt.cli``, summary in ``ckpt --help``)."""
 _GROUP: Final = "ckpt.commands"
 
 
 class _Unloaded(TyperCommand):
-    """One of our verbs before it is used. Its place is taken by the verb when words follow it."""
+    """A command of ckpt that is not imported yet.
+
+    When the command is used, it imports the real command and passes the arguments to it.
+    """
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
         return load_command(self.name or "").make_context(info_name, args, *more, **extra)
 
 
 def load_command(name: str) -> TyperCommand:
-    """Import one of our verbs."""
+    """Import a command of ``COMMANDS`` by its name, and return it."""
     function = resolve_name(f"ckpt.cli.{COMMANDS[name][0]}")
     return cast("TyperCommand", typer.main.get_command(_typer_of(name, function)))
 
@@ -166,8 +171,8 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
     """Add the commands that other distributions provide as entry points of the group
     ``ckpt.commands``.
 
-    Their packages are only searched when ``arguments`` name no command of our own, since the search
-    takes time. A command that cannot be imported is reported on standard error and left out.
+    Nothing is done if the first of ``arguments`` is a command of ckpt, because the search for entry
+    points takes time. A command that cannot be imported is reported on standard error and left out.
     """
     if any(argument in COMMANDS for argument in arguments[:1]):
         return
@@ -176,7 +181,7 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
             continue
         try:
             found = _typer_of(entry.name, entry.load())
-            typer.main.get_command(found)  # Raises if it cannot be a command
+            typer.main.get_command(found)  # Raises if the function cannot be a command
         except Exception as error:  # noqa: BLE001
             # A mistake in another package must not disable our commands.
             sys.stderr.write(
@@ -189,7 +194,7 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
 def main() -> int:
     """Run the command line and return its exit code."""
     as_json = "--json" in sys.argv[1:]
-    # A character that the terminal does not have must not be an error.
+    # A character that the encoding of the terminal does not have must not raise an error.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -200,7 +205,7 @@ def main() -> int:
     sys.stdout = cast("TextIO", _Output(stdout))
     try:
         code = _run(as_json=as_json)
-        # An error as JSON may still be in the buffer, and a closed pipe must not fail after this.
+        # The buffer may have an error as JSON. Flush it here, where a closed pipe is handled.
         try:
             sys.stdout.flush()
         except BrokenPipeError:
@@ -222,7 +227,7 @@ def main() -> int:
 
 
 class _Teller(logging.Handler):
-    """Prints what the package logs in the form of a warning of the command line."""
+    """A logging handler that prints each record of the logger "ckpt" as a warning."""
 
     def emit(self, record: logging.LogRecord) -> None:
         from ckpt.cli.output import warn
@@ -263,7 +268,10 @@ def _run(*, as_json: bool) -> int:
 
 @runtime_checkable
 class _ShowsItself(Protocol):
-    """An exception of click, which later releases of typer have inside."""
+    """The interface of an exception that click raises for a wrong command line.
+
+    The class itself is not imported, because later releases of typer have their own copy of click.
+    """
 
     exit_code: int
 
@@ -272,7 +280,11 @@ class _ShowsItself(Protocol):
 
 
 def _other(error: Exception, *, as_json: bool) -> int:
-    """Show an error of the command line by itself, and any other one as a bug of ckpt."""
+    """Print an error that is not a ``CkptError``, and return the exit code.
+
+    An error of click prints its own message. Any other error is printed as a bug of ckpt, or raised
+    again if CKPT_DEBUG is set.
+    """
     from ckpt.cli.output import fail_unexpected, show_json
     from ckpt.config import debug_wanted
     from ckpt.errors.text import clean

@@ -1,4 +1,4 @@
-"""The tiers that are nearer than a root, as the agent of this node knows them."""
+"""The tiers of a job that are nearer than a root, as the agent of this node lists them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,25 @@ from ckpt.storage.registry import stores_in_memory
 
 
 def nearer_tiers(root: Watched, destination: Watched, timeout: float) -> list[Watched]:
-    """Return the folders and the memory of this machine where the job of ``root`` has its steps,
-    too, nearest first.
+    """Return the nearer tiers of the job of ``root`` that are on this machine, nearest first.
 
-    The agent knows the tiers of the jobs that have run here. A job counts if the root names it as
-    its owner, or has a step of it: two object stores may have the same URL. A job with tiers on
-    several nodes does not count, since this machine has a part of its steps. A tier counts if the
-    last job there is one of the root's, since another experiment may have taken the tier.
+    These are folders and stores in memory. The agent lists the tiers of the jobs that have run on
+    this machine. The newest of these jobs is used that meets two conditions:
+
+    * The root names the job as its owner, or has a step of the job. The URL alone is not enough,
+      because two object stores may have the same URL.
+    * No other node has parts of the job's steps. Otherwise this machine has only a part of each.
+
+    A tier of the job is left out if the last job on it has no step in the root and does not own the
+    root, because another experiment may have taken the tier.
 
     Args:
         root: The root that the user has named.
-        destination: Where the step is copied to, which is not read from.
+        destination: The store that the step is copied to. It is left out.
         timeout: The value of ``--timeout``.
+
+    Returns:
+        The stores; none if there is no agent, no such job, or one of the stores fails.
     """
     jobs = [job for job in known_jobs() if not job.in_parts and _place_of(root, job) > 0]
     if not jobs:
@@ -53,19 +60,23 @@ def nearer_tiers(root: Watched, destination: Watched, timeout: float) -> list[Wa
 
 
 def _place_of(root: Watched, job: JobStatus) -> int:
-    """Return the position of the root among the tiers of a job; -1 if it is none of them."""
+    """Return the index of the root among the tiers of a job; -1 if it is not one of them."""
     places = (at for at, url in enumerate(job.tiers) if relation(url, root.url) == "same")
     return next(places, -1)
 
 
 def _jobs_of(root: Watched) -> set[str]:
-    """Return the attempts of the jobs that have the root or a step there."""
+    """Return the jobs that own the root or have a step there, each by its attempt."""
     owner = read_owner(root)
     return {job_of(ref) for ref in attempts(root)} | ({owner.attempt} if owner else set())
 
 
 def _last_job(tier: Watched) -> str | None:
-    """Return the attempt of the job that has a tier, else that of its newest step."""
+    """Return the attempt of the job that owns a tier.
+
+    If the tier has no owner, return the attempt of the job of its newest step; None if it has no
+    step either.
+    """
     if (owner := read_owner(tier)) is not None:
         return owner.attempt
     newest = next(iter(attempts(tier)), None)
@@ -73,5 +84,8 @@ def _last_job(tier: Watched) -> str | None:
 
 
 def _is_here(url: str) -> bool:
-    """Return whether a tier is in this machine, and exists. To open it would make it."""
+    """Return True if a tier is a folder or a store in memory of this machine, and exists.
+
+    The tier is not opened for that, because opening it would create it.
+    """
     return os.path.isdir(url) if is_folder(url) else url in stores_in_memory()

@@ -1,4 +1,4 @@
-"""The options that several commands share, with the stores and threads they work on."""
+"""The options and arguments that several commands share, and the stores and threads for them."""
 
 from __future__ import annotations
 
@@ -99,14 +99,18 @@ TimeoutOption = Annotated[
 TIMEOUT_SECONDS: Final = 10.0
 
 LATEST: Final = "latest"
-"""The STEP that is the newest one."""
+"""The value of STEP that stands for the newest step."""
 
 
 def places_and_step(
     arguments: Sequence[str] | None, roots: Sequence[str] | None, step: int | None
 ) -> tuple[list[str], int | None]:
-    """Separate the arguments that are places from the one that is a step, and join both with the
-    options.
+    """Separate the places from the step among ``arguments``, and combine them with the options.
+
+    Args:
+        arguments: The arguments ``[ROOT]... [STEP]`` of a command.
+        roots: The values of ``--root``.
+        step: The value of ``--step``.
 
     Returns:
         The places, nearest first (empty if none is given), and the step (None for the newest).
@@ -131,20 +135,31 @@ def places_and_step(
 def place_and_step(
     arguments: Sequence[str] | None, root: str | None, step: int | None
 ) -> tuple[str | None, int | None]:
-    """Return what ``places_and_step`` returns, for commands that work on one place."""
+    """Do the same as ``places_and_step`` for a command that works on one place.
+
+    The place is None if none is given.
+    """
     found, step = places_and_step(arguments, [root] if root else None, step)
     return one_place(found), step
 
 
 def places(arguments: Sequence[str] | None, roots: Sequence[str] | None) -> list[str]:
-    """Return the places that are given as arguments or by ``--root``."""
+    """Return the places that are given as arguments or by ``--root``.
+
+    Raises:
+        ConfigError: There are both arguments and values of ``--root``.
+    """
     if arguments and roots:
         raise ConfigError(f"{arguments[0]} and --root {roots[0]} are two places: leave one out")
     return [*(arguments or ()), *(roots or ())]
 
 
 def one_place(arguments: Sequence[str] | None, root: str | None = None) -> str | None:
-    """Return the only place among the arguments and ``--root``; None if there is none."""
+    """Return the place that is given as an argument or by ``--root``; None if none is given.
+
+    Raises:
+        ConfigError: More than one place is given.
+    """
     found = places(arguments, [root] if root else None)
     if len(found) > 1:
         raise ConfigError(
@@ -157,10 +172,18 @@ def one_place(arguments: Sequence[str] | None, root: str | None = None) -> str |
 def source_and_other(
     arguments: Sequence[str], root: str | None, name: str
 ) -> tuple[str | None, str]:
-    """Split ``[SOURCE] OTHER``, in which SOURCE may be left out or given by ``--root`` instead.
+    """Return SOURCE and OTHER from the arguments ``[SOURCE] OTHER`` and ``--root``.
+
+    SOURCE is None if neither an argument nor ``--root`` gives it. The environment or ``ckpt.toml``
+    then names it.
 
     Args:
-        name: What the command calls OTHER.
+        arguments: The arguments.
+        root: The value of ``--root``, which may take the place of SOURCE.
+        name: The name of OTHER in the help of the command.
+
+    Raises:
+        ConfigError: There are too many places, or nothing names SOURCE.
     """
     *source, other = arguments
     if len(source) > 1:
@@ -194,9 +217,13 @@ def open_root(root: str | None, config: str | None = None, *, timeout: float) ->
 
 @contextmanager
 def naming_the_one_before(refs: Sequence[StepRef], step: int | None) -> Generator[None]:
-    """Add the previous step to an error about damage inside of the block.
+    """Add the number of the previous step to the message of an error about damage in the block.
 
-    The first of ``refs`` is read since no ``step`` was named; the error names the step before it.
+    Nothing is added if the user has named a ``step``.
+
+    Args:
+        refs: The committed attempts, newest step first. The block reads the first one.
+        step: The step that the user has named; None if the newest step is read.
     """
     try:
         yield
@@ -209,8 +236,9 @@ def naming_the_one_before(refs: Sequence[StepRef], step: int | None) -> Generato
 
 @contextmanager
 def naming_a_removed(sources: Sequence[StorageBackend], ref: StepRef) -> Generator[None]:
-    """Raise ``NoCheckpoint`` in place of an error about damage inside of the block, if none of
-    ``sources`` has ``ref`` any more: a retention removed it, and it is not damaged.
+    """Replace an error about damage in the block by ``NoCheckpoint`` if ``ref`` was removed.
+
+    The attempt was removed, and is not damaged, if it is committed on none of ``sources`` any more.
     """
     try:
         yield
@@ -221,7 +249,10 @@ def naming_a_removed(sources: Sequence[StorageBackend], ref: StepRef) -> Generat
 
 
 def may_be_there(sources: Sequence[StorageBackend], ref: StepRef) -> bool:
-    """Return False if all sources answer and none has the step."""
+    """Return False if ``ref`` is committed on none of ``sources``.
+
+    Return True if a source cannot tell, because it fails.
+    """
     try:
         return any(is_committed(source, ref) for source in sources)
     except StorageError:
@@ -229,7 +260,7 @@ def may_be_there(sources: Sequence[StorageBackend], ref: StepRef) -> bool:
 
 
 def removed(sources: Sequence[StorageBackend], ref: StepRef) -> NoCheckpoint:
-    """Return the error about a step that a retention removed meanwhile."""
+    """Return the error about an attempt that was removed while the command read it."""
     urls = ", ".join(source.url for source in sources)
     return NoCheckpoint(
         urls,
@@ -239,7 +270,7 @@ def removed(sources: Sequence[StorageBackend], ref: StepRef) -> NoCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A tier that was looked for: its store, or why there is none."""
+    """The result of opening one tier: its store, or the error if it cannot be opened."""
 
     url: str
     store: Watched | CkptError
@@ -250,11 +281,19 @@ def open_each(
 ) -> list[Reached]:
     """Open the tiers that ``--root`` or ``--config`` names, nearest first.
 
-    Tiers that cannot be opened are included. The root "memory" stands for everything in the memory
-    of this machine.
+    The result has an item for each tier, also for a tier that cannot be opened. The root "memory"
+    stands for all stores in the memory of this machine.
 
     Args:
-        all_tiers: Without either option, open all tiers of ``./ckpt.toml`` and not only the first.
+        roots: The values of ``--root``.
+        config: The value of ``--config``.
+        timeout: The value of ``--timeout``.
+        all_tiers: Without ``roots`` and ``config``, open all tiers of ``./ckpt.toml`` and not only
+            the tier that ``resolve_tier`` returns.
+
+    Raises:
+        ConfigError: The options exclude each other, or name a tier twice or none.
+        CkptError: The only tier cannot be opened.
     """
     if roots and config:
         raise ConfigError("--root and --config exclude each other: leave one out")
@@ -289,15 +328,21 @@ def tiers_of(config: str) -> tuple[Tier, ...]:
 
 
 def with_memory(roots: Sequence[str]) -> list[str]:
-    """Return the places with the URLs of this machine's memory in place of "memory"."""
+    """Return ``roots`` with the URLs of all stores in this machine's memory in place of "memory".
+
+    Nothing takes the place of "memory" if there is no such store.
+    """
     return [url for root in roots for url in (stores_in_memory() if root == MEMORY else [root])]
 
 
 def ask_each(
     tiers: Sequence[Reached], question: Callable[[Watched], T]
 ) -> list[tuple[str, T | CkptError]]:
-    """Ask all tiers at once. Return the URL of each with its answer, or with the error of a tier
-    that cannot be opened or that fails.
+    """Call ``question`` with the stores of all tiers at the same time.
+
+    Returns:
+        The URL of each tier, with the result of ``question`` or with the error of a tier that
+        cannot be opened, fails, or does not answer within ``--timeout``.
     """
 
     def answer(tier: Reached) -> tuple[str, T | CkptError]:
@@ -308,15 +353,15 @@ def ask_each(
         except CkptError as error:
             return tier.url, error
 
-    workers = Workers("look", len(tiers))  # Not closed: one may still wait for its store
+    workers = Workers("look", len(tiers))  # Not closed: a thread may still wait for its store
     return [future.result() for future in [workers.submit(answer, tier) for tier in tiers]]
 
 
 @contextmanager
 def workers_for(backend: StorageBackend, *others: StorageBackend) -> Generator[Workers]:
-    """Give as many threads as the store can use.
+    """Provide as many threads for the block as ``backend`` can use, but at most 16.
 
-    While they work, a line names each store that does not answer.
+    While the block runs, a line on standard error names each of the stores that does not answer.
     """
     count = max(1, min(backend.capabilities.max_concurrency, _MOST_THREADS))
     with noting(backend, *others), Workers("cli", count) as workers:
@@ -324,7 +369,11 @@ def workers_for(backend: StorageBackend, *others: StorageBackend) -> Generator[W
 
 
 def seconds(option: str, text: str) -> float:
-    """Return a time such as '90s', '30m', '2h' or '1d' in seconds; '5' is five seconds."""
+    """Return a time such as '90s', '30m', '2h' or '1d' in seconds; '5' is five seconds.
+
+    Raises:
+        ConfigError: ``text`` is not such a time, or it is zero. The message names ``option``.
+    """
     match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     number = float(match[1]) * {"m": 60, "h": 3600, "d": 86400}.get(match[2], 1) if match else 0
     if number <= 0:

@@ -1,7 +1,8 @@
 """The output of the command line: tables, progress, JSON, errors.
 
-Results go to standard output, all else to standard error. Text from a checkpoint or a store may
-hold anything. Control characters are escaped, and credentials in URLs are struck out.
+Results go to standard output, and all other output goes to standard error. Text from a checkpoint
+or a store may have any characters. Control characters in it are escaped, and credentials in URLs
+are replaced by ``***``.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from ckpt.model.readable import rate as rate
 from ckpt.model.readable import size as size
 
 _SHORT: Final = 14
-"""A column as wide as the name of an attempt is not wrapped."""
+"""A column of at most so many characters is not wrapped, such as the column of attempts."""
 _LEAST_CUT: Final = 10
+"""A column that may be cut is left out if fewer characters than this fit."""
 _NO_LIMIT: Final = 10_000  # A pipe has no width to wrap at
 
 
 def show_json(value: object) -> None:
-    """Print the one JSON document of a call in ASCII."""
+    """Print ``value`` as the only JSON document of a command, in ASCII."""
     sys.stdout.write(json.dumps(_clean_json(value), indent=2) + "\n")
 
 
 def show_json_line(value: object) -> None:
-    """Print one of several JSON documents of a call, on a line of its own, and flush it."""
+    """Print one of several JSON documents of a command on a line of its own, and flush it."""
     sys.stdout.write(json.dumps(_clean_json(value)) + "\n")
     sys.stdout.flush()
 
@@ -48,12 +50,12 @@ def show_line(text: str = "", style: str = "") -> None:
 
 
 def show_plain(text: str) -> None:
-    """Print a line with nothing escaped or struck out, such as an address with a token."""
+    """Print a line as it is, without escapes or ``***``, such as an address with a token."""
     sys.stdout.write(f"{text}\n")
 
 
 def show_facts(facts: Mapping[str, str]) -> None:
-    """Print names and values, a line for each."""
+    """Print a line with the name and the value of each item."""
     width = max((len(clean(name)) for name in facts), default=0)
     for name, value in facts.items():
         line = Text(f"  {clean(name):<{width}}  ", style="dim").append(
@@ -69,13 +71,13 @@ def show_table(
     right: Sequence[str] = (),
     elided: Sequence[str] = (),
 ) -> None:
-    """Show a table that is at most as wide as the terminal.
+    """Print a table that is at most as wide as the terminal.
 
     Args:
-        columns: The heads of the columns.
-        rows: The cells.
-        right: The columns with numbers, which are aligned to the right.
-        elided: The columns that are cut if there is no room.
+        columns: The titles of the columns.
+        rows: The cells of each row.
+        right: The titles of the columns that are aligned to the right and never wrapped.
+        elided: The titles of the columns that are cut, or left out, if the table is too wide.
     """
     console = _console(sys.stdout)
     if elided:
@@ -102,9 +104,10 @@ def show_table(
 def _elided(
     columns: Sequence[str], rows: Sequence[Sequence[str]], elided: Sequence[str], width: int
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Cut the ``elided`` columns to the room that the others leave.
+    """Return the titles and rows with the cells of the columns ``elided`` cut to fit ``width``.
 
-    They are left out if there is no room for a word.
+    Each of these columns gets the characters that all other columns leave. If these are fewer than
+    ``_LEAST_CUT``, the columns ``elided`` are left out.
     """
     others = [index for index, column in enumerate(columns) if column not in elided]
     room = width - sum(max(len(row[index]) for row in (columns, *rows)) + 2 for index in others) - 2
@@ -125,10 +128,15 @@ def _elided(
 def short_names(
     places: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> dict[str, str]:
-    """Return names for places in a table.
+    """Return the name of each place that a table should show.
 
-    They are "tier 1" and so on if the places make the table wider than the terminal. A line for
-    each then gives its place.
+    The name is the place itself. If the table would be wider than the terminal with long places,
+    the names are "tier 1", "tier 2" and so on, and a line for each name is printed with its place.
+
+    Args:
+        places: The places, such as URLs of tiers.
+        columns: The titles of the table, with the places as they are.
+        rows: The cells of the table, with the places as they are.
     """
     console = _console(sys.stdout)
     widths = [max(map(len, cells)) + 2 for cells in zip(columns, *rows, strict=True)]
@@ -153,7 +161,7 @@ def note(text: str) -> None:
 def fail(error: Exception, *, as_json: bool) -> None:
     """Print an error on one line of standard error.
 
-    With ``as_json`` the error and its fields are printed on standard output, too.
+    With ``as_json``, also print the error and its public fields as JSON on standard output.
     """
     _print_line("error", "bold red", str(error))
     if as_json:
@@ -162,7 +170,7 @@ def fail(error: Exception, *, as_json: bool) -> None:
 
 
 def fail_unexpected(error: Exception, *, as_json: bool) -> None:
-    """Show an error as ``fail`` does, for an error that is a bug of ckpt."""
+    """Print an error as ``fail`` does, with the remark that it is a bug of ckpt."""
     text = (
         f"internal error: {type(error).__name__}: {error} (run with CKPT_DEBUG=1 for the traceback)"
     )
@@ -171,9 +179,13 @@ def fail_unexpected(error: Exception, *, as_json: bool) -> None:
 
 @contextmanager
 def progress(label: str, *, in_bytes: bool = True) -> Generator[OnProgress]:
-    """Show a bar on standard error while the block runs, if standard error is a terminal.
+    """Show a progress bar while the block runs, if standard error is a terminal.
 
-    The block counts bytes, or other items.
+    The block gets a function that it calls with how much is done and how much there is in total.
+
+    Args:
+        label: The text before the bar.
+        in_bytes: Whether the block counts bytes. If it does, the bar also shows the speed.
     """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
@@ -198,7 +210,7 @@ def count(number: int, noun: str) -> str:
 
 
 def moment(epoch_seconds: float) -> str:
-    """Return a local time, for people."""
+    """Return a time as text in the local time zone; '?' if it is not a valid time."""
     try:
         return datetime.fromtimestamp(epoch_seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):
@@ -206,7 +218,7 @@ def moment(epoch_seconds: float) -> str:
 
 
 def moment_utc(epoch_seconds: float) -> str | None:
-    """Return a time in ISO 8601, for programs; None for a time that no calendar has."""
+    """Return a time as text in ISO 8601 and in UTC; None if it is not a valid time."""
     try:
         return datetime.fromtimestamp(epoch_seconds, UTC).isoformat(timespec="milliseconds")
     except (ValueError, OverflowError, OSError):
@@ -234,6 +246,7 @@ _STYLES: Final = {
 
 
 def _clean_json(value: Any) -> Any:
+    """Return ``value`` in types that JSON has, without credentials in its text."""
     match value:
         case str():
             return redact(value)
@@ -250,7 +263,7 @@ def _clean_json(value: Any) -> Any:
 
 
 def _print_line(word: str, style: str, text: str) -> None:
-    with suppress(OSError):  # If standard error fails, the exit code still shows the result
+    with suppress(OSError):  # If standard error fails, the exit code still tells the result
         _console(sys.stderr).print(
             Text(f"{word}: ", style=style).append(clean(text), style="default"), soft_wrap=True
         )

@@ -1,4 +1,4 @@
-"""``ckpt pin`` and ``ckpt unpin``: keep a step for some time."""
+"""``ckpt pin`` and ``ckpt unpin``: keep a step from being removed for some time."""
 
 from __future__ import annotations
 

@@ -77,9 +77,9 @@ def prune(
     more than a day ago.
 
     The newest checkpoint always stays, and so do files that are not ours. A job may write to the
-    root meanwhile. What its farther tiers still have to read from here stays, if ckpt.toml names
-    them; if not, a root whose job is alive, or may be so on another machine, is left alone without
-    --force.
+    root meanwhile. If ckpt.toml names the farther tiers of the job, the steps that these tiers
+    still lack stay. If it does not, and the job is alive or may be alive on another machine,
+    nothing is removed without --force.
 
     \b
     Examples:
@@ -154,7 +154,17 @@ def _rule(
 def _farther(
     tier: Tier, config: str | None, owner: Owner | None, *, url: str, dry_run: bool
 ) -> Sequence[Tier]:
-    """Return the farther tiers of a job that may run.
+    """Return the tiers farther than ``tier`` that the running job may still copy steps to.
+
+    The result is empty if no job runs that owns the root. With ``dry_run`` it is also empty, and a
+    warning is printed, if the farther tiers are not known.
+
+    Args:
+        tier: The tier to prune.
+        config: The configuration file; None for ``./ckpt.toml``.
+        owner: The owner of the root.
+        url: The URL of the tier for the message.
+        dry_run: Whether nothing is removed.
 
     Raises:
         CommitError: A job may run, and its farther tiers are not known.
@@ -177,7 +187,11 @@ def _farther(
 
 
 def _late(tiers: Sequence[Tier], found: Sequence[StoredStep], timeout: float) -> frozenset[StepRef]:
-    """Return the steps that farther tiers lack, and so may be reading."""
+    """Return the committed steps of ``found`` that one of the farther ``tiers`` lacks.
+
+    A job may still have to read these steps to copy them. If a farther tier cannot be listed, all
+    steps that go to it count as lacking, and a warning is printed.
+    """
     late: set[StepRef] = set()
     for farther in tiers:
         taken = {
@@ -231,7 +245,11 @@ def _show(found: Sequence[Pruned], kept: Sequence[Judged], *, dry_run: bool) -> 
 
 
 def _best(text: str) -> Best:
-    """Return the rule of a text such as 'loss:min:3'."""
+    """Return the rule that a value of ``--keep-best`` such as 'loss:min:3' stands for.
+
+    Raises:
+        ConfigError: ``text`` is not METRIC:MODE or METRIC:MODE:N.
+    """
     metric, *rest = (
         text.rsplit(":", 2) if text.rpartition(":")[2].isdecimal() else text.rsplit(":", 1)
     )

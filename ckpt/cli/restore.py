@@ -1,4 +1,4 @@
-"""``ckpt restore``: an intact checkpoint in a local folder, before a job starts."""
+"""``ckpt restore``: put an intact checkpoint into a local folder before a job starts."""
 
 from __future__ import annotations
 
@@ -142,7 +142,17 @@ def restore(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """``copied_bytes``: None if it is where it was."""
+    """An intact step in a local folder.
+
+    Attributes:
+        ref: The attempt at the step.
+        place: The path of the folder of the attempt.
+        copied_bytes: How many bytes were copied; None if ``place`` is in one of the sources, and
+            nothing was copied.
+        nbytes: How many bytes were verified.
+        seconds: How long the verification or the copy took.
+        repaired: The files that a nearer tier should have had intact and did not.
+    """
 
     ref: StepRef
     place: str
@@ -153,12 +163,21 @@ class _Found:
 
 
 def _sources(roots: list[str], config: str | None, timeout: float) -> list[Watched]:
-    """Return the sources, nearest first."""
+    """Open the tiers to read from, and return their stores, nearest first."""
     return [watch(tier.backend, timeout) for tier in open_tiers(resolve_tiers(roots, config))]
 
 
 def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watched | None:
-    """Return where to copy the step; None if it stays in the local folder that has it."""
+    """Return the store to copy the step to; None if the step stays in the local folder that has it.
+
+    Args:
+        sources: The stores to read from, nearest first.
+        to: The value of ``--to``.
+        timeout: The value of ``--timeout``.
+
+    Raises:
+        ConfigError: ``to`` is not a local folder, or is inside a folder of ``sources``.
+    """
     if to is not None and not is_folder(to):
         raise ConfigError(
             f"--to {to} is a URL, and restore fetches into a local folder: copy between stores "
@@ -185,8 +204,21 @@ def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watc
 
 
 def _first_intact(sources: list[Watched], step: int | None, destination: Watched | None) -> _Found:
+    """Try the committed attempts, newest step first, until one is intact, and return that one.
+
+    A warning is printed for each attempt that is damaged or was removed.
+
+    Args:
+        sources: The stores to read from, nearest first.
+        step: The only step to try; None for any step.
+        destination: The store to copy the attempt to; None to verify the attempt in place.
+
+    Raises:
+        NoCheckpoint: There is no committed attempt, or the only one was removed.
+        IntegrityError: No attempt is intact.
+    """
     tried = 0
-    listing = Workers("list", len(sources))  # Not closed: one may still wait for its store
+    listing = Workers("list", len(sources))  # Not closed: a thread may still wait for its store
     found = candidates(sources, step, workers=listing, lists=_attempts)
     candidate = next(found, None)
     with workers_for(sources[-1], *sources, *([destination] if destination else [])) as workers:
@@ -197,7 +229,7 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
                 with output.progress(f"step {ref.step}") as bar, naming_a_removed(asked, ref):
                     return _try(asked, ref, destination, workers, bar)
             except FormatUnsupported:
-                raise  # This is not damage: a fallback to an older step would hide it
+                raise  # The step is not damaged, and an older one would hide the newer format
             except (IntegrityError, NoCheckpoint) as error:
                 candidate = next(found, None)
                 if candidate is None and tried == 1:
@@ -209,7 +241,7 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
     urls = ", ".join(source.url for source in sources)
     if not tried:
         if len(sources) == 1:
-            # This raises an error that says what is there instead.
+            # This raises an error that says what the store has instead.
             sources[0].ask(partial(find, sources[0], step))
         raise NoCheckpoint(urls, "" if step is None else f"step {step} is not there")
     raise IntegrityError(
@@ -219,7 +251,7 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
 
 
 def _next(ref: StepRef, candidate: Candidate | None) -> str:
-    """Return what follows after ``ref`` was tried."""
+    """Return the text that says which attempt is tried after ``ref``; None: no other attempt."""
     if candidate is None:
         return "there is no other"
     if candidate.ref.step == ref.step:
@@ -230,7 +262,7 @@ def _next(ref: StepRef, candidate: Candidate | None) -> str:
 
 
 def _attempts(store: StorageBackend) -> list[StepRef]:
-    """Return the attempts of a source that answers within ``--timeout``."""
+    """Return the attempts in a store. A watched store must answer within ``--timeout``."""
     return store.ask(partial(attempts, store)) if isinstance(store, Watched) else attempts(store)
 
 
@@ -241,6 +273,11 @@ def _try(
     workers: Workers,
     bar: OnProgress | None,
 ) -> _Found:
+    """Verify the attempt ``ref`` in the only source, or copy it to ``destination`` if there is one.
+
+    Raises:
+        IntegrityError: The attempt is damaged, and no source has the damaged part intact.
+    """
     if destination is None:
         checked = verify_step(sources[0], ref, workers=workers, on_progress=bar)
         if checked.faults:

@@ -1,4 +1,4 @@
-"""``ckpt serve``: a page of runs."""
+"""``ckpt serve``: show runs on a page in the browser."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def serve(
     Each ROOT is a run. Roots that a journal names as tiers of one run are shown together. Each
     --config FILE is a run with all of its tiers. The page only shows, and changes nothing.
 
-    It is for this machine alone unless --host says otherwise. Then requests need a token: the one
-    in --token-file, or a new one, which is part of the address that is printed. Nothing is
-    encrypted: reach another machine by an SSH tunnel (`ssh -L 8472:127.0.0.1:8472 node`) where
-    others can listen.
+    Only this machine can reach the page unless --host names another address. Then requests need a
+    token: the one in --token-file, or a new one, which is part of the address that is printed.
+    Nothing is encrypted: reach another machine by an SSH tunnel
+    (`ssh -L 8472:127.0.0.1:8472 node`) where others can listen.
 
     \b
     Examples:
@@ -77,9 +77,12 @@ def serve(
 
 
 def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:
-    """Return the runs that a command shows: ``roots``, and all tiers of each of ``configs``.
+    """Return the runs for ``ckpt serve`` and ``ckpt top`` to show.
 
-    Without either it is all tiers of ``./ckpt.toml``, or what ``resolve_tier`` finds.
+    Args:
+        roots: The roots of runs. Roots that a journal names as tiers of one run are one run.
+        configs: Configuration files. The tiers of each file are one run. If there are neither roots
+            nor files, the tiers that ``resolve_tiers`` returns are the only run.
     """
     configured = {file: tiers_of(file) for file in configs or ()}
     if not roots and not configured:

@@ -1,4 +1,4 @@
-"""``ckpt show``: what is in it?"""
+"""``ckpt show``: show what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def show(
 ) -> None:
     r"""Show what a checkpoint holds.
 
-    That is tensors, plain values and metadata. Only the manifest is read. "written by" are the
-    ranks whose files hold a tensor's bytes.
+    Lists its tensors, plain values and metadata. Only the manifest is read. "written by" names the
+    ranks whose files hold the bytes of a tensor.
 
     \b
     Examples:
@@ -88,7 +88,7 @@ def show(
 
 
 def _read(backend: StorageBackend, ref: StepRef) -> Manifest:
-    """Return the manifest with the metrics that were added later."""
+    """Return the manifest, with the metrics that were added after the commit in its metadata."""
     manifest = read_manifest(backend, ref)
     keys = [info.key for info in own_objects(backend, ref)]
     metadata = with_late(manifest.metadata, late_metrics(backend, ref, keys))
@@ -221,15 +221,21 @@ def _files(manifest: Manifest) -> list[dict[str, object]]:
 
 @dataclass(frozen=True, slots=True)
 class _Tagged:
-    """A node of an adapter: a tensor, a module, an optimizer."""
+    """A node of a manifest's tree that ``ckpt.model.values`` does not define.
+
+    Attributes:
+        tag: The kind of the node, such as "tensor", "module" or "optimizer".
+        fields: The other fields of the node, decoded.
+    """
 
     tag: str
     fields: Mapping[str, Any]
 
 
 def _plain(raw: msgspec.Raw) -> Any:
-    """Return the values of this module's own tags as Python values. Nothing is imported or called
-    because of them.
+    """Decode a tree of a manifest to Python values, with a `_Tagged` for each node of an adapter.
+
+    Nothing is imported or called because of what the tree says.
     """
 
     def other(tag: str, node: Mapping[str, Any]) -> object:
@@ -239,7 +245,10 @@ def _plain(raw: msgspec.Raw) -> Any:
 
 
 def _values(manifest: Manifest) -> dict[str, str]:
-    """Return the plain values as text, by name. Tensors have a table of their own."""
+    """Return the plain values as text, by name, without tensors.
+
+    The text of a ``PerRank`` value only lists the ranks that have the value.
+    """
     with following("tree"):
         values = dict(_flat("", _plain(manifest.tree)))
         holders: dict[str, list[int]] = {}
@@ -256,8 +265,10 @@ def _metadata(manifest: Manifest) -> dict[str, str]:
 
 
 def exact_values(manifest: Manifest) -> dict[str, str]:
-    """Return the plain values for a comparison, with those of each rank. Equal texts are equal
-    values.
+    """Return the plain values as text, by name, for a comparison of two checkpoints.
+
+    A ``PerRank`` value has an item for each rank. A plain value is not shortened, so two such
+    values are equal if their texts are equal.
     """
     with following("tree"):
         values = dict(_flat("", _plain(manifest.tree), exact))
@@ -273,11 +284,15 @@ def exact_values(manifest: Manifest) -> dict[str, str]:
 def _flat(
     path: str, value: Any, text: Callable[[Any], str] | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the paths below ``path`` and their values, written by ``text`` (shortened if it is left
-    out).
+    """Yield the name and the text of each plain value of ``value``, without tensors.
+
+    Args:
+        path: The name of ``value``; "" for the whole state.
+        value: A result of ``_plain``, or a part of one.
+        text: Returns the text of a plain value. The default, ``short``, limits its length.
     """
     match value:
-        case _Tagged(tag="tensor" | "array"):  # Tensors have a table of their own
+        case _Tagged(tag="tensor" | "array"):  # ``ckpt show`` lists tensors in a table
             return
         case _Tagged(tag=tag, fields=fields) if not any(
             isinstance(item, dict | list | _Tagged) for item in fields.values()
@@ -286,7 +301,7 @@ def _flat(
         case _Tagged(tag="optimizer", fields={"groups": list(groups), "state": dict(state)}):
             for index, group in enumerate(groups):
                 yield from _settings(join(join(path, "param_groups"), str(index)), group, text)
-            for name, item in state.items():  # Each has its whole name
+            for name, item in state.items():  # A name here begins at the root of the state
                 yield from _flat(name if isinstance(name, str) else join(path, name), item, text)
             if "extra" in value.fields:
                 yield from _flat(join(path, "extra"), value.fields["extra"], text)
@@ -308,8 +323,14 @@ def _flat(
 def _settings(
     path: str, group: Any, text: Callable[[Any], str] | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the settings of a group of an optimizer, by names below that of the settings as a part
-    of a state.
+    """Yield the name and the text of each setting of a parameter group of an optimizer.
+
+    The node of a group keeps the settings in its item "values", which is left out of their names.
+
+    Args:
+        path: The name of the group.
+        group: The node of the group.
+        text: As for ``_flat``.
     """
     if not isinstance(group, dict) or "values" not in group:
         yield from _flat(path, group, text)
@@ -321,7 +342,7 @@ def _settings(
 
 
 def short(value: Any) -> str:
-    """Return a value on one line of limited length."""
+    """Return a plain value as text on one line of limited length."""
     if isinstance(value, bytes | bytearray) and len(value) > 16:
         return f"<{type(value).__name__}, {len(value)} bytes>"
     return clip(exact(value))

@@ -1,9 +1,10 @@
-"""Stores that a verb waits for: never in silence, and not for ever.
+"""Stores that commands use: a limit on how long a command waits for an answer, and warnings.
 
-A verb opens each store as a ``Watched`` one, which knows since when it owes an answer. A line on
-standard error says so after two seconds. The first look at a store (``ask``) ends when the store
-has not answered for ``--timeout`` seconds. Data that is on its way afterwards may be slow for good
-reasons, so only the attempts of the backend and of the pipeline limit it.
+A command opens each store as a `Watched` store, which records since when an answer of the store is
+due. If no answer comes for two seconds, a line on standard error says so. The first requests of a
+command to a store (``Watched.ask``) fail if the store does not answer for ``--timeout`` seconds.
+This limit does not hold for the data that a command transfers afterwards, because a transfer may be
+slow for good reasons. Only the retries of the backend and of the pipeline limit it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from ckpt.storage.registry import open_backend
 T = TypeVar("T")
 
 SILENT_SECONDS: Final = 2.0
-"""How long a store is waited for without a line to the user."""
+"""How long a command waits for a store before it prints a warning."""
 _REPEAT_SECONDS: Final = 30.0
-"""How long after such a line about data on its way there is no other one: a slow line is not
-worth one for each chunk.
+"""The least time between two such warnings about one store, so that a slow connection does not
+cause a warning for each chunk.
 """
 _MOST_WAIT_SECONDS: Final = 3600.0
 _TICKS: Final = 4
@@ -38,14 +39,23 @@ _END: Final = object()
 
 
 def open_watched(url: str, options: Mapping[str, object] | None, timeout: float) -> Watched:
-    """Open a backend as a watched store. ``timeout`` is the value of ``--timeout``."""
+    """Open the backend of ``url``, and return it as a watched store.
+
+    Args:
+        url: The URL of the store.
+        options: The options of the backend.
+        timeout: The value of ``--timeout`` in seconds.
+    """
     return watch(open_backend(url, options), timeout)
 
 
 def watch(backend: StorageBackend, timeout: float) -> Watched:
-    """Return ``backend`` as a watched store.
+    """Return a watched store that wraps ``backend``.
 
-    It has the optional methods of ``ckpt.storage.api`` that ``backend`` has.
+    It also has each of the optional methods ``_EXTRAS`` that ``backend`` has.
+
+    Raises:
+        ConfigError: ``timeout`` is negative or nan.
     """
     if not timeout >= 0:
         raise ConfigError(f"--timeout {timeout}: give a number of seconds, such as 10")
@@ -54,8 +64,9 @@ def watch(backend: StorageBackend, timeout: float) -> Watched:
 
 
 def _passed_on(name: str) -> Any:
-    """Return the method ``name`` of the wrapped object. Each call, and each item of an iterator, is
-    a request that is watched.
+    """Return a method that calls the method ``name`` of ``self.backend`` as a watched request.
+
+    If the method returns an iterator, each of its items is a watched request.
     """
 
     def method(owner: Any, *args: Any, **options: Any) -> Any:
@@ -69,28 +80,29 @@ def _passed_on(name: str) -> Any:
 
 
 class Watched:
-    """A ``StorageBackend`` that knows for how long it has not answered.
+    """A ``StorageBackend`` that wraps another one and records for how long it has not answered.
 
-    The same threads may use it as the backend that it wraps.
+    Thread safety: the same threads may use it as the backend that it wraps.
     """
 
     def __init__(self, backend: StorageBackend, timeout: float) -> None:
         self.backend, self._timeout = backend, timeout
         self._lock = threading.Lock()
         self._pending = 0
-        self._asked_at: float | None = None  # The time since which an answer is due
+        self._asked_at: float | None = None  # Since when an answer is due; None if none is
         self._warned_at: float | None = None
         self._failure: StorageError | None = None
         self._gone: StorageError | None = None
 
     def ask(self, work: Callable[[], T]) -> T:
-        """Return what ``work``, the first look at this store, returns.
+        """Run ``work``, which makes the first requests to this store, and return its result.
 
-        It runs on a thread of its own, which is left alone if the store is given up.
+        ``work`` runs on a thread of its own. If the store does not answer in time, the thread goes
+        on waiting, and this call raises.
 
         Raises:
-            TransientStorageError: The store has not answered for ``--timeout`` seconds. Later calls
-                raise the same.
+            TransientStorageError: The store has not answered for ``--timeout`` seconds. All later
+                requests to the store raise the same error.
         """
         future = Workers("ask", 1).submit(work)  # Not closed: it may still wait for the store
         while not future.done():
@@ -106,14 +118,19 @@ class Watched:
 
     @property
     def silent_seconds(self) -> float:
-        """For how long an answer has been due; 0 if none is."""
+        """For how many seconds an answer has been due; 0 if no answer is due."""
         with self._lock:
             return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     def note(self, text: str = "") -> None:
-        """Warn if an answer has been due for two seconds and no such line was printed recently.
+        """Print a warning if an answer has been due for two seconds.
 
-        The line says ``text``, or for how long the store has been silent.
+        Nothing is printed if the last warning about this store is less than 30 seconds old, or if
+        the store was given up.
+
+        Args:
+            text: The warning after the URL of the store. The default says for how long the store
+                has not answered.
         """
         now = time.monotonic()
         with self._lock:
@@ -135,7 +152,11 @@ class Watched:
 
     @contextmanager
     def asking(self) -> Generator[None]:
-        """Watch the request that the block makes."""
+        """Record that an answer is due while the block, which makes one request, runs.
+
+        Raises:
+            StorageError: The store was given up before. The block does not run.
+        """
         with self._lock:
             if self._gone is not None:
                 raise self._gone
@@ -146,7 +167,7 @@ class Watched:
         try:
             yield
         except TransientStorageError as error:
-            # The pipeline tries again, so this is no answer.
+            # The pipeline repeats the request, so this error does not count as an answer.
             failure = error
             raise
         finally:
@@ -157,10 +178,10 @@ class Watched:
                     self._asked_at = time.monotonic() if self._pending else None
 
     def iterate(self, items: Callable[[], Iterator[T]]) -> Iterator[T]:
-        """Watch each request of an iterator."""
+        """Call ``items`` and yield the items of its iterator, each as a watched request."""
         found: Iterator[T] | None = None
         while True:
-            # Making a generator is not yet an answer of the store, so the block includes ``next``.
+            # A generator makes its first request only in ``next``, so the block includes ``next``.
             with self.asking():
                 found = found or items()
                 item = next(found, _END)
@@ -210,7 +231,7 @@ class _WatchedUpload:
 
 @contextmanager
 def noting(*stores: StorageBackend) -> Generator[None]:
-    """While the block runs, a line says of each store that it has not answered for two seconds."""
+    """Print a warning about each store that does not answer for two seconds in the block."""
     over = threading.Event()
     watched = [store for store in stores if isinstance(store, Watched)]
 

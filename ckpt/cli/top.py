@@ -1,4 +1,4 @@
-"""``ckpt top``: runs at a glance, in the terminal."""
+"""``ckpt top``: show runs in the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckpt.cli.serve import ConfigsOption, watched_runs
 from ckpt.errors.text import clean
 from ckpt.observe.run_view import RunView, StepView, TierView
 
-_ROWS = 12
+_ROWS = 12  # The number of steps that are shown of each run
 _PATIENCE_SECONDS = 2.0
 
 
@@ -69,6 +69,7 @@ def top(
 
 
 def _tables(run: RunView) -> Iterator[Table]:
+    """Yield the table of the tiers of a run, and the table of its newest steps."""
     tiers = Table(title=Text(clean(run.name), style="bold"), title_justify="left", box=box.SIMPLE)
     tiers.add_column("tier", overflow="fold")
     for name in ("steps", "newest", "used", "free", "under way"):
@@ -89,7 +90,10 @@ def _tables(run: RunView) -> Iterator[Table]:
 
 
 def _scrubs(run: RunView, jobs: Sequence[JobStatus]) -> Iterator[Text]:
-    """Return what the agent of this node has verified of a run."""
+    """Yield the lines about what the agent of this node has verified of a run.
+
+    The lines are about those of ``jobs`` that have a tier of the run.
+    """
     urls = {tier.url for tier in run.tiers}
     for job in jobs:
         if urls.intersection(job.tiers) and (text := scrubbed(job.scrub)) != "-":
@@ -105,6 +109,7 @@ def _under_way(tier: TierView) -> str:
 
 
 def _rest(row: StepView) -> Iterator[str]:
+    """Yield the cells of a row after its step and size: the stall, and the state on each tier."""
     yield duration(row.save.stall_seconds) if row.save and row.save.stall_seconds else "-"
     for cell in row.cells:
         yield "-" if cell.state == "absent" else cell.state

@@ -1,4 +1,4 @@
-"""``ckpt verify``: is it still what was written?"""
+"""``ckpt verify``: compare every byte of checkpoints with its checksum."""
 
 from __future__ import annotations
 
@@ -75,7 +75,14 @@ def verify(
 
 
 def _one(place: Reached, step: int | None, *, whole: bool, json: bool) -> None:
-    """``whole``: every step that is found, and not only the first."""
+    """Verify the steps of one tier, and print the reports.
+
+    Args:
+        place: The tier.
+        step: The step; None for any step.
+        whole: Whether to verify every committed attempt, and not only the newest.
+        json: Whether to print JSON.
+    """
     if isinstance(backend := place.store, CkptError):
         raise backend
     refs = backend.ask(partial(find, backend, step))
@@ -101,7 +108,10 @@ def _one(place: Reached, step: int | None, *, whole: bool, json: bool) -> None:
 
 
 def _verify(backend: StorageBackend, ref: StepRef, label: str = "") -> VerifyReport | None:
-    """Return None for a step that a retention has removed meanwhile, since it is not damaged."""
+    """Verify one attempt, record the result in the journal of the run, and return the report.
+
+    Return None if the attempt was removed meanwhile, because it is not damaged then.
+    """
     with workers_for(backend) as workers, output.progress(f"step {ref.step}{label}") as bar:
         report = verify_step(backend, ref, workers=workers, on_progress=bar)
     if not report.intact and not may_be_there([backend], ref):
@@ -151,7 +161,15 @@ def _fault_as_json(fault: Fault) -> dict[str, object]:
 
 @dataclass(slots=True)
 class _Tier:
-    """The contents of one tier. ``error`` says why it has no such step or cannot be asked."""
+    """One tier, and the results of its verification.
+
+    Attributes:
+        url: The URL of the tier.
+        store: The store; the error if the tier cannot be opened.
+        refs: The committed attempts that the command may verify, newest step first.
+        error: Why the tier has no such step, or cannot be read; None if it can be.
+        reports: The reports of the attempts that were verified.
+    """
 
     url: str
     store: StorageBackend | CkptError
@@ -167,12 +185,13 @@ class _Tier:
 
 
 def _several(places: list[Reached], step: int | None, *, whole: bool, json: bool) -> None:
+    """Verify the steps of several tiers, and print one result for all. See ``_one``."""
     answers = ask_each(places, lambda store: find(store, step))
     tiers = [_Tier.of(place, found) for place, (_, found) in zip(places, answers, strict=True)]
     for tier in tiers:
         _check(tier, tier.refs if whole else tier.refs[:1])
     bad = {ref for tier in tiers for ref, report in tier.reports.items() if not report.intact}
-    # A step that is damaged on one tier is verified on the others too, which may have it intact.
+    # Verify a step that is damaged on one tier on all other tiers, which may have it intact.
     for tier in tiers:
         _check(tier, [ref for ref in tier.refs if ref in bad and ref not in tier.reports])
     if json:
@@ -191,6 +210,7 @@ def _several(places: list[Reached], step: int | None, *, whole: bool, json: bool
 
 
 def _check(tier: _Tier, refs: list[StepRef]) -> None:
+    """Verify ``refs`` on a tier, and store the results in ``tier.reports`` or ``tier.error``."""
     if isinstance(tier.store, CkptError) or tier.error:
         return
     try:
@@ -199,7 +219,7 @@ def _check(tier: _Tier, refs: list[StepRef]) -> None:
                 tier.reports[ref] = report
         if refs and not tier.reports:
             tier.error = removed([tier.store], refs[0])
-    except CkptError as error:  # The step or the store may be gone
+    except CkptError as error:  # The step may be removed, or the store may fail
         tier.error = error
 
 
@@ -239,6 +259,7 @@ def _show_tiers(tiers: list[_Tier]) -> None:
 
 
 def _width(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> int:
+    """Return the number of characters of the widest cells of all columns of a table together."""
     return sum(max(map(len, cells)) for cells in zip(table[0], *table[1], strict=True))
 
 
@@ -248,7 +269,14 @@ def _why(tier: _Tier) -> str:
 
 
 def _intact_on(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> list[str]:
-    """Return the tiers that have the same step, and no damage at the place of ``fault``."""
+    """Return the URLs of the other tiers that have the bytes of ``fault`` intact.
+
+    Args:
+        fault: A fault of ``ref`` on ``tier``.
+        ref: The attempt.
+        tier: The tier with the fault.
+        tiers: All tiers.
+    """
     return [
         other.url
         for other in tiers
@@ -259,9 +287,9 @@ def _intact_on(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> l
 
 
 def _alike(ref: StepRef, one: _Tier, two: _Tier) -> bool:
-    """Return True if both tiers hold the files as the same bytes.
+    """Return True if both tiers have the files of ``ref`` in the same encoding.
 
-    A tier may encode them, and then offsets are not comparable.
+    If the encodings differ, offsets in the files of the two tiers are not comparable.
     """
     if isinstance(one.store, CkptError) or isinstance(two.store, CkptError):
         return False
@@ -272,9 +300,14 @@ def _alike(ref: StepRef, one: _Tier, two: _Tier) -> bool:
 
 
 def _meet(one: Fault, two: Fault, alike: bool) -> bool:
-    """Return True if two faults may be about the same bytes.
+    """Return True if two faults of one attempt on two tiers may be about the same bytes.
 
-    A manifest that cannot be read gives no information about any bytes.
+    A fault of the manifest on the second tier counts as a fault of all bytes.
+
+    Args:
+        one: A fault on the first tier.
+        two: A fault on the second tier.
+        alike: Whether both tiers have the files in the same encoding.
     """
     if two.key.endswith("manifest.json"):
         return True

@@ -31,8 +31,9 @@ from ckpt.errors import NoCheckpoint
 from ckpt.storage.places import is_missing
 
 _END_SECONDS: Final = 30.0
-"""How long what the command has started may take to end after a signal."""
+"""How long to wait for the processes that a stopped command has started."""
 _LOOK_SECONDS: Final = 0.05
+"""The time between two checks whether these processes have ended."""
 _TERMINATED: Final = 128 + signal.SIGTERM
 _PLACE: Final = re.compile(r"\{(path|step|root)\}")
 
@@ -66,8 +67,8 @@ def watch(
     r"""Handle each committed step once, oldest first, and wait for more.
 
     The step is pinned while the command runs, so that no retention removes it. If the command
-    fails, the step is tried again when the watcher starts the next time. What was handled is kept
-    on the tier, so the watcher may start again on another machine.
+    fails, the step is tried again when the watcher starts the next time. The tier keeps a record of
+    each handled step, so the watcher may start again on another machine.
 
     The command also finds CKPT_PATH, CKPT_STEP and CKPT_ROOT in its environment. The path of a step
     on an object store is a URL. With --json each step is one line of JSON, after its command.
@@ -89,7 +90,7 @@ def watch(
             raise NoCheckpoint(backend.url, "this folder does not exist: check the path")
         output.warn(f"{backend.url} does not exist: its steps are handled once a job makes it")
     watcher = Watcher(backend, name, newest=newest)
-    backend.ask(watcher.look)  # At the start, a store that does not answer is an error
+    backend.ask(watcher.look)  # Raises if the store does not answer; later looks try again
     failed: list[int] = []
     steps = each_step(watcher, None if once else poll_seconds)
     signals = _Signals()
@@ -116,13 +117,12 @@ def _say(step: CommittedStep, code: int, *, json: bool) -> None:
 
 
 class _Signals:
-    """SIGTERM and SIGINT as exceptions that end the command and the pin of its step.
+    """Turns SIGTERM and SIGINT into exceptions that end the command and the pin of its step.
 
-    They are held back while a command is started: an exception out of the constructor of ``Popen``
-    would leave the command running.
+    The signals are held back while a command starts, because an exception in the constructor of
+    ``Popen`` would leave the command running.
 
-    Thread safety:
-        The main thread.
+    Thread safety: the main thread only.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class _Signals:
 
     @contextmanager
     def raised(self) -> Generator[None]:
-        """Raise the signals that come while the block runs."""
+        """Raise ``SystemExit`` for SIGTERM, and ``KeyboardInterrupt`` for SIGINT, in the block."""
         numbers = (signal.SIGTERM, signal.SIGINT)
         before = [signal.signal(number, self._take) for number in numbers]
         try:
@@ -140,11 +140,11 @@ class _Signals:
                 signal.signal(number, handler)
 
     def hold(self) -> None:
-        """Let signals wait for ``release``."""
+        """Hold back the signals that come from now until ``release``."""
         self._held = True
 
     def release(self) -> None:
-        """Raise the signal that has come since ``hold``, if one has, and each later one."""
+        """Raise the last signal that was held back, if there is one, and hold back no others."""
         self._held = False
         if self._pending:
             self._raise(self._pending)
@@ -161,8 +161,10 @@ class _Signals:
 
 
 def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
-    """Return the exit code of the command. If this process is stopped, the command and what it has
-    started get SIGTERM, and are waited for.
+    """Run the command for a step, and return its exit code.
+
+    If a signal ends this process meanwhile, the command and the processes that it has started get
+    SIGTERM. This function waits for them and then raises.
     """
     named = {"path": step.path, "step": str(step.step), "root": step.root}
     command = _PLACE.sub(lambda place: shlex.quote(named[place[1]]), command)
@@ -185,7 +187,10 @@ def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
 
 
 def _await_group(group: int) -> None:
-    """Wait until the processes of a group have ended, but not for one that ignores SIGTERM."""
+    """Wait until all processes of a process group have ended, but at most 30 s.
+
+    A process that ignores SIGTERM may run on.
+    """
     deadline = time.monotonic() + _END_SECONDS
     with suppress(ProcessLookupError):
         while time.monotonic() < deadline:
