@@ -1,3 +1,1 @@
-"""The stores that hold checkpoints: the contract of a backend, the registry of backends, and
-tiers.
-"""
+"""Stores that hold checkpoints: the contract of a backend, the registry of backends, and tiers."""

@@ -1,13 +1,16 @@
-"""The contract of a storage backend: blocking, thread-safe, keys relative and separated by '/'.
+"""The contract of a storage backend, and helpers for authors of backends.
 
-A backend moves bytes and nothing else. The pipeline owns threads, retries, checksums and memory. A
-backend maps every foreign error to one of the storage errors of :mod:`ckpt.errors`. Only
-``TransientStorageError`` is tried again.
+All methods of a backend block, and any thread may call them. Keys are relative to the root and use
+'/' as the separator. A backend moves bytes and nothing else. The pipeline owns threads, retries,
+checksums and memory. A backend maps every error of a library or of the system to one of the storage
+errors of :mod:`ckpt.errors`. The pipeline retries a call only if it raises
+``TransientStorageError``.
 
 To add a backend, implement these methods without subclassing, register a factory
 ``open(url, options) -> StorageBackend`` as an entry point of the group ``ckpt.backends`` under the
-URL scheme, and run :mod:`ckpt.storage.testing` over it. The scheme of an object store that comes
-with ckpt is also named in ``storage.places``, so that a tier there cannot be ``local``.
+URL scheme, and run the tests of :mod:`ckpt.storage.testing` on it. If you add the backend of an
+object store to ckpt itself, also add its scheme to ``_OBJECT_STORES`` in ``ckpt.storage.places``,
+so that a tier of that scheme cannot be ``local``.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from ckpt.errors import LinkRefused, ObjectNotFound, StorageError
 
 Buffer = memoryview | bytes | bytearray
 
-# S3 and GCS allow 1024 bytes for the whole key, and the prefix of the root needs its share.
+# S3 and GCS allow 1024 bytes for a whole key, which begins with the prefix of the root.
 MAX_KEY_BYTES = 900
 _SEGMENT_BYTES = 255
 _HUGE_PAGE_BYTES = 2 << 20
@@ -31,12 +34,13 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """One object as a store describes it.
+    """The description of one object, as the store gives it.
 
     Attributes:
-        size: In bytes.
-        modified: When it was put, in seconds since 1970 by the store's clock; None if a listing
-            does not say.
+        key: The key of the object, relative to the root.
+        size: The size in bytes.
+        modified: When the object was put, in seconds since 1970 by the store's clock; None if the
+            store or the call does not report it. Comparisons ignore this field.
     """
 
     key: str
@@ -46,14 +50,16 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfinished:
-    """A write that was begun and is neither finished nor aborted. It takes space and is not listed.
+    """A write that was begun and neither finished nor aborted.
+
+    Its bytes take space in the store, but ``StorageBackend.list`` does not list them.
 
     Attributes:
-        key: The object that was to be written.
-        name: The store's name for the write.
-        size: The bytes that it takes; 0 if the store does not say.
-        modified: When it was begun or last written to, in seconds since 1970.
-        abandoned: Whether it is so old that no process can still be writing it.
+        key: The key of the object that the write was to create.
+        name: The store's name for the write, such as an upload id or a temporary file.
+        size: The bytes that the write takes in the store; 0 if the store does not report them.
+        modified: When the write began or last received bytes, in seconds since 1970.
+        abandoned: True if the write is so old that no process can still be working on it.
     """
 
     key: str
@@ -65,19 +71,21 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a store can do. Callers look here before a call, and need no exception to find out.
+    """The abilities of a store, which a caller reads instead of trying a call.
 
     Attributes:
-        put_if_absent: ``put(if_absent=True)`` has one winner, which the store decides across
-            machines.
-        shared: All nodes see the same objects.
-        part_bytes: The preferred size of one ``Upload.write``.
-        alignment: Offsets, lengths and addresses that are multiples of this avoid a copy; 1 if it
-            does not matter.
-        max_concurrency: How many concurrent calls still help.
-        parallel_parts: ``Upload.write`` calls of one upload may run at the same time.
-        takes_parts: ``Upload.write`` has consumed the bytes when it returns. Otherwise their memory
-            must stay until the end of the upload.
+        put_if_absent: True if exactly one of several concurrent ``put(if_absent=True)`` calls for
+            a key succeeds, also between machines. False if such calls can both succeed.
+        shared: True if all nodes see the same objects.
+        part_bytes: The preferred number of bytes of one ``Upload.write``.
+        alignment: Reads and writes whose offset, length and memory address are multiples of this
+            number of bytes avoid a copy. 1 if alignment makes no difference.
+        max_concurrency: The number of concurrent calls beyond which more calls bring no more
+            throughput.
+        parallel_parts: True if ``Upload.write`` calls of one upload may run at the same time.
+        takes_parts: True if the caller may change or free the memory of a part as soon as
+            ``Upload.write`` returns. False if that memory must stay unchanged until the upload
+            ends.
     """
 
     put_if_absent: bool
@@ -91,44 +99,53 @@ class Capabilities:
 
 @runtime_checkable
 class Upload(Protocol):
-    """One large object on its way. Nothing is visible under its key before ``finish`` returns.
+    """The write of one large object in parts.
 
-    Thread safety: any thread may call ``write``, and several at the same time if
-    ``Capabilities.parallel_parts`` is set. The owner calls ``finish`` when no ``write`` runs, or
-    ``abort`` to give the upload up, also after a ``finish`` that raised. A ``write`` that raised
-    may be repeated with the same arguments, and so may a ``finish`` that raised
-    ``TransientStorageError``.
+    The object appears under its key only when ``finish`` succeeds. The owner of the upload ends it
+    with ``finish`` or with ``abort``, and calls ``abort`` also after a ``finish`` that raised. A
+    ``write`` that raised may be repeated with the same arguments, and so may a ``finish`` that
+    raised ``TransientStorageError``.
+
+    Thread safety: any thread may call ``write``. Several threads may call ``write`` at the same
+    time if ``Capabilities.parallel_parts`` is True. The owner calls ``finish`` and ``abort`` while
+    no ``write`` runs.
     """
 
     @property
     def part_bytes(self) -> int:
-        """Size of every part but the last. May exceed the capability's for very large objects."""
+        """The size in bytes of every part but the last. It is larger than
+        ``Capabilities.part_bytes`` for very large objects.
+        """
         ...
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Take ``data`` at ``offset`` (a multiple of ``part_bytes``).
+        """Write ``data``, one part of the object, at the byte ``offset`` of the object.
 
-        The memory must stay unchanged until ``finish`` or ``abort``, unless
-        ``Capabilities.takes_parts``.
+        ``offset`` is a multiple of ``part_bytes``. The memory of ``data`` must stay unchanged until
+        ``finish`` or ``abort`` returns, unless ``Capabilities.takes_parts`` is True.
         """
         ...
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        """Make the whole object visible and durable, replacing what the key held.
+        """Make the whole object visible and durable, and replace an earlier object of this key.
 
-        ``size`` in bytes, if it is less than was announced: then the last part is the one that ends
-        there.
+        ``size`` is the final size in bytes. It may be smaller than the size given to
+        ``StorageBackend.upload``, and must be where the last written part ends. None means the size
+        given to ``StorageBackend.upload``.
         """
         ...
 
     def abort(self) -> None:
-        """Forget the upload and free what the store holds of it. Never raises."""
+        """Discard the upload and free the space that its parts take in the store. Never raise."""
         ...
 
 
 @runtime_checkable
 class StorageBackend(Protocol):
-    """A flat store of immutable objects under one root."""
+    """A flat store of immutable objects under one root.
+
+    Thread safety: any thread may call any method.
+    """
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -139,80 +156,94 @@ class StorageBackend(Protocol):
         ...
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
-        """Store the parts as one small object, in a single request where the store has such; all or
-        nothing is visible, durable on return.
+        """Store the concatenation of ``parts`` as one small object, in a single request if the
+        store allows that.
+
+        The object is durable when the call returns. No reader ever sees a part of it. An existing
+        object of the key is replaced unless ``if_absent`` is True.
 
         Raises:
-            ObjectExists: ``if_absent`` and the key is taken; what was there is untouched.
+            ObjectExists: ``if_absent`` is True and the key has an object, which stays unchanged.
         """
         ...
 
     def upload(self, key: str, size: int) -> Upload:
-        """Begin a large object of ``size`` bytes, or of fewer if ``finish`` says so.
+        """Begin to write a large object and return its ``Upload``.
 
-        Room is reserved where the store can.
+        ``size`` is the most bytes that the object can have; ``Upload.finish`` may name fewer. The
+        store reserves this space if it can.
 
         Raises:
-            OutOfSpace: It is known already that the object does not fit.
+            OutOfSpace: The store can already tell that the object does not fit.
         """
         ...
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
-        """Fill ``out`` with the object's bytes from ``offset``, or raise.
+        """Fill all of ``out`` with the object's bytes from the byte ``offset`` on.
 
         Raises:
-            ObjectNotFound: No such object.
+            ObjectNotFound: The key has no object.
             StorageError: The object ends before ``out`` is full.
         """
         ...
 
     def head(self, key: str) -> ObjectInfo:
-        """Return the size of an object. Raises ``ObjectNotFound``."""
+        """Return the key and the size of an object.
+
+        Raises:
+            ObjectNotFound: The key has no object.
+        """
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Return all objects whose key starts with ``prefix``, in no order.
+        """Yield all objects whose key starts with ``prefix``, in any order.
 
         Temporary files of unfinished writes are not objects.
         """
         ...
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Return the names of the folders directly below ``prefix`` (empty, or ending in '/'), in
-        no order, without the slash.
+        """Yield the names of the folders directly below ``prefix``, without a slash, in any order.
+
+        ``prefix`` is empty or ends in '/'.
         """
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object; no error if there is none. A folder left empty may go too."""
+        """Remove an object. Do nothing if the key has none. The store may also remove a folder
+        that this leaves empty.
+        """
         ...
 
     def close(self) -> None:
-        """Give back connections. Further calls may fail."""
+        """Close the connections. Calls of other methods may fail afterwards."""
         ...
 
 
 @runtime_checkable
 class Adopting(Protocol):
-    """A store in this machine's memory, which takes an image from a file there without a copy."""
+    """A store in this machine's memory that can make a file in memory an object without a copy."""
 
     def adopt(self, key: str, path: str, size: int) -> ObjectInfo:
-        """Make the file, cut to ``size`` bytes, the object ``key``.
+        """Truncate the file at ``path`` to ``size`` bytes and make it the object ``key``.
 
-        The file keeps its own name. Delete the object before you write to the file again.
+        The file also keeps its own name. The object and the file share their memory, so delete the
+        object before you write to the file again.
         """
         ...
 
 
 @runtime_checkable
 class Rooted(Protocol):
-    """A store whose name may stand for several places: a folder."""
+    """A store whose URL may name different places: a folder, whose path can name another folder on
+    each node, or after a mount.
+    """
 
     def identity(self) -> str:
-        """Return a name of the root that is unique among all roots that this machine sees.
+        """Return a string that is unique among all roots that this machine sees.
 
-        Two backends with the same identity see the same files. The root is created if it does not
-        exist.
+        Two backends on this machine with the same identity see the same files. The root is created
+        if it does not exist.
 
         Raises:
             StorageError: The root cannot be created or examined.
@@ -220,80 +251,88 @@ class Rooted(Protocol):
         ...
 
     def is_replaced(self) -> bool:
-        """Return True if the root is gone, or is another folder than the one that was opened or
-        created.
+        """Return True if the root no longer exists, or if its path now names another folder than
+        when this backend opened or created it.
 
-        That happens when its disk is unmounted.
+        This happens when the disk of the root is unmounted.
         """
         ...
 
 
 @runtime_checkable
 class HasSpace(Protocol):
-    """A store that knows how much it can still take."""
+    """A store that can report its free space."""
 
     def free_bytes(self) -> int:
-        """Return how many bytes are free.
+        """Return the number of bytes that can still be written.
 
         Raises:
-            StorageError: The store does not answer.
+            StorageError: The store cannot report its free space.
         """
         ...
 
 
 @runtime_checkable
 class KeepsUnfinished(Protocol):
-    """A store that keeps what a process had written before it was killed: temporary files, or
-    the parts of an upload.
+    """A store in which a killed process leaves unfinished writes: temporary files, or the parts of
+    an upload.
     """
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
-        """Yield the unfinished writes to keys that start with ``prefix`` (empty, or ending in '/'),
-        of any process, in no order.
+        """Yield the unfinished writes of all processes to keys that start with ``prefix``, in any
+        order.
+
+        ``prefix`` is empty or ends in '/'.
         """
         ...
 
     def discard(self, found: Unfinished) -> None:
-        """Free what an unfinished write takes; no error if there is none any more.
+        """Remove the unfinished write ``found`` and free its space. Do nothing if it no longer
+        exists.
 
-        The process that is at it, if any, gets an error.
+        A process that is still working on that write gets an error.
         """
         ...
 
 
 @runtime_checkable
 class OpensFiles(Protocol):
-    """A store whose objects are files in memory. The system sends them to a socket without a copy
-    in this process.
+    """A store whose objects are files in memory, which the system can send to a socket without a
+    copy in this process.
     """
 
     def open_file(self, key: str) -> BinaryIO:
-        """Return the file of an object, open for reading. The caller closes it.
+        """Open the file of an object for reading and return it. The caller closes the file.
 
         Raises:
-            ObjectNotFound: There is no such object.
-            StorageError: It cannot be opened.
+            ObjectNotFound: The key has no object.
+            StorageError: The file cannot be opened.
         """
         ...
 
 
 @runtime_checkable
 class ScatterReads(Protocol):
-    """An optional ability of a backend: one request fills many places."""
+    """A store that can fill several pieces of memory with one read."""
 
     def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:
-        """Fill ``outs`` one after another from ``offset``. Raises what ``read_into`` raises."""
+        """Fill ``outs``, one after another, with the object's consecutive bytes from the byte
+        ``offset`` on. Raise the same errors as ``StorageBackend.read_into``.
+        """
         ...
 
 
 def check_key(key: str) -> str:
-    """Return ``key`` if it cannot leave the root on any store or system, else raise
-    ``StorageError``.
+    """Return ``key`` unchanged if it is valid on every store and cannot name a place outside of
+    the root.
 
-    Refused: empty, absolute, '.', '..', empty segments, backslashes, colons (Windows drives and
-    streams), control characters,
-    segments that end in a dot or blank, and what is too long for common file systems or object
-    stores.
+    A segment is the text between two slashes.
+
+    Raises:
+        StorageError: The key is empty, absolute, or longer than 900 bytes; holds a backslash, a
+            colon (for drives and streams of Windows), a wildcard, a quotation mark, one of '<>|' or
+            a control character; or has a segment that is empty, is '.' or '..', ends in a dot or a
+            blank, or is longer than 255 bytes.
     """
     if not key or len(key.encode()) > MAX_KEY_BYTES:
         raise StorageError(key[:80], "a key must have 1 to 900 bytes")
@@ -312,14 +351,18 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Check a prefix as ``check_key`` does. A prefix may also be empty or end in '/'."""
+    """Check a prefix by the rules of ``check_key`` and return it unchanged. A prefix may also be
+    empty or end in '/'.
+    """
     if prefix:
         check_key(prefix.removesuffix("/"))
     return prefix
 
 
 def check_read(key: str, offset: int, done: int, asked: int) -> None:
-    """Raise ``StorageError`` if a read from ``offset`` has given less than it asked for."""
+    """Raise ``StorageError`` unless a read from ``offset`` returned all bytes: ``done`` of
+    ``asked``.
+    """
     if done != asked:
         raise StorageError(
             key, f"ends at byte {offset + done}, bytes up to {offset + asked} were asked for"
@@ -327,9 +370,16 @@ def check_read(key: str, offset: int, done: int, asked: int) -> None:
 
 
 def check_written(key: str, written: int, announced: int, size: int | None) -> int:
-    """Return the size of a finished upload.
+    """Return the final size of an upload in bytes: ``size``, or ``announced`` if ``size`` is None.
 
-    Raises ``StorageError`` if it is not the size that was written, or is larger than announced.
+    Args:
+        key: The key of the object, for the error.
+        written: The sum of the bytes of all parts.
+        announced: The size that was given to ``StorageBackend.upload``.
+        size: The size that was given to ``Upload.finish``.
+
+    Raises:
+        StorageError: The final size is not ``written``, or is larger than ``announced``.
     """
     whole = announced if size is None else size
     if written != whole or whole > announced:
@@ -340,11 +390,12 @@ def check_written(key: str, written: int, announced: int, size: int | None) -> i
 
 
 class PutUpload:
-    """An ``Upload`` for stores without parts. It remembers the memory and puts all of it at
-    ``finish``.
+    """An ``Upload`` for a store that cannot take an object in parts. It keeps references to the
+    parts, and stores all of them with one ``put`` at ``finish``.
 
-    The caller's memory must stay until then, as the contract asks. A copy is made only if the
-    capabilities of the store promise ``takes_parts``.
+    If ``Capabilities.takes_parts`` is True, the upload keeps copies of the parts instead.
+
+    Thread safety: several threads may call ``write`` at the same time.
     """
 
     def __init__(self, backend: StorageBackend, key: str, size: int) -> None:
@@ -356,7 +407,7 @@ class PutUpload:
         return self._backend.capabilities.part_bytes
 
     def write(self, offset: int, data: memoryview) -> None:
-        # With ``takes_parts``, the caller may change the memory at once, so keep a copy.
+        # With ``takes_parts``, the caller may change the memory when this call returns.
         taken = self._backend.capabilities.takes_parts
         self._parts[offset] = memoryview(bytes(data)) if taken else data
 
@@ -370,11 +421,12 @@ class PutUpload:
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """Return fresh private memory for direct reads and writes. It starts at a huge page, and is in
-    huge pages if the system has them.
+    """Return ``nbytes`` of new zeroed private memory for direct reads and writes. The memory starts
+    at the boundary of a huge page, and consists of huge pages if the system has them.
 
-    A disk serves few long pieces of memory up to twice as fast as many short ones, and the first
-    touch of a huge page costs a fifth. Freed with its last view.
+    A disk serves few long pieces of memory up to twice as fast as many short ones. The first write
+    to memory in huge pages costs a fifth of that to small pages. The memory is freed with its last
+    view.
     """
     memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
@@ -384,11 +436,11 @@ def aligned_memory(nbytes: int) -> memoryview:
 
 
 def fresh_memory(nbytes: int) -> memoryview:
-    """Return zeroed private memory that starts at a page, which direct reads need. It is for short
-    use, and is freed with its last view.
+    """Return ``nbytes`` of new zeroed private memory for short use. The memory starts at the
+    boundary of a page, which direct reads need. It is freed with its last view.
 
-    Memory as large as a huge page is in huge pages: the first touch of small ones took half of the
-    processor time of a copy from tier to tier.
+    From the size of a huge page on, the memory is that of ``aligned_memory``. With small pages, the
+    first write to each page took half of the processor time of a copy from tier to tier.
     """
     if nbytes >= _HUGE_PAGE_BYTES:
         return aligned_memory(nbytes)
@@ -396,8 +448,8 @@ def fresh_memory(nbytes: int) -> memoryview:
 
 
 def is_there(backend: StorageBackend, key: str) -> bool:
-    """Return True if the store has an object of that name, even one whose bytes cannot be
-    reached.
+    """Return True if the store has an object of that key, also if the object is a symbolic link
+    that the store refuses to follow.
     """
     try:
         backend.head(key)
@@ -409,9 +461,12 @@ def is_there(backend: StorageBackend, key: str) -> bool:
 
 
 def read_object(backend: StorageBackend, key: str, *, limit: int) -> bytes:
-    """Return a whole small object.
+    """Return all bytes of a small object.
 
-    Raises ``StorageError`` before any memory is reserved if it is larger than ``limit`` bytes.
+    Raises:
+        ObjectNotFound: The key has no object.
+        StorageError: The object is larger than ``limit`` bytes, or cannot be read. Memory is
+            reserved only after the check of the size.
     """
     size = backend.head(key).size
     if size > limit:

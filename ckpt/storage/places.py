@@ -1,4 +1,4 @@
-"""Where a URL points: the facts about schemes that do not need a backend."""
+"""Questions about the place that a URL names, answered from the URL alone, without a backend."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ Relation = Literal["apart", "same", "inside", "around"]
 
 
 def is_folder(url: str) -> bool:
-    """Return whether ``url`` is a folder of this machine."""
+    """Return True if ``url`` is a plain path or a ``file://`` URL."""
     return scheme_of(url) == "file"
 
 
 def is_missing(url: str) -> bool:
-    """Return whether ``url`` is a folder of this machine that does not exist."""
+    """Return True if ``url`` is a plain path or a ``file://`` URL, and nothing exists there."""
     return is_folder(url) and not os.path.exists(_path_of(url))
 
 
 def is_object_store(url: str) -> bool:
-    """Return whether ``url`` is a bucket, which all nodes see alike."""
+    """Return True if ``url`` names a bucket of S3 or GCS, which all nodes see alike."""
     return scheme_of(url) in _OBJECT_STORES
 
 
 def relation(one: str, two: str) -> Relation:
-    """Return how two places stand to each other, however their URLs are spelled.
+    """Return how the places of two URLs relate, regardless of how the URLs are spelled.
 
     Returns:
-        "same" place, "inside" if ``one`` is inside ``two``, "around" if it is the other way round,
-        else "apart".
+        "same" if both URLs name one place, "inside" if ``one`` is inside of ``two``, "around" if
+        ``two`` is inside of ``one``, else "apart".
     """
     here, there = _canonical(one), _canonical(two)
     if here == there:
@@ -45,8 +45,9 @@ def relation(one: str, two: str) -> Relation:
 
 
 def _canonical(url: str) -> str:
-    """Return the one spelling of a place. It ends in a slash, so that 'runs/gpt2' is not inside
-    'runs/gpt'.
+    """Return a spelling of ``url`` that is the same for all URLs of one place.
+
+    The result ends in a slash, so that 'runs/gpt2/' does not start with 'runs/gpt/'.
     """
     if is_folder(url):
         return os.path.join(os.path.realpath(_path_of(url)), "")

@@ -1,10 +1,11 @@
-"""The registry of backends: which one serves a URL.
+"""The registry of backends, which finds the backend for the scheme of a URL.
 
-A static table has our own backends. Entry points of the group ``ckpt.backends`` add those of other
-distributions. fsspec serves any other URL that it knows.
+``BUILT_IN`` lists the backends that come with ckpt. Entry points of the group ``ckpt.backends`` add
+backends of other distributions. The backend over fsspec serves the other schemes that fsspec knows.
 
-A factory has the signature ``open(url: str, options: Mapping[str, object]) -> StorageBackend``. It
-is imported on first use, so a job that writes to a folder does not import ``s3fs``.
+A backend is registered by its factory, which has the signature
+``open(url: str, options: Mapping[str, object]) -> StorageBackend``. A factory is imported on first
+use, so a job that writes to a folder does not import ``s3fs``.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ _SCHEME: Final = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def scheme_of(url: str) -> str:
-    """Return the scheme of a URL; 'file' for a plain path.
-
-    A chained fsspec URL ('simplecache::s3://b') has the scheme 'fsspec'.
+    """Return the scheme of a URL in lower case: 'file' for a plain path, and 'fsspec' for a
+    chained fsspec URL such as 'simplecache::s3://b'.
     """
     if "::" in url:
         return "fsspec"
@@ -46,12 +46,19 @@ def scheme_of(url: str) -> str:
 
 
 def open_backend(url: str, options: Mapping[str, object] | None = None) -> StorageBackend:
-    """Return the backend for ``url``. It contacts and creates nothing yet if the store allows that.
+    """Return a new backend whose root is ``url``.
+
+    Most backends contact the store, and create the root, only at a later call.
+
+    Args:
+        url: The root.
+        options: The options of the backend; None for none.
 
     Raises:
         UnknownScheme: No backend serves the scheme.
         MissingExtra: The package of the backend is not installed.
-        ConfigError: It is the folder of a step, which is inside of a root.
+        ConfigError: ``url`` names the folder of a step instead of a root, or the backend refuses
+            the URL or the options.
     """
     _check_root(url)
     scheme = scheme_of(url)
@@ -59,6 +66,7 @@ def open_backend(url: str, options: Mapping[str, object] | None = None) -> Stora
 
 
 def _check_root(url: str) -> None:
+    """Raise ``ConfigError`` if ``url`` names the folder of a step, which is inside of a root."""
     parent, _, name = url.rstrip("/").rpartition("/")
     if (ref := parse_folder(name)) is not None:
         raise ConfigError(
@@ -68,7 +76,9 @@ def _check_root(url: str) -> None:
 
 
 def stores_in_memory() -> list[str]:
-    """Return the URLs of what this user's jobs, running or not, have in this machine's memory."""
+    """Return the URLs (``shm://NAME``) of the stores in this machine's memory that jobs of this
+    user have made, also of jobs that have ended.
+    """
     return cast("Callable[[], list[str]]", pkgutil.resolve_name("ckpt_backends.shm:stores"))()
 
 
@@ -85,7 +95,7 @@ def _factory(url: str, scheme: str) -> BackendFactory:
 
 
 def _fsspec_knows(scheme: str) -> bool:
-    # The import is slow, so only schemes that are not ours pay for it.
+    # The import is slow, so it is done only for schemes that no registered backend serves.
     from fsspec.registry import known_implementations, registry
 
     return scheme in known_implementations or scheme in registry

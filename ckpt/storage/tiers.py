@@ -1,4 +1,4 @@
-"""A tier that is open: where it is and the backend that reaches it."""
+"""Open tiers: the settings of each tier together with the backend that reaches its store."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The nodes that share a local tier.
+    """The nodes of a job whose ranks have a tier that is local to each node.
 
-    ``of`` gives for each rank the number of its node. Nodes are numbered by their lowest ranks.
-    ``encryption`` is that of their connections, if they are encrypted.
+    Attributes:
+        of: The number of each rank's node, indexed by rank. Nodes are numbered from 0 in the order
+            of their lowest ranks.
+        encryption: The encryption of the connections between the nodes; None if they are not
+            encrypted.
     """
 
     of: tuple[int, ...]
@@ -36,7 +39,9 @@ class Nodes:
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """The lowest rank of each node: it does what is done once for each."""
+        """The lowest rank of each node, indexed by node. This rank does the work that is done once
+        for each node.
+        """
         return tuple(self.of.index(node) for node in range(max(self.of) + 1))
 
     def mates(self, rank: int) -> tuple[int, ...]:
@@ -46,7 +51,15 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class OpenTier:
-    """``index`` counts from the nearest. ``nodes``: if it is local, and the job runs on several."""
+    """A tier and the backend that reaches its store.
+
+    Attributes:
+        index: The position of the tier, counted from 0 for the nearest tier.
+        tier: The settings that the user gave.
+        backend: The backend that reads and writes the store of the tier.
+        nodes: The nodes of the job if the tier is local and the job runs on several nodes; else
+            None.
+    """
 
     index: int
     tier: Tier
@@ -55,33 +68,37 @@ class OpenTier:
 
     @property
     def url(self) -> str:
-        """The URL without credentials."""
+        """The URL of the tier for display, without credentials."""
         return self.backend.url
 
     @property
     def required(self) -> bool:
-        """Whether a save fails if it does not reach this tier."""
+        """True if a save fails when it does not reach this tier."""
         return not self.in_memory if self.tier.required is None else self.tier.required
 
     @property
     def in_memory(self) -> bool:
-        """Whether images stay in the memory in which they are staged."""
+        """True if the tier keeps images in the memory in which they are staged."""
         return isinstance(self.backend, Adopting)
 
     @property
     def local(self) -> bool:
-        """Whether the tier is private to a node."""
+        """True if each node has a store of its own for this tier."""
         return self.in_memory or self.tier.local is True
 
     def takes(self, step: int) -> bool:
-        """Return True if ``step`` goes to this tier."""
+        """Return True if ``step`` is saved on this tier: if it is a multiple of ``Tier.every``."""
         return step % self.tier.every == 0
 
 
 def as_tiers(
     given: Tiers,
 ) -> tuple[Tier, ...]:
-    """Return the tiers that a user gave. Raises ``ConfigError`` for a value that is no tier."""
+    """Return the tiers that ``given`` describes, nearest first.
+
+    Raises:
+        ConfigError: A value is not a folder, a URL or a ``Tier``.
+    """
     items: list[object] = (
         list(given)
         if isinstance(given, Sequence) and not isinstance(given, str | bytes)
@@ -95,7 +112,7 @@ def _as_tier(given: object) -> Tier:
         return Tier(os.fspath(given))
     if isinstance(given, Tier):
         return given
-    # Name the type alone, since a dict may hold secrets.
+    # The error names only the type of the value, since a dict may hold secrets.
     raise ConfigError(
         f"a {type(given).__name__} is not a place for checkpoints: give a folder, a URL, a Tier, "
         "or a list of these"
@@ -103,10 +120,11 @@ def _as_tier(given: object) -> Tier:
 
 
 def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
-    """Open all tiers, or none of them.
+    """Open all tiers and return them in the same order. On an error, close those already open.
 
     Raises:
-        ConfigError: There is no tier, two tiers are the same place, or one is inside of another.
+        ConfigError: ``tiers`` is empty, two tiers are the same place, one is inside of another, or
+            the settings of a tier contradict its kind of store.
     """
     if not tiers:
         raise ConfigError("a manager needs at least one tier: a folder or a URL")
@@ -137,7 +155,7 @@ def closed_on_error(tiers: Sequence[OpenTier]) -> Generator[None]:
 
 
 def urls_of(tiers: Sequence[Tier]) -> list[str]:
-    """Return the URL of each tier; "memory" becomes the URL of the store that it stands for."""
+    """Return the URL of each tier, with "memory" replaced by the URL of the store that it means."""
     return [
         _memory_of(tiers[index + 1 :]) if tier.url == MEMORY else tier.url
         for index, tier in enumerate(tiers)
@@ -145,8 +163,10 @@ def urls_of(tiers: Sequence[Tier]) -> list[str]:
 
 
 def _memory_of(farther: Sequence[Tier]) -> str:
-    """Return the URL of the store in memory that belongs to the next tier. A restarted job finds it
-    by that tier, whatever its process or run is called.
+    """Return the URL of the store in memory that the tier "memory" means, given the tiers after it.
+
+    The URL depends only on the place of the next tier. A restarted job with the same next tier
+    therefore finds the same store.
     """
     if not farther:
         raise ConfigError(
@@ -159,6 +179,9 @@ def _memory_of(farther: Sequence[Tier]) -> str:
 
 
 def _check_memory(memory: OpenTier, nearer: Sequence[OpenTier]) -> None:
+    """Raise ``ConfigError`` if a tier in memory has settings that do not apply to memory, or comes
+    after a tier that is not in memory.
+    """
     for name in ("keep_last", "capacity"):
         if getattr(memory.tier, name) is not None:
             raise ConfigError(f"{memory.url} keeps what its slots hold: leave {name} out")
@@ -171,7 +194,9 @@ def _check_memory(memory: OpenTier, nearer: Sequence[OpenTier]) -> None:
 
 
 def _check_apart(one: OpenTier, two: OpenTier) -> None:
-    """Refuse two tiers that are one place: each would take the other's files for its own."""
+    """Raise ``ConfigError`` if two tiers are the same place, or one is inside of the other. Each
+    would treat the files of the other tier as its own.
+    """
     if _endpoint(one) != _endpoint(two):
         return
     how = relation(one.url, two.url)
@@ -187,5 +212,5 @@ def _check_apart(one: OpenTier, two: OpenTier) -> None:
 
 
 def _endpoint(tier: OpenTier) -> str:
-    """Return the server of an object store, if an option names it."""
+    """Return the server of an object store as the option ``endpoint_url`` names it, else ''."""
     return "" if is_folder(tier.url) else str(tier.tier.options.get("endpoint_url", ""))

@@ -1,8 +1,9 @@
-"""For authors of backends: the suite every backend must pass, and a store that fails on command.
+"""Tools for authors of backends: the tests that every backend must pass, and a backend that fails
+where a test tells it to.
 
 ::
 
-    # conftest.py, so that failed asserts show their values
+    # conftest.py: makes pytest show the values in failed asserts
     pytest.register_assert_rewrite("ckpt.storage.testing.conformance",
     "ckpt.storage.testing.uploads")
 
@@ -53,7 +54,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import the suite when it is asked for, since it needs pytest, and faults do not."""
+    """Import ``BackendConformance`` on first use. It needs pytest, and the other names do not."""
     if name == "BackendConformance":
         from ckpt.storage.testing.conformance import BackendConformance
 

@@ -1,11 +1,13 @@
-"""Tests that every backend must pass. Subclass them and provide the fixture ``open_root``.
+"""The tests that every backend must pass. To run them, subclass `BackendConformance` and define
+the fixture ``open_root``.
 
-``open_root(name)`` returns a new backend on a root of that name, inside one store that is made for
-the test. Two calls with one name return two backends that see the same objects. Two calls with two
-names return backends that do not see each other's objects. The tests close what they open.
+``open_root(name)`` returns a new backend on the root of that name, inside of a store that is made
+for the test. Two calls with one name return two backends that see the same objects. Two calls with
+different names return backends that do not see each other's objects. The tests close all backends
+that they open.
 
-The sizes are small but cross the part size several times. Override ``part_bytes_most`` if your
-parts are larger than 8 MiB.
+The largest objects of the tests have four parts. Override ``part_bytes_most`` if the parts of your
+backend are larger than 8 MiB.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ _BAD_KEYS = (
 
 
 class BackendConformance(UploadConformance):
-    """Inherit as ``class TestMine(BackendConformance)`` and define the fixture ``open_root``."""
+    """All conformance tests. Inherit them with ``class TestMine(BackendConformance)``, and define
+    the fixture ``open_root`` there.
+    """
 
     # -- one small object --------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""A store that fails on command: wrap any backend, say which calls go wrong and how.
+"""A backend that wraps another one, and fails at the calls that a test chooses.
 
-A rule is a pure question (verb, key, how often the two have matched before); so a test that fails
-can be run again and fails again.
+Rules say which calls fail and how. Whether a rule applies to a call depends only on the method, the
+key, and the number of earlier calls that matched both. A test that fails therefore fails again when
+it is repeated.
 """
 
 from __future__ import annotations
@@ -24,29 +25,33 @@ T = TypeVar("T")
 
 
 class SimulatedCrash(BaseException):
-    """The process has 'died'. It is not an ``Exception``, so no handler takes it for a store's
-    error.
+    """The simulated death of the process. This is not an ``Exception``, so that no handler of
+    storage errors catches it.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """The call does nothing and raises. A class is called with the key: ``Raise(OutOfSpace)``."""
+    """A fault: the call does nothing and raises ``error``.
+
+    If ``error`` is a class or a function, as in ``Raise(OutOfSpace)``, it is called with the key to
+    make the error.
+    """
 
     error: Callable[[str], CkptError] | CkptError
 
 
 @dataclass(frozen=True, slots=True)
 class LoseReply:
-    """The call does its work, then raises all the same: the reply was lost."""
+    """A fault: the call does its work and then raises ``error``, as if the reply had been lost."""
 
     error: Callable[[str], CkptError] | CkptError
 
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """For ``put`` and ``finish``: reports success, but the object keeps only its first
-    ``nbytes`` bytes.
+    """A fault of ``put`` and ``finish``: the call reports success, but the object has only its
+    first ``nbytes`` bytes.
     """
 
     nbytes: int
@@ -54,16 +59,16 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The call takes this many seconds longer."""
+    """A fault: the call begins ``seconds`` later."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The process dies before, or right after, the call does its work.
+    """A fault: the call raises ``SimulatedCrash`` before or right after it does its work.
 
-    Every later call of this wrapper raises too.
+    Every later call of the same ``FaultyBackend`` raises ``SimulatedCrash``, too.
     """
 
     when: Literal["before", "after"] = "before"
@@ -74,13 +79,15 @@ Fault = Raise | LoseReply | Truncate | Delay | Crash
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """When a fault strikes.
+    """A fault and the calls at which it happens.
 
     Attributes:
-        verb: Name of the method; ``write``, ``finish`` and ``abort`` are an upload's.
-        key: Regular expression searched for in the key (for ``list`` and ``folders``: the prefix).
-        nth: Which of the calls that match verb and key, counted from 1; ``None`` for all of them.
-        fault: What happens.
+        verb: The name of the method. ``write``, ``finish`` and ``abort`` are methods of uploads.
+        fault: The fault that happens at these calls.
+        key: A regular expression that is searched for in the key of the call, or in the prefix for
+            ``list`` and ``folders``.
+        nth: The number of the call, counted from 1, among the calls that match ``verb`` and
+            ``key``; None for all of these calls.
     """
 
     verb: Verb
@@ -98,13 +105,21 @@ class Rule:
         return verb == self.verb and re.search(self.key, key) is not None
 
     def strikes(self, matched: int) -> bool:
-        """Return True if the rule applies to the ``matched``-th matching call."""
+        """Return True if the fault happens at the matching call with the number ``matched``,
+        counted from 1.
+        """
         return self.nth is None or self.nth == matched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call as it came. ``nbytes``: of the data it carried or asked for."""
+    """One recorded call.
+
+    Attributes:
+        verb: The name of the method.
+        key: The key, or the prefix for ``list`` and ``folders``.
+        nbytes: The number of bytes that the call wrote or asked for; 0 for calls without data.
+    """
 
     verb: Verb
     key: str
@@ -113,7 +128,10 @@ class Call:
 
 @dataclass(slots=True)
 class _Ledger:
-    """Records the calls, and how often each rule matched. Any thread may use it."""
+    """The calls so far, and how often each rule matched.
+
+    Thread safety: any thread may call all methods.
+    """
 
     rules: Sequence[Rule]
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -122,6 +140,7 @@ class _Ledger:
     crashed: bool = False
 
     def enter(self, call: Call) -> list[Fault]:
+        """Record ``call`` and return the faults that happen at it."""
         with self.lock:
             if self.crashed:
                 raise SimulatedCrash(f"{call.verb} {call.key} after the crash")
@@ -135,18 +154,19 @@ class _Ledger:
             return hit
 
     def crash(self, call: Call) -> None:
+        """Raise ``SimulatedCrash`` now and at every later call."""
         with self.lock:
             self.crashed = True
         raise SimulatedCrash(f"{call.verb} {call.key}")
 
 
 class FaultyBackend:
-    """``inner`` with faults.
+    """A backend that passes each call to the backend ``inner``, with the faults of ``rules``.
 
-    The same threads may use it as ``inner``. The counting of calls is exact.
+    To simulate the restart after a crash, open a new ``FaultyBackend`` over ``inner``, or use
+    ``inner`` itself.
 
-    After a crash, open a new ``FaultyBackend`` (or use ``inner``): that is the restarted process,
-    which finds what the dead one left.
+    Thread safety: any thread that may use ``inner`` may use this object. Calls are counted exactly.
     """
 
     def __init__(self, inner: StorageBackend, rules: Sequence[Rule] = ()) -> None:
@@ -155,12 +175,13 @@ class FaultyBackend:
 
     @property
     def calls(self) -> list[Call]:
-        """All calls so far, also those that failed."""
+        """All calls so far in their order, also calls that failed."""
         with self._ledger.lock:
             return list(self._ledger.calls)
 
     @property
     def crashed(self) -> bool:
+        """True after a ``Crash`` has happened."""
         return self._ledger.crashed
 
     @property
@@ -209,7 +230,9 @@ class FaultyBackend:
         self.inner.close()
 
     def perform(self, call: Call, work: Callable[[], T]) -> T:
-        """Do ``work`` with the faults that the rules have for ``call``."""
+        """Record ``call``, run ``work`` with the faults that happen at ``call``, and return its
+        result.
+        """
         faults = self._ledger.enter(call)
         for fault in faults:
             if isinstance(fault, Delay):
@@ -230,7 +253,10 @@ class FaultyBackend:
 
 
 class _FaultyUpload:
-    """An upload of ``FaultyBackend``. The same threads may use it as the upload that it wraps."""
+    """An upload of ``FaultyBackend``.
+
+    Thread safety: any thread that may use the wrapped upload may use this object.
+    """
 
     def __init__(self, backend: FaultyBackend, key: str, inner: Upload) -> None:
         self._backend, self._key, self._inner = backend, key, inner
@@ -248,7 +274,7 @@ class _FaultyUpload:
         return self._backend.perform(Call(verb="finish", key=self._key), work)
 
     def abort(self) -> None:
-        """Abort the write. Only a crash is raised, since an abort never raises."""
+        """Abort the upload. Raise only ``SimulatedCrash``, since ``Upload.abort`` never raises."""
         try:
             self._backend.perform(Call(verb="abort", key=self._key), self._inner.abort)
         except CkptError:
@@ -256,9 +282,9 @@ class _FaultyUpload:
 
 
 def flip_byte(backend: StorageBackend, key: str, offset: int) -> None:
-    """Damage an object the way a bad disk does: one byte differs, the size is the same.
+    """Invert all bits of the byte at ``offset`` of an object, to simulate damage by a bad disk.
 
-    A negative offset counts from the end.
+    The size stays the same. A negative offset counts from the end of the object.
     """
     content = _content(backend, key)
     content[offset] ^= 0xFF
@@ -266,6 +292,7 @@ def flip_byte(backend: StorageBackend, key: str, offset: int) -> None:
 
 
 def _keep(backend: StorageBackend, key: str, nbytes: int) -> None:
+    """Truncate an object to its first ``nbytes`` bytes."""
     backend.put(key, [_content(backend, key)[:nbytes]])
 
 

@@ -1,4 +1,4 @@
-"""Fixtures and data that the parts of the conformance tests share."""
+"""Fixtures and helpers that all conformance tests share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def payload(nbytes: int, seed: int = 0) -> bytes:
-    """Return bytes that differ at every place, the same for the same arguments."""
+    """Return ``nbytes`` random bytes, which are the same for the same arguments."""
     return np.random.default_rng([nbytes, seed]).bytes(nbytes)
 
 
@@ -30,13 +30,16 @@ def page_aligned(data: bytes, shift: int = 0) -> memoryview:
 
 
 def send(upload: Upload, data: memoryview, order: Callable[[list[int]], list[int]] = list) -> None:
-    """Write all parts of ``data``, one after another, in the given order."""
+    """Write all parts of ``data`` to ``upload``, one after another, without finishing it.
+
+    ``order`` takes the offsets of the parts and returns them in the order of the writes.
+    """
     for offset in order(list(range(0, data.nbytes, upload.part_bytes))):
         upload.write(offset, data[offset : offset + upload.part_bytes])
 
 
 def store(backend: StorageBackend, key: str, data: bytes) -> None:
-    """Write a large object in parts."""
+    """Write the object ``key`` with an upload, finish it, and check the size that it reports."""
     upload = backend.upload(key, len(data))
     view = page_aligned(data)
     send(upload, view)
@@ -44,29 +47,38 @@ def store(backend: StorageBackend, key: str, data: bytes) -> None:
 
 
 def fetch(backend: StorageBackend, key: str) -> bytes:
-    """Return a whole object."""
+    """Return all bytes of the object ``key``."""
     return read_object(backend, key, limit=1 << 30)
 
 
 def at_once(work: Callable[[int], T], count: int) -> list[T]:
-    """Run ``work(0) ... work(count - 1)``, each in its own thread."""
+    """Run ``work(0)`` to ``work(count - 1)``, each in its own thread, and return their results in
+    this order.
+    """
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(work, range(count)))
 
 
 class Suite:
-    """The fixtures of the suite; ``open_root`` is the subclass's."""
+    """The fixtures of the conformance tests. A subclass defines the fixture ``open_root``.
+
+    Attributes:
+        part_bytes_most: The largest ``Capabilities.part_bytes`` that the tests accept, since they
+            hold several parts in memory. Override it for a backend with larger parts.
+    """
 
     part_bytes_most = 8 << 20
 
     @pytest.fixture
     def open_root(self) -> OpenRoot:
-        """Override: ``open_root(name) -> StorageBackend``."""
+        """Return a function that opens a backend on the root of a name. A subclass must override
+        this fixture.
+        """
         raise NotImplementedError("define the fixture open_root in your subclass")
 
     @pytest.fixture
     def roots(self, open_root: OpenRoot) -> Iterator[OpenRoot]:
-        """Return an ``open_root`` that closes what it has opened."""
+        """Yield ``open_root``. Close all backends that it opened when the test ends."""
         opened: list[StorageBackend] = []
 
         def open_one(name: str) -> StorageBackend:
@@ -82,7 +94,7 @@ class Suite:
         return roots("root")
 
     def large(self, backend: StorageBackend) -> bytes:
-        """Return three parts and an odd rest."""
+        """Return data of three whole parts and a shorter last part of odd length."""
         part = backend.capabilities.part_bytes
         assert part <= self.part_bytes_most, (
             "set part_bytes_most to run the suite with parts this large"

@@ -1,4 +1,4 @@
-"""The conformance tests for large objects."""
+"""The conformance tests for large objects, which are written with an ``Upload``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt.storage.testing.suite import Suite, at_once, fetch, page_aligned, payl
 
 
 class UploadConformance(Suite):
-    """Tests that every ``Upload`` must pass."""
+    """The tests that the uploads of every backend must pass. `BackendConformance` includes them."""
 
     @pytest.mark.parametrize("size", [0, 1, 4096, 5000])
     def test_an_upload_of_less_than_a_part(self, backend: StorageBackend, size: int) -> None:
@@ -96,7 +96,7 @@ class UploadConformance(Suite):
         data = self.large(backend)
         view = memoryview(data)
         upload = backend.upload("shuffled", len(data))
-        # An order needs no secure random numbers.
+        # The order of the parts needs no secure random numbers.
         send(upload, view, lambda offsets: random.Random(7).sample(offsets, len(offsets)))  # noqa: S311
         upload.finish()
         assert fetch(backend, "shuffled") == data
