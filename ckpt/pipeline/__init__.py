@@ -1,4 +1,4 @@
-"""Threads and bytes: the package's threads, retries, and moving images to and from a tier.
+"""The threads of ckpt, the retries of requests, and the transfer of images to and from a tier.
 
-Torch-free.
+This package does not import torch.
 """

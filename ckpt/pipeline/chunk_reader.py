@@ -1,12 +1,19 @@
-"""The bytes of chunks, each verified before it counts: under restore, verify, read-through, copies
-between tiers and export.
+"""Reads chunks from a store, verifies them, and delivers them to their targets.
 
-Neighbouring chunks are one request. A store that can read into many places at once fills the
-targets' own memory wherever that is in one piece. Any other store does so if the chunks of a
-request are neighbours in that memory, too. What is left (a part of a chunk, a target that is
-strided or on a device, chunks of several tensors from a store that has one answer for one request)
-passes through a buffer, is verified there, and then placed. Memory beside the target: for each
-thread a buffer of ``RUN_BYTES``, or of the largest chunk that passes through it.
+Restore, verify, read-through, copies between tiers and export use this module.
+
+Chunks that are neighbours in the file are read with one request. There are three ways to read them:
+
+* A store with ``ScatterReads`` reads each chunk straight into its target if the target of the whole
+  chunk is contiguous host memory.
+* Any other store whose ``Capabilities.alignment`` is 1 does so only if the targets of all chunks of
+  the request are adjacent in memory.
+* All other chunks are read into a buffer, verified there, and then copied to their targets. These
+  include chunks that are needed in part, and targets that are strided or on a device.
+
+A chunk that must be decoded is read into the buffer. It is decoded into its target if the target
+is contiguous host memory, and else into a second buffer. Each thread keeps its two buffers. A
+buffer has ``RUN_BYTES``, or the size of the largest request or chunk that has passed through it.
 """
 
 from __future__ import annotations
@@ -29,60 +36,61 @@ from ckpt.plan.restore import ChunkRead, RestorePlan
 from ckpt.storage.api import ScatterReads, StorageBackend, aligned_memory
 
 RUN_BYTES: Final = 16 << 20
+"""The most bytes of one request, unless a single chunk is larger."""
 GAP_BYTES: Final = 64 << 10
-"""Unwanted bytes worth reading to save a request."""
+"""The most unneeded bytes between two chunks that are read so that one request serves both."""
 
 Missed = list[tuple[ChunkRead, Exception]]
-"""Chunks that a store does not have intact, and what is wrong with each."""
+"""The chunks that a store does not have intact, each with the error of its read."""
 
 OnProven = Callable[[ChunkRead, memoryview], None]
-"""Called with each chunk that is intact, and its raw bytes; from several threads.
+"""A function that is called with each intact chunk and its raw bytes, from several threads.
 
-The memory is only lent for the call.
+The memory is valid only during the call.
 """
 
 
 class Sink(Protocol):
-    """The targets of chunks.
+    """The memory that the bytes of chunks go to.
 
     Thread safety:
-        Its methods are called from several threads, for different chunks.
+        Several threads call the methods at the same time, for different chunks.
     """
 
     def direct(self, read: ChunkRead) -> memoryview | None:
-        """Return the target's own memory for exactly this chunk, or None if it is not one piece
-        there.
+        """Return the memory that exactly this chunk is to fill, or None if the chunk does not go as
+        a whole to one contiguous piece of host memory.
         """
         ...
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
-        """Copy the wanted parts of a verified chunk to the target.
+        """Copy the needed parts of a verified chunk to the target.
 
-        ``data`` is only lent for the call.
+        ``data`` holds all raw bytes of the chunk, and is valid only during the call.
         """
         ...
 
 
 class BytesSink:
-    """Copies the bytes of an image or a file (see ``plan.restore.chunks_of``) into memory that
-    begins at offset ``start``.
+    """A sink that takes chunks of a whole image or file (see ``plan.restore.chunks_of``) into one
+    piece of memory, whose first byte is the byte ``start`` of the image or file.
     """
 
     def __init__(self, memory: memoryview, start: int) -> None:
         self._memory, self._start = memory, start
 
     def direct(self, read: ChunkRead) -> memoryview:
-        """Return the place of the chunk."""
+        """Return the memory that the chunk is to fill."""
         begin = read.box.offsets[0] - self._start
         return self._memory[begin : begin + read.box.shape[0]]
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
-        """Copy it there."""
+        """Copy all bytes of the chunk to its memory."""
         self.direct(read)[:] = data
 
 
 def runs_of(reads: Iterable[ChunkRead]) -> list[Run]:
-    """Return the requests for ``reads``, which are in file order."""
+    """Return the requests for ``reads``, which must be in file order."""
     return coalesce(reads, most_bytes=RUN_BYTES, gap_bytes=GAP_BYTES)
 
 
@@ -95,10 +103,21 @@ def read_plan(
     workers: Workers,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Execute ``plan``, which reads ``files``: rank -> its file.
+    """Read all chunks of ``plan`` and deliver them to ``sink``.
+
+    After an error, some targets may have been overwritten.
+
+    Args:
+        plan: The chunks to read.
+        sink: The targets of the chunks.
+        reader: Reads from the store that has the files.
+        files: The file of each rank, by rank.
+        workers: The threads that read.
+        on_bytes: Called after each request with the number of bytes that it read, from several
+            threads.
 
     Raises:
-        ChecksumMismatch: A chunk is not what was saved. Targets may have been overwritten in part.
+        ChecksumMismatch: A chunk is not what was saved.
         StorageError: A file is missing, short or unreadable.
     """
 
@@ -111,7 +130,10 @@ def read_plan(
 
 
 class ChunkReader:
-    """Reads the files of one store. Any thread may use it."""
+    """Reads chunks from the files of one store.
+
+    Thread safety: any thread may call ``read``.
+    """
 
     def __init__(self, backend: StorageBackend, retry: RetryPolicy) -> None:
         self._backend, self._retry = backend, retry
@@ -121,12 +143,18 @@ class ChunkReader:
     def read(
         self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven = lambda *_: None
     ) -> Missed:
-        """Read a run of ``file``; returns the chunks that are not intact.
+        """Read the chunks of ``run`` from ``file`` into ``sink``, and return those that are not
+        intact.
 
-        If the run cannot be read, each chunk is read by itself: the bad sector is in one of them.
+        If the request fails, each chunk is read by itself, since perhaps only one of them is
+        unreadable. If the error concerns the whole file or store, all chunks are returned at once.
+        An error that is not an error of the store is raised (see ``plan.fallback.reach_of``).
 
-        Raises:
-            What is not the store's (see ``plan.fallback.reach_of``).
+        Args:
+            run: The request.
+            file: The file that the request reads.
+            sink: The targets of the chunks.
+            on_proven: Called with each chunk after its verification.
         """
         try:
             return self._read(run, file, sink, on_proven)
@@ -142,9 +170,11 @@ class ChunkReader:
             return [(read, error) for read in run.reads]
 
     def _read(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Missed:
-        """Read a run in the way that copies least.
+        """Read a run in the way that copies the fewest bytes, and return the chunks whose checksum
+        is wrong. Raise if the request fails.
 
-        A chunk that was read to a ``place`` of its own is where it belongs.
+        In ``places``, a chunk that is read straight into its target has that memory, and needs no
+        further copy. Any other chunk has None.
         """
         places: Sequence[memoryview | None] = [None] * len(run.reads)
         decoded = any(read.is_decoded for read in run.reads)
@@ -172,10 +202,11 @@ class ChunkReader:
     def _read_scattered(
         self, run: Run, key: str, backend: ScatterReads, places: Sequence[memoryview | None]
     ) -> list[memoryview]:
-        """Read a run with one request into its targets.
+        """Read a run with one request, each chunk into its memory in ``places``. Return the memory
+        of each chunk.
 
-        Chunks without a target, and bytes that are not wanted, are read into the buffer, at the
-        offsets that they have in the file.
+        Chunks whose place is None, and unneeded bytes, are read into the thread's buffer. Each of
+        these bytes has the same distance from the start of the buffer as from the start of the run.
         """
         straight = sum(place.nbytes for place in places if place is not None)
         phase = run.offset % self._alignment
@@ -199,6 +230,7 @@ class ChunkReader:
         ]
 
     def _read_buffered(self, run: Run, file: StoredFile) -> list[memoryview]:
+        """Read a run with one request into the thread's buffer. Return the memory of each chunk."""
         start = run.offset // self._alignment * self._alignment
         end = min(file.size, -(-(run.offset + run.nbytes) // self._alignment) * self._alignment)
         buffer = self._buffers.get(end - start)
@@ -208,9 +240,13 @@ class ChunkReader:
     def _proven(
         self, read: ChunkRead, data: memoryview, file: StoredFile, sink: Sink
     ) -> memoryview:
-        """Return the raw bytes of a chunk, verified.
+        """Verify a chunk, whose bytes in the file are ``data``, and return its raw bytes.
 
-        An encoded chunk is decoded into the target's own memory, if that is one piece.
+        An encoded chunk whose raw bytes are needed is also delivered to ``sink``: it is decoded
+        straight into its target if ``Sink.direct`` returns memory, and copied there otherwise.
+
+        Raises:
+            ChecksumMismatch: The chunk is not what was saved.
         """
         if read.encoded_nbytes is None:
             verify(data, read.checksum, key=file.key, offset=read.offset)
@@ -230,8 +266,8 @@ class ChunkReader:
 
 
 def _one_piece(run: Run, sink: Sink) -> list[memoryview]:
-    """Return the targets' memory for each chunk of a run if all of it is one piece, as for the
-    chunks of one box. Otherwise the result is empty.
+    """Return the memory that each chunk of a run is to fill, if these pieces are adjacent and as
+    long as the run. Otherwise return an empty list.
     """
     pieces: list[memoryview] = []
     for read in run.reads:
@@ -243,10 +279,11 @@ def _one_piece(run: Run, sink: Sink) -> list[memoryview]:
 
 
 def joined(pieces: Sequence[memoryview]) -> list[memoryview]:
-    """Join pieces that follow each other in memory.
+    """Return the same memory in fewer pieces: consecutive pieces that are adjacent in memory become
+    one piece.
 
-    A few long pieces are read faster than many short ones. The result is valid as long as
-    ``pieces`` live.
+    A few long pieces are read faster than many short ones. The caller must keep ``pieces`` alive
+    while it uses the result.
     """
     spans: list[tuple[int, int]] = []
     for piece in pieces:
@@ -264,7 +301,7 @@ def joined(pieces: Sequence[memoryview]) -> list[memoryview]:
 
 
 class _Buffers(threading.local):
-    """A buffer per thread, in memory as direct reads like it."""
+    """One buffer for each thread, aligned for direct reads. The buffer grows on demand."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")

@@ -1,9 +1,10 @@
-"""An image in memory -> an encoded file on a tier.
+"""Writes an image in memory to an encoded file on a tier.
 
-Workers take the chunks in file order, and hash and encode them at the same time. They append the
-results in turn, since the position of a chunk is known only when all earlier chunks are encoded.
-The appended bytes fill parts, and the worker that fills a part writes it. Beside the image, memory
-holds for each worker its encoded chunk, its buffer for planes, and a part.
+Workers take the chunks in file order. Several workers hash and encode chunks at the same time. They
+append the encoded chunks to the file in file order, since the position of a chunk is known only
+when all earlier chunks are encoded. The appended bytes fill the parts of the upload, and the worker
+that fills a part writes it. Each worker needs memory for an encoded chunk, for the codec's own
+buffer, and for a part.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ from ckpt.storage.api import StorageBackend, Upload, aligned_memory
 
 
 def widths_of(chunks: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
-    """Return the bytes of one floating point number for each chunk of a file; 1 for other
-    chunks.
+    """Return, for each chunk of a file, the size in bytes of one floating point number of its
+    tensor; 1 for chunks without floating point numbers.
+
+    Args:
+        chunks: The lengths of the chunks in bytes, in file order.
+        tensors: The tensors whose shards the file holds.
     """
     starts = {
         shard.offset: float_width(tensor.dtype)
@@ -46,16 +51,24 @@ def widths_of(chunks: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
 def write_encoded(
     write: ImageWrite, backend: StorageBackend, encoder: Encoder, widths: Sequence[int]
 ) -> tuple[tuple[Chunk, ...], tuple[int, ...]]:
-    """Do as ``write_image``, with a codec.
+    """Encode an image and make the encoded file durable on ``backend``.
+
+    If the call raises, no object is visible under the key.
 
     Args:
-        write: The image.
+        write: The image and the key of the file.
         backend: The store.
         encoder: Encodes the chunks.
-        widths: For each chunk the bytes of one of its numbers (see `widths_of`).
+        widths: For each chunk, the size in bytes of one of its numbers (see `widths_of`).
 
     Returns:
-        The chunk table, and the length of each chunk on the tier.
+        The chunk table, which describes the raw bytes, and the length in bytes of each encoded
+        chunk.
+
+    Raises:
+        StorageError: The store refused or failed.
+        StagingError: The ring that the image passes through is too small.
+        CkptError: The source has raised it.
     """
     source, retry = write.source, write.retry
     upload = retry.call(lambda: backend.upload(write.key, source.size))
@@ -77,8 +90,12 @@ def write_encoded(
 class _Job:
     """The encoding of one image.
 
-    Thread safety: ``take`` is called by the workers. ``table`` and ``lengths`` belong to the thread
-    whose turn it is.
+    Attributes:
+        table: The raw length and checksum of each chunk that was appended, in file order.
+        lengths: The encoded length in bytes of each of these chunks.
+
+    Thread safety: several workers may call ``take`` at the same time. Only the thread that has the
+    turn (see ``_File.turn``) changes ``table`` and ``lengths``.
     """
 
     def __init__(
@@ -91,9 +108,11 @@ class _Job:
         self.lengths: list[int] = []
 
     def take(self, index: int) -> None:
-        """Encode one chunk.
+        """Hash and encode the chunk ``index``, append it to the file, and write the parts that it
+        fills.
 
-        Chunks begin in file order, so a chunk waits only for chunks that are under way.
+        The workers begin chunks in file order, so a chunk waits only for chunks that other workers
+        have begun.
         """
         start, end = self._starts[index : index + 2]
         with losing(self._file.fail, self._source.lost):
@@ -112,14 +131,20 @@ class _Job:
 
 
 class _File:
-    """The encoded bytes, cut into the parts of an upload.
+    """The encoded file: it collects the encoded bytes in parts and writes these to an upload.
 
     Args:
-        reuse: Whether the memory of a part is free once it was written.
+        upload: The upload, which the caller finishes or aborts.
+        retry: How the write of each part is retried.
+        parallel: True if several parts may be written at the same time.
+        reuse: True if the memory of a part can be used again once the part is written.
+
+    Attributes:
+        size: The number of bytes appended so far.
 
     Thread safety:
-        Call ``append`` from the thread that has the turn, ``turn``, ``write`` and ``fail`` from any
-        thread, and ``flush`` when all bytes are appended.
+        Any thread may call ``turn``, ``write`` and ``fail``. Only the thread that has the turn
+        calls ``append``. The owner calls ``flush`` after all bytes are appended.
     """
 
     def __init__(self, upload: Upload, retry: RetryPolicy, *, parallel: bool, reuse: bool) -> None:
@@ -136,10 +161,11 @@ class _File:
 
     @contextmanager
     def turn(self, index: int) -> Generator[None]:
-        """Wait until all chunks before ``index`` are appended. The next chunk has its turn when
-        this one ends.
+        """Wait until all chunks before ``index`` are appended. The thread then has the turn, and is
+        the only one that appends, until the ``with`` block ends.
 
-        Raises the error that another chunk was lost for.
+        Raises:
+            CkptError: Another chunk failed with this error, so the file cannot become whole.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._next == index)
@@ -151,13 +177,15 @@ class _File:
             self._changed.notify_all()
 
     def fail(self, error: CkptError) -> None:
-        """End the wait of all threads for their turn."""
+        """Make ``turn`` raise ``error`` in all threads that wait for their turn, now or later."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def append(self, pieces: Sequence[memoryview]) -> list[tuple[int, memoryview]]:
-        """Copy ``pieces`` to the end; returns the parts that are full now, each with its offset."""
+        """Copy ``pieces`` to the end of the file. Return the parts that this filled, each with its
+        offset in the file.
+        """
         full: list[tuple[int, memoryview]] = []
         for piece in pieces:
             left = piece
@@ -173,18 +201,19 @@ class _File:
         return full
 
     def write(self, offset: int, part: memoryview) -> None:
-        """Send a part, as often as it takes."""
+        """Write a part to the upload, with retries."""
         with self._writing:
             self._retry.call(lambda: self._upload.write(offset, part))
         if self._reuse:
             self._free.append(part)
 
     def flush(self) -> None:
-        """Send the part that is not full."""
+        """Write the last part if it is only partly filled."""
         if rest := self.size % self._upload.part_bytes:
             self.write(self.size - rest, self._part[:rest])
 
     def _fresh(self) -> memoryview:
+        """Return memory for a part: that of an earlier part that is written, or new memory."""
         try:
             return self._free.pop()
         except IndexError:

@@ -1,11 +1,12 @@
-"""An image in memory -> a file on a tier and its chunk table.
+"""Writes an image in memory to a file on a tier, and makes its chunk table.
 
-Parts are written as soon as they have landed, so that the disk is busy from the first one on;
-chunks are hashed by the same few threads beside the second half of the parts, when copying is over.
-Copying, hashing and training at once would need three cores where there may be two, and cost
-training twice as much (docs/decisions/0009). In a ring, each chunk is hashed beside its parts,
-since it makes room only then. Each part is retried by itself; the first lasting error aborts the
-upload and is raised.
+The image may still be arriving in memory. Each part is written as soon as its bytes have landed.
+The same threads hash the chunks beside the second half of the parts, when copying has mostly ended.
+Copying, hashing and training at the same time would need three cores where there may be two, and
+would cost training twice as much (docs/decisions/0009). If the image is larger than its memory, it
+passes through a ring: memory that is used again for later bytes once it is written and hashed. In a
+ring, each chunk is therefore hashed beside the writes of its parts. Each part is retried by itself.
+The first error that outlasts the retries aborts the upload and is raised.
 """
 
 from __future__ import annotations
@@ -26,57 +27,74 @@ from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import Adopting, StorageBackend, Upload
 
 _COPY_BYTES: Final = 32 << 20
-"""How much is copied to a ring at once."""
+"""The most bytes of one copy from the state to a ring."""
 OnBytes = Callable[[int], None]
-"""Called from worker threads with the number of bytes just written."""
+"""A function that is called from worker threads with the number of bytes just written."""
 
 
 class Source(Protocol):
-    """The bytes of an image, that may still be coming in."""
+    """The bytes of an image, which may still be arriving in memory.
+
+    Thread safety: any thread may call all methods.
+    """
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The length of the whole image in bytes."""
+        ...
 
     @property
     def path(self) -> str | None:
-        """The file in /dev/shm that has the whole image; None if there is none."""
+        """The path of the file in /dev/shm that holds the whole image; None if no file does."""
         ...
 
     @property
     def capacity(self) -> int:
-        """How many bytes of the image are in memory at a time."""
-        ...
-
-    def view(self, start: int, end: int) -> memoryview:
-        """Return the bytes as soon as they are there, or raise the reason why they never are.
-
-        The memory is valid until ``written`` and ``hashed`` are called for it.
+        """The most bytes of the image that are in memory at a time. If this is less than ``size``,
+        the image passes through a ring.
         """
         ...
 
-    def written(self, start: int, end: int) -> None: ...
+    def view(self, start: int, end: int) -> memoryview:
+        """Wait until the bytes from ``start`` to ``end`` have landed, and return them.
 
-    def hashed(self, start: int, end: int) -> None: ...
+        The memory is valid until both ``written`` and ``hashed`` have been called for these bytes.
+
+        Raises:
+            CkptError: The reason why the bytes will never land.
+        """
+        ...
+
+    def written(self, start: int, end: int) -> None:
+        """Note that the bytes from ``start`` to ``end`` are on the tier."""
+        ...
+
+    def hashed(self, start: int, end: int) -> None:
+        """Note that the checksum of the bytes from ``start`` to ``end`` is known."""
+        ...
 
     def lost(self, error: CkptError) -> None:
-        """Note that a part or chunk is never written or hashed, so that no thread waits for its
-        memory.
+        """Note that some bytes will never be written or hashed, because of ``error``. Threads that
+        wait for the memory of these bytes stop waiting.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageWrite:
-    """An image that is to become a file.
+    """An image and the settings for its write to a file on a tier.
 
     Attributes:
-        source: The whole file. Its memory must not change until the write has ended.
-        chunks: The lengths of the chunks in bytes. They cover the file.
-        key: Where the file is to be.
+        source: The bytes of the file. Bytes that have landed must not change until they are written
+            and hashed.
+        chunks: The lengths of the chunks in bytes, in file order. Their sum is the size of the
+            image.
+        key: The key of the file on the tier.
         workers: The threads that write and hash.
         retry: How each request is retried.
-        on_bytes: Called with the number of bytes just written.
-        known: The chunk table, if these very bytes were hashed before.
+        on_bytes: Called from worker threads with the number of bytes just written.
+        known: The chunk table if these same bytes were hashed before, for instance for another
+            tier. The chunks are then not hashed again. Empty if the table is not known.
     """
 
     source: Source
@@ -89,14 +107,17 @@ class ImageWrite:
 
 
 def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]:
-    """Make an image durable on ``backend``.
+    """Write an image to ``backend`` and make it durable.
+
+    If the call raises, no new object is visible under the key.
 
     Returns:
         The chunk table.
 
     Raises:
-        StorageError: Nothing is visible under the key.
-        CkptError: The source has raised it. Nothing is visible either.
+        StorageError: The store refused or failed.
+        StagingError: The ring that the image passes through is too small.
+        CkptError: The source has raised it.
     """
     source, chunks, key, workers = write.source, write.chunks, write.key, write.workers
     known, retry = write.known, write.retry
@@ -122,10 +143,15 @@ def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]
 
 
 def adopt_image(write: ImageWrite, backend: Adopting) -> tuple[Chunk, ...]:
-    """Do as ``write_image``, for a store that takes the image where it is. It is only hashed.
+    """Make the image an object of a store in memory, without copying it, and hash its chunks.
+
+    Returns:
+        The chunk table.
 
     Raises:
-        StagingError: The image is not all in /dev/shm.
+        StagingError: The image is not as a whole in one file in /dev/shm.
+        StorageError: The store refused or failed.
+        CkptError: The source has raised it.
     """
     source, chunks, key, workers = write.source, write.chunks, write.key, write.workers
     known, retry = write.known, write.retry
@@ -136,7 +162,7 @@ def adopt_image(write: ImageWrite, backend: Adopting) -> tuple[Chunk, ...]:
     table: list[Chunk] = list(known)
     if not known:
         offsets = list(itertools.accumulate(chunks, initial=0))
-        # Hash when the copying has ended, as the docstring of this module explains.
+        # Wait until copying has ended before hashing, as the docstring of this module explains.
         source.view(0, source.size)
         table = workers.run_all(
             partial(_hashed, source, a, b) for a, b in itertools.pairwise(offsets)
@@ -147,6 +173,7 @@ def adopt_image(write: ImageWrite, backend: Adopting) -> tuple[Chunk, ...]:
 
 
 def _hashed(source: Source, start: int, end: int) -> Chunk:
+    """Hash the bytes of a chunk, report them to ``source`` as hashed, and return the chunk."""
     chunk = Chunk(end - start, checksum(source.view(start, end)))
     source.hashed(start, end)
     return chunk
@@ -155,12 +182,14 @@ def _hashed(source: Source, start: int, end: int) -> Chunk:
 def check_room(
     source: Source, chunk_bytes: int, part_bytes: int, *, takes_parts: bool, key: str
 ) -> None:
-    """Check that a ring holds what is copied, written and hashed at the same time.
+    """Check that an image that is larger than its memory can pass through this memory as a ring.
 
-    In a smaller ring each of the three would wait for the others without end.
+    The ring must have room for one copy, one part and one chunk at the same time. In a smaller
+    ring, copying, writing and hashing would wait for each other forever.
 
     Raises:
-        StagingError: The ring is too small.
+        StagingError: The ring is too small, or the store keeps the memory of parts until the end of
+            the upload.
     """
     needed = _COPY_BYTES + part_bytes + chunk_bytes
     if source.capacity >= source.size:
@@ -182,7 +211,11 @@ def check_room(
 
 @contextmanager
 def losing(*report: Callable[[CkptError], None]) -> Generator[None]:
-    """Report any error of the body, so that no thread waits for the part that is lost."""
+    """Call each function of ``report`` with the error that ends the ``with`` block, and raise it.
+
+    The functions keep other threads from waiting for the bytes that this block did not process. An
+    error that is not a ``CkptError`` is reported as a ``StagingError``.
+    """
     try:
         yield
     except BaseException as error:
@@ -197,6 +230,19 @@ def losing(*report: Callable[[CkptError], None]) -> Generator[None]:
 
 
 class _Job:
+    """The write of one image.
+
+    Args:
+        source: The bytes of the image.
+        chunks: The lengths of the chunks to hash; empty if no chunk needs to be hashed.
+        upload: The upload, which the caller finishes or aborts.
+        retry: How the write of each part is retried.
+        on_bytes: Called with the number of bytes just written.
+
+    Attributes:
+        table: The chunks, with None for chunks that are not hashed yet.
+    """
+
     def __init__(
         self,
         source: Source,
@@ -210,7 +256,10 @@ class _Job:
         self._retry, self._on_bytes = retry, on_bytes
 
     def hashed_late(self) -> list[partial[None]]:
-        """Return the work in order: half of the parts, then the rest and the chunks in turns."""
+        """Return the calls that write and hash an image that is in memory as a whole, in the order
+        in which they should begin: first one half of the parts, and then the other half alternating
+        with the hashing of chunks.
+        """
         work = list(self.in_turn())
         parts = [one for one in work if one.func == self.write]
         chunks = [one for one in work if one.func == self.hash]
@@ -219,7 +268,9 @@ class _Job:
         return parts[:half] + [one for turn in turns for one in turn if one is not None]
 
     def in_turn(self) -> Iterator[partial[None]]:
-        """Yield each part, and the chunks that begin in it, in file order."""
+        """Yield the calls that write and hash an image in file order: the write of each part, and
+        after it the hashing of the chunks that begin in this part.
+        """
         index = start = 0
         for offset in range(0, self._source.size, self._upload.part_bytes):
             yield partial(self.write, offset)
@@ -232,9 +283,11 @@ class _Job:
             index, start = last, end
 
     def one_by_one(self, workers: Workers, *, ahead: bool) -> None:
-        """Write the parts in file order, while a worker hashes the chunks.
+        """Write the parts one after another in the calling thread, and let a worker hash the chunks
+        meanwhile.
 
-        ``ahead``: there are none to hash, and a worker gets the next part while one is written.
+        With ``ahead``, no chunk needs to be hashed. A worker then fetches the bytes of the next
+        part while the calling thread writes a part.
         """
         size, step = self._source.size, self._upload.part_bytes
         beside: list[Future[Any]] = [workers.submit(self.hash, 0, 0, len(self.table))]
@@ -247,13 +300,15 @@ class _Job:
                 self.write(offset, part)
                 part = beside.pop().result() if len(beside) > 1 else None
         except BaseException:
-            # The caller takes the image back, so nothing may read it any more.
+            # The memory of the image may be reused after this, so wait for all that read from it.
             wait([each for each in beside if not each.cancel()])
             raise
         beside[0].result()
 
     def write(self, offset: int, part: memoryview | None = None) -> None:
-        """Write a part. ``part`` is its bytes, if the caller has them."""
+        """Write the part at ``offset``. ``part`` is its bytes if the caller has them. Otherwise the
+        source gives them.
+        """
         end = min(self._source.size, offset + self._upload.part_bytes)
         with losing(self._source.lost):
             data = self._source.view(offset, end) if part is None else part
@@ -262,7 +317,10 @@ class _Job:
         self._on_bytes(end - offset)
 
     def hash(self, start: int, first: int, last: int) -> None:
-        """Hash the chunks ``first`` to ``last``; the first one begins at ``start``."""
+        """Hash the chunks with the indices ``first`` to ``last - 1``, and put them into ``table``.
+
+        ``start`` is the offset of the chunk ``first`` in the image.
+        """
         for index in range(first, last):
             end = start + self._chunks[index]
             with losing(self._source.lost):

@@ -1,4 +1,4 @@
-"""Holds work in the background to a rate."""
+"""A limit on the rate of background work."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import time
 
 
 class Pace:
-    """Holds what several threads do to a rate in MB/s (None: as fast as it goes), and can end it.
+    """A limit on the bytes per second that several threads move together, and a flag that asks them
+    to stop.
+
+    Args:
+        mb_per_s: The limit in 10**6 bytes per second; None for no limit.
 
     Attributes:
-        stopped: Whether the work is to end.
+        stopped: True after ``end(now=True)``. The threads read this flag and stop their work.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_free_at``.
     """
@@ -22,12 +26,13 @@ class Pace:
         self._free_at = 0.0
 
     def end(self, *, now: bool) -> None:
-        """Limit the rate no more. With ``now``, the work is to end."""
+        """Lift the limit, wake the threads that wait in ``spend``, and set ``stopped`` to ``now``.
+        """
         self.stopped = now
         self._hurry.set()
 
     def spend(self, nbytes: int) -> None:
-        """Return when ``nbytes`` more may follow those before."""
+        """Count ``nbytes`` as moved, and wait until the limit allows further bytes."""
         with self._lock:
             now = time.monotonic()
             self._free_at = max(now, self._free_at) + nbytes * self._seconds_per_byte

@@ -1,6 +1,6 @@
-"""Which errors are worth another try, how often, how long apart.
+"""The policy of retries: how often a call is repeated, and how long it waits in between.
 
-Only ``TransientStorageError`` is.
+Only a call that raises ``TransientStorageError`` is repeated.
 """
 
 from __future__ import annotations
@@ -27,18 +27,26 @@ from ckpt.errors import TransientStorageError
 T = TypeVar("T")
 
 _dice = random.SystemRandom()
-"""A generator for jitter. tenacity would use Python's global one, which belongs to the training."""
+"""The random generator for jitter. tenacity would draw from Python's global generator, and so
+change the random numbers of the training.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """``attempts`` in all; waits grow from ``first_seconds`` to ``most_seconds``, with jitter so
-    that ranks do not retry in step.
+    """How often and for how long a call is repeated.
+
+    The waits between two calls double from ``first_seconds`` to at most ``most_seconds``. Jitter of
+    up to ``first_seconds`` is added, so that ranks do not retry at the same moments.
 
     Attributes:
-        patience_seconds: Go on for so long, however many attempts that makes.
-        hurry: Ends the patience when it is set. No work is then retried longer than ``attempts``
-            says.
+        attempts: The number of calls, including the first one, after which the policy gives up.
+        first_seconds: The first wait.
+        most_seconds: The longest wait, without jitter.
+        patience_seconds: The policy does not give up before this time has passed since the first
+            call, even if ``attempts`` calls have failed.
+        hurry: While this event is set, ``patience_seconds`` counts as 0. Setting the event also
+            ends a wait that is under way.
     """
 
     attempts: int = 6
@@ -48,8 +56,9 @@ class RetryPolicy:
     hurry: threading.Event = field(default_factory=threading.Event)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Return ``work()``, tried again while it raises ``TransientStorageError``. The last error
-        is raised as it is.
+        """Call ``work`` until it does not raise ``TransientStorageError``, and return its result.
+
+        Any other error, and the last error when the policy gives up, is raised unchanged.
         """
         attempts = Retrying(
             retry=retry_if_exception_type(TransientStorageError),

@@ -1,4 +1,6 @@
-"""An image that is read from one tier to be written to another. Its memory may be gone."""
+"""The image of a file on a tier, as the source of a copy to another tier. The slot that held the
+image during the save is not needed.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,24 @@ from ckpt.storage.api import StorageBackend, fresh_memory
 _LOCKS: Final = 16
 
 Read = Callable[[Sequence[ChunkRead], Sink], object]
-"""Reads chunks that follow each other, and raises if one of them is not intact.
+"""A function that reads consecutive chunks into a sink, and raises if one of them is not intact.
 
-Any thread may call it.
+Any thread may call the function.
 """
 
 
 class StoredImage:
-    """A `Source` whose chunks are read when they are asked for, and verified before their bytes are
-    used. A chunk of which a part is asked for stays in memory until all of it has been: parts that
-    are written need not begin where chunks do.
+    """A `Source` that reads each chunk of a file when ``view`` first asks for bytes of it, and
+    verifies the chunk before it returns them.
 
-    Thread safety: any thread may use it.
+    The parts of an upload need not begin where chunks begin. So if ``view`` asks for a part of a
+    chunk, the whole chunk stays in memory until all its bytes have been asked for.
+
+    Thread safety: any thread may call all methods.
 
     Args:
         chunks: All chunks of the file (see ``plan.restore.chunks_of``).
+        read: Reads and verifies chunks of the file.
     """
 
     path = None
@@ -44,11 +49,13 @@ class StoredImage:
         self.size = self.capacity = self._starts[-1]
         self._one_of_them = [threading.Lock() for _ in range(_LOCKS)]
         self._kept: dict[int, tuple[memoryview, int]] = {}
-        """Chunks, and how many of their bytes have not been asked for."""
+        """The chunks in memory, by index: the bytes of the chunk, and how many of them ``view`` has
+        not been asked for yet.
+        """
 
     @classmethod
     def of(cls, backend: StorageBackend, file: StoredFile, retry: RetryPolicy) -> Self:
-        """Return the image in a file of one store."""
+        """Return the image that ``file`` on the store of ``backend`` holds."""
         reader = ChunkReader(backend, retry)
 
         def read(reads: Sequence[ChunkRead], sink: Sink) -> None:
@@ -59,7 +66,12 @@ class StoredImage:
         return cls(chunks_of(file), read)
 
     def view(self, start: int, end: int) -> memoryview:
-        """Return those bytes. Raises ``ChecksumMismatch`` if they are not what was staged."""
+        """Return the bytes of the image from ``start`` to ``end``.
+
+        Raises:
+            ChecksumMismatch: A chunk in that range is not what was saved.
+            StorageError: A chunk in that range cannot be read.
+        """
         starts = self._starts
         first, last = bisect_right(starts, start) - 1, bisect_right(starts, end) - 1
         if end <= starts[first + 1]:
@@ -85,6 +97,7 @@ class StoredImage:
         """Do nothing: each chunk has memory of its own."""
 
     def _part(self, index: int, start: int, end: int) -> memoryview:
+        """Return the bytes from ``start`` to ``end``, which belong to the chunk ``index``."""
         begin = self._starts[index]
         # Two threads may ask for parts of one chunk at once.
         with self._one_of_them[index % _LOCKS]:

@@ -1,4 +1,7 @@
-"""The threads of the package: each has a name, a low priority, and an owner."""
+"""The threads of ckpt, all of which this module starts.
+
+Each thread has a name and belongs to a group. Each group has an owner that closes it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _log = logging.getLogger("ckpt")
 
 
 class _Work:
-    """A call that was submitted, and its future."""
+    """A submitted call and the future that gets its result or its error."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.future: Future[Any] = Future()
@@ -47,20 +50,22 @@ _Queue = SimpleQueue[_Work | None]
 
 
 class Workers:
-    """A few threads that run what is submitted, first come first served.
+    """A group of threads that run the submitted calls in the order of submission.
 
-    Threads start with the first work, or with ``start``, and are joined by ``close``. They do not
-    hold up the end of the process: an owner whose work must be finished closes the group before
-    (see ``close_at_exit``).
+    A thread starts when a call is submitted and no thread is idle, or with ``start``. ``close``
+    joins the threads. The process does not wait for these threads when it ends, so an owner whose
+    work must be finished closes the group before that (see ``close_at_exit``).
 
-    Thread safety: any thread may call ``submit``. The owner calls ``close``.
+    Thread safety: any thread may call ``submit``, ``start``, ``run_all`` and ``stream``. The owner
+    calls ``close``.
 
     Args:
-        name: Shown by ``ps -eT`` and in stack dumps, at most 12 characters.
-        count: Number of threads.
-        nice: Added to the threads' niceness on Linux, so that training wins the core; ignored where
-            it is not allowed.
-        cpus: Cores the threads may use; None for all of the process'.
+        name: The name of the group, which ``ps -eT`` and stack dumps show. A thread has the name of
+            its group and a number, cut to 15 characters in ``ps -eT``.
+        count: The most threads of the group.
+        nice: The number that is added to the niceness of the threads on Linux, so that training has
+            the higher priority. It is ignored if the system does not allow the change.
+        cpus: The numbers of the cores that the threads may use; None for all cores of the process.
     """
 
     def __init__(
@@ -70,25 +75,30 @@ class Workers:
         self._nice, self._cpus = nice, frozenset(cpus) if cpus is not None else None
         self._settle = partial(_settle, name, nice, self._cpus)
         self._queue: _Queue = SimpleQueue()
-        self._idle = SimpleQueue[None]()  # One item for each idle thread; see ``ckpt.locks``
+        # One item for each idle thread. Ctrl-C cannot leave its lock taken (see ``ckpt.locks``).
+        self._idle = SimpleQueue[None]()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
-        # This ends the threads of a group that is never closed.
+        # This ends the threads if the group is garbage collected without having been closed.
         weakref.finalize(self, self._queue.put, None)
 
     def beside(self, name: str, count: int) -> Workers:
-        """Return another group of the same priority, for work that waits for this one's."""
+        """Return a new group with the same ``nice`` and ``cpus``. The caller closes it.
+
+        It serves calls that wait for calls of this group, which would block this group's threads.
+        """
         return Workers(name, count, nice=self._nice, cpus=self._cpus)
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue ``work``; its result or error is in the future.
+        """Queue the call of ``work`` and return the future of its result or error.
 
-        Python 3.12.1 starts no thread once the script has ended. A group without threads then runs
-        the work here.
+        Python 3.12.1 starts no thread once the script has ended. If the group has no thread then,
+        this method runs the call itself before it returns.
 
         Raises:
-            ThreadLimit: There is no thread for it, and none can be started. It is not queued.
+            ThreadLimit: The group has no thread, and the system starts none. Nothing is queued.
+            RuntimeError: The group is closed.
         """
         task = _Work(partial(work, *args, **kwargs))
         with self._lock:
@@ -102,10 +112,11 @@ class Workers:
         return task.future
 
     def start(self, count: int = 1) -> None:
-        """Make the first threads now, which takes a millisecond each, rather than with the first
-        work.
+        """Start threads until the group has ``count`` of them, so that later calls of ``submit`` do
+        not spend a millisecond on the start of a thread. Do nothing if the group is closed.
 
-        Raises ``ThreadLimit``.
+        Raises:
+            ThreadLimit: The group has no thread, and the system starts none.
         """
         with self._lock:
             for _ in range(0 if self._closed else count - len(self._threads)):
@@ -113,7 +124,7 @@ class Workers:
                 self._idle.put(None)
 
     def _take_idle(self) -> bool:
-        """Return True if a thread is idle, which gets work now."""
+        """Reserve an idle thread for the next call. Return False if no thread is idle."""
         try:
             self._idle.get_nowait()
         except Empty:
@@ -121,10 +132,14 @@ class Workers:
         return True
 
     def _start_one(self) -> bool:
-        """Start one more thread, if there may be one. The caller holds the lock.
+        """Start one more thread, unless the group has ``count`` of them or the system starts no
+        more. The caller holds the lock.
 
-        If the system has no more threads, the present ones must do. Return False if there are none
-        because the interpreter ends.
+        Return True if the group has a thread that can run calls. Return False if it has none
+        because the interpreter is shutting down.
+
+        Raises:
+            ThreadLimit: The group has no thread, and the system starts none.
         """
         if len(self._threads) >= self.count:
             return True
@@ -144,9 +159,11 @@ class Workers:
         return True
 
     def run_all(self, work: Iterable[Callable[[], T]]) -> list[T]:
-        """Run all of it here and return the results in order.
+        """Run all calls on the threads of this group, and return their results in the order of
+        ``work``.
 
-        The first error cancels what has not begun, waits for what has, and is raised.
+        If a call fails, cancel the calls that have not begun, wait for those that have begun, and
+        raise the error. If several calls fail, raise the error of the first of them in ``work``.
         """
         futures: list[Future[T]] = []
         try:
@@ -156,15 +173,18 @@ class Workers:
             for future in futures:
                 future.cancel()
             wait(futures)
-        for future in futures:  # Raise the first true error, not a cancellation that it caused
+        for future in futures:  # Raise an error, and not a cancellation that it caused
             if not future.cancelled() and (error := future.exception()) is not None:
                 raise error
         return [future.result() for future in futures]
 
     def stream(self, work: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """Run all of it here, and yield the results in order. Only a few results wait.
+        """Run all calls on the threads of this group, and yield their results in the order of
+        ``work``.
 
-        Work that has not begun when one item fails, or when the caller stops, is never begun.
+        At most ``4 * count`` calls are submitted whose results the caller has not taken yet. If the
+        call of the next result failed, its error is raised. After an error, or when the caller
+        closes the iterator, calls that have not begun are cancelled.
         """
         ahead: deque[Future[T]] = deque()
         items = iter(work)
@@ -181,8 +201,9 @@ class Workers:
                 future.cancel()
 
     def close(self, *, cancel: bool = False) -> None:
-        """Finish what was submitted (or, with ``cancel``, only what has begun) and join the
-        threads.
+        """Wait until all submitted calls have ended, and join the threads.
+
+        With ``cancel``, cancel the calls that have not begun, and wait only for the others.
         """
         with self._lock:
             self._closed = True
@@ -204,18 +225,21 @@ class Workers:
 
 
 def _run(queue: _Queue, idle: SimpleQueue[None], settle: Callable[[], None]) -> None:
-    """Work off the queue. A thread knows the queue and not the group, which may end before it."""
+    """Run the calls in ``queue`` until None arrives: the body of each thread.
+
+    A thread has no reference to its group, so that the group can be garbage collected.
+    """
     settle()
     while (task := queue.get()) is not None:
         task.run()
         del task
         idle.put(None)
-    queue.put(None)  # The next thread ends, too
+    queue.put(None)  # Another thread of the group takes this and ends, too
 
 
 def _settle(group: str, nice: int, cpus: frozenset[int] | None) -> None:
-    """Set the name, the niceness and the cores of a new thread. It continues where it must not set
-    them.
+    """Set the name, the niceness and the cores of the calling thread. Ignore settings that the
+    system refuses.
     """
     name = threading.current_thread().name
     _set_os_name(f"{group}-{name.rsplit('_', 1)[-1]}")
@@ -234,37 +258,42 @@ def _set_os_name(name: str) -> None:
 
 
 class Once:
-    """A call that happens at most once: either it begins, or ``revoke`` came before.
+    """A function that runs at most once, and not at all if it was revoked before.
 
-    Thread safety: any thread may use it.
+    Thread safety: any thread may call all methods.
     """
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call, self._taken = call, threading.Lock()
 
     def __call__(self) -> None:
-        """Begin the call, unless it was revoked or has begun."""
+        """Run the function, unless it was revoked or has already begun."""
         if self._taken.acquire(blocking=False):
             self._call()
 
     def revoke(self) -> bool:
-        """Return True if the call has not begun. It then never does."""
+        """Keep the function from running, and return True. Return False if it has already begun or
+        been revoked.
+        """
         return self._taken.acquire(blocking=False)
 
 
 class Closes(Protocol):
-    """An owner of threads that can end their work in order."""
+    """An owner of threads that `close_at_exit` can close."""
 
     def close_after(self, error: BaseException | None) -> None:
-        """Close when the script ends, because of ``error`` if that is not None."""
+        """Close the owner because the script ends.
+
+        ``error`` is the unhandled exception that ends the script, or None.
+        """
         ...
 
 
 def workers_at_exit(name: str, count: int) -> Workers:
-    """Return a group whose work may begin after the script has ended.
+    """Return a group that can run calls submitted after the script has ended.
 
-    Python 3.12.1 starts no thread from then on, and Python 3.11 and 3.13 do. So on 3.12 the group
-    has all its threads at once.
+    Python 3.12.1 starts no thread after that, and Python 3.11 and 3.13 do. So on Python 3.12 all
+    ``count`` threads are started now.
     """
     group = Workers(name, count)
     if sys.version_info[:2] == (3, 12):
@@ -273,14 +302,16 @@ def workers_at_exit(name: str, count: int) -> Workers:
 
 
 def has_script_ended() -> bool:
-    """Return whether the main thread has ended. Python may start no thread from then on."""
+    """Return True if the main thread has ended, after which Python may start no more threads."""
     return not threading.main_thread().is_alive()
 
 
 def close_at_exit(owner: Closes) -> None:
-    """Close ``owner`` when the script ends, if it still lives, so that work under way is finished.
+    """Arrange that ``owner.close_after`` is called when the script ends, so that work under way is
+    finished. Keep only a weak reference to ``owner``.
 
-    Threads cannot be started any later than that. An error is only logged, since no caller is left.
+    The call happens just before Python stops starting new threads. An error of the call is only
+    logged, since no caller remains to handle it.
     """
     alive = weakref.ref(owner)
 
@@ -291,21 +322,23 @@ def close_at_exit(owner: Closes) -> None:
             except Exception as error:  # noqa: BLE001 - see above
                 _log.error("ckpt: %s", error)
 
-    # concurrent.futures registers the end of its threads in the same way.
+    # ThreadPoolExecutor of concurrent.futures uses this private function for the same purpose.
     threading._register_atexit(close)  # type: ignore[attr-defined]
 
 
 def await_at_exit(work: Future[Any], seconds: float) -> None:
-    """Let the end of the script wait for ``work``, at most for ``seconds``.
+    """Arrange that Python waits up to ``seconds`` for ``work`` when the script ends.
 
-    A thread that works while the interpreter is finalized can abort the process, where torch takes
-    the GIL in C++.
+    Otherwise a thread may still run while the interpreter is finalized. If code of torch takes the
+    GIL in C++ then, the process can abort.
     """
     threading._register_atexit(wait, [work], seconds)  # type: ignore[attr-defined]
 
 
 def _unhandled() -> BaseException | None:
-    """Return the exception that ends the script, if the interpreter knows it."""
+    """Return the unhandled exception that ends the script, or None if there is none. Return None in
+    an interactive session, where an earlier exception does not end the script.
+    """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
     # ``last_exc`` exists since Python 3.12.
