@@ -1,15 +1,20 @@
-"""Direct I/O: reads and writes of a file past the page cache, in any memory.
+"""Direct I/O: reads and writes of a file that bypass the page cache, for memory of any alignment.
 
-``O_DIRECT`` costs a tenth of the CPU and does not push the trainer's pages out. It needs offsets,
-lengths and addresses that are multiples of a block. A file system may refuse it when the file is
-opened, or only at a certain request, so the page cache can take over at any call.
+``O_DIRECT`` takes a tenth of the CPU time of buffered I/O, and does not displace the trainer's
+pages from memory. It needs offsets, lengths and addresses that are multiples of a block. A
+file system may refuse it when the file is opened, or only at a later request. So every call can
+fall back to the page cache.
 
-A write is direct if its memory is aligned. Of a read, whole blocks go straight to their place where
-the memory of a tensor and its bytes in the file fit each other. The same request reads the ragged
-ends, whose blocks hold other bytes too, through two pages. Everything else passes through a buffer
-that each thread keeps. The buffer consists of huge pages, since a disk serves few long pieces of
-memory up to twice as fast as many short ones. It is small enough to be copied out of the CPU's
-cache. What the page cache already holds is read from it.
+A write is direct if its memory is aligned. A read is direct in one of two ways:
+
+* If a target has at least ``STRAIGHT_BYTES``, and its memory has the same alignment as its bytes in
+  the file, whole blocks are read straight into the target. The first and the last block may hold
+  other bytes, too. The same request reads these two blocks into separate pages.
+* Otherwise, blocks are read into a buffer of the thread, and copied from there to the target. The
+  buffer consists of huge pages, since a disk serves few long pieces of memory up to twice as fast
+  as many short ones. It is small enough to stay in the cache of the CPU until the copy.
+
+Bytes that are already in the page cache are read from there.
 """
 
 from __future__ import annotations
@@ -29,8 +34,8 @@ import numpy as np
 
 from ckpt.storage.api import Buffer, aligned_memory
 
-# This covers the logical block of every disk in use. A store that wants more refuses, and is
-# written through the page cache.
+# This is a multiple of the logical block of every disk in use. A file system that needs a larger
+# block refuses direct writes, and the page cache is used.
 ALIGNMENT: Final = 4096
 _REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 # Direct reads into the memory of a device fail with EFAULT.
@@ -40,7 +45,9 @@ _AT_FDCWD: Final = -100
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 BUFFER_BYTES: Final = 2 << 20
 STRAIGHT_BYTES: Final = 1 << 20
-"""Fewer bytes are better read together with their neighbours."""
+"""The fewest bytes of a target that are read straight into the target. Smaller targets are read
+through the buffer, together with their neighbours.
+"""
 _DIRECT_BYTES: Final = 4096
 _DROP_CACHE_BYTES: Final = 8 << 20
 _SHORT_COPY_BYTES: Final = 64 << 10
@@ -51,18 +58,20 @@ _SYS_CACHESTAT: Final = 451  # The number on every architecture but alpha
 
 
 def address(memory: memoryview) -> int:
-    """Return the address of the first byte of ``memory``."""
+    """Return the address of the first byte of ``memory``; 0 if it has no bytes."""
     return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data) if memory.nbytes else 0
 
 
 def is_aligned(offset: int, memory: memoryview) -> bool:
-    """Return True if ``O_DIRECT`` takes this memory and offset as they are."""
+    """Return True if ``offset``, and the address and the length of ``memory``, are multiples of
+    ``ALIGNMENT``, as ``O_DIRECT`` needs.
+    """
     return not (offset % ALIGNMENT or memory.nbytes % ALIGNMENT or address(memory) % ALIGNMENT)
 
 
 def open_direct(path: str, flags: int) -> int | None:
-    """Return a second descriptor that bypasses the page cache, or None if the file system has
-    none.
+    """Open the file at ``path`` with ``O_DIRECT`` and return the descriptor, or None if the file
+    system does not support it.
     """
     try:
         return os.open(path, flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -73,7 +82,7 @@ def open_direct(path: str, flags: int) -> int | None:
 
 
 def write_all(fd: int, parts: Iterable[Buffer]) -> int:
-    """Append all of ``parts`` at the descriptor's position; returns how many bytes that were."""
+    """Write all of ``parts`` at the position of the descriptor, and return the number of bytes."""
     total = 0
     for part in parts:
         left = memoryview(part).cast("B")
@@ -84,14 +93,20 @@ def write_all(fd: int, parts: Iterable[Buffer]) -> int:
 
 
 def pwrite_all(fd: int, offset: int, data: memoryview) -> None:
-    """Write all of ``data`` at ``offset``. A short write is continued."""
+    """Write all of ``data`` at ``offset``, with several system calls if needed."""
     while data.nbytes:
         done = os.pwrite(fd, data, offset)
         offset, data = offset + done, data[done:]
 
 
 class DirectWriter:
-    """Writes to one file, past the page cache where memory and file system allow it.
+    """Writes to one file, with ``O_DIRECT`` where the memory and the file system allow it.
+
+    Args:
+        path: The path of the file.
+        fd: A descriptor of the file for writes through the page cache. ``close`` closes it.
+        size: The most bytes of the file.
+        direct: False if ``O_DIRECT`` is never to be used.
 
     Thread safety: several threads may call ``write`` at the same time, on disjoint ranges. One
     thread calls ``sync`` and ``close``, when no ``write`` runs.
@@ -103,10 +118,11 @@ class DirectWriter:
         self._refused = self._direct is None
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write ``data`` at ``offset``. The call may be repeated."""
+        """Write ``data`` at ``offset``. The call may be repeated after an error."""
         whole = data.nbytes - data.nbytes % ALIGNMENT
         if offset + data.nbytes != self._size:
-            # Only the end of the file may be padded. An odd run elsewhere is buffered as a whole.
+            # Only the end of the file may be padded. Data of odd length before the end is not
+            # aligned, so all of it goes through the page cache.
             whole = data.nbytes
         done = self._write_direct(offset, data[:whole]) if whole else 0
         offset, data = offset + done, data[done:]
@@ -115,15 +131,17 @@ class DirectWriter:
         pwrite_all(self.fd, offset, data)
 
     def sync(self, size: int) -> None:
-        """Cut the padding off, and what was reserved beyond ``size``, and wait until the bytes
-        are on the medium.
+        """Truncate the file to ``size`` bytes, which removes padding and reserved space, and force
+        it to the medium.
         """
         os.ftruncate(self.fd, size)
         os.fsync(self.fd)
 
     def close(self) -> None:
-        """Close both descriptors; raises ``OSError`` if the file system reports a late failure
-        (NFS).
+        """Close both descriptors.
+
+        Raises:
+            OSError: The file system reports the failure of an earlier write, as NFS may do.
         """
         direct, self._direct, self._refused = self._direct, None, True
         fd, self.fd = self.fd, -1
@@ -135,8 +153,8 @@ class DirectWriter:
                 os.close(fd)
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
-        """Return how many bytes the direct descriptor took. The rest must be written through the
-        page cache.
+        """Write ``data`` with ``O_DIRECT`` as far as that is possible, and return the number of
+        bytes written. The caller writes the other bytes through the page cache.
         """
         done = 0
         while done < data.nbytes and not self._refused and is_aligned(offset + done, data[done:]):
@@ -146,29 +164,33 @@ class DirectWriter:
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
-                # The descriptor stays open, since another thread may be writing to it.
+                # Leave the descriptor open, since another thread may be writing to it.
                 self._refused = True
         return done
 
     def _write_padded(self, offset: int, tail: memoryview) -> bool:
-        """Write the file's unaligned end as a whole block that ``sync`` cuts again.
+        """Write the last bytes of the file, padded to a whole block, with ``O_DIRECT``. ``sync``
+        removes the padding.
 
-        False if it must go buffered.
+        Return False if this was refused. The caller then writes ``tail`` through the page cache.
         """
         if self._refused:
             return False
-        # A mapping begins at a page. An error's traceback may still refer to it, so it stays open.
+        # A mapping begins at the boundary of a page. It is not closed here, since the traceback of
+        # an error may still refer to it.
         page = mmap.mmap(-1, ALIGNMENT)
         page[: tail.nbytes] = bytes(tail)
         return self._write_direct(offset, memoryview(page)) == ALIGNMENT
 
 
 def reserve(fd: int, size: int) -> None:
-    """Reserve ``size`` bytes, where the file system can; raises ``OSError`` (ENOSPC) if they are
-    not there.
+    """Reserve ``size`` bytes for a file. Do nothing if the file system cannot reserve space.
 
-    Not ``os.posix_fallocate``: where the file system cannot, glibc would write one byte into every
-    block, for minutes on NFSv3.
+    ``os.posix_fallocate`` is not used: if the file system cannot reserve space, glibc writes one
+    byte into every block instead, which takes minutes on NFSv3.
+
+    Raises:
+        OSError: The space is not free (ENOSPC), or the call fails for another reason.
     """
     if size and _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
         code = ctypes.get_errno()
@@ -177,16 +199,19 @@ def reserve(fd: int, size: int) -> None:
 
 
 def rename_if_absent(source: str, target: str) -> None:
-    """Rename, but never over something.
+    """Rename the file ``source`` to ``target`` if ``target`` does not exist.
 
-    Raises ``FileExistsError``; EOPNOTSUPP if the file system has no way to do it.
+    Raises:
+        FileExistsError: ``target`` exists.
+        OSError: With EOPNOTSUPP if the file system cannot do this.
     """
     if _rename_noreplace(source, target):
         return
     try:
         os.link(source, target, follow_symlinks=False)
     except FileExistsError:
-        # An NFS client asks again if a reply is lost, so the link may be the one made here.
+        # An NFS client repeats the request if the reply is lost, so an existing link may be the one
+        # that this call made.
         if not os.path.samefile(source, target):
             raise
     except OSError as error:
@@ -201,8 +226,14 @@ def rename_if_absent(source: str, target: str) -> None:
 
 
 def _rename_noreplace(source: str, target: str) -> bool:
-    """Rename unless the target exists. Return False if the kernel or the file system does not know
-    the flag (NFS, most of FUSE).
+    """Rename the file with the flag RENAME_NOREPLACE, and return True.
+
+    Return False if the kernel or the file system does not know the flag, as NFS and most file
+    systems of FUSE.
+
+    Raises:
+        FileExistsError: ``target`` exists.
+        OSError: The call fails for another reason.
     """
     renameat2 = getattr(_LIBC, "renameat2", None)
     if renameat2 is None:
@@ -218,8 +249,10 @@ def _rename_noreplace(source: str, target: str) -> bool:
 
 
 def read_at(path: str, offset: int, outs: Sequence[memoryview], *, direct: bool = True) -> int:
-    """Fill ``outs``, one after another, from ``offset`` of the file as far as the file goes;
-    returns how many bytes that was.
+    """Fill ``outs``, one after another, with the bytes of the file from ``offset`` on.
+
+    Return the number of bytes read, which is less than the length of ``outs`` if the file ends
+    before.
     """
     asked = sum(out.nbytes for out in outs)
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -236,9 +269,10 @@ def read_at(path: str, offset: int, outs: Sequence[memoryview], *, direct: bool 
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Return True if all of it is in the page cache, as everything on a tmpfs is.
+    """Return True if all of this range of the file is in the page cache. Files on a tmpfs always
+    are.
 
-    Returns False if the kernel (before 6.5) cannot tell.
+    Return False if the kernel is older than 6.5, which cannot tell.
     """
     asked = (ctypes.c_uint64 * 2)(offset, nbytes)
     counts = (ctypes.c_uint64 * 5)()
@@ -249,7 +283,9 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def blocks_of(fd: int) -> tuple[int, int]:
-    """Return the multiples that addresses, and that offsets and lengths, must have."""
+    """Return two numbers for direct I/O on a file: addresses in memory must be multiples of the
+    first, and offsets and lengths of the second.
+    """
     status = ctypes.create_string_buffer(256)
     statx = getattr(_LIBC, "statx", None)
     if statx is not None and not statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, status):
@@ -260,7 +296,7 @@ def blocks_of(fd: int) -> tuple[int, int]:
 
 
 class _Buffer(threading.local):
-    """One for each thread that needs it, until the thread ends."""
+    """One buffer for each thread, which is made at the first use and kept until the thread ends."""
 
     def __init__(self) -> None:
         self._memory: memoryview | None = None
@@ -275,7 +311,7 @@ _buffer: Final = _Buffer()
 
 
 def _after(outs: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of ``outs`` after the first ``done`` bytes."""
+    """Return ``outs`` without their first ``done`` bytes."""
     left: list[memoryview] = []
     for out in outs:
         if done < out.nbytes:
@@ -285,6 +321,7 @@ def _after(outs: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 def _read_buffered(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
+    """Do as ``read_at``, through the page cache."""
     left, done = _after(outs, 0), 0
     while left and (count := os.preadv(fd, left[:_MOST_PARTS], offset + done)):
         left, done = _after(left, count), done + count
@@ -292,13 +329,15 @@ def _read_buffered(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
 
 
 def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
-    """Return how many bytes were read.
+    """Do as ``read_at``, with ``O_DIRECT``.
 
-    The rest is behind the end of the file, or must be read through the page cache.
+    If the number of bytes returned is less than the length of ``outs``, the file ends there, or the
+    next bytes must be read through the page cache.
     """
     memory_block, block = blocks_of(fd)
 
     def fits(part: tuple[memoryview, int]) -> bool:
+        """Return True if a target is large enough, and aligned, to be read straight into."""
         out, start = part
         return out.nbytes >= STRAIGHT_BYTES and not (address(out) + -start % block) % memory_block
 
@@ -315,8 +354,13 @@ def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
 
 
 def _read_straight(fd: int, offset: int, outs: Sequence[memoryview], block: int) -> int:
+    """Fill the one target in ``outs`` with one request that reads whole blocks straight into it.
+
+    Return the number of bytes of the target that were filled.
+    """
     [out] = outs
-    # The bytes before ``out`` in its first block, and those of ``out`` in that block.
+    # ``lead`` bytes of the first block come before ``out``. ``head`` bytes of this block are part
+    # of ``out``.
     lead, head = offset % block, -offset % block
     body = (out.nbytes - head) // block * block
     tail = out.nbytes - head - body
@@ -329,6 +373,7 @@ def _read_straight(fd: int, offset: int, outs: Sequence[memoryview], block: int)
 
 
 def _read_through(fd: int, offset: int, outs: Sequence[memoryview], block: int) -> int:
+    """Fill ``outs`` through the buffer of the thread. Return the number of bytes filled."""
     buffer = _buffer.get()
     left, done, asked = list(outs), 0, sum(out.nbytes for out in outs)
     while done < asked:
@@ -344,7 +389,9 @@ def _read_through(fd: int, offset: int, outs: Sequence[memoryview], block: int) 
 
 
 def _pour(source: memoryview, outs: list[memoryview]) -> list[memoryview]:
-    """Fill the first of ``outs`` with ``source``; returns what is left of them."""
+    """Copy ``source`` into ``outs``, one after another, and return the memory that this leaves
+    unfilled.
+    """
     for index, out in enumerate(outs):
         if out.nbytes > source.nbytes:
             _copy(out[: source.nbytes], source)
@@ -358,13 +405,14 @@ def _copy(out: memoryview, source: memoryview) -> None:
     if out.nbytes < _SHORT_COPY_BYTES:
         out[:] = source
     else:
-        # Unlike a slice, this lets other threads run meanwhile.
+        # Unlike the assignment to a slice, this call releases the GIL.
         ctypes.memmove(address(out), address(source), out.nbytes)
 
 
 def _pread_direct(fd: int, parts: Sequence[memoryview], offset: int) -> int:
-    """Read without the page cache. Return 0 if that is refused, at the first read or at a later
-    one.
+    """Read into ``parts``, one after another, with ``O_DIRECT``, and return the number of bytes.
+
+    Return 0 if the file system refuses direct reads.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)

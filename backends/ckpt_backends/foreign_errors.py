@@ -1,10 +1,12 @@
-"""Which of our errors a client library's exception means.
+"""The translation of exceptions of client libraries into the storage errors of ckpt.
 
-The libraries are not imported: their classes are known by name.
+The libraries are not imported; their exception classes are recognized by name.
 
-Three sources, the most telling first: the code and HTTP status that a server answered (found
-anywhere along the chain of causes), the class of the exception, its ``errno``. Messages are cleaned
-of everything that could be a credential.
+An exception is translated together with the chain of its causes. The first server's answer in the
+chain decides, by its error code or its HTTP status. The search for an answer stops at the first
+exception whose class is in the table. If no answer is found, the first exception in the chain with
+a known class or a known ``errno`` decides. Everything that may be a credential is removed from
+messages.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ _BY_CLASS: Final[Mapping[str, type[StorageError]]] = {
     "AlreadyExistsError": ObjectExists,
     "PermissionDeniedError": AccessDenied,
     "UnauthenticatedError": AccessDenied,
-    # obstore has retried it already, but the upload as a whole may be tried again.
+    # obstore has already retried the request, but the upload as a whole may be retried.
     "GenericError": TransientStorageError,
 }
 _BUGS: Final = (TypeError, AttributeError, AssertionError, NameError, MemoryError)
@@ -96,7 +98,9 @@ _USERINFO: Final = re.compile(r"//[^/@\s]+@")
 
 
 def clean(text: str, secrets: Sequence[str] = ()) -> str:
-    """Return ``text`` without users and passwords of URLs, signatures, and the given secrets."""
+    """Return ``text`` without the users and passwords of URLs, signatures, and the strings in
+    ``secrets``.
+    """
     for secret in secrets:
         text = text.replace(secret, "***")
     return redact(_USERINFO.sub("//", text))
@@ -104,7 +108,15 @@ def clean(text: str, secrets: Sequence[str] = ()) -> str:
 
 @contextmanager
 def foreign(key: str, *, secrets: Sequence[str] = (), bucket: str = "") -> Generator[None]:
-    """Inside, every exception of a client library leaves as one of our errors about ``key``."""
+    """Raise an exception of a client library in the ``with`` block as a storage error.
+
+    Errors of ckpt, and exceptions that mean a bug, such as ``TypeError``, pass unchanged.
+
+    Args:
+        key: The key of the object that the block is about.
+        secrets: Strings that must not appear in the message.
+        bucket: The name of the bucket, for the error that it does not exist.
+    """
     try:
         yield
     except CkptError:
@@ -112,18 +124,21 @@ def foreign(key: str, *, secrets: Sequence[str] = (), bucket: str = "") -> Gener
     except _BUGS:
         raise
     except Exception as error:  # noqa: BLE001 - none of them may pass, that is what this is for
-        # ``from None``: the chain of a vendor's exception holds requests and headers, and with them
-        # credentials.
+        # ``from None`` is needed because the exceptions of a vendor hold requests and headers, and
+        # so credentials, which a traceback might show.
         raise storage_error(key, error, secrets=secrets, bucket=bucket) from None
 
 
 def storage_error(
     key: str, error: BaseException, *, secrets: Sequence[str] = (), bucket: str = ""
 ) -> StorageError:
-    """Return the error of ours that stands for ``error``."""
+    """Return the storage error about ``key`` that ``error`` means. See ``foreign`` for the
+    arguments.
+    """
     for link in _chain(error):
         if _class_of(link):
-            # The transport broke. aiohttp's status 400 of such an error is no answer of the server.
+            # The class of this error decides. For some errors of the connection, aiohttp sets the
+            # status 400, which does not come from the server.
             break
         code, status = _answer(link)
         if code == "NoSuchBucket":
@@ -142,6 +157,7 @@ def storage_error(
 
 
 def _by_class(error: BaseException) -> type[StorageError]:
+    """Return the storage error for the classes and the ``errno`` of ``error`` and its causes."""
     for link in _chain(error):
         if isinstance(link, FileNotFoundError):
             return ObjectNotFound
@@ -161,14 +177,15 @@ def _by_class(error: BaseException) -> type[StorageError]:
 
 
 def _class_of(error: BaseException) -> type[StorageError] | None:
+    """Return the storage error for the class of ``error`` or for one of its base classes."""
     return next(
         (_BY_CLASS[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in _BY_CLASS), None
     )
 
 
 def _answer(error: BaseException) -> tuple[str, int]:
-    """Return the code and the HTTP status of a server's answer; ('', 0) if the exception has
-    none.
+    """Return the error code and the HTTP status of the server's answer: '' and 0 if the exception
+    does not have them.
     """
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore.ClientError
@@ -184,6 +201,7 @@ def _answer(error: BaseException) -> tuple[str, int]:
 
 
 def _text(code: str, status: int, error: BaseException) -> str:
+    """Return a message of the status, the code and the text of ``error``."""
     text = " ".join(
         part for part in (str(status or ""), code if code != str(status) else "") if part
     )
@@ -191,6 +209,7 @@ def _text(code: str, status: int, error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield ``error`` and its causes."""
     link: BaseException | None = error
     for _ in range(8):  # Chains may be circular
         if link is None:

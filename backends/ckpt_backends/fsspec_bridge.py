@@ -1,9 +1,9 @@
-"""Any file system that fsspec knows as a store; the base of the S3 and GCS backends.
+"""The backend for any file system that fsspec knows, and the base of the S3 and GCS backends.
 
-What a store gives is what its fsspec file system gives. On object stores (``_OBJECT_STORES``) an
-object appears whole or not at all. On a local disk behind ``dir::`` it is renamed into place, but
-not forced to the medium. On others, such as SFTP or SMB, a crash during ``put`` may leave a short
-object: use them for copies, not as the only tier.
+The guarantees depend on the file system. On object stores (``_OBJECT_STORES``), an object appears
+as a whole or not at all. On a local disk behind ``dir::``, an object is renamed into place, but its
+bytes are not forced to the medium. On other file systems, such as SFTP or SMB, a crash during
+``put`` may leave a short object. Use these for further copies, and not as the only tier.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ PART_BYTES: Final = 8 << 20
 _OBJECT_STORES: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "cos"}
 )
-# Their servers decide which ``pipe_file(mode="create")`` wins.
+# On these stores, the server lets only one of several ``pipe_file(mode="create")`` succeed.
 _CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs"})
-_RENAMES: Final = frozenset({"file", "local"})  # A move is one rename
+_RENAMES: Final = frozenset({"file", "local"})  # ``mv`` of these file systems is one rename
 _TEMPORARY: Final = ".tmp"
 _MODIFIED: Final = ("mtime", "LastModified", "updated", "modified", "last_modified", "created")
 _EXTRAS: Final = {
@@ -56,7 +56,7 @@ _SECRET_NAMES: Final = ("secret", "token", "password", "key", "credential", "sas
 
 
 def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
-    """Open the file system behind any fsspec URL, also a chained one (``dir::``,
+    """Return the backend for a URL of fsspec, which may be a chained one (``dir::``,
     ``simplecache::``).
 
     Args:
@@ -67,7 +67,8 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
         MissingExtra: The package of this scheme is not installed.
         ConfigError: The file system refuses the URL or the options.
     """
-    # ``local`` is another name of fsspec for a folder, and our backend is durable.
+    # ``local`` is another name of fsspec for a folder. Use the backend for folders instead of
+    # fsspec, since only this backend is durable.
     if url.startswith("local://"):
         return open_posix("file://" + url.removeprefix("local://"), options)
     from fsspec.core import url_to_fs
@@ -91,7 +92,13 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
 
 @dataclass(frozen=True, slots=True)
 class BucketPrefix:
-    """A prefix of a bucket, and the URL that names it without credentials."""
+    """A prefix of a bucket: the root of a store.
+
+    Attributes:
+        bucket: The name of the bucket.
+        prefix: The prefix without slashes at its ends; '' for the whole bucket.
+        url: The URL of the root for display, without credentials.
+    """
 
     bucket: str
     prefix: str
@@ -99,17 +106,18 @@ class BucketPrefix:
 
     @property
     def root(self) -> str:
-        """The path of the prefix in the file system."""
+        """The path of the root in the fsspec file system."""
         return f"{self.bucket}/{self.prefix}"
 
 
 def parse_bucket_url(
     url: str, options: Mapping[str, object], *, scheme: str
 ) -> tuple[BucketPrefix, dict[str, Any]]:
-    """Return what ``scheme://bucket/prefix`` names, and the options with those of its query.
+    """Return the root that ``url`` names, and ``options`` together with the options in the query
+    of ``url``. An option in ``options`` overrides one of the same name in the query.
 
     Raises:
-        ConfigError: It names no bucket.
+        ConfigError: ``url`` names no bucket.
     """
     split, shown = urlsplit(url, allow_fragments=False), clean(url.partition("?")[0])
     bucket = split.netloc.rpartition("@")[2]
@@ -120,7 +128,9 @@ def parse_bucket_url(
 
 
 def missing_extra(url: str, error: ImportError) -> MissingExtra:
-    """Return the error that names our extra, or the package that fsspec asks for."""
+    """Return the error that a package is missing. It names the extra of ckpt that installs the
+    package if there is one, and else the package that ``error`` asks for.
+    """
     scheme = url.partition("://")[0].rpartition("::")[2]
     package = {"http": "aiohttp", "https": "aiohttp"}.get(scheme, error.name or "")
     # fsspec writes "Please install adlfs to access ..." or "Install s3fs to access S3".
@@ -132,7 +142,9 @@ def missing_extra(url: str, error: ImportError) -> MissingExtra:
 
 
 def secrets_of(options: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the option values that must not appear in a message."""
+    """Return the values of options that may be secrets, so that they can be removed from
+    messages.
+    """
     found: list[str] = []
     for name, value in options.items():
         if isinstance(value, Mapping):
@@ -147,14 +159,21 @@ def secrets_of(options: Mapping[str, object]) -> tuple[str, ...]:
 
 
 class StorageBackendOnFsspec:
-    """An fsspec file system as a store.
+    """A file system of fsspec as a store.
 
-    Thread safety: any thread may call all methods. Asynchronous file systems share fsspec's one
-    loop.
+    If the file system has no conditional put, ``put(if_absent=True)`` first checks that the object
+    does not exist, and then writes it. This is enough if only one process writes the key, but two
+    processes at the same time can both succeed. ``capabilities.put_if_absent`` is False then.
 
-    ``put(if_absent=True)`` on a file system without a conditional put looks first and writes then:
-    enough for one leader at a time, not for a race; ``capabilities.put_if_absent`` says which it
-    is.
+    Thread safety: any thread may call all methods. All asynchronous file systems run on the one
+    thread of fsspec's event loop.
+
+    Args:
+        fs: The file system.
+        root: The path of the root in the file system.
+        url: The URL of the root for display, without credentials.
+        secrets: Strings that must not appear in messages.
+        capabilities: The capabilities of the store; None to derive them from the file system.
     """
 
     def __init__(
@@ -194,7 +213,7 @@ class StorageBackendOnFsspec:
     def upload(self, key: str, size: int) -> Upload:
         check_key(key)
         if not self._object_store or size < 2 * self.capabilities.part_bytes:
-            # Elsewhere, a file under ``open`` may be visible before it is closed.
+            # Outside of object stores, a file may be visible while it is still written.
             return PutUpload(self, key, size)
         return _StreamUpload(self, key, size)
 
@@ -207,7 +226,11 @@ class StorageBackendOnFsspec:
         check_read(key, offset, done, out.nbytes)
 
     def _receive(self, key: str, offset: int, out: memoryview) -> int:
-        """Fill ``out`` from ``offset`` as far as the object goes; returns how many bytes came."""
+        """Fill ``out`` with the bytes of the object from ``offset`` on.
+
+        Return the number of bytes, which is less than the length of ``out`` if the object ends
+        before.
+        """
         found = self._fs.cat_file(self.path_of(key), start=offset, end=offset + out.nbytes)
         out[: len(found)] = found[: out.nbytes]
         return len(found)
@@ -257,29 +280,34 @@ class StorageBackendOnFsspec:
             self._fs.rm_file(self.path_of(key))
 
     def close(self) -> None:
-        """Do nothing: the file system is dropped with this object."""
+        """Do nothing. The file system is freed together with this object."""
 
     def path_of(self, key: str) -> str:
-        """Return the path of an object in the file system."""
+        """Return the path of the object ``key`` in the file system, after a check of the key."""
         return f"{self._root}/{check_key(key)}"
 
     def _key(self, path: str) -> str:
-        """Return the key of a path; '' for the root itself and for markers of folders."""
+        """Return the key of a path in the file system, or '' for the root itself and for paths
+        outside of the root.
+        """
         root, path = self._root.lstrip("/"), path.lstrip("/")
         inside = not root or path.startswith(root + "/")
         return path[len(root) :].lstrip("/") if inside else ""
 
     def open_for_writing(self, path: str) -> Any:
-        """Open a file that takes its bytes in parts."""
+        """Open a file for writing at ``path`` and return it. The file sends its bytes in parts."""
         return self._fs.open(path, "wb", block_size=self.capabilities.part_bytes)
 
     def _make_folder(self, path: str) -> None:
-        if not self._object_store:  # It would try to create the bucket of an object store
+        """Create the folder of the object at ``path``, except on object stores."""
+        if not self._object_store:  # ``makedirs`` would try to create the bucket there
             with suppress(NotImplementedError, FileExistsError):
                 self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
 
     def _replace(self, path: str, value: bytes) -> None:
-        """Write beside the target and rename over it. There is no fsync in fsspec."""
+        """Write a temporary file in the folder of ``path`` and rename it to ``path``. The bytes are
+        not forced to the medium, since fsspec has no fsync.
+        """
         temporary = f"{posixpath.dirname(path)}/.{entropy.token_hex(8)}{_TEMPORARY}"
         try:
             self._fs.pipe_file(temporary, value)
@@ -290,26 +318,30 @@ class StorageBackendOnFsspec:
             raise
 
     def errors(self, key: str) -> AbstractContextManager[None]:
-        """Turn the errors of any client into ours inside of the ``with`` block."""
+        """Raise the errors of client libraries in the ``with`` block as storage errors about
+        ``key``.
+        """
         return foreign(key, secrets=self._secrets, bucket=self._root.partition("/")[0])
 
 
 def _protocols(fs: Any) -> set[str]:
-    """Return the names of a file system, or of the file system behind a ``dir::``."""
+    """Return the protocol names of a file system. For ``dir::``, return those of the file system
+    behind it.
+    """
     names = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
     return _protocols(fs.fs) if "dir" in names else names
 
 
 class _StreamUpload:
-    """A large object through one writable file of an object store, part after part; it becomes
-    visible when that is closed.
+    """The upload of a large object through one writable file of an object store. The object appears
+    when the file is closed.
 
-    Parts may come in any order: what comes early waits as a reference, no copy. The file's state is
-    unknown after an error, so it is
-    thrown away then and the next call sends all parts again; their memory is there until
-    ``finish``, the contract says so.
+    The file takes the parts in file order. A part that is written early is kept as a reference to
+    the caller's memory, without a copy. After an error the state of the file is unknown. The upload
+    then discards the file, and the next call sends all parts again. Their memory is still
+    unchanged, since ``capabilities.takes_parts`` is False.
 
-    Thread safety: one call at a time.
+    Thread safety: only one method may run at a time.
     """
 
     def __init__(self, backend: StorageBackendOnFsspec, key: str, size: int) -> None:
@@ -321,7 +353,7 @@ class _StreamUpload:
 
     def write(self, offset: int, data: memoryview) -> None:
         if offset < self._sent:
-            return  # A repeated part that was sent already
+            return  # The file has already taken this part
         self._parts[offset] = data.cast("B")
         self._send()
 
@@ -348,6 +380,7 @@ class _StreamUpload:
             _throw_away(file)
 
     def _send(self) -> None:
+        """Send all parts that follow the bytes sent so far. Open the file first if none is open."""
         with self._backend.errors(self._key):
             try:
                 if self._file is None:
@@ -362,10 +395,12 @@ class _StreamUpload:
                 raise
 
     def _complete_anyway(self) -> bool:
-        """Return True if only the reply of the last request was lost.
+        """Return True if the object is complete although the last request failed, because only its
+        reply was lost.
 
-        An older object of the same size looks the same. But keys are unique to an attempt, and the
-        bytes are checked against the manifest.
+        This is assumed if the object exists and has the size of the upload. An older object of the
+        same size cannot be told apart. But each attempt has keys of its own, and every restore
+        checks the bytes against the manifest.
         """
         with suppress(StorageError):
             given = sum(part.nbytes for part in self._parts.values())
@@ -376,7 +411,8 @@ class _StreamUpload:
 def _throw_away(file: Any) -> None:
     """Discard an unfinished file.
 
-    It must also count as closed, or collecting it would publish what it holds.
+    The file is also marked as closed. Otherwise its finalizer would close it, which would make an
+    incomplete object visible.
     """
     with suppress(Exception):
         file.discard()
@@ -384,7 +420,11 @@ def _throw_away(file: Any) -> None:
 
 
 def _modified(info: Mapping[str, Any]) -> float | None:
-    """Return when a file was last changed. File systems use different names and types for this."""
+    """Return when a file was last changed, in seconds since 1970, or None if ``info`` does not say.
+
+    ``info`` is an entry of a listing of fsspec, where file systems use different names and types
+    for this time.
+    """
     found = next((info[name] for name in _MODIFIED if info.get(name) is not None), None)
     with suppress(ValueError):
         found = datetime.fromisoformat(found) if isinstance(found, str) else found

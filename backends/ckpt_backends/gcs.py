@@ -1,5 +1,7 @@
-"""Google Cloud Storage over gcsfs: conditional puts in one request, large objects as one
-resumable upload.
+"""The backend for Google Cloud Storage, over gcsfs.
+
+A small object is put with one request, also under the condition that the key has no object. A large
+object is written by one resumable upload.
 """
 
 from __future__ import annotations
@@ -43,18 +45,20 @@ T = TypeVar("T")
 
 
 def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
-    """Open the bucket and prefix ``gs://bucket/prefix``.
+    """Return the backend whose root is ``gs://bucket/prefix``.
 
-    Nothing is contacted yet, but gcsfs may look for credentials.
+    The bucket is not contacted yet. The search for credentials may contact Google's metadata
+    server.
 
     Args:
-        url: May carry ``?endpoint_url=...`` (an emulator).
-        options: ``token``, ``project``, ``endpoint_url`` and whatever else ``gcsfs.GCSFileSystem``
-            takes.
+        url: The root. Its query may be ``?endpoint_url=...``, the address of an emulator.
+        options: ``token``, ``project``, ``endpoint_url``, and all other options of
+            ``gcsfs.GCSFileSystem``.
 
     Raises:
         MissingExtra: gcsfs is not installed.
-        ConfigError: The URL names no bucket, or gcsfs refuses the options.
+        ConfigError: The URL names no bucket, there are no credentials, or gcsfs refuses the
+            options.
     """
     place, settings = parse_bucket_url(url, options, scheme="gs")
     shown, secrets = clean(url.partition("?")[0]), secrets_of(settings)
@@ -73,25 +77,28 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
 
 
 def _file_system(settings: dict[str, Any]) -> Any:
+    """Return the file system of gcsfs for these options, with fewer retries than by default."""
     from gcsfs.retry import retry_request
 
     give_gcsfs_its_own_dice()
-    # This is gcsfs's own switch.
+    # gcsfs itself reads this variable.
     emulator = settings.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")  # noqa: TID251
     if emulator:
-        # gcsfs's default class asks for the bucket's storage layout by gRPC, and waits 20 to 60 s
-        # each time for an emulator to answer. Its switch GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT is read
-        # at the first import only, which may not be ours.
+        # The default class of gcsfs asks for the storage layout of the bucket by gRPC. An emulator
+        # does not answer this, and each request waits 20 to 60 s. gcsfs reads its switch
+        # GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT only when it is first imported, which other code may
+        # have done.
         from gcsfs.core import GCSFileSystem
     else:
         from gcsfs import GCSFileSystem
 
         if settings.get("token") is None:
             settings = {**settings, "token": _find_credentials()}
-    # gcsfs logs the traceback of each failed request, which only a configured log is to show.
+    # gcsfs logs the traceback of each failed request. Without this handler, Python would print it
+    # to stderr in a process that has not configured logging.
     logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     fs = GCSFileSystem(**settings, use_listings_cache=False, skip_instance_cache=True)
-    # The six tries of gcsfs take half a minute, and the pipeline retries by itself.
+    # The six tries that gcsfs makes take half a minute, and the pipeline retries, too.
     once: Any = GCSFileSystem._request
     retrying: Any = retry_request
     fs._request = partial(retrying(retries=_TRIES)(once.__wrapped__), fs)
@@ -99,13 +106,13 @@ def _file_system(settings: dict[str, Any]) -> Any:
 
 
 def _find_credentials() -> str | None:
-    """Return how gcsfs finds credentials.
+    """Return the value of the option ``token`` of gcsfs for the credentials of this machine.
 
-    By default gcsfs asks a metadata server for 20 s where there is none, and then continues without
-    credentials.
+    By default, gcsfs tries for 20 s to reach a metadata server, even if none exists, and then
+    continues without credentials.
 
     Raises:
-        ConfigError: There are no credentials.
+        ConfigError: No credentials were found.
     """
     from google.auth import _cloud_sdk, environment_vars
 
@@ -114,7 +121,7 @@ def _find_credentials() -> str | None:
     if named or os.path.isfile(sdk.get_application_default_credentials_path()):
         return "google_default"
     if os.path.exists(os.path.expanduser("~/.gcs_tokens")):
-        return None  # An older gcsfs kept them there, and gcsfs still reads them
+        return None  # An older gcsfs stored credentials there, and gcsfs still reads them
     if not _on_google(os.environ.get(environment_vars.GCE_METADATA_HOST) or _METADATA_HOST):  # noqa: TID251
         raise ConfigError(
             "no Google credentials were found: run 'gcloud auth application-default login', set "
@@ -125,7 +132,10 @@ def _find_credentials() -> str | None:
 
 
 def _on_google(host: str) -> bool:
-    """Return True if Google's metadata server answers. Other clouds answer at its address too."""
+    """Return True if Google's metadata server answers at ``host``.
+
+    Other clouds have servers at the same address, so the header of the answer is checked.
+    """
     connection = HTTPConnection(host, timeout=_METADATA_SECONDS)
     try:
         connection.request("GET", "/", headers={"Metadata-Flavor": "Google"})
@@ -137,10 +147,10 @@ def _on_google(host: str) -> bool:
 
 
 class GCSBackend(StorageBackendOnFsspec):
-    """A prefix of a bucket.
+    """A prefix of a bucket of Google Cloud Storage as a store.
 
-    Thread safety: several threads may call all methods at the same time. One
-    ``Upload`` takes one ``write`` at a time.
+    Thread safety: several threads may call all methods at the same time. An ``Upload`` takes only
+    one ``write`` at a time.
     """
 
     def __init__(self, fs: Any, place: BucketPrefix, *, secrets: Sequence[str]) -> None:
@@ -156,8 +166,9 @@ class GCSBackend(StorageBackendOnFsspec):
         self._bucket = place.bucket
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
-        """Put an object in a single request of any size, since emulators drop the condition of a
-        resumable upload.
+        """Put an object of any size with a single request.
+
+        A resumable upload is not used, since emulators ignore the condition of such an upload.
         """
         value = b"".join(parts)
         path, token = self.path_of(key), entropy.token_hex(16)
@@ -168,7 +179,7 @@ class GCSBackend(StorageBackendOnFsspec):
                     path, value, metadata={_TOKEN: token}, mode=mode, chunksize=_SINGLE_REQUEST
                 )
         except (ObjectExists, TransientStorageError):
-            # An object with our token means that gcsfs repeated the request after a lost reply.
+            # If the object has the token of this call, the put succeeded, but its reply was lost.
             if not if_absent or self._token_of(key) != token:
                 raise
         except ObjectNotFound:
@@ -187,7 +198,7 @@ class GCSBackend(StorageBackendOnFsspec):
             from gcsfs.core import initiate_upload
 
             location: object = sync(self._fs.loop, initiate_upload, self._fs, self._bucket, name)
-        # A bucket of a single zone has uploads of another kind.
+        # For a bucket of a single zone, gcsfs begins an upload of another kind, without a URL.
         return (
             ResumableUpload(self, key, size, location)
             if isinstance(location, str)
@@ -203,7 +214,9 @@ class GCSBackend(StorageBackendOnFsspec):
         headers: Mapping[str, str] | None = None,
         data: memoryview | None = None,
     ) -> tuple[int, Mapping[str, Any]]:
-        """Make one request without gcsfs's retries. Return the answer's status and headers."""
+        """Make one request without the retries of gcsfs. Return the status and the headers of the
+        answer. ``key`` is the key of the object, for errors.
+        """
         from fsspec.asyn import sync
 
         once = type(self._fs)._request.__wrapped__
@@ -220,7 +233,7 @@ class GCSBackend(StorageBackendOnFsspec):
         return self._from_bucket(prefix, super().folders(prefix))
 
     def _from_bucket(self, prefix: str, listed: Iterator[T]) -> Iterator[T]:
-        """Yield what was listed. If that is nothing, check that there is a bucket."""
+        """Yield the items of ``listed``. If there are none, raise if the bucket does not exist."""
         none = True
         for found in listed:
             none = False
@@ -229,11 +242,13 @@ class GCSBackend(StorageBackendOnFsspec):
             self._check_bucket(prefix)
 
     def close(self) -> None:
-        with suppress(Exception):  # Nothing is left to do if that fails
+        with suppress(Exception):  # A failed close needs no further action
             self._fs.close_session(self._fs.loop, self._fs._session)
 
     def _check_bucket(self, key: str) -> None:
-        """Raise if the bucket does not exist, which gcsfs takes for an empty one."""
+        """Raise ``StorageError`` about ``key`` if the bucket does not exist. gcsfs treats such a
+        bucket as an empty one.
+        """
         try:
             with self.errors(key):
                 self._fs.call("GET", "b/{}/o", self._bucket, maxResults=1, json_out=True)
@@ -243,6 +258,9 @@ class GCSBackend(StorageBackendOnFsspec):
             ) from None
 
     def _token_of(self, key: str) -> str:
+        """Return the token that ``put`` stored in the metadata of the object, or '' if it cannot be
+        read.
+        """
         with suppress(StorageError), self.errors(key):
             self._fs.invalidate_cache()
             return str(self._fs.info(self.path_of(key)).get("metadata", {}).get(_TOKEN, ""))

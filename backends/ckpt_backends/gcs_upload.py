@@ -1,11 +1,12 @@
-"""A large object as one resumable upload of Google Cloud Storage.
+"""The upload of a large object to Google Cloud Storage, as one resumable upload.
 
-Parts that were sent are freed, and an interrupted upload continues at the server's position. The
-server takes parts in order only. A part that comes early is copied and waits; with a few writers
-that is a few parts. After an error the same bytes are sent again from the position that the server
-last reported. The server ignores bytes that it already has. An emulator may not ignore them, so the
-size is compared at the end. An upload session that the server has forgotten cannot continue. That
-is a transient error, since the whole object may be sent again.
+The server takes the parts only in file order. A part that is written early is copied, and kept
+until all parts before it are sent. With a few writers, only a few parts are kept at a time. After
+an error, the bytes are sent again from the position that the server last reported. The server
+ignores bytes that it already has. An emulator may not ignore them, so the size of the object is
+checked at the end. If the server no longer knows the upload, the upload cannot continue. This
+raises ``TransientStorageError``, since the caller may begin another upload and send the whole
+object again.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from ckpt.errors import ObjectNotFound, StorageError, TransientStorageError
 from ckpt.storage.api import Capabilities, ObjectInfo, check_written
 
 STEP_BYTES: Final = 256 << 10
-"""All parts of a session but the last are multiples of this."""
+"""The lengths of all parts of an upload but the last must be multiples of this number of bytes."""
 
 
 class Server(Protocol):
-    """The backend, as an upload uses it."""
+    """The methods of the backend that an upload uses."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -39,12 +40,21 @@ class Server(Protocol):
         headers: Mapping[str, str] | None = None,
         data: memoryview | None = None,
     ) -> tuple[int, Mapping[str, Any]]:
-        """Send one request. Returns the status and the headers of the answer."""
+        """Send one request. Return the status and the headers of the answer."""
         ...
 
 
 class ResumableUpload:
-    """Thread safety: one call at a time."""
+    """The upload of one object.
+
+    Thread safety: only one method may run at a time.
+
+    Args:
+        backend: The backend that began the upload.
+        key: The key of the object.
+        size: The most bytes of the object.
+        location: The URL of the upload session.
+    """
 
     def __init__(self, backend: Server, key: str, size: int, location: str) -> None:
         self._backend, self._key, self._size, self._location = backend, key, size, location
@@ -64,8 +74,9 @@ class ResumableUpload:
             )
         self._check()
         if offset + data.nbytes <= self._sent:
-            return  # A repeated part
-        # Keep a part that is early or the last one, since the whole size is not known yet.
+            return  # The server already has this part
+        # Keep a part that is early, and a part of odd length. The latter is the last one, and must
+        # be sent with the size of the whole object, which only ``finish`` knows.
         if offset > self._sent or data.nbytes % STEP_BYTES:
             self._early[offset] = memoryview(bytes(data))
         else:
@@ -87,9 +98,9 @@ class ResumableUpload:
             self._ask(span, rest)
         except TransientStorageError:
             if not self._lost:
-                raise  # The caller may try again
+                raise  # The caller may call ``finish`` again
         with suppress(ObjectNotFound):
-            # The object is there even if only the reply was lost, and with it the session.
+            # If only the reply was lost, the server has ended the session, but the object exists.
             if self._backend.head(self._key).size == size:
                 return ObjectInfo(key=self._key, size=size)
         raise TransientStorageError(self._key, "is not what was sent: it must be sent again")
@@ -100,7 +111,9 @@ class ResumableUpload:
             self._backend.request(self._key, "DELETE", self._location)
 
     def _send(self, offset: int, data: memoryview) -> None:
-        """Send all of ``data``, in as many requests as the server needs."""
+        """Send ``data``, whose first byte is the byte ``offset`` of the object, in as many
+        requests as the server needs.
+        """
         while self._sent < offset + data.nbytes:
             before, rest = self._sent, data[self._sent - offset :]
             self._ask(f"bytes {self._sent}-{self._sent + rest.nbytes - 1}/*", rest)
@@ -110,12 +123,14 @@ class ResumableUpload:
                 )
 
     def _check(self) -> None:
+        """Raise ``TransientStorageError`` if the server no longer knows the upload."""
         if self._lost:
             raise TransientStorageError(
                 self._key, "the server has forgotten this upload: it must be sent again"
             )
 
     def _ask(self, span: str, data: memoryview) -> None:
+        """Send one request with ``span`` as its Content-Range, and note the server's position."""
         headers = {"Content-Range": span, "Content-Length": str(data.nbytes)}
         try:
             status, answer = self._backend.request(
@@ -136,6 +151,8 @@ class ResumableUpload:
 
 
 def _persisted(headers: Mapping[str, Any]) -> int:
-    """Return how many bytes the server has. 'Range: bytes=0-42' means 43."""
+    """Return the number of bytes that the server has, from the headers of its answer. The header
+    'Range: bytes=0-42' means 43 bytes; no such header means 0.
+    """
     found = str(headers.get("Range", ""))
     return int(found.rpartition("-")[2]) + 1 if "-" in found else 0

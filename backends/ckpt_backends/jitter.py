@@ -1,6 +1,8 @@
-"""Client libraries draw the pauses between their tries from Python's global generator, from
-threads of their own. That generator is the training's: a store that stumbles must not change
-what a run computes.
+"""Random generators for the retries of client libraries.
+
+By default these libraries draw the jitter of their retries from Python's global random generator,
+in threads of their own. The training uses the same generator, so a retry would change the random
+numbers of the training. The functions of this module give the libraries a separate generator.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ _DICE = random.SystemRandom()
 
 
 def give_botocore_its_own_dice() -> None:
-    """Do it for all clients of botocore in this process. Further calls have no effect."""
+    """Make all clients of botocore and aiobotocore in this process use a separate random generator.
+
+    Further calls have no effect.
+    """
     from aiobotocore.retries import standard
     from botocore.retries.standard import ExponentialBackoff
 
@@ -22,7 +27,10 @@ def give_botocore_its_own_dice() -> None:
 
 
 def give_gcsfs_its_own_dice() -> None:
-    """Do it for all file systems of gcsfs in this process. Further calls have no effect."""
+    """Make all file systems of gcsfs in this process use a separate random generator.
+
+    Further calls have no effect.
+    """
     from gcsfs import retry
 
     module: Any = retry

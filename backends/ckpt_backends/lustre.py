@@ -1,10 +1,11 @@
-"""Lustre: the striping of a step's files over storage targets.
+"""The striping of a step's files over the storage targets of a Lustre file system.
 
-A file is stored on one target unless its folder says otherwise, and then one image has the
-bandwidth of one target. So a new folder gets a striping for the files in it: the first 64 MiB of a
-file are on one target, which keeps fragments and manifests small, and the rest is striped over
-several targets in pieces of 4 MiB. A striping that the site or the user has set on the folder above
-stays as it is.
+By default, Lustre stores a file on one target, which limits the write of an image to the bandwidth
+of one target. This module therefore sets a layout on each new folder, which applies to the files in
+the folder. The first 64 MiB of a file are on one target, so that fragments and manifests do not
+occupy several targets. The bytes after that are striped over several targets in pieces of 4 MiB. If
+the site or the user has already set a striping on the root or the folder above, new folders inherit
+it. This module then sets a layout only if the option ``stripe_count`` asks for one.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from ckpt_backends.mounts import kind_of
 
 _log = logging.getLogger("ckpt")
 _COUNT: Final = 4
-_MOST: Final = 2000  # The most targets of one file
+_MOST: Final = 2000  # Lustre stripes a file over at most this many targets
 _SECONDS: Final = 10.0
 
 
 class Striping:
-    """Thread safety: any thread may call ``apply``.
+    """The striping of the folders of one store.
 
-    It never raises: a checkpoint on one target is a checkpoint too.
+    Thread safety: any thread may call ``apply``.
 
     Args:
-        root: Of the store; need not be there yet.
-        count: Targets for each large file, -1 for all there are. None: four, unless a layout is
-            inherited; 0: as it is.
+        root: The path of the root, which need not exist yet.
+        count: The number of targets for each large file; -1 for all targets. 0 leaves all folders
+            as they are. None means four targets, unless the root inherits a striping.
     """
 
     def __init__(self, root: str, count: int | None) -> None:
@@ -41,7 +42,10 @@ class Striping:
         self._looked = False
 
     def apply(self, folder: str) -> None:
-        """Set the layout of ``folder``, which is new and empty."""
+        """Set the layout of ``folder``, which is new and empty. Do nothing on other file systems.
+
+        Never raise: a failure is logged once, since files without striping are valid, too.
+        """
         if not self._looked:
             self._looked = True
             self._lfs = self._find()
@@ -51,10 +55,10 @@ class Striping:
         layout = ["-E", "64M", "-c", "1", "-S", "4M", "-E", "-1", "-c", count, "-S", "4M"]
         if (error := _run([self._lfs, "setstripe", *layout, folder])[1]) is not None:
             _log.warning("ckpt: no striping on %s: %s", folder, error)
-            self._lfs = None  # Log it only once
+            self._lfs = None  # Do not try again, so that the warning is logged only once
 
     def _find(self) -> str | None:
-        """Return the program, if there is something for it to do."""
+        """Return the path of the program ``lfs`` if it must set layouts, else None."""
         if self._count == 0 or kind_of(self._root) != "lustre" or not (lfs := shutil.which("lfs")):
             return None
         if self._count is None:
@@ -62,12 +66,16 @@ class Striping:
             while not os.path.isdir(there):
                 there = os.path.dirname(there)
             if _run([lfs, "getstripe", "-d", "-c", there])[0].strip() != "1":
-                return None  # A composite layout has no single number
+                return None  # The folder has a striping. A composite one prints no single number
         return lfs
 
 
 def stripe_count(value: object) -> int:
-    """Return the option ``stripe_count`` after a check."""
+    """Return the value of the option ``stripe_count``.
+
+    Raises:
+        ConfigError: The value is not a number from -1 to 2000.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= _MOST:
         text = value if isinstance(value, int) else f"<{type(value).__name__}>"
         raise ConfigError(
@@ -78,7 +86,7 @@ def stripe_count(value: object) -> int:
 
 
 def _run(command: list[str]) -> tuple[str, str | None]:
-    """Return what the command printed, and the reason if it failed."""
+    """Run ``command``. Return its standard output, and the reason of a failure or None."""
     try:
         done = subprocess.run(  # noqa: S603 - lfs, and names that are ours
             command,

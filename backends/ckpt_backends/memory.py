@@ -1,6 +1,7 @@
-"""Named stores in this process, for tests and examples: ``memory://name/prefix``.
+"""The backend for named stores in the memory of this process, for tests and examples.
 
-Two backends of the same name see the same objects; two names, or two processes, do not.
+The URL of a store is ``memory://name/prefix``. Two backends of one process with the same name see
+the same objects. Backends of different names or processes do not.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ _PART_BYTES: Final = 8 << 20
 
 
 class _Store:
-    """The objects of one name.
+    """The objects of the store of one name.
 
-    A value is never changed once it is in ``objects``, so readers need no lock while they copy.
+    Attributes:
+        lock: Guards ``objects``.
+        objects: The bytes of each object, by its prefix and key. These bytes never change, so
+            readers copy them without the lock.
     """
 
     def __init__(self) -> None:
@@ -40,13 +44,16 @@ _stores_lock: Final = threading.Lock()
 
 
 def open_memory(url: str, options: Mapping[str, object]) -> MemoryBackend:
-    """Open the store ``memory://name``, and make it if there is none yet. An optional path after
-    the name is a prefix.
+    """Return a backend on the store of this name in this process. Create the store if it does not
+    exist.
 
     Args:
-        url: ``memory://name`` or ``memory://name/prefix``.
-        options: ``shared`` (bool, default false): what the capabilities say; true suits tests whose
-            ranks are threads.
+        url: ``memory://name`` or ``memory://name/prefix``. The root is the prefix.
+        options: ``shared`` (bool, default false): the value of ``Capabilities.shared``. Set it in
+            tests whose ranks are threads of one process.
+
+    Raises:
+        ConfigError: An option is unknown or has a wrong value.
     """
     if set(options) - {"shared"} or not isinstance(options.get("shared", False), bool):
         text = ", ".join(
@@ -66,13 +73,19 @@ def open_memory(url: str, options: Mapping[str, object]) -> MemoryBackend:
 
 
 def forget_memory(name: str) -> None:
-    """Drop the store of this name; backends that are open keep what they see."""
+    """Remove the store of this name, so that the name can be used for a new, empty store.
+
+    Open backends keep the removed store and its objects.
+    """
     with _stores_lock:
         _stores.pop(name, None)
 
 
 class MemoryBackend:
-    """One prefix of a named store. Several threads may call all methods at the same time."""
+    """A backend whose root is a prefix in a named store.
+
+    Thread safety: several threads may call all methods at the same time.
+    """
 
     def __init__(self, store: _Store, url: str, prefix: str, *, shared: bool) -> None:
         self._store, self.url = store, url
@@ -117,10 +130,14 @@ class MemoryBackend:
             self._store.objects.pop(self._prefix + check_key(key), None)
 
     def close(self) -> None:
-        """Do nothing: the store stays for others."""
+        """Do nothing. The store and its objects remain until ``forget_memory``."""
 
     def place(self, key: str, value: bytes | bytearray, *, if_absent: bool = False) -> ObjectInfo:
-        """Put ``value`` under ``key`` at once."""
+        """Make ``value`` itself, without a copy, the object ``key``.
+
+        Raises:
+            ObjectExists: ``if_absent`` is True and the key has an object.
+        """
         full = self._prefix + check_key(key)
         with self._store.lock:
             if if_absent and full in self._store.objects:
@@ -137,9 +154,10 @@ class MemoryBackend:
 
 
 class _MemoryUpload:
-    """Copies each part into place at once.
+    """An upload that copies each part into the object's memory during ``write``.
 
-    Thread safety: several threads may call ``write`` at the same time. See ``Upload`` for the rest.
+    Thread safety: several threads may call ``write`` at the same time. See ``Upload`` for the other
+    methods.
     """
 
     def __init__(self, backend: MemoryBackend, key: str, size: int) -> None:

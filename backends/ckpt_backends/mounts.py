@@ -1,4 +1,4 @@
-"""The kind of file system that holds a path."""
+"""Functions that find the type of the file system that holds a path."""
 
 from __future__ import annotations
 
@@ -29,17 +29,23 @@ _NETWORK: Final = frozenset(
     ]
 )
 _ESCAPE: Final = re.compile(r"\\([0-7]{3})")
-"""What the kernel writes for a space, a tab, a line feed, a backslash and a number sign."""
+"""The octal escape that the kernel writes in the table of mounts for a space, a tab, a line feed, a
+backslash or a number sign.
+"""
 
 
 def on_network(path: str) -> bool:
-    """Return True if other machines see the file system that holds, or will hold, ``path``."""
+    """Return True if ``path`` is, or would be created, on a network file system, which other
+    machines may see too. File systems of FUSE count as network file systems.
+    """
     kind = kind_of(path)
     return kind in _NETWORK or kind.startswith("fuse.")
 
 
 def kind_of(path: str, mounts: str = MOUNTS) -> str:
-    """Return the kind of file system, such as "ext4"; empty if the system does not say."""
+    """Return the type of the file system that holds ``path``, such as "ext4", or '' if the table of
+    mounts does not give it.
+    """
     path = os.path.realpath(path)
     found, kind = "", ""
     with suppress(OSError), open(mounts, encoding="utf-8", errors="surrogateescape") as table:

@@ -1,4 +1,4 @@
-"""Which of our errors an ``errno`` means: one table for every backend that meets ``OSError``."""
+"""The translation of ``OSError`` into the storage errors of ckpt, by ``errno``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BY_ERRNO: Final[Mapping[int, type[StorageError]]] = {
     errno.ENOSPC: OutOfSpace,
     errno.EDQUOT: OutOfSpace,
     errno.EFBIG: OutOfSpace,
-    # An NFS server has forgotten the handle. A new open gets another one.
+    # An NFS server no longer knows the handle of the file. Opening the file again gets a new one.
     errno.ESTALE: TransientStorageError,
     errno.ETIMEDOUT: TransientStorageError,
     errno.EAGAIN: TransientStorageError,
@@ -40,17 +40,18 @@ BY_ERRNO: Final[Mapping[int, type[StorageError]]] = {
     errno.ENETUNREACH: TransientStorageError,
     errno.EPIPE: TransientStorageError,
     errno.EREMOTEIO: TransientStorageError,
-    # EIO is left out: after a failed fsync the kernel may have dropped the pages, and a second try
-    # would seem to succeed.
+    # EIO is not a transient error. After a failed fsync the kernel may have dropped the pages. A
+    # second fsync would then succeed although the bytes are lost.
 }
 
 
 def storage_error(
     key: str, error: OSError, *, missing: type[StorageError] = ObjectNotFound
 ) -> StorageError:
-    """Return our error for ``error``.
+    """Return the storage error about ``key`` that ``error`` means.
 
-    ``missing`` stands in for ``ObjectNotFound`` where the call was not about an object.
+    ``missing`` is the class that replaces ``ObjectNotFound``, for calls in which a missing file
+    does not mean a missing object, such as the creation of a file.
     """
     kind = BY_ERRNO.get(error.errno or 0, StorageError)
     return (missing if kind is ObjectNotFound else kind)(
@@ -60,7 +61,9 @@ def storage_error(
 
 @contextmanager
 def mapped(key: str, *, missing: type[StorageError] = ObjectNotFound) -> Generator[None]:
-    """Inside, every ``OSError`` leaves as one of our errors about ``key``."""
+    """Raise an ``OSError`` of the ``with`` block as the storage error about ``key`` that
+    ``storage_error`` returns.
+    """
     try:
         yield
     except OSError as error:

@@ -1,8 +1,9 @@
-"""A folder as a store: local disk, tmpfs, NFS, Lustre.
+"""The backend for folders, on a local disk, tmpfs, NFS or Lustre.
 
-How an object appears: it is written under a temporary name in its own folder, forced to the medium,
-renamed, and the folder and all folders above it up to the root are forced too. A crash before the
-rename leaves a temporary file, which no listing shows.
+An object is a file. The backend writes the file under a temporary name in the folder of the object,
+forces its bytes to the medium with fsync, and renames it. Then it forces the folder, and all
+folders above it up to the root, to the medium. A crash before the rename leaves a temporary file,
+which ``list`` does not show.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ _FLAGS: Final = frozenset({"put_if_absent", "shared", "direct"})
 
 
 def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
-    """Open the folder ``url`` (a path, ``~`` expanded, or ``file://``). The first write creates it.
+    """Return the backend whose root is the folder ``url``. The first write creates the folder.
 
     Args:
-        url: The root.
-        options: ``shared`` (bool; by default whether the folder is on a network file system),
-            ``put_if_absent`` (bool, default true; false for file systems that can neither link nor
-            rename without replacing), ``direct`` (bool, default true: use O_DIRECT),
-            ``stripe_count`` (int: see `Striping`).
+        url: The root, as a path, in which ``~`` is expanded, or as a ``file://`` URL.
+        options: ``shared`` (bool; whether all nodes see the same folder; by default true on a
+            network file system), ``put_if_absent`` (bool, default true; false for file systems that
+            can neither link nor rename without replacing), ``direct`` (bool, default true: whether
+            files are written and read with O_DIRECT), ``stripe_count`` (int: see `Striping`).
 
     Raises:
         ConfigError: The root is a file, or an option is unknown or has a wrong value.
@@ -95,10 +96,11 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
 class PosixBackend:
     """A folder as a store.
 
-    It remembers which folder that was when it was opened, or when it was made.
+    The backend remembers the identity of the folder, to notice when its path names another folder
+    later (see ``is_replaced``). Between calls, only an unfinished upload keeps descriptors open. A
+    thread that reads may keep a buffer of 2 MiB until the thread ends.
 
-    Thread safety: several threads may call all methods at the same time. No
-    descriptor stays open between calls. A thread that reads keeps a buffer of 2 MiB until it ends.
+    Thread safety: several threads may call all methods at the same time.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class PosixBackend:
         self._remember_root()
 
     def identity(self) -> str:
-        """Return the device and the inode of the root, which is made if it does not exist."""
+        """Create the root if it does not exist, and return its device and inode number."""
         with mapped("", missing=StorageError):
             self._make_folders(self._root)
             found = os.stat(self._root)
@@ -136,14 +138,17 @@ class PosixBackend:
         return self._first is not None and self._first != self._seen()
 
     def _remember_root(self) -> None:
+        """Remember the identity of the root if it exists and none is remembered yet."""
         if self._first is None:
             self._first = self._seen()
 
     def _seen(self) -> str | None:
-        """Return what identifies the root among the folders that have had its path.
+        """Return the identity of the folder that is now at the path of the root, or None if there
+        is none.
 
-        Numbers of network and user-space file systems may change while the folder stays, so they
-        are left out.
+        This is the device and the inode number. On network and user-space file systems these
+        numbers may change although the folder is the same, so the type of the file system is
+        returned there.
         """
         with suppress(OSError):
             found = os.stat(self._root)
@@ -153,7 +158,10 @@ class PosixBackend:
         return None
 
     def free_bytes(self) -> int:
-        """Return what the file system leaves. A root that is not made yet is asked for above."""
+        """Return the bytes that this user can still write to the file system of the root.
+
+        If the root does not exist yet, the nearest existing folder above it is examined.
+        """
         place = self._top()
         while not os.path.isdir(place) and place != "/":
             place = os.path.dirname(place)
@@ -164,7 +172,7 @@ class PosixBackend:
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         target = self._writable(check_key(key))
         with mapped(key, missing=StorageError):
-            # This spares the write in the common case. The rename below decides.
+            # This check only avoids a useless write. The rename below decides which writer wins.
             if if_absent and os.path.lexists(target):
                 raise ObjectExists(key)
             temporary = _temporary_beside(target)
@@ -202,7 +210,7 @@ class PosixBackend:
 
     def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:
         path = self._readable(check_key(key))
-        self._file(key, path)  # Look first: opening a pipe would wait for a writer
+        self._file(key, path)  # Refuse a named pipe, since opening it would wait for a writer
         parts = [out.cast("B") for out in outs]
         with mapped(key):
             done = read_at(path, offset, parts, direct=self._direct)
@@ -253,9 +261,10 @@ class PosixBackend:
         self._remove_empty(os.path.dirname(path))
 
     def close(self) -> None:
-        """Do nothing: nothing is held."""
+        """Do nothing, since nothing stays open between calls."""
 
     def _file(self, key: str, path: str) -> os.stat_result:
+        """Return the status of the file at ``path``. Raise ``ObjectNotFound`` if it is no file."""
         with mapped(key):
             found = os.stat(path, follow_symlinks=False)
         if not stat.S_ISREG(found.st_mode):
@@ -263,6 +272,12 @@ class PosixBackend:
         return found
 
     def _readable(self, key: str) -> str:
+        """Return the path to read ``key`` from, with symbolic links resolved.
+
+        Raises:
+            AccessDenied: The folder of the object is outside of the root, through a link.
+            LinkRefused: The object itself is a link that leads out of the root.
+        """
         path = os.path.join(self._root, key)
         self._inside(key, os.path.realpath(os.path.dirname(path)))
         try:
@@ -271,24 +286,33 @@ class PosixBackend:
             raise LinkRefused(key) from None
 
     def _writable(self, key: str) -> str:
-        """Return the path to write to. Its last name is not followed, since a rename or an unlink
-        acts on the link itself.
+        """Return the path to write ``key`` to, with symbolic links in its folder resolved.
+
+        If the object itself is a link, this link is not resolved, since a rename or an unlink acts
+        on the link and not on its target.
+
+        Raises:
+            AccessDenied: The folder of the object is outside of the root, through a link.
         """
         folder, name = os.path.split(os.path.join(self._root, key))
         return os.path.join(self._inside(key, os.path.realpath(folder)), name)
 
     def _top(self) -> str:
-        """Return the root as the paths below it are spelled."""
+        """Return the resolved path of the root, with which all resolved paths of objects begin."""
         return os.path.realpath(self._root)
 
     def _inside(self, key: str, path: str) -> str:
+        """Return ``path`` if it is in the root. Otherwise raise ``AccessDenied`` about ``key``."""
         root = self._top()
         if path != root and not path.startswith(root.rstrip("/") + "/"):
             raise AccessDenied(key, "a symbolic link leads out of the root")
         return path
 
     def _create(self, path: str) -> int:
-        """Create a new file in a folder that a concurrent ``delete`` may just be removing."""
+        """Create a new file and its folder, and return a descriptor.
+
+        The call is repeated if a concurrent ``delete`` removes the folder, which is still empty.
+        """
         for _ in range(_TRIES - 1):
             with suppress(FileNotFoundError):
                 return self._create_once(path)
@@ -301,60 +325,77 @@ class PosixBackend:
         )
 
     def _make_folders(self, folder: str) -> None:
-        first = self._first  # Before the look, since another thread may make the root after it
+        """Create ``folder`` and the folders above it that are missing.
+
+        Raises:
+            RootLost: The root existed earlier and is missing now.
+            FileNotFoundError: Another thread or process removed a folder meanwhile.
+        """
+        # Read this before the test of the folders, since another thread may create the root after
+        # the test.
+        first = self._first
         missing: list[str] = []
         while not os.path.isdir(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
         if self._root in missing and first is not None:
-            raise RootLost("")  # Never write below a mount point whose disk is gone
+            raise RootLost("")  # Do not create the root again on the disk below its mount point
         for path in reversed(missing):
             with suppress(FileExistsError):
                 os.mkdir(path, 0o700)
-                if path == missing[0]:  # Its files are written next
+                if path == missing[0]:  # The caller writes files to this folder
                     self._striping.apply(path)
-            # If another thread has removed it, FileNotFoundError makes the caller try again.
+            # If another thread has removed the folder, FileNotFoundError makes ``_create`` repeat.
             if not stat.S_ISDIR(os.stat(path).st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a folder")
         if not self._root_synced or missing:
             self._sync_root([os.path.dirname(path) for path in missing])
 
     def _sync_root(self, parents: Sequence[str]) -> None:
-        """Force the entry of the root, also if another process has just made it and not forced
-        it yet.
+        """Force the entry of the root in the folder above it, and the entries in ``parents``, to
+        the medium.
+
+        The entry of the root is forced also if another process has created the root, since that
+        process may not have forced it yet.
         """
         for folder in {os.path.dirname(self._top()), *parents}:
-            # This process did not make a parent that it may not open.
+            # This process has made no entry in a folder that it may not open.
             with suppress(PermissionError):
                 _sync_folder(folder)
         self._root_synced = True
         self._remember_root()
 
     def publish(self, temporary: str, target: str, *, if_absent: bool) -> None:
-        """Give the file ``temporary`` its name ``target``, durably."""
+        """Rename the file ``temporary`` to ``target``, and make the new name durable.
+
+        Raises:
+            FileExistsError: ``if_absent`` is True and ``target`` exists.
+        """
         (rename_if_absent if if_absent else os.rename)(temporary, target)
         above = self._top().rstrip("/") + "/"
         folder = os.path.dirname(target)
         _sync_folder(folder)
-        # Another writer may have made these folders, and not have synced them yet.
+        # Another writer may have created these folders without having forced them yet.
         while folder.startswith(above):
             folder = os.path.dirname(folder)
             _sync_folder(folder)
 
     def remove_temporary(self, temporary: str) -> None:
-        """Remove a temporary file, and the folder that it leaves empty."""
+        """Remove a temporary file, and the folders that this leaves empty. Never raise."""
         with suppress(OSError):
             os.unlink(temporary)
         self._remove_empty(os.path.dirname(temporary))
 
     def _remove_empty(self, folder: str) -> None:
+        """Remove ``folder`` and the folders above it up to the root, as long as they are empty."""
         above = self._top().rstrip("/") + "/"
-        with suppress(OSError):  # It is not empty, or is gone already
+        with suppress(OSError):  # A folder is not empty, or is already gone
             while folder.startswith(above):
                 os.rmdir(folder)
                 folder = os.path.dirname(folder)
 
     def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+        """Yield the objects in ``folder`` and below it whose key starts with ``prefix``."""
         for entry in self._entries(folder):
             key = f"{folder}/{entry.name}" if folder else entry.name
             if entry.is_dir(follow_symlinks=False):
@@ -370,6 +411,7 @@ class PosixBackend:
                     yield ObjectInfo(key=key, size=found.st_size, modified=found.st_mtime)
 
     def _entries(self, folder: str) -> Sequence[os.DirEntry[str]]:
+        """Return the entries of a folder of the store; none if the folder does not exist."""
         path = self._readable(folder)
         with (
             mapped(folder),
@@ -387,9 +429,10 @@ class _Paths:
 
 
 class _PosixUpload:
-    """One file on its way, under its temporary name.
+    """The upload of a file, which has a temporary name until ``finish``.
 
-    Thread safety: several threads may call ``write`` at the same time. See ``Upload`` for the rest.
+    Thread safety: several threads may call ``write`` at the same time. See ``Upload`` for the other
+    methods.
     """
 
     def __init__(
@@ -412,8 +455,10 @@ class _PosixUpload:
         self._written[offset] = data.nbytes
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        """Make the file durable and visible. A failure is final: the temporary file is removed,
-        since after a failed fsync its bytes cannot be trusted. Another call raises the same error.
+        """Make the file durable and visible.
+
+        If this raises, the temporary file is removed, since its bytes cannot be trusted after a
+        failed fsync. Further calls then raise the same error.
         """
         if self._failed is not None:
             raise type(self._failed)(self._key, self._failed.detail)
@@ -425,7 +470,7 @@ class _PosixUpload:
                 self._backend.publish(self._paths.temporary, self._paths.target, if_absent=False)
         except BaseException as error:
             if isinstance(error, StorageError):
-                # A new error does not keep alive what the traceback refers to.
+                # Keep a new error, since the traceback of this one would keep many objects alive.
                 self._failed = type(error)(self._key, error.detail)
             self.abort()
             raise
@@ -438,6 +483,7 @@ class _PosixUpload:
 
 
 def _path_of(url: str) -> str:
+    """Return the absolute path of a plain path or a ``file://`` URL."""
     if url.lower().startswith("file://"):
         split = urlsplit(url, allow_fragments=False)
         if split.netloc not in ("", "localhost"):
@@ -451,6 +497,7 @@ def _path_of(url: str) -> str:
 
 
 def _temporary_beside(target: str) -> str:
+    """Return an unused path in the folder of ``target``, of the form that ``_OURS`` matches."""
     folder, name = os.path.split(target)
     token = f".{secrets.token_hex(6)}.tmp"
     kept = name.encode()[: _NAME_BYTES - 1 - len(token)].decode(errors="ignore")
@@ -458,13 +505,16 @@ def _temporary_beside(target: str) -> str:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return True for a temporary file, and for a deleted file that NFS keeps while it is open."""
+    """Return True if ``name`` is that of a temporary file, or of a deleted file that NFS keeps
+    while a process has it open.
+    """
     return (name.startswith(".") and name.endswith(".tmp")) or name.startswith(".nfs")
 
 
 def _remove_abandoned(folder: str) -> None:
-    """Remove the temporary files that a crash left in a folder that holds no other files. A shard
-    may be tens of GiB.
+    """Remove abandoned temporary files from ``folder`` if it holds nothing but temporary files.
+
+    Such a file is left by a crash, and may have tens of GiB.
     """
     with suppress(OSError), os.scandir(folder) as entries:
         left = list(entries)
@@ -475,6 +525,7 @@ def _remove_abandoned(folder: str) -> None:
 
 
 def _sync_folder(folder: str) -> None:
+    """Force the entries of a folder to the medium."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

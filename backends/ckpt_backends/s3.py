@@ -1,8 +1,10 @@
-"""Amazon S3 and compatible stores: multipart uploads that send each part from its own memory.
+"""The backend for Amazon S3 and compatible stores.
 
-s3fs's ``pipe_file`` and ``open`` hold hundreds of MiB and send parts in batches. Here each thread
-of the pipeline sends one part (``s3_bulk``). s3fs makes the small requests, on fsspec's one loop
-thread. A lost reply decides nothing: the backend then asks the store what it holds.
+A large object is written with a multipart upload. Each thread of the pipeline sends one part at a
+time straight from the caller's memory (see ``s3_bulk``). ``pipe_file`` and ``open`` of s3fs are not
+used for this, since they hold hundreds of MiB and send parts in batches. s3fs makes the small
+requests, on the one thread of fsspec's event loop. If the reply of a request that creates an object
+is lost, the backend asks the store whether the object exists.
 """
 
 from __future__ import annotations
@@ -57,35 +59,44 @@ _ORPHAN_HOURS: Final = 24.0
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _CLIENT: Final[Mapping[str, object]] = {
     "connect_timeout": 10,
-    # On a slow network, megabytes are still in buffers when the last byte of a part is handed over.
+    # On a slow network, the buffers of the system still hold megabytes of a part when its last byte
+    # is handed over. The answer arrives only after these are sent.
     "read_timeout": 60,
     "retries": {"max_attempts": 3, "mode": "standard"},
     "max_pool_connections": 2 * _CONCURRENCY,
-    # Many servers other than AWS refuse or damage the newer default checksums. The manifest has our
-    # own.
+    # Many servers other than AWS refuse or damage uploads with the newer default checksums. The
+    # manifest holds checksums anyway.
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
 }
 
 
 def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
-    """Open the bucket and prefix ``s3://bucket/prefix``. Nothing is contacted yet.
+    """Return the backend whose root is ``s3://bucket/prefix``. Nothing is contacted yet.
+
+    If credentials and settings are not given, botocore takes them from the environment, from the
+    configuration files of AWS, or from the role of the instance.
 
     Args:
-        url: May carry ``?endpoint_url=...`` and ``?region=...``.
-        options: ``endpoint_url``, ``key``, ``secret``, ``token``, ``region``, ``profile``,
-            ``anon``; ``put_if_absent`` (bool, default true; false for servers that ignore
-            ``If-None-Match``, such as ``rclone serve s3``); ``client`` ("botocore", the default, or
-            "obstore": what uploads large objects); ``checksums`` (bool: send a CRC-32 of each part
-            for the server to compare; default: where the endpoint is Amazon's own);
-            ``abort_uploads_after_hours`` (24: unfinished uploads of earlier jobs below this root,
-            that are older, are aborted at the first upload; 0 leaves them); ``config_kwargs`` (of
-            botocore's ``Config``); the rest goes to ``s3fs.S3FileSystem``. What is not given,
-            botocore looks up itself (environment, files, instance role).
+        url: The root. Its query may set options, as in ``?endpoint_url=...&region=...``.
+        options: The following options, and those of ``s3fs.S3FileSystem``:
+
+            * ``endpoint_url``, ``region``: the server.
+            * ``key``, ``secret``, ``token``, ``profile``, ``anon``: the credentials.
+            * ``put_if_absent`` (bool, default true). False is for servers that ignore
+              ``If-None-Match``, such as ``rclone serve s3``.
+            * ``client`` ("botocore", the default, or "obstore"): the client that uploads large
+              objects.
+            * ``checksums`` (bool): whether a CRC-32 is sent with each part, for the server to
+              compare. The default is true for endpoints of Amazon.
+            * ``abort_uploads_after_hours`` (default 24): unfinished uploads of ranks' files below
+              this root that are older than this are aborted at the first large upload of rank 0.
+              The value 0 disables this.
+            * ``config_kwargs``: arguments of botocore's ``Config``.
 
     Raises:
-        MissingExtra: s3fs is not installed.
-        ConfigError: The URL names no bucket, or s3fs refuses the options.
+        MissingExtra: s3fs is not installed, or obstore if ``client`` names it.
+        ConfigError: The URL names no bucket, or an option is unknown or has a wrong value.
     """
     place, settings = parse_bucket_url(url, options, scheme="s3")
     shown, secrets = clean(url.partition("?")[0]), secrets_of(settings)
@@ -123,8 +134,8 @@ def _hours(given: object, shown: str) -> float:
 
 
 def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
-    """Return s3fs for small requests, and the client that moves the bytes of large objects. Both
-    have the same settings.
+    """Return the file system of s3fs for small requests, and the client for the bytes of large
+    objects. Both have the same settings.
     """
     import s3fs
 
@@ -135,7 +146,7 @@ def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
     endpoint = str(settings.get("endpoint_url") or "")
     config: dict[str, Any] = {**_CLIENT, **settings.pop("config_kwargs", {})}
     if not endpoint.startswith("http://"):
-        # TLS protects the transfer. Over http, the signed SHA-256 is the only check.
+        # TLS detects changes of the bytes on the way. Over http, only the signed SHA-256 does.
         config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
     checksums = _is_true(settings.pop("checksums", _is_amazon(endpoint)))
     client: dict[str, Any] = dict(settings.pop("client_kwargs", {}))
@@ -146,7 +157,7 @@ def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
         **settings, config_kwargs=config, use_listings_cache=False, skip_instance_cache=True
     )
     fs.session = session_of(fs.kwargs)
-    fs.retries = 1  # Otherwise s3fs repeats botocore's retries, and the pipeline retries as well
+    fs.retries = 1  # botocore and the pipeline already retry requests
     return fs, bulk_of(settings, config, checksums=checksums)
 
 
@@ -161,12 +172,13 @@ def _is_true(given: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class S3Clients:
-    """What speaks to the server.
+    """The clients of the server.
 
     Attributes:
-        fs: An s3fs file system, for small requests.
-        bulk: Moves the bytes of large objects.
-        writer: Writes large objects instead, if the option ``client`` says so.
+        fs: The file system of s3fs, for small requests.
+        bulk: Sends and receives the bytes of large objects.
+        writer: Uploads large objects instead of ``bulk`` if the option ``client`` is "obstore";
+            else None.
     """
 
     fs: Any
@@ -175,10 +187,10 @@ class S3Clients:
 
 
 class S3Backend(StorageBackendOnFsspec):
-    """A prefix of a bucket.
+    """A prefix of a bucket of S3 as a store.
 
-    Thread safety: several threads may call all methods at the same time, but no process that was
-    forked.
+    Thread safety: several threads may call all methods at the same time. A forked process must not
+    use this object.
     """
 
     def __init__(
@@ -212,7 +224,7 @@ class S3Backend(StorageBackendOnFsspec):
         if not if_absent:
             self.call(key, "put_object", Body=value)
         else:
-            # This also protects the object from servers that ignore the condition.
+            # This check also protects an existing object on servers that ignore the condition.
             if is_there(self, key):
                 raise ObjectExists(key)
             (self._put_if_none if self.capabilities.put_if_absent else self._put_and_compare)(
@@ -243,7 +255,7 @@ class S3Backend(StorageBackendOnFsspec):
         for page in self._pages(check_prefix(prefix)):
             for found in page.get("Contents", ()):
                 key = str(found["Key"]).removeprefix(self._prefix)
-                if key and not key.endswith("/"):  # Consoles make empty objects for folders
+                if key and not key.endswith("/"):  # Consoles make such objects for empty folders
                     yield ObjectInfo(
                         key=key, size=int(found["Size"]), modified=found["LastModified"].timestamp()
                     )
@@ -260,13 +272,20 @@ class S3Backend(StorageBackendOnFsspec):
             self.call(key, "delete_object")
 
     def close(self) -> None:
-        with suppress(Exception):  # Nothing is left to do if that fails
+        with suppress(Exception):  # A failed close needs no further action
             self._bulk.close()
         with suppress(Exception):
             self._fs.close_session(self._fs.loop, self._fs._s3)
 
     def call(self, key: str, method: str, **arguments: object) -> Any:
-        """Make one request about ``key``, with errors mapped."""
+        """Make one request about the object ``key`` and return the answer. Errors are raised as
+        storage errors.
+
+        Args:
+            key: The key of the object.
+            method: The name of the request, such as "head_object".
+            **arguments: The arguments of the request except for the bucket and the key.
+        """
         check_key(key)
         with self.errors(key):
             if method == "put_object":
@@ -276,8 +295,8 @@ class S3Backend(StorageBackendOnFsspec):
             )
 
     def _ask_no_leave(self) -> None:
-        """Keep puts from asking the server first whether they may send. They would wait for the
-        answer without a limit, since aiohttp has none for it.
+        """Keep puts of s3fs from sending the header ``Expect: 100-continue``. They would wait for
+        the answer to the header without a time limit, since aiohttp has none.
         """
         client = self._fs.connect()
         if client is not self._hushed:
@@ -285,21 +304,25 @@ class S3Backend(StorageBackendOnFsspec):
             self._hushed = client
 
     def etag_of(self, key: str) -> str | None:
-        """Return the size and ETag of the present object."""
+        """Return the size and the ETag of the object, separated by a blank; None if there is no
+        object, or if the request fails.
+        """
         with suppress(StorageError):
             found = self.call(key, "head_object")
             return f"{found['ContentLength']} {found['ETag']}"
         return None
 
     def abort_uploads(self, key: str) -> None:
-        """Abort what is begun under exactly this key. Never raises."""
+        """Abort all unfinished uploads of exactly this key. Never raise."""
         with suppress(StorageError):
             for found in self._orphans.uploads(key):
                 if found.key == key:
                     self._orphans.abort(found)
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
-        """Yield the unfinished uploads; none if the option ``abort_uploads_after_hours`` is 0."""
+        """Yield the unfinished uploads to keys that start with ``prefix``. Yield none if the option
+        ``abort_uploads_after_hours`` is 0.
+        """
         if self._orphans.after:
             yield from self._orphans.uploads(check_prefix(prefix))
 
@@ -307,19 +330,24 @@ class S3Backend(StorageBackendOnFsspec):
         self._orphans.abort(found)
 
     def _about_bucket(self, method: str, **arguments: object) -> Any:
+        """Make one request about the bucket. Errors are raised as storage errors."""
         with self.errors(""):
             return self._fs.call_s3(method, Bucket=self._bucket, **arguments)
 
     def send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> dict[str, Any]:
-        """Send one part of an upload. Return what the end of the upload must say about it."""
+        """Send the part ``number`` of an upload, counted from 1. Return its entry for the list of
+        parts in ``complete_multipart_upload``.
+        """
         with self.errors(key):
             return self._bulk.send_part(self._bucket, self._prefix + key, upload_id, number, data)
 
     def _put_if_none(self, key: str, value: bytes, *, again: bool = True) -> None:
-        """Put an object on a condition.
+        """Put an object with the condition that the key has none.
 
-        The client may repeat it after a lost reply and then lose against itself, so each put leaves
-        its token.
+        After a lost reply, the client may repeat a put that succeeded, and the condition then
+        fails. So each put stores a random token in the metadata of the object. If the object has
+        the token of this call, the put has succeeded. With ``again``, the put is repeated once if
+        the server reports a conflict with a concurrent request.
         """
         token = entropy.token_hex(16)
         try:
@@ -335,8 +363,10 @@ class S3Backend(StorageBackendOnFsspec):
             self._put_if_none(key, value, again=False)
 
     def _put_and_compare(self, key: str, value: bytes) -> None:
-        """Put, and raise if another value is there afterwards. Without a condition on the server
-        the last of two leaders wins, and the other must notice it.
+        """Put an object, read it back, and raise ``ObjectExists`` if it has another value.
+
+        This is for servers without conditional puts. The last of two concurrent puts wins there,
+        and this call notices if another process has won.
         """
         self.call(key, "put_object", Body=value)
         found = bytearray(self.head(key).size)
@@ -345,6 +375,7 @@ class S3Backend(StorageBackendOnFsspec):
             raise ObjectExists(key, "written by another at the same time")
 
     def _token_of(self, key: str) -> str:
+        """Return the token in the metadata of the object, or '' if it cannot be read."""
         with suppress(StorageError):
             metadata = self.call(key, "head_object").get("Metadata", {})
             return next(
@@ -353,6 +384,7 @@ class S3Backend(StorageBackendOnFsspec):
         return ""
 
     def _pages(self, prefix: str, **arguments: object) -> Iterator[Any]:
+        """Yield the pages of a listing of the keys below the root that start with ``prefix``."""
         token: dict[str, object] = {}
         while True:
             with self.errors(prefix):
@@ -372,7 +404,8 @@ class S3Backend(StorageBackendOnFsspec):
 class _S3Upload:
     """A multipart upload.
 
-    Thread safety: several threads may call ``write`` at the same time. See ``Upload`` for the rest.
+    Thread safety: several threads may call ``write`` at the same time. See ``Upload`` for the other
+    methods.
     """
 
     def __init__(
@@ -412,10 +445,10 @@ class _S3Upload:
             self._call("abort_multipart_upload")
 
     def _forgotten(self, error: ObjectNotFound) -> TransientStorageError:
-        """Return the error for an upload that the server does not know.
+        """Return the error for an upload that the server does not know, because the server was
+        restarted or the upload was aborted.
 
-        The server was restarted, or the upload was aborted. Its parts are gone, and the caller may
-        send all bytes again.
+        The parts of the upload are lost, and the caller may send the whole object again.
         """
         return TransientStorageError(
             self._key,
@@ -423,9 +456,11 @@ class _S3Upload:
         )
 
     def _complete_anyway(self, size: int) -> bool:
-        """Return True if only the reply was lost: the upload is unknown, and the object exists.
+        """Return True if the upload was completed although the request failed, because only its
+        reply was lost.
 
-        Only this process could have completed it.
+        This is so if the server no longer knows the upload, and the object has the size ``size``:
+        only this process completes this upload.
         """
         with suppress(StorageError):
             try:
@@ -435,4 +470,5 @@ class _S3Upload:
         return False
 
     def _call(self, method: str, **arguments: object) -> None:
+        """Make one request about this upload."""
         self._backend.call(self._key, method, UploadId=self._id, **arguments)

@@ -1,12 +1,12 @@
-"""The bytes of large objects, to and from S3 straight from the memory that holds them.
+"""The transfer of large objects to and from S3, without copies in this process.
 
-It uses botocore's blocking client, with one connection for each calling thread. A part is sent in
-slices of the caller's memory, and an answer is received into that memory. Nothing is copied, and
-the interpreter is free while the kernel moves bytes. s3fs's client copies each part twice and moves
-all parts on one thread.
+This module uses the blocking client of botocore, with one connection for each calling thread. A
+part is sent in slices of the caller's memory, and a range of an object is received into the
+caller's memory. The GIL is released while the kernel moves bytes. The client of s3fs would copy
+each part twice, and would move all parts on one thread.
 
-A slice that does not move for ``connect_timeout`` seconds, or an answer that brings nothing for
-``read_timeout`` seconds, ends that request. The next try has another connection.
+A request fails if a slice is not sent within ``connect_timeout`` seconds, or if no bytes of the
+answer arrive for ``read_timeout`` seconds. The retry uses another connection.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ _RECEIVE_BYTES: Final = 1 << 20
 
 
 class S3Bulk:
-    """Parts and ranges of one bucket.
+    """A client that sends the parts of uploads, and receives ranges of objects.
 
-    Thread safety: several threads may use it at the same time, but no process that was forked.
-    Nothing is made before the first call.
+    The client of botocore is made at the first call.
+
+    Thread safety: several threads may call all methods at the same time. A forked process must not
+    use this object.
 
     Args:
-        config: Of botocore's ``Config``.
-        client: Of ``create_client``; ``profile`` beside it is the name of a profile.
-        checksums: Send a CRC of each part, which the server compares.
-        payer: Added to each request.
+        config: The arguments of botocore's ``Config``.
+        client: The arguments of botocore's ``Session.create_client``.
+        profile: The name of the profile in the configuration files of AWS; None for the default.
+        checksums: True if a CRC-32 is sent with each part, for the server to compare.
+        payer: The arguments that name who pays for a request; added to each request.
     """
 
     def __init__(
@@ -54,13 +57,15 @@ class S3Bulk:
 
     @property
     def algorithm(self) -> dict[str, str]:
-        """The checksum algorithm that the start of an upload declares for its parts."""
+        """The arguments of ``create_multipart_upload`` that declare the checksums of the parts."""
         return {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
 
     def send_part(
         self, bucket: str, key: str, upload_id: str, number: int, data: memoryview
     ) -> dict[str, Any]:
-        """Send a part; returns what the end of the upload must say about it."""
+        """Send the part ``number`` of an upload, counted from 1. Return its entry for the list of
+        parts in ``complete_multipart_upload``.
+        """
         checksum = {"ChecksumCRC32": _crc32(data)} if self._checksums else {}
         reply = self._client().upload_part(
             Bucket=bucket,
@@ -74,14 +79,25 @@ class S3Bulk:
         return {"PartNumber": number, "ETag": reply["ETag"], **checksum}
 
     def receive(self, bucket: str, key: str, name: str, offset: int, out: memoryview) -> int:
-        """Fill ``out`` as far as the object goes; returns how many bytes came."""
+        """Fill ``out`` with the bytes of an object from ``offset`` on.
+
+        Return the number of bytes, which is less than the length of ``out`` if the object ends
+        before.
+
+        Args:
+            bucket: The name of the bucket.
+            key: The key of the object in the bucket.
+            name: The key of the object relative to the root, for errors.
+            offset: The first byte to read.
+            out: The memory to fill.
+        """
         span = f"bytes={offset}-{offset + out.nbytes - 1}"
         reply = self._client().get_object(Bucket=bucket, Key=key, Range=span, **self._payer)
         stream = reply["Body"]._raw_stream
         try:
             if offset and not reply.get("ContentRange"):
                 raise StorageError(name, "the server ignores Range")
-            # The response of http.client receives into our memory. That of urllib3 would copy.
+            # The response of http.client can receive into ``out``. That of urllib3 would copy.
             response, done = stream._fp, 0
             while done < out.nbytes and (
                 count := response.readinto(out[done : done + _RECEIVE_BYTES])
@@ -89,15 +105,17 @@ class S3Bulk:
                 done += count
             if done < min(out.nbytes, int(reply["ContentLength"])):
                 raise ConnectionError(f"the answer broke off after {done} bytes")
-            if response.isclosed():  # All of it was read, so the connection can be used again
+            if response.isclosed():  # The whole answer was read, so the connection is reusable
                 stream.release_conn()
             return done
         finally:
             stream.close()
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings for obstore: where the bucket is, how to sign, and the
-        credentials.
+        """Return the settings of obstore's ``S3Store`` that correspond to this client.
+
+        The entry ``credentials`` is not a setting. It holds the credentials object of botocore, or
+        None if requests are not signed.
         """
         client = self._client()
         anonymous = self._config.get("signature_version") is not None
@@ -119,7 +137,7 @@ class S3Bulk:
         }
 
     def close(self) -> None:
-        """Give back the connections."""
+        """Close the connections. A later call opens new ones."""
         with self._lock:
             made, self._made = self._made, None
         if made is not None:
@@ -138,14 +156,20 @@ class S3Bulk:
         session = Session(profile=self._profile)
         session.register_component("data_loader", _loader())
         client = session.create_client("s3", config=Config(**self._config), **self._arguments)
-        # An "Expect: 100-continue" would let each part wait for a second where the server does not
-        # answer it.
+        # With the header "Expect: 100-continue", each part would wait for a second if the server
+        # does not answer the header.
         client.meta.events.register_last("before-call.s3", expect_nothing)
         return client
 
 
 def bulk_of(settings: Mapping[str, Any], config: Mapping[str, Any], *, checksums: bool) -> S3Bulk:
-    """Return the mover of bytes for an ``s3fs.S3FileSystem`` with these settings."""
+    """Return a client with the same settings as an ``s3fs.S3FileSystem``.
+
+    Args:
+        settings: The options of ``s3fs.S3FileSystem``.
+        config: The arguments of botocore's ``Config``.
+        checksums: See `S3Bulk`.
+    """
     named = {
         "key": "aws_access_key_id",
         "secret": "aws_secret_access_key",
@@ -170,8 +194,9 @@ def bulk_of(settings: Mapping[str, Any], config: Mapping[str, Any], *, checksums
 
 
 class Body:
-    """Memory as a file, whose reads return slices of it. botocore seeks to its start to send it
-    again.
+    """A readable file over memory, as the body of a request. Reads return slices of this memory.
+
+    botocore seeks to the start to send the body again.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -181,9 +206,10 @@ class Body:
         return self._data.nbytes
 
     def read(self, size: int | None = -1) -> memoryview:
-        """Return at least ``size`` bytes if that many are left.
+        """Return the next bytes: all of them if ``size`` is negative or None, else at least
+        ``size`` bytes if that many remain.
 
-        A caller that asks for 16 KiB at a time gets larger slices.
+        A caller that asks for 16 KiB at a time gets larger slices, which are sent faster.
         """
         end = self._data.nbytes if size is None or size < 0 else self._at + max(size, _SLICE_BYTES)
         part = self._data[self._at : end]
@@ -199,7 +225,11 @@ class Body:
 
 
 def session_of(arguments: Mapping[str, Any]) -> Any:
-    """Return a session for s3fs, which makes one that reads the description of S3 itself."""
+    """Return a session for s3fs that shares the description of S3 with the other clients.
+
+    A session that s3fs makes itself would read the description again. ``arguments`` are those of
+    ``AioSession``.
+    """
     from aiobotocore.session import AioSession
 
     session = AioSession(**arguments)
@@ -209,8 +239,8 @@ def session_of(arguments: Mapping[str, Any]) -> Any:
 
 @cache
 def _loader() -> Any:
-    """Return the loader of all clients, which reads the description of S3 once (a tenth of a
-    second).
+    """Return the loader of botocore that all clients share, so that the description of S3 is read
+    only once. Reading it takes a tenth of a second.
     """
     from botocore.session import Session
 
@@ -218,7 +248,9 @@ def _loader() -> Any:
 
 
 def expect_nothing(params: dict[str, Any], **_: object) -> None:
-    """Remove the header of a request that asks whether its body may be sent."""
+    """Remove the header ``Expect`` of a request, so that the client sends the body without asking
+    the server first. This is a handler of botocore's event ``before-call``.
+    """
     params["headers"].pop("Expect", None)
 
 

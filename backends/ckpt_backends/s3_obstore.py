@@ -1,9 +1,9 @@
-"""Large objects to S3 by obstore (Rust's object_store), also over TLS.
+"""The upload of large objects to S3 with obstore, the Python package of Rust's object_store.
 
-Of all clients it needs the least CPU and disturbs other threads least. Parts go in file order. Each
-part is copied once into the client, which sends several at a time and repeats failed ones with
-backoff and jitter. s3fs and botocore make all other requests with the same settings. botocore finds
-the credentials.
+Of all clients, obstore needs the least CPU time and disturbs other threads the least, also over
+TLS. It takes the parts in file order and copies each part once. It sends several parts at a time,
+and retries failed requests with backoff and jitter. s3fs and botocore make all other requests, with
+the same settings. botocore finds the credentials.
 """
 
 from __future__ import annotations
@@ -28,24 +28,33 @@ _DENIED: Final = re.compile(
 
 
 class Bucket(Protocol):
-    """What an upload needs of its backend."""
+    """The methods of the backend that an upload uses."""
 
-    def errors(self, key: str) -> AbstractContextManager[None]: ...
+    def errors(self, key: str) -> AbstractContextManager[None]:
+        """Raise the errors of client libraries in the ``with`` block as storage errors."""
+        ...
+
     def etag_of(self, key: str) -> str | None:
-        """Return the size and the ETag of the object; None if there is none, or if it cannot be
-        seen.
+        """Return the size and the ETag of the object, separated by a blank; None if there is no
+        object, or if the request fails.
         """
         ...
 
     def abort_uploads(self, key: str) -> None:
-        """Abort what is begun under exactly this key. Never raises."""
+        """Abort all unfinished uploads of exactly this key. Never raise."""
         ...
 
 
 class ObstoreWriter:
-    """Opens uploads to one bucket.
+    """Opens files of obstore for writes to one bucket.
 
-    Thread safety: several threads may use it at the same time, but no process that was forked.
+    Thread safety: several threads may call ``open`` at the same time. A forked process must not use
+    this object.
+
+    Args:
+        bucket: The name of the bucket.
+        settings: Returns the settings of the store (see ``S3Bulk.settings``). It is called at the
+            first ``open``.
 
     Raises:
         ImportError: obstore is not installed.
@@ -58,7 +67,9 @@ class ObstoreWriter:
         self._store: Any = None
 
     def open(self, path: str, part_bytes: int) -> Any:
-        """Open a file that is not visible before ``close``."""
+        """Return a writable file of obstore for the object at ``path``. The object appears when the
+        file is closed.
+        """
         if self._store is None:
             self._store = self._make()
         return self._obstore.open_writer(
@@ -81,7 +92,7 @@ class ObstoreWriter:
             }
             return {**named, "expires_at": until}
 
-        store: Any = S3Store  # The types of obstore demand literals
+        store: Any = S3Store  # The type annotations of obstore demand literals in these dicts
         return store(
             self._bucket,
             config={**settings, "skip_signature": credentials is None},
@@ -99,13 +110,21 @@ class ObstoreWriter:
 
 
 class ObstoreUpload:
-    """A large object through one writer.
+    """The upload of one large object through a file of obstore.
 
-    An error is final: the parts that were taken are lost, so the owner of the image must start the
-    upload again.
+    An error is final, since it loses the parts that obstore has taken. Further calls raise
+    ``TransientStorageError``, and the owner must begin another upload.
 
     Thread safety:
-        One call at a time.
+        Only one method may run at a time.
+
+    Args:
+        bucket: The backend.
+        writer: Opens the file.
+        key: The key of the object, relative to the root.
+        path: The key of the object in the bucket.
+        size: The most bytes of the object.
+        part_bytes: The length of every part but the last.
     """
 
     def __init__(
@@ -127,7 +146,7 @@ class ObstoreUpload:
 
     def write(self, offset: int, data: memoryview) -> None:
         if offset < self._sent:
-            return  # A repeated part that was taken already
+            return  # obstore has already taken this part
         if offset > self._sent:
             self._early[offset] = bytes(data)
             return
@@ -150,10 +169,11 @@ class ObstoreUpload:
     def abort(self) -> None:
         self._early.clear()
         if self._file is not None:
-            self._file = None  # Drop it, since closing it would publish what there is
+            self._file = None  # Do not close the file, which would make a cut object visible
             self._bucket.abort_uploads(self._key)
 
     def _send(self, part: memoryview) -> None:
+        """Append ``part`` to the file. Abort the upload if that fails."""
         try:
             with self._bucket.errors(self._key), _as_known_error():
                 self._open_file().write(part)
@@ -163,15 +183,17 @@ class ObstoreUpload:
         self._sent += part.nbytes
 
     def _open_file(self) -> Any:
+        """Return the file. Raise ``TransientStorageError`` if an error has ended the upload."""
         if self._file is None:
             raise TransientStorageError(self._key, "the upload broke off and must start again")
         return self._file
 
     def _complete_anyway(self) -> bool:
-        """Return True if only the last reply was lost.
+        """Return True if the object is complete although the last request failed, because only its
+        reply was lost.
 
-        Another object of our size exists than at the start, and no other process writes to this
-        key.
+        This is so if the key now has another object than at the start, and this object has the size
+        of the upload. No other process writes to this key.
         """
         with suppress(StorageError):
             now = self._bucket.etag_of(self._key)
@@ -181,7 +203,10 @@ class ObstoreUpload:
 
 @contextmanager
 def _as_known_error() -> Generator[None]:
-    """Return the error that a writer's ``OSError`` means. Only its text says what happened."""
+    """Raise an ``OSError`` of the ``with`` block as ``PermissionError`` or ``ConnectionError``.
+
+    An error of obstore's file has no code, so its text decides.
+    """
     try:
         yield
     except OSError as error:

@@ -1,6 +1,7 @@
-"""The options of an S3 store.
+"""The check of the options of an S3 store.
 
-s3fs passes options that it does not know to its session, which fails at the first request.
+Without this check, an unknown option would cause an error only at the first request, since s3fs
+passes it on to its session.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ _NOT_TO_BE_SET: Final = {"self", "kwargs", "session", "asynchronous", "loop", "a
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for an unknown option, and ``ValueError`` for a value that must be
-    text.
+    """Check the names of all options, and the types of those that must be text.
+
+    Raises:
+        ConfigError: An option is unknown.
+        ValueError: The value of an option that must be text is not text.
     """
     from s3fs import S3FileSystem
 

@@ -1,9 +1,10 @@
-"""Multipart uploads that a killed job has left: they are invisible, and cost money until aborted.
+"""The removal of multipart uploads that killed jobs have left in a bucket.
 
-Only uploads that are certainly ours are aborted: below the root, with the name of a rank's file in
-a step's folder, and begun so long ago that no live job can still write them. A process that writes
-the file of a rank 0 does it once. A store that cannot list uploads, or forbids it, is left as it
-is.
+Such uploads appear in no listing of objects, but their parts cost money until the uploads are
+aborted. An upload is aborted only if its key is that of a rank's file in the folder of a step below
+the root, and if it began so long ago that no running job can still be working on it. Only a process
+that writes a file of rank 0 does this, and only once. If the store cannot list uploads, or does not
+allow it, nothing happens.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ _LEADS: Final = re.compile(r"(.*/)?rank-0+\.[a-z.]+")
 
 
 class Orphans:
-    """Thread safety: any thread may use it.
+    """The unfinished multipart uploads below one root.
+
+    Thread safety: any thread may call all methods.
 
     Args:
-        call: A request about the bucket; raises ``StorageError``.
-        prefix: Of the root, with its slash.
-        after: How old an upload must be; with zero, uploads of earlier jobs stay.
+        call: Makes a request about the bucket; takes the name of the method of S3 and its
+            arguments, and raises ``StorageError``.
+        prefix: The prefix of the root with a slash at its end; '' for the whole bucket.
+        after: The age from which on an upload counts as abandoned. With zero, ``abort_once`` aborts
+            nothing.
     """
 
     def __init__(self, call: Callable[..., Any], prefix: str, after: timedelta) -> None:
@@ -37,7 +42,9 @@ class Orphans:
         self._lock = threading.Lock()
 
     def abort_once(self, key: str) -> None:
-        """Abort what earlier jobs have left, at the first upload of a rank 0. Never raises."""
+        """Abort the abandoned uploads of ranks' files if ``key`` is a file of rank 0. Do this at
+        most once in the life of this object. Never raise.
+        """
         with self._lock:
             if self._done or not _LEADS.fullmatch(key):
                 return
@@ -49,12 +56,12 @@ class Orphans:
                         self.abort(found)
 
     def abort(self, found: Unfinished) -> None:
-        """Abort one upload. It is no error if the store does not know it any more."""
+        """Abort one upload. Do nothing if the store no longer knows it."""
         with suppress(ObjectNotFound):
             self._call("abort_multipart_upload", Key=self._prefix + found.key, UploadId=found.name)
 
     def uploads(self, prefix: str) -> Iterator[Unfinished]:
-        """Return the unfinished uploads to keys that start with ``prefix``."""
+        """Yield the unfinished uploads of all processes to keys that start with ``prefix``."""
         now, marker = datetime.now(UTC), dict[str, str]()
         while True:
             page = self._call("list_multipart_uploads", Prefix=self._prefix + prefix, **marker)

@@ -1,12 +1,13 @@
-"""The memory of this machine as a store: a folder in ``/dev/shm`` that outlives the process.
+"""The backend for stores in the memory of this machine.
 
-A slot is already a file in ``/dev/shm``. To store its image, the backend gives the file a second
-name. Nothing is copied. The step is gone when the slot is needed for another image, so the slot
-pool removes the step before it hands the slot out.
+Such a store is a folder in ``/dev/shm``, which outlives the process. A slot is already a file in
+``/dev/shm``. To store its image, the backend gives the file a second name. Nothing is copied. The
+next image in the slot overwrites these bytes, so the slot pool removes the step before it hands the
+slot out.
 
 Every user of the machine may write to ``/dev/shm``, and the name of the folder can be guessed. The
-folder is therefore created when the store is opened, and held by a descriptor. Every path goes
-through that descriptor, and every call checks that the folder still belongs to this user alone.
+backend therefore creates the folder when the store is opened, and keeps it open by a descriptor.
+Every path starts at that descriptor, and every call checks that only this user may use the folder.
 Another user's folder or file is never read.
 """
 
@@ -29,7 +30,7 @@ from ckpt.storage.api import ObjectInfo, check_key
 from ckpt_backends.oserrors import mapped
 from ckpt_backends.posix import PosixBackend
 
-# The store must be in shared memory. Its folders have the mode 0700, and names with the user's id.
+# Other users may write to this folder. The folders of stores have the mode 0700.
 _SHM: Final = "/dev/shm"  # noqa: S108
 _NAME: Final = re.compile(r"shm://([A-Za-z0-9][A-Za-z0-9._-]{0,79})/?", re.IGNORECASE)
 _NOT_OWN: Final = "not a folder of this user alone"
@@ -38,10 +39,12 @@ _log = logging.getLogger("ckpt")
 
 
 def open_shm(url: str, options: Mapping[str, object]) -> ShmBackend:
-    """Open the store ``shm://name`` of this user on this machine.
+    """Return the backend for the store ``shm://name`` of this user on this machine, and create the
+    store if it does not exist.
 
     Raises:
-        ConfigError: The name is invalid, there are options, or the machine has no ``/dev/shm``.
+        ConfigError: The name is invalid, ``options`` is not empty, or the machine has no
+            ``/dev/shm``.
     """
     match = _NAME.fullmatch(url)
     if match is None:
@@ -56,9 +59,9 @@ def open_shm(url: str, options: Mapping[str, object]) -> ShmBackend:
 
 
 def stores() -> list[str]:
-    """Return the URLs of the stores of this user on this machine.
+    """Return the URLs (``shm://name``) of the stores of this user on this machine.
 
-    A folder of another user that has such a name is left out, with a log line.
+    A folder with the name of a store that other users own or may use is left out, and logged.
     """
     prefix = _folder("")
     try:
@@ -82,20 +85,21 @@ def stores() -> list[str]:
 
 
 def _folder(name: str) -> str:
+    """Return the name of the folder in ``/dev/shm`` for the store ``name`` of this user."""
     return f"ckpt-memory-{os.getuid()}-{name}"
 
 
 def _is_own(found: os.stat_result) -> bool:
-    """Return True if it is a folder that only this user can use."""
+    """Return True if ``found`` is the status of a folder that only this user may use."""
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 class ShmBackend(PosixBackend):
-    """A folder in ``/dev/shm``.
+    """A store in the memory of this machine, as a folder in ``/dev/shm``.
 
-    Where another user has taken the folder's name, or the folder is open to others, the store is
-    empty: it lists nothing, has no object, and raises ``AccessDenied`` for what is written. A job
-    goes on without it; one log line says so.
+    If another user has taken the name of the folder, or other users may use the folder, the store
+    behaves as if it were empty, and every write raises ``AccessDenied``. One log line reports this.
+    A job continues without the tier.
 
     Thread safety: several threads may call all methods at the same time.
     """
@@ -107,32 +111,37 @@ class ShmBackend(PosixBackend):
         self.capabilities = replace(self.capabilities, alignment=1)
         self._lock = threading.Lock()
         self._held: list[int] = []
-        """The folder, and those of its name that were removed since.
+        """The descriptors of the folder and of its removed predecessors; the last one is in use.
 
-        A path through one may still be in use, so all stay open.
+        Another thread may still use a path through an earlier descriptor, so all of them stay open
+        until ``close``.
         """
         self._let_go = weakref.finalize(self, _let_go, self._root, self._held, os.getpid())
         self._warned = False
-        with suppress(StorageError):  # Later calls report what is wrong with it
+        with suppress(StorageError):  # If the folder cannot be used, later calls report it
             self._top()
 
     def identity(self) -> str:
-        """Return the file system and the name, since a job that closes may remove the folder
-        between the start of two ranks.
+        """Return the device of the file system and the name of the folder.
+
+        The inode number is not part of it: a job that closes may remove the folder between the
+        start of two ranks of this job, and the second rank then creates another folder.
         """
         with mapped("", missing=StorageError):
             found = os.stat(self._top())
         return f"{found.st_dev}:{_folder(self._name)}"
 
     def free_bytes(self) -> int:
-        """Return what the file system leaves, or the machine's memory if that is less."""
+        """Return the free bytes of the file system, or the available memory of the machine if that
+        is less.
+        """
         with mapped("", missing=StorageError), open("/proc/meminfo") as file:
             lines = dict(line.split(":", 1) for line in file)
         kib = lines.get("MemAvailable", "").split()
         return min(super().free_bytes(), int(kib[0]) << 10) if kib else super().free_bytes()
 
     def close(self) -> None:
-        """Let go of the folder. One with nothing in it is not left behind."""
+        """Close the descriptors of the folder, and remove the folder if it is empty."""
         self._let_go()
 
     def open_file(self, key: str) -> BinaryIO:
@@ -142,8 +151,12 @@ class ShmBackend(PosixBackend):
             return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", 0)
 
     def _top(self) -> str:
-        """Return the path of the folder through its descriptor, so that no other folder can replace
-        it.
+        """Return the path of the folder through its descriptor. A folder that takes its name later
+        does not change what this path refers to.
+
+        Raises:
+            AccessDenied: The folder does not belong to this user alone.
+            StorageError: The store is closed, or the folder cannot be created.
         """
         with self._lock, mapped("", missing=StorageError):
             if not self._let_go.alive:
@@ -162,19 +175,20 @@ class ShmBackend(PosixBackend):
             return f"/proc/self/fd/{self._held[-1]}"
 
     def is_replaced(self) -> bool:
-        """Return False. A job that closes removes the folder if it is empty, and the next job makes
-        it again.
+        """Return False. Another folder of this name is no sign of a lost store, since a job removes
+        the folder when it closes and the folder is empty, and the next job creates the folder
+        again.
         """
         return False
 
     def _remember_root(self) -> None:
-        """See ``is_replaced``."""
+        """Do nothing, since ``is_replaced`` does not need the identity of the root."""
 
     def _readable(self, key: str) -> str:
         try:
             self._top()
         except AccessDenied as error:
-            # This user has nothing there.
+            # A folder that is not this user's own holds no object of this user.
             raise ObjectNotFound(key, error.detail) from None
         return self._below(key)
 
@@ -187,8 +201,11 @@ class ShmBackend(PosixBackend):
         return self._below(key)
 
     def _below(self, key: str) -> str:
-        """Return the path of ``key``. No link is followed, and nothing on the way is another
-        user's.
+        """Return the path of ``key``, after a check of each existing folder and file on this path.
+
+        Raises:
+            LinkRefused: One of them is a symbolic link.
+            AccessDenied: One of them belongs to another user.
         """
         path = self._top()
         for part in filter(None, key.split("/")):
@@ -202,12 +219,13 @@ class ShmBackend(PosixBackend):
         return path
 
     def _sync_root(self, parents: Sequence[str]) -> None:
-        """Do nothing, since memory has no medium to force a name to."""
+        """Do nothing, since names in memory need not be forced to a medium."""
 
     def adopt(self, key: str, path: str, size: int) -> ObjectInfo:
-        """Make the file at ``path``, cut to ``size`` bytes, the object ``key``, without a copy.
+        """Truncate the file at ``path`` to ``size`` bytes and make it the object ``key``, without a
+        copy.
 
-        The file keeps its own name too.
+        The file also keeps its own name.
 
         Raises:
             StorageError: The file is not in ``/dev/shm``, is gone, or is another user's.
@@ -216,7 +234,8 @@ class ShmBackend(PosixBackend):
         with mapped(key, missing=StorageError):
             folder, name = os.path.split(target)
             temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(6)}.tmp")
-            # This makes the folders too, and keeps other processes from removing them as empty.
+            # This also creates the folders. While the temporary file is in its folder, no other
+            # process removes the folder as empty.
             os.close(self._create(temporary))
             beside = f"{temporary[:-4]}.link.tmp"
             try:
@@ -230,31 +249,40 @@ class ShmBackend(PosixBackend):
                     os.close(descriptor)
                 self.publish(beside, target, if_absent=False)
             finally:
-                # The link is still there if the target was this very file, since such a rename does
-                # nothing.
+                # If ``target`` already was a name of this file, the rename did nothing, and the
+                # name ``beside`` still exists.
                 self.remove_temporary(beside)
                 self.remove_temporary(temporary)
         return ObjectInfo(key=key, size=size)
 
 
 def _hold(path: str) -> int:
-    """Return a descriptor of the folder, which is made if there is none."""
+    """Create the folder at ``path`` if it does not exist, and return a descriptor of the folder.
+
+    Raises:
+        AccessDenied: A link or a file is there, or a folder that this user may not open.
+        StorageError: Other processes removed the folder after each of many attempts.
+    """
     for _ in range(_TRIES):
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
         try:
             return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            # Another process has closed an empty store in between.
+            # Another process has closed the empty store, and so removed the folder, in between.
             continue
         except OSError as error:
-            # It is a link, a file, or a folder that may not be entered.
+            # A link, a file, or a folder that this user may not open has this name.
             raise AccessDenied("", f"{path} is {_NOT_OWN} ({error.strerror})") from None
     raise StorageError("", f"{path} is removed as often as it is made")
 
 
 def _let_go(path: str, descriptors: list[int], owner: int) -> None:
-    if os.getpid() == owner:  # A fork has its own descriptors, and leaves the folder to its parent
+    """Close ``descriptors``, and remove the folder at ``path`` if it is empty.
+
+    ``owner`` is the id of the process that opened the store. Only this process removes the folder.
+    """
+    if os.getpid() == owner:  # A fork closes its own descriptors only
         with suppress(OSError):
             os.rmdir(path)
     while descriptors:

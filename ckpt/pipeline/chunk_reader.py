@@ -66,7 +66,8 @@ class Sink(Protocol):
     def place(self, read: ChunkRead, data: memoryview) -> None:
         """Copy the needed parts of a verified chunk to the target.
 
-        ``data`` holds all raw bytes of the chunk, and is valid only during the call.
+        ``data`` holds all bytes of the chunk: its raw bytes, or its bytes as stored if
+        ``ChunkRead.as_stored`` is True. It is valid only during the call.
         """
         ...
 

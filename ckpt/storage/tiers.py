@@ -165,8 +165,8 @@ def urls_of(tiers: Sequence[Tier]) -> list[str]:
 def _memory_of(farther: Sequence[Tier]) -> str:
     """Return the URL of the store in memory that the tier "memory" means, given the tiers after it.
 
-    The URL depends only on the place of the next tier. A restarted job with the same next tier
-    therefore finds the same store.
+    The name of the store is derived from the URL of the next tier, or from the resolved path if
+    that is a plain path. A restarted job with the same next tier therefore finds the same store.
     """
     if not farther:
         raise ConfigError(
