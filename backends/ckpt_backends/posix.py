@@ -406,7 +406,7 @@ class PosixBackend:
                 and entry.is_file(follow_symlinks=False)
                 and not _is_hidden(entry.name)
             ):
-                with suppress(FileNotFoundError):  # It may have been deleted meanwhile
+                with suppress(FileNotFoundError):  # The file may have been deleted meanwhile
                     found = entry.stat(follow_symlinks=False)
                     yield ObjectInfo(key=key, size=found.st_size, modified=found.st_mtime)
 

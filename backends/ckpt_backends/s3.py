@@ -146,7 +146,8 @@ def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
     endpoint = str(settings.get("endpoint_url") or "")
     config: dict[str, Any] = {**_CLIENT, **settings.pop("config_kwargs", {})}
     if not endpoint.startswith("http://"):
-        # TLS detects changes of the bytes on the way. Over http, only the signed SHA-256 does.
+        # With TLS, the connection itself detects damaged bytes. Over http, only a signed SHA-256 of
+        # the body does.
         config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
     checksums = _is_true(settings.pop("checksums", _is_amazon(endpoint)))
     client: dict[str, Any] = dict(settings.pop("client_kwargs", {}))

@@ -30,7 +30,7 @@ from ckpt.storage.api import ObjectInfo, check_key
 from ckpt_backends.oserrors import mapped
 from ckpt_backends.posix import PosixBackend
 
-# Other users may write to this folder. The folders of stores have the mode 0700.
+# Other users may write to /dev/shm, so the folder of each store has the mode 0700.
 _SHM: Final = "/dev/shm"  # noqa: S108
 _NAME: Final = re.compile(r"shm://([A-Za-z0-9][A-Za-z0-9._-]{0,79})/?", re.IGNORECASE)
 _NOT_OWN: Final = "not a folder of this user alone"
@@ -162,7 +162,7 @@ class ShmBackend(PosixBackend):
             if not self._let_go.alive:
                 raise StorageError("", "the store is closed")
             try:
-                if not self._held or os.fstat(self._held[-1]).st_nlink == 0:  # It was removed
+                if not self._held or os.fstat(self._held[-1]).st_nlink == 0:  # Removed
                     self._held.append(_hold(self._root))
                 if not _is_own(os.fstat(self._held[-1])):
                     raise AccessDenied("", f"{self._root} is {_NOT_OWN}")

@@ -26,7 +26,9 @@ class Pace:
         self._free_at = 0.0
 
     def end(self, *, now: bool) -> None:
-        """Lift the limit, wake the threads that wait in ``spend``, and set ``stopped`` to ``now``.
+        """Lift the limit, wake the threads that wait in ``spend``, and set ``stopped``.
+
+        ``stopped`` becomes ``now``: True asks the threads to stop their work.
         """
         self.stopped = now
         self._hurry.set()

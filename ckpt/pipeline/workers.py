@@ -43,7 +43,7 @@ class _Work:
             self.future.set_result(self._call())
         except BaseException as error:  # noqa: BLE001 - it is raised by `result`
             self.future.set_exception(error)
-            del self  # Otherwise the error's traceback would keep the future that keeps the error
+            del self  # This breaks the reference cycle of the error, its traceback and the future
 
 
 _Queue = SimpleQueue[_Work | None]
@@ -211,7 +211,7 @@ class Workers:
             with contextlib.suppress(Empty):
                 while True:
                     if (task := self._queue.get_nowait()) is not None and task.future.cancel():
-                        # This wakes the threads that wait for the task.
+                        # This wakes the threads that wait for the future in ``wait``.
                         task.future.set_running_or_notify_cancel()
         self._queue.put(None)
         for thread in self._threads:

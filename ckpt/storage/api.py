@@ -148,7 +148,9 @@ class StorageBackend(Protocol):
     """
 
     @property
-    def capabilities(self) -> Capabilities: ...
+    def capabilities(self) -> Capabilities:
+        """The abilities of the store, which never change."""
+        ...
 
     @property
     def url(self) -> str:

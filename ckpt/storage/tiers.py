@@ -16,7 +16,7 @@ from ckpt.storage.api import Adopting, StorageBackend
 from ckpt.storage.places import is_folder, is_object_store, relation
 from ckpt.storage.registry import open_backend
 
-if TYPE_CHECKING:  # Commands that list tiers do not pay for the import of ssl
+if TYPE_CHECKING:  # At run time, commands that list tiers must not import ssl, which is slow
     from ckpt.tls import Encryption
 
 Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
