@@ -1,4 +1,5 @@
-"""Pure values: boxes, dtypes, keys, checksums, plain values, the manifest and its bytes.
+"""Value types and pure functions: boxes, dtypes, keys, checksums, plain values, and the manifest
+with its encoding to bytes.
 
-No I/O, no torch.
+No module of this package does I/O or imports torch.
 """

@@ -1,8 +1,9 @@
-"""A region of a tensor, and decisions about regions that need no data.
+"""Boxes, which are rectangular regions of a tensor, and functions that compare, cut and combine
+boxes without any tensor data.
 
-All resharding rests on three operations: two boxes meet in a box (``intersect``), a box can be cut
-into boxes that follow each other in its row-major order (``split_rows``), and a set of boxes either
-tiles a tensor or does not (``tiling_fault``).
+All resharding uses three operations. ``Box.intersect`` returns the common region of two boxes.
+``split_rows`` cuts a box into boxes that follow each other in its row-major order.
+``tiling_fault`` checks that boxes cover every element of a tensor exactly once.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from dataclasses import dataclass
 import numpy as np
 
 _PRIMES = (2**31 - 1, 2**31 - 19)
-_random = np.random.default_rng()  # A generator of its own leaves those of the training unchanged
+_random = np.random.default_rng()  # A separate generator: the state of NumPy's global one stays
 _MOST_PAIRS, _PAIRS_PER_BOX = 1 << 16, 16
-_EVEN = 1.05  # Ratio of the largest slab to the mean
+_EVEN = 1.05  # The largest accepted ratio of the largest slab to the mean slab
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """Offsets and shape in elements, one number per dimension.
+    """A rectangular region of a tensor.
 
-    A 0-d tensor has the box ``Box((), ())``.
+    ``offsets`` and ``shape`` are in elements, with one number for each dimension. The box of a 0-d
+    tensor is ``Box((), ())``.
     """
 
     offsets: tuple[int, ...]
@@ -40,7 +42,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the common region, or None if it is empty."""
+        """Return the common region of both boxes, or None if they have no common element."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = (
             min(a + n, b + m)
@@ -50,7 +52,7 @@ class Box:
         return Box(offsets, shape) if all(n > 0 for n in shape) else None
 
     def relative_to(self, outer: Box) -> Box:
-        """Return the same region, counted from the first element of ``outer``."""
+        """Return this box with offsets that count from the first element of ``outer``."""
         return Box(
             tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.shape
         )
@@ -62,11 +64,11 @@ class Box:
         )
 
     def contains(self, other: Box) -> bool:
-        """Return True if all of ``other`` is inside of this box."""
+        """Return True if ``other`` lies completely inside this box."""
         return other.relative_to(self).inside(self.shape)
 
     def inside(self, shape: Sequence[int]) -> bool:
-        """Return True if a tensor of ``shape`` contains all of this box."""
+        """Return True if this box lies completely inside a tensor of ``shape``."""
         return len(shape) == len(self.shape) == len(self.offsets) and all(
             start >= 0 and n >= 0 and start + n <= size
             for start, n, size in zip(self.offsets, self.shape, shape, strict=True)
@@ -74,18 +76,19 @@ class Box:
 
 
 def split_rows(box: Box, most: int) -> list[Box]:
-    """Cut a box into boxes of at most ``most`` elements that follow each other in its row-major
-    order.
+    """Cut a box into boxes of at most ``most`` elements, and return them in the row-major order of
+    the box.
 
-    So each part is one contiguous run of the box's memory. A row that is itself too large is cut
-    along the next dimension. An empty box gives no parts, a 0-d box gives itself.
+    Each part is therefore one contiguous range of the box's memory. A row with more than ``most``
+    elements is cut along the next dimension. The result is empty for an empty box, and contains
+    only the box itself for a 0-d box.
     """
     if box.numel == 0:
         return []
     if box.numel <= most:
         return [box]
-    # This is the first dimension whose single rows fit. The loop walks the dimensions before it
-    # index by index.
+    # ``dim`` is the first dimension of which a single row has at most ``most`` elements. The loop
+    # goes through all indices of the dimensions before ``dim``.
     dim = next(d for d in range(len(box.shape)) if math.prod(box.shape[d + 1 :]) <= most)
     rows = max(1, most // math.prod(box.shape[dim + 1 :]))
     parts: list[Box] = []
@@ -102,9 +105,10 @@ def split_rows(box: Box, most: int) -> list[Box]:
 
 
 def flat_start(part: Box, whole: Box) -> int | None:
-    """Return where ``part`` begins in the row-major order of ``whole``, which contains it.
+    """Return the position of the first element of ``part`` in the row-major order of ``whole``,
+    which must contain ``part``.
 
-    Returns None if the elements of ``part`` do not follow each other there.
+    Returns None if the elements of ``part`` are not contiguous in that order.
     """
     start, row, is_whole = 0, 1, True
     rows = zip(part.offsets, part.shape, whole.offsets, whole.shape, strict=True)
@@ -118,20 +122,21 @@ def flat_start(part: Box, whole: Box) -> int | None:
 
 
 def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Return the elements ``start`` to ``stop`` of a flat (row-major) tensor of ``shape`` as boxes.
+    """Return boxes that hold the elements ``start`` to ``stop`` (excluded) of a tensor of
+    ``shape``, where elements are counted in row-major order.
 
-    The boxes follow each other in the flat order. There are at most ``2n - 1`` for ``n``
-    dimensions.
+    The boxes are in that order. For ``n`` dimensions there are at most ``2n - 1`` boxes.
 
     Raises:
-        ValueError: The tensor has no such elements.
+        ValueError: The range is not within the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"elements {start} to {stop} are not in a tensor of shape {tuple(shape)}")
     parts: list[Box] = []
     while start < stop:
-        # Take the largest rows that begin here and end in time, as many as their dimension has
-        # left. Their size grows towards the middle of the range, and then shrinks.
+        # Take the largest rows that begin at ``start`` and end at or before ``stop``, and as many
+        # of them as remain in their dimension. The size of the rows grows towards the middle of
+        # the range, and then shrinks.
         rows = [math.prod(shape[dim:]) for dim in range(len(shape) + 1)]
         inner = next(d for d, row in enumerate(rows) if start % row == 0 and start + row <= stop)
         if inner == 0:
@@ -145,11 +150,12 @@ def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def even_slab(box: Box, count: int, index: int) -> Box | None:
-    """Return one of the ``count`` nearly equal slabs that a box is cut into for ``count`` replicas,
-    or None if no dimension is that long.
+    """Cut a box into ``count`` nearly equal slabs, one for each replica, and return the slab number
+    ``index``. Return None if no dimension of the box has at least ``count`` indices.
 
-    The first dimension that gives slabs within 5 % of each other is cut, so that slabs stay as
-    contiguous as can be; where there is none, the one that comes nearest.
+    The cut is along the first dimension for which the largest slab is at most 5 % larger than the
+    mean, because cuts along earlier dimensions give more contiguous slabs. If there is no such
+    dimension, the cut is along the one that gives the most equal slabs.
     """
     excess = {d: -(-n // count) * count / n for d, n in enumerate(box.shape) if n >= count}
     if not excess:
@@ -163,10 +169,11 @@ def even_slab(box: Box, count: int, index: int) -> Box | None:
 
 
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Return None if the boxes cover every element of a tensor of ``shape`` exactly once, else what
-    is wrong.
+    """Return None if the boxes cover every element of a tensor of ``shape`` exactly once, else a
+    text that describes the fault.
 
-    Boxes without elements are ignored. Linear in the number of boxes.
+    Boxes without elements are ignored. Apart from sorting, the time grows linearly with the number
+    of boxes.
     """
     for box in boxes:
         if not box.inside(shape):
@@ -181,22 +188,22 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Return True if the boxes cover ``shape`` exactly once.
+    """Return True if the boxes cover every element of a tensor of ``shape`` exactly once.
 
     The boxes must have as many elements in total as the tensor. Each edge along a dimension gets a
     random number. The value of a box is the product, over its dimensions, of the differences
-    between the numbers of its two edges. The values add up to the value of the whole tensor if
-    every element is covered once. Otherwise the sums agree with a probability of about 2**-60,
-    whatever the boxes are.
+    between the numbers of its two edges. If every element is covered once, the values of the boxes
+    add up to the value of the whole tensor. Otherwise the two agree by chance with a probability of
+    about 2**-60, for any set of boxes.
     """
     starts = np.array([box.offsets for box in boxes], dtype=np.int64)
     ends = starts + np.array([box.shape for box in boxes], dtype=np.int64)
-    # There is a column for each box, and the last one is for the whole tensor.
+    # Each box has a column. The last column is for the whole tensor.
     products = np.ones((len(_PRIMES), len(boxes) + 1), dtype=np.int64)
     for dim, size in enumerate(shape):
         low, high = np.append(starts[:, dim], 0), np.append(ends[:, dim], size)
         if not low.any() and (high == size).all():
-            continue  # No box is cut along this dimension
+            continue  # Every box extends over the whole dimension
         edges, index = np.unique(np.stack([low, high]), return_inverse=True)
         low, high = index.reshape(2, -1)
         for row, prime in zip(products, _PRIMES, strict=True):
@@ -209,12 +216,12 @@ def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
 
 def _an_overlap(boxes: Sequence[Box]) -> tuple[int, ...] | None:
-    """Return where two boxes overlap, for the error message.
+    """Return the offsets of the common region of two boxes that overlap, for the error message.
 
-    Returns None if the search would take too long.
+    Returns None if no two boxes overlap, or if the search would take too long.
     """
     left = _MOST_PAIRS + _PAIRS_PER_BOX * len(boxes)
-    active: list[Box] = []  # Boxes that are open along the first dimension
+    active: list[Box] = []  # Earlier boxes that have not ended yet along the first dimension
     for box in sorted(boxes):
         left -= len(active)
         if left < 0:

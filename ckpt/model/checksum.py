@@ -1,8 +1,9 @@
-"""Checksums: xxh3_128 of the raw (unencoded) bytes, as 32 lower-case hexadecimal digits.
+"""Compute and verify checksums.
 
-A checksum detects damage, and equal chunks have equal checksums on all tiers. It is no defence
-against an attacker with write access to the store. The computation releases the GIL for large
-buffers, and reaches 12 to 33 GB/s on one core.
+A checksum is the xxh3_128 hash of the raw (unencoded) bytes, written as 32 lower-case hexadecimal
+digits. Equal chunks therefore have equal checksums on all tiers. A checksum detects damage, but
+does not protect against an attacker who can write to the store. The computation releases the GIL
+for large buffers, and reaches 12 to 33 GB/s on one core.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import xxhash
 from ckpt.errors import ChecksumMismatch
 
 CHECKSUM_BYTES: Final = 16
-"""The packed records and the merge keep a checksum as so many bytes."""
+"""The size of a checksum in its binary form, which packed fragments and the merge use."""
 CHECKSUM_PATTERN: Final = re.compile(f"[0-9a-f]{{{2 * CHECKSUM_BYTES}}}")
 
 
@@ -25,6 +26,11 @@ def checksum(data: memoryview | bytes | bytearray) -> str:
 
 
 def verify(data: memoryview | bytes, expected: str, *, key: str, offset: int) -> None:
-    """Raise ``ChecksumMismatch`` for the bytes of ``key`` if ``data`` is not what was staged."""
+    """Raise ``ChecksumMismatch`` if the checksum of ``data`` is not ``expected``.
+
+    Args:
+        key: The key of the file that ``data`` was read from, for the error.
+        offset: The position of ``data`` in that file in bytes, for the error.
+    """
     if checksum(data) != expected:
         raise ChecksumMismatch(key, offset, len(data))

@@ -1,9 +1,9 @@
-"""The cut of a box into chunks: by rows, all as long as the first chunk.
+"""Decide how the box of a shard is cut into chunks.
 
-So the length of a box's first chunk tells a reader how the other chunks are cut (``split_rows``
-with that many elements), and a writer may choose a length for each box. Small chunks help a reader
-that wants a part of a box, since it reads whole chunks. Each chunk costs a line in the manifest and
-a turn of a thread. So a box has about ``PARTS`` chunks, within bounds.
+A writer chooses the length of the first chunk of each box. ``split_rows`` with that many elements
+then gives all chunks, so a reader needs only the length of the first chunk. Small chunks help a
+reader that wants a part of a box, since it reads whole chunks. Large chunks need less space in the
+manifest and fewer calls. A box therefore has about ``PARTS`` chunks, within bounds on their size.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ from typing import Final
 from ckpt.model.box import Box, split_rows
 
 PARTS: Final = 32
-"""A cut anywhere in a box costs at most a 32nd of it."""
+"""The number of chunks that a box is cut into if their size is within bounds.
+
+A rank that restores a part of the box then reads at most about 1/32 of the box too much at each
+end of the part.
+"""
 LEAST_BYTES: Final = 512 << 10
-"""With smaller chunks, the processor time of a restore grows by a third and more
-(docs/decisions/0015).
+"""The least bytes of a chunk, unless the box is smaller.
+
+Smaller chunks increase the processor time of a restore by a third or more (docs/decisions/0015).
 """
 
 
 def cut(box: Box, itemsize: int, chunk_bytes: int) -> list[Box]:
-    """Return the chunks in which a box is written, each of at most ``chunk_bytes``.
+    """Return the chunks of a box in row-major order, as boxes of at most ``chunk_bytes`` each.
 
-    An empty box has no chunks.
+    The list is empty for a box without elements.
     """
     most = chunk_bytes // itemsize
     wanted = min(most, max(LEAST_BYTES // itemsize, -(-box.numel // PARTS)))
@@ -34,9 +39,11 @@ def cut(box: Box, itemsize: int, chunk_bytes: int) -> list[Box]:
 
 
 def lengths_like(shape: tuple[int, ...], first: int, *, at_most: int) -> list[int] | None:
-    """Return the elements of each chunk of a non-empty box whose first chunk has ``first``.
+    """Return the number of elements of each chunk of a box of ``shape`` whose first chunk has
+    ``first`` elements. The box must have elements.
 
-    Returns None if no cut begins in that way, or if it has more than ``at_most`` chunks.
+    Returns None if ``split_rows`` never gives a first chunk of that length for this shape, or if
+    there would be more than ``at_most`` chunks.
     """
     if not 0 < first <= math.prod(shape):
         return None
@@ -52,8 +59,12 @@ def lengths_like(shape: tuple[int, ...], first: int, *, at_most: int) -> list[in
 
 
 def _whole_rows(shape: tuple[int, ...], wanted: int, most: int) -> int:
-    """Return about ``wanted`` elements that are whole rows, so that no chunk is much smaller than
-    the others: one row of up to twice as many, or several, as many in each chunk.
+    """Return a chunk length near ``wanted`` elements, and at most ``most``, that is a whole number
+    of rows.
+
+    This is the length of one row if some dimension has rows of ``wanted`` to ``2 * wanted``
+    elements. Otherwise it is the length of several rows, whose number is chosen so that the last
+    chunk is not much smaller than the others.
     """
     rows = _rows(shape)
     larger = [row for row in rows if wanted <= row <= min(most, 2 * wanted)]
@@ -65,5 +76,5 @@ def _whole_rows(shape: tuple[int, ...], wanted: int, most: int) -> int:
 
 
 def _rows(shape: tuple[int, ...]) -> list[int]:
-    """Return the elements of a row, for each dimension that rows could be counted along."""
+    """Return for each dimension the number of elements that one index of it spans."""
     return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

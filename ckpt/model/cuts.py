@@ -1,7 +1,8 @@
-"""Cuts along a mesh -> the boxes of a tensor that one place of the mesh holds.
+"""Compute the boxes of a sharded tensor that one rank of a device mesh holds.
 
-A dimension may be cut more than once, and each cut is of what the cuts before it have left. So what
-is left of a dimension is a list of runs, and of a tensor the product of those.
+A tensor dimension may be cut more than once, and each cut divides the indices that the cuts before
+it have kept. The indices that are kept of a dimension are therefore a list of runs, and the boxes
+of the tensor are the products of the runs of all its dimensions.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from dataclasses import dataclass
 from ckpt.model.box import Box
 
 Run = tuple[int, int]
-"""The first index, and the number of indices."""
+"""Consecutive indices of a dimension: the first index, and the number of indices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The effect of one mesh dimension on one tensor dimension.
+    """The effect of one mesh dimension on the tensor dimension ``dim``.
 
-    The dimension is chunked into ``pieces``, each piece into ``parts``, and the part at ``index``
-    of each piece stays. A chunk has ``ceil(n / count)`` indices; the last ones have fewer or none.
+    The tensor dimension is divided into ``pieces`` pieces, and each piece into ``parts`` parts. The
+    rank keeps part number ``index`` of each piece. As in ``torch.chunk``, a division of ``n``
+    indices by ``count`` gives each part ``ceil(n / count)`` indices, and the last parts fewer or
+    none.
     """
 
     dim: int
@@ -31,10 +34,10 @@ class Cut:
 
 
 def cut_boxes(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Box]:
-    """Return what stays of a tensor of ``shape``, in ascending order.
+    """Return the boxes that ``cuts`` keep of a tensor of ``shape``, in ascending order.
 
-    Together the boxes are the local tensor, in this order along every dimension. Returns None if
-    nothing stays of a tensor that has elements.
+    The local tensor consists of these boxes, in this order along every dimension. The list is empty
+    if the cuts keep no element of a tensor that has elements.
     """
     left: list[list[Run]] = [[(0, size)] for size in shape]
     for cut in cuts:
@@ -47,7 +50,9 @@ def cut_boxes(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Box]:
 
 
 def local_regions(boxes: Sequence[Box]) -> list[Box]:
-    """Return the regions of the local tensor that hold the boxes of ``cut_boxes``."""
+    """Return for each of the boxes that ``cut_boxes`` has returned the region of the local tensor
+    that holds it.
+    """
     starts: list[dict[int, int]] = []
     for runs in zip(*(zip(box.offsets, box.shape, strict=True) for box in boxes), strict=True):
         lengths = dict(sorted(runs))
@@ -79,7 +84,7 @@ def _chunk(run: Run, count: int, index: int) -> Run:
 
 
 def _taken(runs: Iterable[Run], positions: Run) -> Iterable[Run]:
-    """Return the indices at ``positions`` of those that ``runs`` list."""
+    """Yield runs of the indices at ``positions`` in the list of all indices of ``runs``."""
     first, count = positions
     seen = 0
     for at, n in runs:

@@ -1,8 +1,9 @@
-"""Element types: their names (torch's), their size, and how a safetensors file holds them.
+"""The table of element types: their names in torch, their sizes, and how a safetensors file stores
+them.
 
-Safetensors has no complex128, no complex32 and no sub-byte types of torch's; those are held as a
-plain type with one more dimension, or as bytes. ``storage`` is the safetensors code; ``lanes`` is
-the length of the extra last dimension (1: none).
+Safetensors has no complex128, no complex32, and none of torch's ``float4_e2m1fn_x2`` and ``bits``
+types. A file stores the first two as floats with one more dimension, and the others as unsigned
+integers of the same size.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ Entry = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DType:
-    """``itemsize`` in bytes per element of the tensor (all lanes together)."""
+    """An element type.
+
+    Attributes:
+        name: The name in torch, without ``torch.``.
+        itemsize: The bytes of one element of the tensor.
+        storage: The name of the type in the header of a safetensors file.
+        lanes: The length of the last dimension that is added in the file; 1 if none is added.
+    """
 
     name: str
     itemsize: int
@@ -81,8 +89,8 @@ _BITS: Final = {
 
 
 def safetensors_entry(dtype: str, shape: Sequence[int], start: int) -> tuple[Entry, int]:
-    """Return what a safetensors header says of a tensor whose bytes begin at ``start``, and where
-    they end.
+    """Return the entry in a safetensors header for a tensor whose bytes begin at ``start``, and the
+    position of the end of its bytes.
     """
     kind = DTYPES[dtype]
     end = start + math.prod(shape) * kind.itemsize
@@ -91,17 +99,19 @@ def safetensors_entry(dtype: str, shape: Sequence[int], start: int) -> tuple[Ent
 
 
 def float_width(dtype: str) -> int:
-    """Return the bytes of one floating point number; 1 for a type of other elements."""
+    """Return the bytes of one floating point number of an element: half of a complex element, or a
+    whole float. Return 1 for other types.
+    """
     if dtype in _COMPLEX:
         return DTYPES[dtype].itemsize // 2
     return DTYPES[dtype].itemsize if dtype in _FLOATS else 1
 
 
 def converts(saved: str, wanted: str) -> bool:
-    """Return True if a restore may convert the type ``saved`` to ``wanted``.
+    """Return True if a restore may convert elements of the dtype ``saved`` to ``wanted``.
 
-    It converts between floats, which are rounded as torch does, between complex types, and from an
-    integer type to one that holds all of its values.
+    A restore may convert any float to any float, rounded as torch rounds, any complex type to any
+    complex type, and an integer type to one that can hold all of its values.
     """
     if saved in _FLOATS or saved in _COMPLEX:
         return wanted in (_FLOATS if saved in _FLOATS else _COMPLEX)

@@ -1,10 +1,12 @@
-"""Manifest and fragment <-> bytes: JSON with its own checksum, compressed with zstd from 1 MiB on.
+"""Encode manifests and fragments to bytes and back. A *record* is either of the two.
 
-``{"checksum":"<32 hex digits>","body":{...}}``: the checksum is over the exact bytes of the body,
-and the file has no byte outside of body, checksum and fixed punctuation. So every flipped, missing
-or added byte is found before the body is decoded. The compressed form is a line
-``ckpt-zstd <32 hex digits>``, the checksum of the zstd frame that follows: a frame has bits that do
-not change what it unpacks to, so the checksum inside would not cover them.
+A record is stored as JSON, ``{"checksum":"<32 hex digits>","body":{...}}``. The checksum covers the
+exact bytes of the body, and the file has no other bytes than the body, the checksum and the fixed
+punctuation. A flipped, missing or added byte is therefore found before the body is decoded.
+
+A record of 1 MiB or more is compressed. It is then stored as the line ``ckpt-zstd <32 hex digits>``
+and a zstd frame that holds the JSON. The digits are the checksum of the frame. This second checksum
+is needed because a frame has bits that do not change the bytes that it unpacks to.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ from ckpt.model.checksum import CHECKSUM_BYTES, checksum
 from ckpt.model.manifest import FORMAT
 
 MAX_RECORD_BYTES: Final = 4 << 30
-"""No manifest is larger; a store or a frame that says so is refused before memory is reserved."""
+"""The most bytes of a record. If a store or a frame states a larger size, the record is refused
+before memory is allocated for it.
+"""
 MAX_EXPANSION: Final = 256
-"""A record that would become smaller than a 256th is stored as it is, so that a few bytes never
-unpack to many.
+"""The most times that a zstd frame of a record may grow when it is unpacked.
+
+A reader refuses a frame that states more, so that a small forged file cannot use much memory. A
+record that compresses better than this is stored uncompressed.
 """
 
 _COMPRESS_FROM: Final = 1 << 20
@@ -49,9 +55,7 @@ _building = threading.Lock()
 
 
 def pack(record: msgspec.Struct) -> bytes:
-    """Return the bytes of a manifest or fragment. The same record gives the same bytes on every
-    machine.
-    """
+    """Return the bytes of a record. The same record gives the same bytes on every machine."""
     body = _json.encode(record)
     packed = b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
     if len(packed) < _COMPRESS_FROM:
@@ -63,9 +67,10 @@ def pack(record: msgspec.Struct) -> bytes:
 
 
 def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
-    """Return the record in ``data``.
+    """Return the record that ``pack`` has encoded to ``data``.
 
     Args:
+        kind: The type of the record.
         key: The name of the record in errors.
 
     Raises:
@@ -82,10 +87,10 @@ def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
 
 
 def _decoder_of(kind: type[Record]) -> msgspec.json.Decoder[Record]:
-    """Return the decoder of a kind of records.
+    """Return the JSON decoder for a type of record, which is created once.
 
-    msgspec 0.22 crashes if two threads use a struct type for the first time at once. All other
-    modules make the decoders of their structs when they are imported.
+    The lock is needed because msgspec 0.22 crashes if two threads use a struct type for the first
+    time at once. All other modules create the decoders of their structs on import.
     """
     if (known := _decoders.get(kind)) is None:
         with _building:
@@ -94,7 +99,9 @@ def _decoder_of(kind: type[Record]) -> msgspec.json.Decoder[Record]:
 
 
 def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:
-    """Return the format and the body of a record, all of whose bytes are as they were written."""
+    """Return the format number and the body of a record, after a check that none of its bytes has
+    changed.
+    """
     raw = _open_frame(data, key) if data.startswith(_COMPRESSED) else data
     try:
         envelope = _envelope.decode(raw)
@@ -120,18 +127,22 @@ def _open_frame(data: bytes, key: str) -> bytes:
 
 
 def compress(data: bytes) -> bytes:
-    """Return a zstd frame."""
-    import zstandard  # Too slow for ``import ckpt``
+    """Return ``data`` compressed to one zstd frame."""
+    import zstandard  # This import would slow down ``import ckpt``
 
     return zstandard.ZstdCompressor(level=3).compress(data)
 
 
 def decompress(frame: bytes, key: str, *, at_most: int) -> bytes:
-    """Return the bytes of a zstd frame.
+    """Return the bytes that a zstd frame unpacks to.
+
+    Args:
+        key: The name of the record in errors.
+        at_most: The most bytes that the frame may unpack to.
 
     Raises:
-        ManifestCorrupt: It is damaged, or says that it unpacks to more than ``at_most`` bytes. No
-            memory is reserved for these.
+        ManifestCorrupt: The frame is damaged, or states that it unpacks to more than ``at_most``
+            bytes. In that case no memory is allocated for these bytes.
     """
     import zstandard
 

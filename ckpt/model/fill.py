@@ -1,8 +1,9 @@
-"""A manifest and its fragments: which are needed, and the manifest with them filled in.
+"""Find the fragments that a reader needs, and put their contents into the manifest.
 
-The catalog reads the fragments. A rank that restores what it saved needs one, its own. A rank that
-reshards needs those of the ranks whose boxes meet its own. A reader of the whole checkpoint needs
-all of them.
+A stored manifest lacks the chunks, the shards and the ``PerRank`` values, which are in the
+fragments of the ranks. A rank that restores its own part needs its own fragment only. A rank that
+reshards needs the fragments of all ranks whose boxes overlap its own. A reader of the whole
+checkpoint needs all fragments. The catalog (``ckpt.catalog``) reads them from the store.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from ckpt.model.runs import boxes_of, ranks_meeting
 
 
 def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) -> set[int]:
-    """Return the ranks whose files hold some of ``wanted``: names (tied ones too) and boxes.
+    """Return the ranks whose files hold an element of the ``wanted`` boxes.
 
-    A name that is not in the manifest needs no rank.
+    Args:
+        wanted: Names of tensors, which may be tied names, with boxes of each. A name that is not in
+            the manifest is ignored.
     """
     layout_of = {
         tensor.name: index
@@ -42,22 +45,31 @@ def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) ->
 
 
 def carried_fragment(manifest: Manifest, rank: int, *, key: str) -> Fragment | None:
-    """Return the copy of a fragment that the manifest has, or None. Raises ``ManifestCorrupt``."""
+    """Return the fragment of ``rank`` from the copies of all fragments that a manifest may carry,
+    or None if the manifest carries none. Raises ``ManifestCorrupt`` if the copy is invalid.
+    """
     return fragment_of(manifest.carried[rank], key=key) if manifest.carried else None
 
 
 def carried_fragments(manifest: Manifest, *, key: str) -> dict[int, Fragment]:
-    """Return all copies of fragments that the manifest has. Raises ``ManifestCorrupt``."""
+    """Return the fragments that the manifest carries copies of, by rank; empty if it carries none.
+    Raises ``ManifestCorrupt`` if a copy is invalid.
+    """
     return {part.rank: fragment_of(part, key=key) for part in manifest.carried}
 
 
 def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> Manifest:
-    """Return ``manifest`` with the chunks, shards and ``PerRank`` values of some ranks.
+    """Return ``manifest`` with the chunks, shards and ``PerRank`` values that ``fragments`` hold.
 
-    With the fragments of all ranks it is checked that the boxes of each tensor tile it.
+    If ``fragments`` has all ranks, check that the boxes of each tensor cover it exactly once.
+
+    Args:
+        fragments: The fragments to use, by rank.
+        key: The name of the manifest in errors.
 
     Raises:
-        ManifestCorrupt: It was not merged from these fragments, or they do not fit together.
+        ManifestCorrupt: The manifest was not merged from these fragments, or the boxes of a tensor
+            overlap or leave a hole.
     """
     files, encoded, known = list[File](), list[Encoding](), manifest.file_map()
     for rank, part in fragments.items():
@@ -89,7 +101,11 @@ def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> 
 
 
 class _Filler:
-    """Finds the shards of each tensor in fragments: of equal copies, the one that the runs name."""
+    """Find the shards of each tensor in fragments.
+
+    If several ranks have stored the same box, take the shard of the rank that the layout in the
+    manifest names.
+    """
 
     def __init__(self, manifest: Manifest, fragments: Mapping[int, Fragment], key: str) -> None:
         self._manifest, self._key = manifest, key
@@ -100,7 +116,12 @@ class _Filler:
         self._tiled: set[tuple[int, tuple[int, ...]]] = set()
 
     def tensors(self, whole: bool) -> tuple[Tensor, ...]:
-        """``whole``: all fragments are here, so the boxes must tile the tensors."""
+        """Return the tensors of the manifest with the shards that the fragments hold.
+
+        Args:
+            whole: Whether the fragments of all ranks are present, so that the boxes of each tensor
+                must cover it exactly once.
+        """
         found: list[Tensor] = []
         for tensor, layout in zip(self._manifest.tensors, self._manifest.layout_of, strict=True):
             shards = [shard for rank in self._held for shard in self._of(tensor, layout, rank)]
@@ -121,7 +142,8 @@ class _Filler:
             )
         held = mine.shards if mine else ()
         if (layout, rank) not in self._boxes:
-            # One box more than the rank has shards is enough to find a difference.
+            # A forged layout may have very many boxes for this rank. To find a difference, it is
+            # enough to take one more box than the rank has shards.
             boxes = boxes_of(self._manifest.layouts[layout], rank)
             self._boxes[layout, rank] = tuple(islice(boxes, len(held) + 1))
         wanted = self._boxes[layout, rank]

@@ -1,4 +1,7 @@
-"""The only place that builds or reads a key below the root of a tier."""
+"""Build and parse the keys of all objects below the root of a tier. No other module does so.
+
+docs/format.md describes the objects.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from ckpt.errors import ConfigError, ManifestCorrupt
 
 MANIFEST: Final = "manifest.json"
 CLAIM_MARKER: Final = "verdict"
-"""The object that decides between finishing and removing a save. See docs/format.md."""
+"""The name of the claim marker in the folder of a step."""
 OWNER: Final = "writer.json"
-"""The record of the job that writes to the root. See docs/format.md."""
+"""The key of the record that names the owner of the root."""
 PINS: Final = "pins"
-"""The folder of the pins. See docs/format.md."""
+"""The name of the folder that holds the pins."""
 WATCHERS: Final = "watchers"
-"""The folder of what watchers have handled. See docs/format.md."""
+"""The name of the folder that records which steps each watcher has handled."""
 
 _STEP: Final = re.compile(r"step-([0-9]{9,18})\.([0-9a-z]{6,32})")
 _LATE_METRICS: Final = re.compile(r"metrics-[0-9a-f]{32}\.json")
@@ -30,7 +33,10 @@ _RANK_MARKER: Final = re.compile(r"rank-([0-9]{5,})\.verdict")
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepRef:
-    """One attempt at one step: a folder below the root. Orders by step."""
+    """The identity of one attempt at one step, which is a folder below the root.
+
+    Instances are ordered by step, and then by attempt.
+    """
 
     step: int
     attempt: str
@@ -48,22 +54,30 @@ class StepRef:
         return f"{self.folder}/{CLAIM_MARKER}"
 
     def late_metrics(self, content: str) -> str:
-        """Return the key of metrics that were added later. ``content`` is their checksum."""
+        """Return the key of a file of metrics that were added after the commit. ``content`` is the
+        checksum of the file.
+        """
         return f"{self.folder}/metrics-{content}.json"
 
     def end_note(self, rank: int) -> str:
-        """Return the key of the note that a rank has ended, and that its node has its files."""
+        """Return the key of the end note of a rank. An agent writes it to a shared tier once the
+        rank has ended and the agent of the rank's node holds the rank's files.
+        """
         return f"{self.folder}/rank-{rank:05d}.ended"
 
     def rank_marker(self, rank: int) -> str:
-        """Return the key of the object that decides who has the files of a rank on a shared tier:
-        the rank, which removes them, or the agent of another node, which brings them.
+        """Return the key of the marker of a rank on a shared tier. Only one process can create it:
+        either the rank, which then removes its files of the step, or the agent of another node,
+        which then copies these files to the tier.
         """
         return f"{self.folder}/rank-{rank:05d}.verdict"
 
     def key(self, name: str) -> str:
-        """Return the key of a file that the manifest names. A name that is not one of ours never
-        becomes a key.
+        """Return the key of the file ``name`` of this attempt.
+
+        Raises:
+            ManifestCorrupt: ``name`` is not the name of a data file or fragment. Such a name in a
+                manifest could lead out of the folder.
         """
         if not _FILE.fullmatch(name):
             raise ManifestCorrupt(
@@ -73,10 +87,12 @@ class StepRef:
 
 
 def parse_folder(name: str) -> StepRef | None:
-    """Return the attempt that a folder's name says, or None for a folder that is not ours."""
+    """Return the step and attempt that the name of a folder states, or None if ckpt does not write
+    a folder of this name.
+    """
     match = _STEP.fullmatch(name)
     ref = StepRef(int(match.group(1)), match.group(2)) if match else None
-    # A name with more zeros than ckpt writes is not ours.
+    # ``_STEP`` also matches a name with more leading zeros than ckpt writes.
     return ref if ref is not None and ref.folder == name else None
 
 
@@ -87,37 +103,42 @@ def is_file_name(name: str) -> bool:
 
 
 def is_fragment(name: str) -> bool:
-    """Return True if a file of this name describes what a rank made durable."""
+    """Return True if ``name`` is the name of a fragment."""
     return name.startswith("rank-") and name.endswith(".json")
 
 
 def noted_rank(name: str) -> int | None:
-    """Return the rank whose end a file of this name notes; None if it is no such file."""
+    """Return the rank that an end note of this name belongs to; None if it is not the name of an
+    end note (see ``StepRef.end_note``).
+    """
     match = _END_NOTE.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def marked_rank(name: str) -> int | None:
-    """Return the rank whose files a marker of this name is about; None if it is no such marker."""
+    """Return the rank that a marker of this name belongs to; None if it is not the name of the
+    marker of a rank (see ``StepRef.rank_marker``).
+    """
     match = _RANK_MARKER.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def is_about_rank(name: str) -> bool:
-    """Return True if a file of this name says something about a rank, and is not written by it as
-    a part of the step.
+    """Return True if ``name`` is the name of an end note or of the marker of a rank.
+
+    These files are about a rank, and are not a part of the checkpoint.
     """
     return noted_rank(name) is not None or marked_rank(name) is not None
 
 
 def is_late_metrics(name: str) -> bool:
-    """Return True if a file of this name has metrics that were added later."""
+    """Return True if a file of this name holds metrics that were added after the commit."""
     return _LATE_METRICS.fullmatch(name) is not None
 
 
 def data_name(rank: int, *, encoded: bool = False) -> str:
-    """Return the name of a rank's data file. An encoded file has another suffix, since it is no
-    safetensors file.
+    """Return the name of a rank's data file. An encoded file has another suffix, because it is not
+    a safetensors file.
     """
     return f"rank-{rank:05d}.{'encoded' if encoded else 'safetensors'}"
 
@@ -127,12 +148,14 @@ def fragment_name(rank: int) -> str:
 
 
 def rank_of(name: str) -> int:
-    """Return the rank of a data file or of a fragment of this name."""
+    """Return the rank that the name of a data file or fragment states."""
     return int(name.partition(".")[0].removeprefix("rank-"))
 
 
 def whole_ranks(names: Collection[str]) -> set[int]:
-    """Return the ranks whose fragment and data file are both among the names of a folder."""
+    """Return the ranks whose fragment and data file are both among ``names``, the names in the
+    folder of a step.
+    """
     return {
         rank
         for rank in {rank_of(name) for name in names if is_fragment(name)}
@@ -141,10 +164,14 @@ def whole_ranks(names: Collection[str]) -> set[int]:
 
 
 def step_of(state: object, step: object, *, last: int | None) -> int:
-    """Return the step to save: the one given, else ``state["step"]``, else the one after ``last``.
+    """Return the number of the step to save.
+
+    This is ``step`` if it is not None, else ``state["step"]`` if that is an integer, else the
+    number after ``last``, or 0 if ``last`` is None.
 
     Raises:
-        ConfigError: It is no whole number from 0 on. NumPy's and torch's integers are, too.
+        ConfigError: The number is not an integer from 0 to 10**18 - 1. NumPy and torch integers are
+            accepted.
     """
     if step is None:
         own = state.get("step") if isinstance(state, Mapping) else None

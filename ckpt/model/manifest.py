@@ -1,16 +1,19 @@
-"""What a checkpoint is: files made of chunks, tensors made of shards, and a tree of plain values.
+"""The records that describe a checkpoint: files made of chunks, tensors made of shards, and a tree
+of plain values.
 
-Two layers know little of each other. *Files* are runs of bytes: every byte of a file is in exactly
-one chunk, and a chunk has a checksum, so a reader with the chunk table can verify a file without
-knowing what is in it. *Tensors* are boxes at byte offsets of files, row-major. A shard's bytes are
-whole chunks, cut by ``split_rows``: each chunk of a shard is itself a box.
+Files and tensors are two separate layers. A *file* is a sequence of bytes. Every byte of a file is
+in exactly one chunk, and each chunk has a checksum. A reader with the chunk table can therefore
+verify a file without its tensors. A *tensor* consists of shards, and each shard is a box whose
+bytes are stored in row-major order from a given offset of a file on. The bytes of a shard are whole
+chunks, which ``split_rows`` cuts, so each chunk of a shard is itself a box.
 
-Two records are stored: the fragment of each rank (`Packed`), which has the rank's chunks and shards
-in columns, and the `Manifest`, which refers to the fragments. `Fragment` is a fragment with its
-columns unpacked to objects, and a manifest can be filled with fragments (``model.fill``).
+Two records are stored. `Packed` is the fragment of one rank, with the rank's chunks and shards in
+columns. `Manifest` refers to the fragments of all ranks. In memory, `Fragment` is a fragment with
+its columns unpacked to objects, and ``model.fill`` puts the contents of fragments into a manifest.
 
 The small structs are JSON arrays in field order (``array_like``), because a record may hold a
-million of them. The garbage collector skips them (``gc=False``): they have no cycles.
+million of them. They contain no reference cycles, so the garbage collector skips them
+(``gc=False``).
 """
 
 from __future__ import annotations
@@ -29,21 +32,23 @@ from ckpt.model.keys import StepRef
 from ckpt.model.runs import Runs
 
 FORMAT = 4
-"""The only format that this package writes and reads. Earlier ones were never released."""
+"""The version of the format. This package reads and writes no other version, and no earlier version
+was ever released.
+"""
 HEADER_ALIGNMENT = 4096
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The next ``nbytes`` of a file."""
+    """A chunk of a file: ``nbytes`` bytes from the end of the chunk before it on."""
 
     nbytes: int
     checksum: str
 
 
 class File(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A data file of one rank.
+    """The data file of one rank, as staged.
 
-    Chunks follow each other from byte 0 to ``size``; the first is the safetensors header.
+    The chunks follow each other from byte 0 to ``size``. The first chunk is the safetensors header.
     """
 
     name: str
@@ -53,9 +58,11 @@ class File(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Encoding(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How the file of ``rank`` is stored on its tier: its chunks are encoded, one after another.
+    """The encoding of the data file of ``rank`` on one tier, where each chunk is encoded by itself.
 
-    ``lengths`` has the bytes of each chunk. A chunk that is as long as before is not encoded.
+    ``lengths`` holds the bytes of each chunk on the tier. If this is the length of the raw chunk,
+    the chunk is stored unencoded. A stored record has one length only, which is the size of the
+    file.
     """
 
     rank: int
@@ -64,12 +71,14 @@ class Encoding(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def size(self) -> int:
-        """Bytes of the file on its tier."""
+        """Return the bytes of the file on its tier."""
         return sum(self.lengths)
 
 
 class FragmentRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The name, size and checksum of a fragment's file, by which damage to it is found."""
+    """A reference to the file of a fragment. A reader compares size and checksum to detect
+    damage.
+    """
 
     name: str
     rank: int
@@ -78,7 +87,10 @@ class FragmentRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One box, stored once: ``offset`` bytes into the file of ``rank``."""
+    """One box of a tensor, stored from byte ``offset`` of the file of ``rank`` on.
+
+    ``offsets`` and ``shape`` are those of the box.
+    """
 
     rank: int
     offset: int
@@ -91,7 +103,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A global tensor. ``shape`` is that of the whole tensor."""
+    """A global tensor. ``shape`` is the shape of the whole tensor, not of one shard."""
 
     name: str
     dtype: str
@@ -106,22 +118,28 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Packed(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The stored form of a fragment: what one rank has made durable on a tier, in columns.
+    """The stored form of a fragment, which describes what one rank has made durable on a tier.
 
-    Frames are zstd frames, and numbers in columns are little-endian 64-bit integers.
+    Numbers in columns are little-endian 64-bit integers. A frame is a zstd frame.
 
     Attributes:
-        created_at: In seconds since 1970.
-        file: The data file, without its chunks.
-        form: A frame of a ``model.packed.Form``: names, shapes, places in the file, chunk lengths.
-        offsets: A frame: for each shard of the form its offsets in the global tensor, as many
-            numbers as the form has dimensions.
-        checksums: 16 bytes for each chunk.
-        replicas: A frame of the JSON object, or empty if there are none.
-        encoded: One length, which is that of the file. Empty if the file is not encoded.
-        lengths: If the file is encoded: for each chunk its length in the file.
-        in_manifest: The manifest has a copy of this fragment, because the file may be lost with
-            its node.
+        created_at: The time of creation, in seconds since 1970.
+        file: The data file, without its chunks; None if the rank has written no file.
+        form: A frame with a ``model.packed.Form``: the names and shapes of the tensors, the shards
+            and their places in the file, and the chunk lengths.
+        offsets: A frame with a column: for each shard of the form the offsets of its box, with
+            ``Form.dims`` numbers each.
+        checksums: The checksums of the chunks, 16 bytes each.
+        tied: Tied names, each with the name that its bytes are stored under.
+        tree: The plain values and the containers of the state (see ``model.values``).
+        per_rank: The tree of the ``PerRank`` values of this rank.
+        replicas: A frame with the JSON of ``Fragment.replicas``; empty if there are none.
+        encoded: One entry with one length, the size of the encoded file. It is empty if the file is
+            not encoded.
+        lengths: A column: the length of each chunk in the encoded file. It is empty if the file is
+            not encoded.
+        in_manifest: Whether the manifest must carry a copy of this fragment, because the file of
+            the fragment may be lost with its node.
     """
 
     format: int
@@ -146,7 +164,12 @@ class Packed(
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True):
-    """A fragment with its columns unpacked to objects. It is never stored; see `Packed`."""
+    """A fragment with its columns unpacked to objects. `Packed` is the stored form.
+
+    Attributes:
+        replicas: The digests of replicated tensors, by name, each as the text ``boxes=digest``. The
+            merge compares them with those of other ranks.
+    """
 
     format: int
     step: int
@@ -169,24 +192,27 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
 class Manifest(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The merged fragments: the truth of a checkpoint.
+    """The description of a whole checkpoint, merged from the fragments of all ranks.
 
-    It exists if and only if the checkpoint does.
+    A step is a checkpoint if and only if its manifest exists.
 
-    The stored manifest leaves to the fragments what only some rank needs: its files have no chunks,
-    an encoding has one length (that of the file), tensors have no shards, and ``per_rank`` is
-    empty. ``model.fill.fill`` puts these parts in, for some ranks or for all.
+    The stored manifest leaves out what the fragments hold and not every rank needs: files have no
+    chunks, an encoding has one length (the size of the file), tensors have no shards, and
+    ``per_rank`` is empty. ``model.fill.fill`` adds these parts for the ranks whose fragments it
+    gets.
 
     Attributes:
-        tied: name -> the name its bytes are stored under.
-        tree: Plain values and the shape of containers (see ``model.values``).
-        encoded: Of the files that are encoded on this tier.
-        layouts: Which rank holds which box of a tensor, as runs. Tensors that are cut alike share
-            one layout.
-        layout_of: For each tensor the index of its layout.
-        carried: The fragments of all ranks, without what is merged, if they are ``in_manifest``.
-        per_rank: rank -> the tree of its ``PerRank`` values. Only of ranks that are filled in.
-        is_filled: Whether the fragments of all ranks are filled in. Never stored.
+        tied: Tied names, each with the name that its bytes are stored under.
+        tree: The plain values and the containers of the state (see ``model.values``).
+        encoded: The encodings of the files that are encoded on this tier.
+        layouts: The layouts of the tensors. A layout states which rank holds which box, as runs
+            (see ``model.runs``). Tensors that are cut alike share one layout.
+        layout_of: The index of the layout of each tensor.
+        carried: Copies of the fragments of all ranks, without the parts that are merged. It is
+            empty unless a fragment has ``in_manifest`` set.
+        per_rank: The trees of ``PerRank`` values by rank, for the ranks whose fragments
+            ``model.fill.fill`` has added.
+        is_filled: Whether ``model.fill.fill`` has added the fragments of all ranks. Never stored.
     """
 
     format: int
@@ -210,21 +236,21 @@ class Manifest(
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all data files as they were staged."""
+        """Return the bytes of all data files together, before any encoding."""
         return sum(file.size for file in self.files)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all data files as they are stored."""
+        """Return the bytes of all data files together, as they are stored on the tier."""
         return sum(stored.size for stored in self.stored_files().values())
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """What its files were encoded with."""
+        """Return the names of the codecs of its encoded files, sorted."""
         return tuple(sorted({encoding.codec for encoding in self.encoded}))
 
     def stored_files(self) -> Mapping[int, StoredFile]:
-        """Return the data files by rank, as they are on the tier of this manifest."""
+        """Return by rank how the tier of this manifest stores each data file."""
         ref = StepRef(self.step, self.attempt)
         encodings = {encoding.rank: encoding for encoding in self.encoded}
         return {
@@ -232,7 +258,7 @@ class Manifest(
         }
 
     def tensor_map(self) -> Mapping[str, Tensor]:
-        """Return the tensors by name, with tied names."""
+        """Return the tensors by name. Tied names are included."""
         found = {tensor.name: tensor for tensor in self.tensors}
         return found | {name: found[target] for name, target in self.tied.items()}
 
@@ -243,14 +269,13 @@ class Manifest(
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A data file as one tier stores it. A chunk is named by its index in the file, which is the
-    same on all tiers.
+    """A data file as one tier stores it. A chunk has the same index in the file on all tiers.
 
     Attributes:
-        ref: The step.
-        file: The file as it was staged.
-        encoding: How the chunks are encoded on the tier; None if they are not.
-        size: Bytes of the file on the tier.
+        ref: The attempt that the file belongs to.
+        file: The file as staged, before any encoding.
+        encoding: The encoding of the file on the tier; None if it is not encoded.
+        size: The bytes of the file on the tier.
     """
 
     ref: StepRef
@@ -260,7 +285,9 @@ class StoredFile:
 
     @classmethod
     def of(cls, ref: StepRef, file: File, encoding: Encoding | None) -> StoredFile:
-        """Return the file with the size that a manifest says."""
+        """Return a stored file with the size that its manifest states: that of ``encoding``, or of
+        ``file`` if ``encoding`` is None.
+        """
         return cls(ref, file, encoding, file.size if encoding is None else encoding.size)
 
     @property
@@ -281,25 +308,31 @@ class StoredFile:
 
     @cached_property
     def lengths(self) -> Sequence[int]:
-        """Return the bytes of each chunk on the tier."""
+        """Return the bytes that each chunk has on the tier."""
         return self.encoding.lengths if self.encoding else [chunk.nbytes for chunk in self.chunks]
 
     @cached_property
     def offsets(self) -> Sequence[int]:
-        """Return where each chunk begins on the tier, and the end of the last."""
+        """Return the position in the stored file at which each chunk begins, and the end of the
+        last chunk.
+        """
         return list(accumulate(self.lengths, initial=0))
 
     @cached_property
     def staged_index(self) -> Mapping[int, int]:
-        """Return the index of the chunk that begins at an offset of the image."""
+        """Return a map from the offset in the image at which a chunk begins to the chunk's
+        index.
+        """
         return {offset: index for index, offset in enumerate(chunk_offsets(self.file))}
 
     def encoded_nbytes(self, index: int) -> int | None:
-        """Return the bytes of a chunk on the tier, or None if it is not encoded."""
+        """Return the bytes of an encoded chunk on the tier, or None if the chunk is not encoded."""
         length = self.lengths[index]
         return length if length < self.chunks[index].nbytes else None
 
 
 def chunk_offsets(file: File) -> Sequence[int]:
-    """Return where each chunk of a file begins in the image, and the end of the last."""
+    """Return the offset in the image at which each chunk of a file begins, and the end of the last
+    chunk.
+    """
     return list(accumulate((chunk.nbytes for chunk in file.chunks), initial=0))

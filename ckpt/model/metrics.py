@@ -1,7 +1,7 @@
-"""The metrics of a step: numbers by name, in the manifest's metadata under ``metrics``.
+"""Convert the metrics of a step to and from the metadata of its manifest.
 
-Only rank 0 writes them, so ranks with different losses need not agree. The merge takes values that
-only one rank has.
+Metrics are numbers by name, under the key ``metrics`` of the metadata. Only rank 0 writes them, so
+ranks may have different losses. The merge accepts metadata that only one rank has.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ Metrics = Mapping[str, SupportsFloat]
 
 
 def as_metrics(given: object) -> dict[str, float]:
-    """Return a user's metrics as floats. Raises ``ConfigError`` for values that are not numbers,
-    and for empty names.
+    """Return the metrics that a user passed as floats by name.
+
+    Raises:
+        ConfigError: The argument is not a mapping, a name is not a string or is empty, or a value
+            is not a number.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f'metrics={given!r}: give numbers by name, such as {{"loss": 1.2}}')
@@ -28,7 +31,9 @@ def as_metrics(given: object) -> dict[str, float]:
 
 
 def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
-    """Return the metrics in the metadata of a manifest. Values that are no numbers are left out."""
+    """Return the metrics in the metadata of a manifest, without values that are not numbers. Return
+    an empty dict if there are none or the metadata is invalid.
+    """
     try:
         found = decode(parse(metadata, "metadata"), lambda _tag, _node: None)[METRICS]
         return {name: float(value) for name, value in found.items() if type(value) in (int, float)}
@@ -43,7 +48,7 @@ def _name(name: object) -> str:
 
 
 def _number(name: object, value: object) -> float:
-    value = getattr(value, "detach", lambda: value)()  # A loss may still be part of its graph
+    value = getattr(value, "detach", lambda: value)()  # A loss may still require gradients
     if isinstance(value, SupportsFloat) and not isinstance(value, bool):
         try:
             return float(value)

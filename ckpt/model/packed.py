@@ -1,11 +1,11 @@
-"""Fragments in columns, as they are stored, and their conversion to objects and back.
+"""Convert fragments between their stored form, which has columns, and objects.
 
-Columns keep the merge of thousands of fragments in arrays. The *form* of a fragment is what most
-ranks of a mesh have in common to the byte: names, shapes, places in the file, lengths of chunks.
-The offsets of the boxes and the checksums are beside it, so a reader that has seen the form of one
-rank need not unpack it for the next.
+With columns, the merge of thousands of fragments works on arrays. The *form* of a fragment is the
+part that is equal to the byte on most ranks of a mesh: names, shapes, positions in the file, and
+lengths of chunks. The offsets of the boxes and the checksums are stored apart from the form.
+Therefore a reader unpacks each form once, however many ranks have it.
 
-The committer checks and merges columns (``check_packed``, ``plan.merge_layouts``). Everything else
+The committer checks and merges columns (``check_packed``, ``plan.merge_layouts``). All other code
 unpacks the few fragments that it needs to objects (``fragment_of``).
 """
 
@@ -40,20 +40,20 @@ _ALIKE: Final = (
     "tied", "tree", "per_rank", "metadata", "in_manifest",
 )  # fmt: skip
 _MAX_FRAME_BYTES: Final = 1 << 30
-"""The most bytes of an unpacked frame. A rank with a million tensors needs a fifth of it."""
+"""The most bytes of an unpacked frame. A rank with a million tensors needs about a fifth of it."""
 _SMALL_FRAME_BYTES: Final = 1 << 20
-"""A frame may always unpack to this size. Beyond it, ``MAX_EXPANSION`` times its own size."""
+"""A frame may unpack to this size plus ``MAX_EXPANSION`` times its own size."""
 
 
 class Form(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has in common with others.
+    """The part of a fragment that many ranks have in common.
 
     Attributes:
-        tensors: ``[name, dtype, shape]`` of each.
-        dims: The number of dimensions of the tensor that has most.
-        shards: For each shard: index of its tensor, place in bytes of the file, and its shape, with
-            ones behind it up to ``dims``.
-        chunks: The length of each chunk of the file in bytes.
+        tensors: The JSON array with ``[name, dtype, shape]`` of each tensor.
+        dims: The largest number of dimensions of a tensor.
+        shards: A column with ``2 + dims`` numbers for each shard: the index of its tensor, its
+            offset in the file in bytes, and its shape, padded with ones.
+        chunks: A column with the length of each chunk of the file in bytes.
     """
 
     tensors: msgspec.Raw
@@ -63,13 +63,14 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 
 
 Heading = tuple[str, str, tuple[int, ...]]
-"""Name, dtype and global shape of a tensor."""
+"""The name, the dtype and the global shape of a tensor."""
 
 Table = tuple[tuple[Heading, ...], Ints, Ints, Ints]
-"""The tensors of a form; for each the bytes of an element, its shape with ones behind it, and the
-least size that a shard of it has in each dimension."""
+"""The headings of a form, and three arrays with an entry for each heading: the bytes of an element,
+the global shape padded with ones, and the least shape that a shard may have (0 in each dimension of
+the tensor, 1 in the padding)."""
 Tables = dict[tuple[bytes, int], Table]
-"""Tables by the JSON of their headings and the number of dimensions."""
+"""Known tables by ``Form.tensors`` and ``Form.dims``."""
 
 _headings: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(tuple[Heading, ...])
 _form: Final = msgspec.json.Decoder(Form)
@@ -77,13 +78,19 @@ _form: Final = msgspec.json.Decoder(Form)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """A form, as arrays.
+    """A form that is unpacked to arrays and checked.
 
     Attributes:
-        most: For each shard the largest offsets that it may have.
-        starts: For each shard its first chunk.
-        counts: For each shard how many chunks it has.
-        size: Of the file in bytes.
+        headings: The tensors.
+        dims: The largest number of dimensions of a tensor.
+        tensor: The index of the tensor of each shard.
+        place: The offset of each shard in the file in bytes.
+        shape: The shape of each shard, padded with ones.
+        most: The largest offsets that each shard may have in its tensor.
+        chunks: The length of each chunk of the file in bytes.
+        starts: The index of the first chunk of each shard.
+        counts: The number of chunks of each shard.
+        size: The size of the file in bytes.
     """
 
     headings: tuple[Heading, ...]
@@ -100,14 +107,19 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The frames of a fragment that do not change from save to save while the plan is the same."""
+    """The frames of a fragment that stay the same from save to save while the save plan does."""
 
     form: bytes
     offsets: bytes
 
 
 def frames_of(tensors: Sequence[Tensor], chunks: Sequence[int]) -> Frames:
-    """Return the frames of a rank with these shards, and with chunks of these lengths."""
+    """Return the frames for the fragment of one rank.
+
+    Args:
+        tensors: The tensors with the shards of this rank.
+        chunks: The length of each chunk of the rank's file in bytes.
+    """
     dims = max((len(tensor.shape) for tensor in tensors), default=0)
     rows: list[list[int]] = []
     offsets: list[list[int]] = []
@@ -122,8 +134,8 @@ def frames_of(tensors: Sequence[Tensor], chunks: Sequence[int]) -> Frames:
 
 
 def pack_fragment(fragment: Fragment, frames: Frames | None = None) -> Packed:
-    """Return the fragment in columns. ``frames`` are those of its tensors and chunks, if they are
-    known.
+    """Return the stored form of a fragment. ``frames`` is the result of ``frames_of`` for its
+    tensors and chunks; None to compute it.
     """
     file, encoded = fragment.file, fragment.encoded
     chunks = file.chunks if file else ()
@@ -142,23 +154,29 @@ def pack_fragment(fragment: Fragment, frames: Frames | None = None) -> Packed:
 
 
 def _alike(record: Packed | Fragment) -> dict[str, Any]:
-    """Return the fields that are the same in columns and as objects."""
+    """Return the fields that ``Packed`` and ``Fragment`` have in the same form."""
     return {name: getattr(record, name) for name in _ALIKE}
 
 
 def read_fragment(data: bytes, *, key: str) -> Fragment:
-    """Return the fragment in ``data``, unpacked and checked.
+    """Return the fragment that the bytes of a stored fragment describe, after checking it.
+
+    Args:
+        data: The bytes.
+        key: The key of the fragment, for errors.
 
     Raises:
-        ManifestCorrupt: Damaged, or no fragment.
-        FormatTooNew, FormatTooOld: In another format.
+        ManifestCorrupt: ``data`` is damaged, or is not a fragment.
+        FormatTooNew, FormatTooOld: The fragment has another format.
     """
     return fragment_of(unpack(data, Packed, key=key), key=key)
 
 
 def fragment_of(packed: Packed, *, key: str) -> Fragment:
-    """Return the columns as objects, checked. Raises ``ManifestCorrupt`` if they do not fit each
-    other.
+    """Check a stored fragment, and return it with its columns unpacked to objects.
+
+    Raises:
+        ManifestCorrupt: A column is invalid, or the columns contradict each other.
     """
     columns = columns_of(packed.form, packed.chunk_bytes, key=key)
     offsets = offsets_of(packed.offsets, columns, key=key)
@@ -195,7 +213,9 @@ def fragment_of(packed: Packed, *, key: str) -> Fragment:
 
 
 def replicas_of(frame: bytes, *, key: str) -> dict[str, str]:
-    """Return the digests by name that a packed fragment has in ``replicas``."""
+    """Unpack the frame ``Packed.replicas``, and return its digests by name; empty if there are
+    none.
+    """
     try:
         return msgspec.json.decode(_unpacked(frame, key), type=dict[str, str]) if frame else {}
     except msgspec.MsgspecError as error:
@@ -203,14 +223,18 @@ def replicas_of(frame: bytes, *, key: str) -> dict[str, str]:
 
 
 def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None = None) -> Columns:
-    """Unpack a form, and check it as far as that needs no offsets and no file.
+    """Unpack a form, and check everything in it that can be checked without the offsets and the
+    file of a fragment.
 
     Args:
-        known: The tables of earlier forms, which most often have the same tensors. That of this
-            form is added.
+        form: The frame ``Packed.form``.
+        chunk_bytes: The most bytes of a chunk.
+        key: The key of the fragment, for errors.
+        known: The tables of earlier forms, since most forms have the same tensors. The function
+            adds the table of this form.
 
     Raises:
-        ManifestCorrupt: No writer writes such a form.
+        ManifestCorrupt: The form is one that ckpt never writes.
     """
     try:
         found = _form.decode(_unpacked(form, key))
@@ -246,9 +270,11 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None 
 
 
 def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
-    """Return the offsets of each shard.
+    """Unpack the frame ``Packed.offsets``. Return the offsets of the shards in their tensors, one
+    row of ``columns.dims`` numbers for each shard.
 
-    Raises ``ManifestCorrupt`` if a box is not inside its tensor.
+    Raises:
+        ManifestCorrupt: The number of offsets is wrong, or a box is not inside its tensor.
     """
     count = len(columns.tensor) * columns.dims
     found = _numbers(_unpacked(frame, key, at_least=8 * count), key)
@@ -266,7 +292,8 @@ def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
 def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
     """Return ``packed``, or raise ``ManifestCorrupt`` with the first fault.
 
-    ``columns`` are those of its form. Offsets are checked where they are unpacked.
+    ``columns`` is the unpacked form of ``packed``. This does not check the offsets, which
+    ``offsets_of`` checks.
     """
     check_heading(packed, key)
     size = packed.file.size if packed.file else 0
@@ -281,7 +308,8 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
         require(
             len(packed.encoded) == 1 and len(lengths) == count, key, "not one length for each chunk"
         )
-        # A reader reserves the size of an unpacked chunk before it decodes the chunk.
+        # A reader allocates memory for the raw bytes of a chunk before it decodes the chunk, so
+        # an encoded chunk may not claim more than ``MAX_CHUNK_BYTES``.
         small = (lengths < columns.chunks) & (columns.chunks <= MAX_CHUNK_BYTES)
         fits = (lengths > 0) & (small | (lengths == columns.chunks))
         require(bool(fits.all()), key, "an encoded chunk is too long")
@@ -292,12 +320,15 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
 def _chunks_of(
     itemsize: Ints, place: Ints, shape: Ints, chunks: Ints, chunk_bytes: int, key: str
 ) -> tuple[Ints, Ints]:
-    """Return for each shard its first chunk and the number of its chunks.
+    """Return the index of the first chunk and the number of chunks of each shard.
 
-    The chunks are cut like the shard, and belong to no other shard.
+    Raises:
+        ManifestCorrupt: The chunks of a shard are not cut as ``split_rows`` cuts its box, or two
+            shards share a chunk.
     """
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks)])
-    # This is below 2**63, since the shard fits a shape that was checked.
+    # The product is below 2**63, since the shard is inside a shape that ``check_tensor`` has
+    # checked.
     nbytes = np.prod(shape, axis=1, dtype=np.int64) * itemsize
     solid = nbytes > 0
     starts = np.searchsorted(edges, place)
@@ -309,10 +340,10 @@ def _chunks_of(
     counts = solid.astype(np.int64)
     first = np.where(solid, chunks[starts] if len(chunks) else 0, 0)
     require(bool((first <= chunk_bytes).all()), key, "a chunk is too long")
-    left = len(chunks)  # All shards together have no more
+    left = len(chunks)  # The most chunks that the remaining shards can have together
     for row in np.flatnonzero(first != nbytes).tolist():
         start = int(starts[row])
-        size, held = int(itemsize[row]), tuple(shape[row].tolist())  # Ones cut nothing
+        size, held = int(itemsize[row]), tuple(shape[row].tolist())  # Padding changes no chunk
         lengths = (
             lengths_like(held, int(first[row]) // size, at_most=min(left, len(chunks) - start))
             or []
@@ -345,7 +376,7 @@ def _table(raw: msgspec.Raw, dims: int, key: str) -> Table:
     rows = [[*shape, *[1] * (dims - len(shape))] for _, _, shape in headings]
     whole = np.array(rows, dtype=np.int64).reshape(len(rows), dims)
     own = np.array([len(shape) for _, _, shape in headings], dtype=np.int64)
-    # A dimension that a tensor lacks has at least the extent 1.
+    # In the padding of its shape, a shard has the extent 1.
     least = (np.arange(dims) >= own[:, None]).astype(np.int64)
     return headings, itemsize, whole, least
 
@@ -364,6 +395,8 @@ def _total(numbers: Ints) -> int:
 
 
 def _unpacked(frame: bytes, key: str, *, at_least: int = 0) -> bytes:
-    """Return what a frame unpacks to. It may have ``at_least`` bytes in any case."""
+    """Return the bytes that a frame unpacks to. ``at_least`` bytes are accepted even if they exceed
+    the usual limit.
+    """
     most = max(at_least, min(_MAX_FRAME_BYTES, _SMALL_FRAME_BYTES + MAX_EXPANSION * len(frame)))
     return decompress(frame, key, at_most=most)

@@ -1,8 +1,8 @@
-"""Which part of a state a save or a restore is about: patterns of names.
+"""Patterns of names, which select a part of a state for a save or a restore.
 
-The manifest of a save that has left a part out keeps its patterns in the metadata under
-``left_out``, with those that fitted a name on some rank. A restore then knows what is missing on
-purpose.
+If a save leaves out a part of the state, the metadata of its manifest records the patterns under
+``left_out``, and also which of them matched a name on some rank. A restore can then tell which
+names are missing on purpose.
 """
 
 from __future__ import annotations
@@ -20,37 +20,42 @@ from ckpt.model.values import parse
 
 LEFT_OUT: Final = "left_out"
 Names = str | Sequence[str] | None
-"""Patterns as a user gives them."""
+"""One pattern or several, as a user passes them; None if the user passes none."""
 _MAGIC: Final = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True)
 class Patterns:
-    """Names as ``ckpt show`` prints them.
+    """A selection of names, which are written as ``ckpt show`` prints them.
+
+    A pattern is a name, which matches itself and all names below it, or a shell pattern, in which
+    ``*`` also matches slashes and dots. A pattern that matches every name below a name also matches
+    that name, as ``model/*`` matches ``model``.
 
     Attributes:
-        only: Names, each with all below it, or patterns of the shell, whose ``*`` takes slashes and
-            dots too. None: everything.
-        exclude: Names and patterns of what is left out of that.
+        only: The patterns of the selected names; None to select all names.
+        exclude: The patterns of the names that are removed from this selection.
     """
 
     only: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
 
     def takes(self, name: str) -> bool:
-        """Return True if the patterns take this name, or all names below it."""
+        """Return True if this name is selected: ``only`` matches it and ``exclude`` does not."""
         return (self.only is None or _fitting(name, self.only) != []) and not self.excludes(name)
 
     def excludes(self, name: str) -> bool:
-        """Return True if ``exclude`` has this name."""
+        """Return True if a pattern of ``exclude`` matches this name or a name above it."""
         return bool(name and self.exclude and _fitting(name, self.exclude))
 
     def fitting(self, name: str) -> list[str]:
-        """Return the patterns that match the name, or a name that it is below."""
+        """Return the patterns of ``only`` and ``exclude`` that match this name or a name above
+        it.
+        """
         return _fitting(name, (*(self.only or ()), *self.exclude))
 
     def reaches(self, name: str) -> bool:
-        """Return True if a name below this one may match."""
+        """Return True if ``only`` may match a name below this one."""
         if self.only is None:
             return True
         heads = [_MAGIC.split(each, maxsplit=1)[0] for each in self.only]
@@ -63,7 +68,11 @@ WHOLE: Final = Patterns()
 
 
 def patterns_for(only: Names, exclude: Names) -> Patterns:
-    """Return the patterns that a user gave. Raises ``ConfigError`` for other values."""
+    """Return the ``Patterns`` for the arguments ``only`` and ``exclude`` of a user.
+
+    Raises:
+        ConfigError: An argument is neither None, nor a pattern, nor several patterns.
+    """
     if only is None and exclude is None:
         return WHOLE
     return Patterns(
@@ -73,10 +82,11 @@ def patterns_for(only: Names, exclude: Names) -> Patterns:
 
 
 def as_patterns(setting: str, given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return what a user gave as ``setting``.
+    """Return the patterns that a user passed as a tuple. ``setting`` is the name of the argument,
+    for the error.
 
     Raises:
-        ConfigError: It is neither a pattern nor several.
+        ConfigError: ``given`` is neither a pattern nor several patterns.
     """
     found = (given,) if isinstance(given, str) else tuple(given) if _is_iterable(given) else ()
     if not found or not all(isinstance(each, str) and each for each in found):
@@ -87,7 +97,7 @@ def as_patterns(setting: str, given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def unfitting(patterns: Iterable[str]) -> ConfigError:
-    """Return the error for patterns that fit no name of the state on any rank."""
+    """Return the error for patterns that match no name of the state on any rank."""
     names = ", ".join(map(repr, patterns))
     return ConfigError(
         f"no name of the state fits {names}: names are as `ckpt show` prints them, in "
@@ -99,7 +109,13 @@ def unfitting(patterns: Iterable[str]) -> ConfigError:
 
 
 def left_out(patterns: Patterns, used: Collection[str]) -> dict[str, Any]:
-    """Return what the metadata keeps of a save by ``patterns``; ``used`` are those that fitted."""
+    """Return the value that the metadata of a save stores under ``left_out``; empty if the save
+    selects the whole state.
+
+    Args:
+        patterns: The patterns of the save.
+        used: The patterns that matched a name on this rank.
+    """
     if patterns == WHOLE:
         return {}
     only = {} if patterns.only is None else {"only": list(patterns.only)}
@@ -108,13 +124,14 @@ def left_out(patterns: Patterns, used: Collection[str]) -> dict[str, Any]:
 
 
 def patterns_of(metadata: msgspec.Raw) -> tuple[Patterns, list[str]]:
-    """Return the patterns in the metadata of a manifest, and those of them that fitted no name.
+    """Return the patterns that the metadata of a manifest records, and the list of those that
+    matched no name on any rank. Return ``WHOLE`` and an empty list if there are none.
 
     Raises:
-        ManifestCorrupt: They are none that ckpt writes.
+        ManifestCorrupt: The record of the patterns is invalid.
     """
     if f'"{LEFT_OUT}"'.encode() not in bytes(metadata):
-        # Metadata without patterns is the usual case, and is not parsed.
+        # Usually there are no patterns, and parsing would only cost time.
         return WHOLE, []
     found = parse(metadata, "metadata")
     if not isinstance(found, Mapping) or LEFT_OUT not in found:

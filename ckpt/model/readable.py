@@ -1,4 +1,4 @@
-"""Bytes, speeds, times and ranks as people read them, in logs, reports and on the command line."""
+"""Format sizes, speeds, times and lists of ranks for logs, reports and the command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def size(nbytes: float) -> str:
 
 
 def rank_list(found: Collection[int]) -> str:
-    """Return the numbers of ranks in ascending order, at most 16 of them."""
+    """Return rank numbers as a text such as '0, 3, 4', in ascending order. After the first 16
+    numbers, ' ...' stands for the others.
+    """
     return ", ".join(map(str, sorted(found)[:16])) + (" ..." if len(found) > 16 else "")
 
 

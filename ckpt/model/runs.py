@@ -1,10 +1,11 @@
-"""A short form for the boxes of a tensor and the ranks that hold them. The boxes of ten thousand
-ranks of a mesh are one box that is repeated.
+"""A compact description of the boxes of a tensor and of the ranks that hold them.
 
-A *run* is a box on a rank, and *levels* that repeat it: ``count`` times, each so many ranks and so
-many elements further. A mesh gives one level for each of its dimensions. An irregular layout gives
-more runs, and a random one gives a run for each box. The runs always stand for the same boxes, and
-there are never more runs than boxes.
+On a mesh, the boxes of ten thousand ranks are repetitions of one box at equal distances. A *run*
+describes such boxes: it consists of one box on one rank, and of *levels* that repeat it. Each level
+repeats all boxes so far ``count`` times, every time a fixed number of ranks and a fixed number of
+elements further. A mesh gives one level for each of its dimensions. An irregular layout gives more
+runs, and a random layout gives one run for each box. The description is exact, and there are never
+more runs than boxes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ from ckpt.model.box import Box
 Ints = npt.NDArray[np.int64]
 
 MAX_LEVELS: Final = 8
-# A tensor with more boxes, on average, is nonsense that would take forever to walk.
+# The most boxes of a tensor for each rank, on average. Runs that describe more are refused, since
+# iterating over the boxes of a forged layout could take forever.
 _BOXES_PER_RANK: Final = 1 << 16
 
 
 class Level(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A repetition: ``count`` times, each ``ranks`` ranks and ``offsets`` elements further."""
+    """A repetition of boxes.
+
+    The boxes occur ``count`` times, each time ``ranks`` ranks further and with offsets that are
+    larger by ``offsets`` elements.
+    """
 
     count: int
     ranks: int
@@ -36,8 +42,8 @@ class Level(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Boxes of one ``shape``: the first at ``offsets`` on ``rank``, the others where ``levels``
-    repeat it.
+    """Boxes of one ``shape``. The first one is at ``offsets`` on ``rank``, and ``levels`` repeat
+    it.
     """
 
     rank: int
@@ -47,7 +53,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def count(self) -> int:
-        """How many boxes."""
+        """Return the number of boxes."""
         return math.prod(level.count for level in self.levels)
 
 
@@ -55,9 +61,13 @@ Runs = tuple[Run, ...]
 
 
 def compress(ranks: Ints, offsets: Ints, shapes: Ints) -> Runs:
-    """Return the runs of boxes, which are in the order of their ranks, one a row.
+    """Return the runs that describe a list of boxes. The same boxes give the same runs on every
+    machine.
 
-    The same rows give the same runs on every machine.
+    Args:
+        ranks: The rank of each box, in ascending order.
+        offsets: The offsets of each box, one row for each.
+        shapes: The shape of each box, one row for each.
     """
     if not len(ranks):
         return ()
@@ -80,9 +90,16 @@ def compress(ranks: Ints, offsets: Ints, shapes: Ints) -> Runs:
 
 
 def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, list[Any]]:
-    """Join neighbours with one key at equal distances, on the next level.
+    """Join rows that follow each other at equal distances and have the same key, which adds a
+    level.
 
-    A key is a shape, or ``(key, count, distance)``.
+    Args:
+        places: For each row its rank and its offsets.
+        number: For each row the index of its key.
+        keys: The keys. A key is a shape, or ``(key, count, distance)`` for rows that were joined.
+
+    Returns:
+        The same three values for the fewer rows that remain.
     """
     steps = np.diff(places, axis=0)
     alike = number[1:] == number[:-1]
@@ -92,7 +109,7 @@ def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, li
     edges = [*np.flatnonzero(change).tolist(), len(steps)]
     starts: list[int] = []
     joined: list[tuple[Any, int, tuple[int, ...]] | None] = []
-    free = 0  # The first row that is in no run yet
+    free = 0  # The first row that is neither joined nor kept yet
     for edge, end in pairwise(edges):
         begin = max(edge, free)
         if begin >= end or not alike[begin]:
@@ -118,7 +135,7 @@ def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, li
 def boxes_of(runs: Runs, rank: int) -> Iterator[Box]:
     """Yield the boxes that ``rank`` holds.
 
-    They are not kept, since a run may claim more boxes than fit into memory.
+    This is a generator because a forged run may describe more boxes than fit into memory.
     """
     for run in runs:
         levels = sorted(run.levels, key=lambda level: -abs(level.ranks))
@@ -140,15 +157,18 @@ def _on(
 
 
 def ranks_meeting(runs: Runs, box: Box) -> set[int]:
-    """Return the ranks that hold some element of ``box``. The work is arithmetic, and grows with
-    the ranks that are found only.
+    """Return the ranks that hold an element of ``box``.
+
+    The boxes are not expanded: the time depends on the number of ranks in the result, and not on
+    the number of boxes.
     """
     found: set[int] = set()
     if not box.numel:
         return found
     for run in runs:
         if all(run.shape):
-            # With the coarsest step first, what it leaves out need not be examined.
+            # The level with the largest step comes first, since most of its repetitions are far
+            # from ``box``, and their other levels need not be examined.
             levels = sorted(
                 run.levels, key=lambda level: tuple(-abs(step) for step in level.offsets)
             )
@@ -174,7 +194,8 @@ def _meet(
     first, last = 0, level.count - 1
     for dim, step in enumerate(level.offsets):
         low, high = _reach([(each.count, each.offsets[dim]) for each in rest])
-        # Some box of ``rest`` must begin before the end of ``box``, and end after its begin.
+        # The other levels move a box by ``low`` to ``high``. Keep the repetitions of this level
+        # for which such a box can overlap ``box`` in this dimension.
         least = box.offsets[dim] - run.shape[dim] + 1 - high - offsets[dim]
         most = box.offsets[dim] + box.shape[dim] - 1 - low - offsets[dim]
         near = _steps(level.count, step, least, most)
@@ -185,13 +206,15 @@ def _meet(
 
 
 def _reach(levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return how far the steps of runs lead, down and up."""
+    """Return the least and the greatest sum of steps that levels, given as ``(count, step)``, can
+    add up to.
+    """
     far = [(count - 1) * step for count, step in levels]
     return sum(min(0, each) for each in far), sum(max(0, each) for each in far)
 
 
 def _steps(count: int, step: int, least: int, most: int) -> range:
-    """Return the ``i`` below ``count`` with ``least <= i * step <= most``."""
+    """Return the range of all ``i`` from 0 to ``count - 1`` with ``least <= i * step <= most``."""
     if step == 0:
         return range(count) if least <= 0 <= most else range(0)
     if step < 0:
@@ -200,9 +223,10 @@ def _steps(count: int, step: int, least: int, most: int) -> range:
 
 
 def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
-    """Return what is impossible about runs that were read, or None.
+    """Return a text that describes the first fault of runs that were read from a manifest; None if
+    they are possible for a tensor of ``shape`` on ``world_size`` ranks.
 
-    Boxes may still overlap; nothing is expanded.
+    The boxes are not expanded, so this does not detect that boxes overlap.
     """
     held = boxes = 0
     for run in runs:

@@ -1,8 +1,9 @@
-"""Is a manifest or fragment one that this package could have written?
+"""Check that a manifest or fragment is one that this package could have written.
 
-Everything that is read is checked before it is used. Names stay in their folder, sizes are
-possible, layouts hold all of their tensors. What a fragment has in columns is checked in
-``model.packed``, and whether boxes overlap in ``model.fill`` and where a restore is planned.
+Every record is checked before it is used: names of files do not lead out of their folder, sizes are
+possible, and layouts have as many elements as their tensors. Other modules do the rest:
+``model.packed`` checks the columns of a fragment, and ``model.fill`` and ``plan.restore`` check
+that boxes do not overlap.
 """
 
 from __future__ import annotations
@@ -88,7 +89,12 @@ def _check_layouts(manifest: Manifest, key: str) -> None:
 
 
 def check_heading(record: Packed, key: str) -> None:
-    """Check what a fragment says of its save and its rank."""
+    """Check the step, the rank, the world size, the file and the codec that a fragment states.
+
+    Raises:
+        ManifestCorrupt: One of them is invalid.
+        CodecMissing: The codec is not installed here.
+    """
     fits = 0 <= record.rank < record.world_size and record.step >= 0
     require(fits, key, "step, rank or world size is out of range")
     _check_chunk_bytes(record.chunk_bytes, key)
@@ -102,13 +108,15 @@ def check_heading(record: Packed, key: str) -> None:
 
 
 def _check_codec(encoding: Encoding, key: str) -> None:
-    """Raise ``CodecMissing`` for a codec that is not installed here."""
+    """Raise ``CodecMissing`` if the codec of ``encoding`` is not installed here."""
     if not is_known(encoding.codec):
         raise CodecMissing(key, encoding.codec[:40])
 
 
 def require(condition: bool, key: str, detail: str) -> None:
-    """Raise ``ManifestCorrupt`` unless ``condition`` holds."""
+    """Raise ``ManifestCorrupt`` for the record ``key`` with the text ``detail`` if ``condition`` is
+    False.
+    """
     if not condition:
         raise ManifestCorrupt(key, detail)
 
@@ -135,7 +143,15 @@ def _check_names(files: Iterable[File], key: str, *, encoded: Mapping[int, Encod
 
 
 def check_tensor(name: str, dtype: str, shape: tuple[int, ...], seen: set[str], key: str) -> None:
-    """``seen`` are the names before, and gets this one."""
+    """Check the name, the dtype and the shape of a tensor.
+
+    Args:
+        seen: The names of the tensors before. The function adds ``name``.
+        key: The key of the record, for errors.
+
+    Raises:
+        ManifestCorrupt: The name occurs twice, or the dtype or the shape is invalid.
+    """
     require(name not in seen, key, f"tensor {name!r} is named twice")
     seen.add(name)
     require(dtype in DTYPES, key, f"tensor {name!r} has the unknown dtype {dtype[:40]!r}")
@@ -148,7 +164,13 @@ def check_tensor(name: str, dtype: str, shape: tuple[int, ...], seen: set[str], 
 
 
 def check_tied(tied: Mapping[str, str], names: set[str], key: str) -> None:
-    """``names`` are those of the stored tensors."""
+    """Raise ``ManifestCorrupt`` if a tied name is tied to a name that is not in ``names``, or is
+    itself in ``names``.
+
+    Args:
+        names: The names of the stored tensors.
+        key: The key of the record, for errors.
+    """
     for name, target in tied.items():
         require(
             target in names and name not in names,

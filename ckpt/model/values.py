@@ -1,10 +1,12 @@
-"""Plain values <-> JSON nodes, without pickle and without loss.
+"""Convert plain values to JSON nodes and back, without loss and without pickle.
 
-None, bool, str, finite float, 64-bit int, list and dict with ordinary string keys are themselves in
-JSON. Everything else is a *tagged* node ``{"$": tag, ...}``. Tags of this module: tuple, set,
-frozenset, bytes, bytearray, complex, float (nan, inf), int (large), dict (other keys), OrderedDict,
-Counter, numpy (scalars). The adapters add their own (tensor, module, optimizer, object, dtype,
-device, Size, per_rank) through the two hooks.
+A *node* is a value that JSON can represent. A *tree* is the node of a whole state. None, bool, str,
+finite floats, 64-bit ints, lists, and dicts whose keys are strings that do not begin with '$' are
+nodes themselves. Any other value becomes a *tagged* node ``{"$": tag, ...}``. This module has the
+tags tuple, set, frozenset, bytes, bytearray, complex, float (nan, inf), int (large), dict (other
+keys), OrderedDict, Counter and numpy (scalars). The adapters handle the tags tensor, module,
+optimizer, object, dtype, device, Size and per_rank in the hooks that they pass to ``encode`` and
+``decode``.
 """
 
 from __future__ import annotations
@@ -25,23 +27,27 @@ import numpy as np
 
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
 
-# The values that msgspec's JSON encoder takes and gives have no static type.
+# There is no static type for the values that msgspec's JSON encoder accepts and returns.
 Node = Any
 OtherEncoder = Callable[[object, str], Node]
 OtherDecoder = Callable[[str, Mapping[str, Node]], object]
 
 _MAX_DEPTH: Final = 100
 _MAX_JSON_DEPTH: Final = 320
-"""Objects and arrays in each other: a container of a state takes up to three."""
+"""The most nested JSON objects and arrays. The node of one container has up to three levels."""
 _NAME_CHARS_PER_BYTE: Final = 256
-"""The most characters of all names in a tree together, for each byte of the tree. A long name
-repeats in all names below it.
+"""The most characters that the names of all values in a tree may have together, for each byte of
+the tree. A name contains the keys of all containers around the value, so a long key could make a
+small tree need much memory.
 """
 _MOST_COLLISIONS: Final = 16
-"""The most members of a set or keys of a dict with one hash. More would take quadratic time."""
+"""The most members of a set, or keys of a dict, that may have the same hash.
+
+Building a set or dict takes quadratic time in the number of members with the same hash.
+"""
 _INT_KEY: Final = re.compile(r"~2-?[0-9]{1,19}")
 _NAN: Final = "nan:"
-"""Before the bits of a NaN that is not Python's own."""
+"""The prefix of a NaN whose bits are not those of ``math.nan``. The bits follow in hexadecimal."""
 _SCALAR_DTYPE: Final = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _SEQUENCES: Final[dict[type, str]] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _BYTES: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
@@ -49,17 +55,19 @@ _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", C
 
 
 VERSIONS: Final = "_metadata"
-"""The attribute of a ``Module.state_dict()`` that has the versions of the modules."""
+"""The attribute of a ``Module.state_dict()`` in which torch keeps the versions of the modules."""
 _NESTED_KEYS: Final = frozenset({tuple, frozenset})
-_CONTAINERS: Final = frozenset({dict, list})  # Containers of JSON
+_CONTAINERS: Final = frozenset({dict, list})  # The types of nodes that contain nodes
 
 LARGE: Final = 32
-"""The number of entries from which ``encode`` offers a dict to its hook as a whole."""
+"""The least number of entries with which ``encode`` passes a dict to its hook as a whole."""
 
 
 def join(path: str, part: object) -> str:
-    """Return the path of a child, with '/' between parts. '~' and '/' in a part are escaped as in
-    JSON pointers, and a key that is no string is marked with '~2'.
+    """Return the path of the item ``part`` of the container at ``path``.
+
+    '/' separates the parts of a path. '~' and '/' in a part are escaped as in JSON pointers ('~0'
+    and '~1'). A key that is not a string is written as '~2' and its ``exact`` text.
     """
     if type(part) is str:
         text = part.replace("~", "~0").replace("/", "~1")
@@ -69,8 +77,10 @@ def join(path: str, part: object) -> str:
 
 
 def unescape(part: str) -> str | int:
-    """Return the key that ``join`` made ``part`` of, if it was a string or a 64-bit int. ``part``
-    of another key is returned as it is, and begins with '~2' as no other result does.
+    """Return the key from which ``join`` has made the path part ``part``, if the key was a string
+    or a 64-bit int.
+
+    For any other key, ``part`` is returned unchanged. It then begins with '~2'.
     """
     if part.startswith("~2"):
         return int(part[2:]) if _INT_KEY.fullmatch(part) else part
@@ -78,7 +88,7 @@ def unescape(part: str) -> str | int:
 
 
 def is_text(value: str) -> bool:
-    """Return False for a str that UTF-8 cannot encode, since it contains a lone surrogate."""
+    """Return True if UTF-8 can encode ``value``, which means that it has no lone surrogate."""
     if value.isascii():
         return True
     try:
@@ -89,21 +99,22 @@ def is_text(value: str) -> bool:
 
 
 def check_name(key: str, path: str) -> None:
-    """Raise ``UnsupportedValue`` for ``path`` if its last part, ``key``, is not text."""
+    """Raise ``UnsupportedValue`` if UTF-8 cannot encode ``key``, the last part of ``path``."""
     if not is_text(key):
         raise UnsupportedValue(path, "name that is not text", "rename it")
 
 
 def below(names: Sequence[str], path: str) -> Sequence[str]:
-    """Return those of the sorted names that are inside of ``path``."""
+    """Return the names that begin with ``path`` and a slash. ``names`` must be sorted."""
     return names[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # '0' follows '/'
 
 
 def exact(value: object) -> str:
-    """Return the ``repr`` of a plain value, with large ints in hexadecimal and the members of
-    frozensets in order.
+    """Return the ``repr`` of a plain value, except that large ints are in hexadecimal and the
+    members of frozensets are sorted.
 
-    Python refuses to print large ints in decimal, and equal sets may have another order.
+    Python refuses to print large ints in decimal, and equal frozensets may iterate in different
+    orders.
     """
     if type(value) is frozenset and value:
         return f"frozenset({{{', '.join(sorted(map(exact, value)))}}})"
@@ -124,10 +135,15 @@ def exact(value: object) -> str:
 
 
 def parse(raw: msgspec.Raw, what: str = "tree") -> Node:
-    """Return the nodes of a tree; None if it is empty.
+    """Decode the JSON of a tree and return its node; None if ``raw`` is empty.
+
+    Args:
+        raw: The JSON.
+        what: The name of the tree in errors.
 
     Raises:
-        ManifestCorrupt: It is not JSON, is nested too deeply, or its names take too much memory.
+        ManifestCorrupt: The tree is not JSON, is nested too deeply, or its names would need too
+            much memory.
     """
     if not bytes(raw):
         return None
@@ -142,8 +158,13 @@ def parse(raw: msgspec.Raw, what: str = "tree") -> Node:
 
 @contextmanager
 def following(what: str) -> Generator[None]:
-    """Raise ``ManifestCorrupt`` for errors in the block, which follows a tree that may hold any
-    JSON.
+    """Return a context manager that replaces errors such as ``KeyError`` with ``ManifestCorrupt``.
+
+    It is for code that walks a tree from a checkpoint as if ckpt had written it, since a damaged or
+    forged tree may contain any JSON.
+
+    Args:
+        what: The name of the tree in the error.
     """
     try:
         yield
@@ -159,13 +180,15 @@ def following(what: str) -> Generator[None]:
 
 
 def _excess(tree: Node, nbytes: int) -> str:
-    """Return which bound a tree of so many bytes exceeds; an empty text if it exceeds none.
+    """Return a text that names the limit which a tree exceeds; empty if it exceeds none.
 
-    Takes time that grows linearly with it.
+    The limits are on the depth, and on the characters of all names for a JSON of ``nbytes`` bytes.
+    The time grows linearly with the size of the tree.
     """
-    # A pair for each container would start the garbage collector, so these are two lists.
+    # These are two parallel lists, since a tuple for each container would start the garbage
+    # collector.
     nodes = [tree] if type(tree) in _CONTAINERS else []
-    outside = [0] * len(nodes)  # Characters of the names around each of them
+    outside = [0] * len(nodes)  # The number of characters in the name of each container
     left = (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
     for _ in range(_MAX_JSON_DEPTH):
         if not nodes:
@@ -193,9 +216,10 @@ def _excess(tree: Node, nbytes: int) -> str:
 
 
 def _chars_of_key(items: Sequence[Node]) -> int:
-    """Return what a container adds to the names below it.
+    """Return how many characters a JSON array adds to the names of the values in it.
 
-    It is a number, or the key if the container is a mapping.
+    An array of two may be a pair of a tagged dict and add the length of its key. Any other array
+    adds at most the digits of an index.
     """
     if len(items) != 2 or type(items[0]) not in (str, dict, list):
         return 8
@@ -205,8 +229,16 @@ def _chars_of_key(items: Sequence[Node]) -> int:
 def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> Node:
     """Return the node of ``value``.
 
-    What is not plain goes to ``other(value, path)``, which returns a node or raises
-    ``UnsupportedValue``. A large dict is first passed to it as a whole, and it may return None.
+    Args:
+        value: The value.
+        path: The path of the value in the state.
+        other: The hook for values that are not plain. ``other(value, path)`` returns a node or
+            raises ``UnsupportedValue``. It also gets each dict of at least ``LARGE`` entries
+            before the dict is encoded, and returns its node, or None to have it encoded here.
+        depth: The number of containers around the value.
+
+    Raises:
+        UnsupportedValue: A string is not valid text, or containers are nested too deeply.
     """
     kind = type(value)
     if kind is str:
@@ -247,8 +279,8 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
 
 
 def _order(item: object) -> str:
-    """Return the sort key of a set's member. It is the same on all ranks, unlike the ``repr`` of a
-    set.
+    """Return the sort key of a member of a set. The key is the same on all ranks, unlike the
+    ``repr`` of a frozenset.
     """
     if type(item) is frozenset:
         return "{" + ",".join(sorted(map(_order, item))) + "}"
@@ -273,8 +305,13 @@ def _encode_mapping(
 def decode(node: Node, other: OtherDecoder) -> Any:
     """Return the value of ``node``.
 
-    Tags of other modules are passed to ``other(tag, node)``. Raises ``ManifestCorrupt`` if a node
-    has no valid value.
+    Args:
+        node: The node.
+        other: The hook for tags that are not of this module. ``other(tag, node)`` returns the
+            value.
+
+    Raises:
+        ManifestCorrupt: A node does not represent a value.
     """
     if not isinstance(node, list | dict):
         return node
@@ -326,7 +363,7 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> A
         case "complex":
             return complex(_number(node["v"][0]), _number(node["v"][1]))
         case "numpy":
-            # NumPy would evaluate a longer dtype as a literal.
+            # Only simple dtypes are accepted, since NumPy evaluates others as Python literals.
             if not _SCALAR_DTYPE.fullmatch(node["d"]):
                 raise ValueError(f"dtype {node['d']!r}")
             return np.frombuffer(base64.b64decode(node["v"], validate=True), dtype=node["d"])[0]
@@ -335,9 +372,11 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> A
 
 
 def _hashable(items: list[Any]) -> list[Any]:
-    """Return ``items`` if only few of them have the same hash.
+    """Return ``items``. Raises ``ValueError`` if more than ``_MOST_COLLISIONS`` of them have the
+    same hash.
 
-    Large ints can be chosen so that all of them have the same hash, which makes a set slow.
+    A forged tree could contain large ints that all have the same hash, and building a set of them
+    would take quadratic time.
     """
     if _collide(items):
         raise ValueError("too many members of one hash")
@@ -351,7 +390,9 @@ def _collide(items: Collection[Any]) -> bool:
 
 
 def _check_hashes(value: Collection[object], path: str) -> None:
-    """Raise ``UnsupportedValue`` for a set or a dict that ``decode`` would refuse."""
+    """Raise ``UnsupportedValue`` for a set or dict of which too many members have the same hash,
+    since ``decode`` would refuse it.
+    """
     if _collide(value):
         raise UnsupportedValue(
             path,
@@ -361,7 +402,9 @@ def _check_hashes(value: Collection[object], path: str) -> None:
 
 
 def _text(value: float) -> str:
-    """Return the text of a float. That of a NaN has its bits, unless it is Python's own NaN."""
+    """Return the text of a float. The text of a NaN contains its bits if they are not those of
+    ``math.nan``.
+    """
     bits = struct.pack(">d", value)
     own = not math.isnan(value) or bits == struct.pack(">d", math.nan)
     return repr(value) if own else _NAN + bits.hex()
@@ -375,9 +418,11 @@ def _number(text: str) -> float:
 
 
 def to_json(name: str, value: object) -> bytes:
-    """Return the canonical JSON of a value made of plain values only.
+    """Return the JSON of a value that consists of plain values only. ``name`` is the name of the
+    value in errors.
 
-    Raises ``UnsupportedValue`` naming the part that is not.
+    Raises:
+        UnsupportedValue: A part of the value is not plain. The error names the part.
     """
 
     def refuse(item: object, path: str) -> Node:
@@ -389,10 +434,14 @@ def to_json(name: str, value: object) -> bytes:
 
 
 def dumps(node: Node, name: str) -> bytes:
-    """Return the bytes of a node. A dict keeps its order.
+    """Return the JSON of a node. Dicts keep their order.
+
+    Args:
+        node: The node.
+        name: The name of the value in errors.
 
     Raises:
-        UnsupportedValue: ``parse`` would refuse the bytes.
+        UnsupportedValue: ``parse`` would refuse the JSON.
     """
     try:
         data = msgspec.json.encode(node)
