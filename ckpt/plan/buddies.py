@@ -1,4 +1,4 @@
-"""Choose the nodes that keep copies of other nodes' files."""
+"""Choose the buddies of each node, which keep copies of its files."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from itertools import zip_longest
 
 
 def buddies(domains: Sequence[str], replicas: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each node the nodes that keep copies of its files.
+    """Return for each node the numbers of its buddies, in order of preference.
 
     The nodes form a ring in which neighbours belong to different failure domains as far as
-    possible. The buddies of a node are the next nodes of the ring outside of its domain, each in a
-    domain of its own while there are such. So domains of the same size give each node the same
-    number of copies to keep.
+    possible. The buddies of a node are the next nodes of the ring that are outside its domain. As
+    long as there is a domain without a buddy of the node, the next buddy is from such a domain. If
+    all domains have the same size, each node therefore keeps the same number of copies.
 
     Args:
-        domains: The failure domain of each node, such as a rack. If all are equal, they count for
-            nothing.
-        replicas: How many buddies each node gets, if there are as many.
+        domains: The failure domain of each node, such as a rack. If all nodes are in one domain,
+            domains are ignored.
+        replicas: The number of buddies of each node. A node gets fewer if there are not enough
+            nodes outside its domain.
     """
     ring = _ring(domains)
     matter = len(set(domains)) > 1
@@ -47,19 +48,19 @@ def missing_copies(
     domains: Sequence[str],
     replicas: int,
 ) -> dict[int, tuple[int, ...]]:
-    """Return for each file the nodes that need a copy of it, so that ``1 + replicas`` nodes have
-    it.
+    """Return by file the nodes that must get a copy of it, so that ``1 + replicas`` nodes have the
+    file. Files that no node has are left out.
 
-    The node of the file's own rank comes first, and then the buddies of that node. Those in a
-    domain that has no copy yet are preferred.
+    The candidates are the node of the file's rank, and then the buddies of that node. A candidate
+    in a domain that has no copy yet is preferred.
 
     Args:
-        holders: For each file the nodes that have it. A file that no node has gets no copy.
-        homes: For each file the node of its rank.
+        holders: The nodes that have each file.
+        homes: The node of the rank that each file belongs to.
         domains: The failure domain of each node.
-        replicas: How many copies of a file there are beside the first.
+        replicas: The number of copies that a file has beside the first one.
     """
-    # As many of them as may already have the file, and those that need it.
+    # Up to ``replicas`` of these candidates may already have the file, so more are needed.
     order = buddies(domains, 2 * replicas + 1)
     found: dict[int, tuple[int, ...]] = {}
     for file, having in holders.items():
@@ -78,7 +79,9 @@ def missing_copies(
 
 
 def _ring(domains: Sequence[str]) -> list[int]:
-    """Return the nodes in turns: the first of each domain, then the second of each."""
+    """Return the nodes in the order of the ring: the first node of each domain, then the second
+    node of each domain, and so on.
+    """
     members: dict[str, list[int]] = defaultdict(list)
     for node, domain in enumerate(domains):
         members[domain].append(node)

@@ -1,4 +1,4 @@
-"""Neighbouring chunks -> few requests. Pure: the runs are what the reader would execute."""
+"""Join reads of neighbouring chunks to few requests, without executing them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from ckpt.plan.restore import ChunkRead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One request: ``nbytes`` from ``offset`` of the file of ``rank``, holding ``reads`` in
-    order.
+    """One request to a store, for ``nbytes`` bytes from ``offset`` of the file of ``rank`` on.
+
+    ``reads`` are the chunk reads that the request serves, in file order.
     """
 
     rank: int
@@ -21,10 +22,12 @@ class Run:
 
 
 def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> list[Run]:
-    """Join reads that follow each other in a file with at most ``gap_bytes`` between them, up to
-    ``most_bytes`` a run.
+    """Join chunk reads to runs, and return the runs.
 
-    ``reads`` come in file order. A single read larger than ``most_bytes`` is a run of its own.
+    Args:
+        reads: The reads in file order.
+        most_bytes: The most bytes of a run. A single larger read is a run of its own.
+        gap_bytes: The most bytes that may lie between two reads of a run in their file.
     """
     runs: list[Run] = []
     pending: list[ChunkRead] = []

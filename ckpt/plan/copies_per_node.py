@@ -1,9 +1,10 @@
-"""Copies of replicated tensors on several nodes: which ranks write them, and which one is read.
-Pure decisions.
+"""Decide which ranks write copies of replicated tensors if nodes have tiers of their own, and which
+copy a restore reads.
 
-If each node has written its own copy of replicated tensors, the manifest names one of these copies.
-But it has the chunk tables of all files, and chunks with the same checksum and length are equal. So
-a near copy can replace one that is far or gone.
+If each node writes its own copy of a replicated tensor, the manifest names only one of the copies.
+With the fragments filled in, it also has the chunk tables of all files, and two chunks with the
+same checksum and length are equal. A restore can therefore read a chunk from a copy on its own node
+instead of one on another node, or instead of one that is lost.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ _FARTHEST: Final = 2
 def nearest_copies(
     plan: RestorePlan, manifest: Manifest, distance: Mapping[int, int]
 ) -> RestorePlan:
-    """Return ``plan`` with each chunk read from the nearest rank's file that holds it.
+    """Return ``plan``, in which each chunk is read from the nearest file that holds an equal chunk.
 
-    Every place is read once, as in ``plan``. A chunk without a nearer copy stays.
+    Each chunk of a file is read at most once, as in ``plan``. If no nearer file has an equal chunk,
+    the read stays as it is.
 
     Args:
-        distance: The distance of ranks' files: 0 is this node, 1 is nearer than all ranks that are
-            not listed.
+        plan: The restore plan.
+        manifest: The manifest, with the fragments of all ranks filled in.
+        distance: The distance of the file of a rank: 0 for a file on this node, and 1 for one on
+            another node. A file of a rank that is not in the mapping is farther than both.
     """
     far = [read for read in plan.reads if distance.get(read.rank, _FARTHEST)]
     if not far:
@@ -59,11 +63,19 @@ def nearest_copies(
 
 
 def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks of ``replicas`` that share the writing of one copy with ``rank``.
+    """Return the ranks of ``replicas`` among which the tensor is cut, so that ``rank`` and the
+    other ranks in the result write one copy together. The result is empty if ``rank`` writes the
+    whole tensor.
 
-    They are all of them, or those of its node if nodes are given. A lone rank gets an empty tuple.
-    Every replica decides alike. If nodes hold unequal numbers of replicas, each rank writes all of
-    it, since parts that are cut in different ways are no copies of each other.
+    Without nodes, the result is ``replicas``. With nodes, it has the ranks on the node of ``rank``,
+    so that each node has a copy. If the nodes have unequal numbers of replicas, each rank writes
+    the whole tensor, since slabs of different sizes would have no equal chunks. All replicas come
+    to the same result.
+
+    Args:
+        replicas: The ranks that hold the tensor.
+        rank: The rank that asks.
+        node_of: The node of each rank; empty if the nodes have no tiers of their own.
     """
     if not node_of or rank not in replicas:
         return replicas
@@ -73,10 +85,17 @@ def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tup
 
 
 def left(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Sequence[int]) -> Leaf:
-    """Return ``leaf`` for a rank that leaves it to the first of ``ranks``.
+    """Return the leaf of a rank for a tensor that the first of ``ranks`` writes.
 
-    It is a name without elements. If nodes are given, it is a spare copy on the lowest rank of each
-    node. The name makes a loss an error: if no rank had any elements, the merge would abort.
+    The result is ``leaf`` without boxes, so that the fragment contains only the name. If no rank
+    writes the boxes of the tensor, the merge thus finds that they are missing. With nodes, the
+    lowest of ``ranks`` on each node keeps the boxes as a spare copy (see ``Leaf.spare``).
+
+    Args:
+        leaf: The tensor as this rank holds it.
+        ranks: The ranks that hold the tensor.
+        rank: This rank.
+        node_of: The node of each rank; empty if the nodes have no tiers of their own.
     """
     lowest = min(
         (other for other in ranks if node_of and node_of[other] == node_of[rank]), default=None
@@ -85,9 +104,13 @@ def left(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Sequence[int]) 
 
 
 def without_copy(manifest: Manifest, there: Collection[int]) -> list[int]:
-    """Return the ranks of whose file some chunk is in no file of ``there``.
+    """Return the ranks whose file is lost and has a chunk that no remaining file has, too.
 
-    A file's header, its first chunk, is not needed.
+    The first chunk of a file, which is its header, does not count.
+
+    Args:
+        manifest: The manifest, with the fragments of all ranks filled in.
+        there: The ranks whose files remain.
     """
     held = {
         (chunk.nbytes, chunk.checksum)

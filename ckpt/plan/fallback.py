@@ -1,4 +1,6 @@
-"""How much of a store an error rules out, and what the next store is asked for. Pure decisions."""
+"""Decide after an error of a store how much of the store is not read any more, and which error is
+raised if all stores have failed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from ckpt.plan.restore import ChunkRead, RestorePlan
 
 
 class Reach(Enum):
-    """How much of a store a failure rules out. That much is not requested from it again."""
+    """How much of a store is not read again after an error: the chunk, the file, or the whole
+    store.
+    """
 
     CHUNK = "chunk"
     FILE = "file"
@@ -28,19 +32,21 @@ class Reach(Enum):
 
 
 def reach_of(error: Exception) -> Reach | None:
-    """Return how much of the store an error concerns; None if it is no error of the store.
+    """Return how much of a store is not read again after ``error``. Return None if another store
+    would not help, so that the caller must raise the error.
 
-    Such an error is raised, since no other store helps. A later format is of that kind: a store
-    with an older step would hide that this ckpt must be upgraded.
+    The result is None for every error that is not an error of the store, and for a checkpoint in an
+    unsupported format. If a reader went on to another store with an older step, the user would not
+    notice that this ckpt must be upgraded.
     """
     match error:
-        case CodecMissing():  # Another store may have it without the codec
+        case CodecMissing():  # Another store may have the file without the codec
             return Reach.FILE
         case FormatUnsupported():
             return None
         case ObjectNotFound() | AccessDenied():
             return Reach.FILE
-        case TransientStorageError():  # It was retried for as long as is worthwhile
+        case TransientStorageError():  # All retries have failed
             return Reach.STORE
         case IntegrityError() | StorageError():
             return Reach.CHUNK
@@ -49,10 +55,11 @@ def reach_of(error: Exception) -> Reach | None:
 
 
 def is_damage(error: Exception) -> bool:
-    """Return True if the data is bad or gone.
+    """Return True if ``error`` means that data is damaged or missing, so that a restore may take an
+    older step.
 
-    A store that refuses or does not answer, or a later format, gives no information about the data.
-    An older step would hide that.
+    The result is False if the store denies access or does not answer, or if the format is not
+    supported: the data may be intact then, and an older step would hide the problem.
     """
     if isinstance(error, AccessDenied | TransientStorageError):
         return isinstance(error, LinkRefused)
@@ -62,13 +69,16 @@ def is_damage(error: Exception) -> bool:
 
 
 def verdict(errors: Sequence[tuple[str, Exception]], what: str) -> Exception:
-    """Return the one error that says why no store has ``what``.
+    """Return the error to raise if no store could give ``what``.
+
+    If an error does not mean damage (see ``is_damage``), the first such error is returned, since
+    the data may be intact. Otherwise an ``ObjectNotFound`` does not count if there is another
+    error. The result is then the only error that counts, or an ``IntegrityError`` that names
+    several.
 
     Args:
         errors: The URL and the error of each store, nearest first.
-
-    An error without information about the data goes first, so that it is not taken for damage. That
-    a store never had the data is reported only if there is no other error.
+        what: The key of the file or folder, for the message.
     """
     if unsaid := next((error for _, error in errors if not is_damage(error)), None):
         return unsaid
@@ -80,7 +90,7 @@ def verdict(errors: Sequence[tuple[str, Exception]], what: str) -> Exception:
 
 
 def without(plan: RestorePlan, reads: Collection[ChunkRead]) -> RestorePlan:
-    """Return the rest of ``plan``, in file order."""
+    """Return ``plan`` without the chunks of ``reads``. The remaining reads keep their order."""
     if not reads:
         return plan
     places = {read.place for read in reads}

@@ -1,4 +1,4 @@
-"""One tensor as one rank holds it, without the data."""
+"""The description of one tensor as one rank holds it, without the data."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from ckpt.model.dtype import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One named tensor as this rank sees it.
+    """One named tensor as this rank holds it.
 
     Attributes:
-        name: Canonical, the same on all ranks and under all wrappers.
+        name: The canonical name, which is the same on all ranks and under all wrappers.
         dtype: A key of ``model.dtype.DTYPES``.
-        shape: Of the global tensor.
-        boxes: What this rank holds, in the row-major order of its local tensor's pieces; usually
-            one, none if its shard is empty.
-        replicas: Ranks known to hold the same boxes, ascending, this one included; empty if
-            unknown, then all of it is written and equal copies are found at commit.
-        spare: Whether another rank answers for the boxes, and may hold something else in them. They
-            are written here without being named in the fragment: their chunks serve wherever they
-            equal those of that rank.
+        shape: The shape of the global tensor.
+        boxes: The boxes that this rank holds, in the order in which its local tensor contains them.
+            Usually there is one; there is none if the local tensor is empty.
+        replicas: The ranks that are known to hold the same boxes, in ascending order and including
+            this rank. It is empty if they are not known. Then this rank writes all of its boxes,
+            and the commit keeps one of several equal copies.
+        spare: Whether this rank writes its boxes only as a spare copy, because another rank writes
+            the boxes that the checkpoint consists of. Values may differ between the two. The
+            fragment does not name the spare boxes. A restore may read a chunk of them in place of
+            an equal chunk of the other rank.
     """
 
     name: str
@@ -34,10 +36,10 @@ class Leaf:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """Return the bytes of one element."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the boxes held here."""
+        """Return the bytes of all boxes of this rank together."""
         return sum(box.numel for box in self.boxes) * self.itemsize

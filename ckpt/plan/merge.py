@@ -1,8 +1,9 @@
-"""Fragments of all ranks -> the manifest, or the reason why there is none.
+"""Merge the fragments of all ranks to the manifest, or raise the reason why there can be none.
 
-The same fragments give the same manifest on every rank that merges them: order is by rank and name,
-and the time is the latest of the fragments'. Equal copies of a box are kept once (lowest rank).
-Copies that differ, holes and overlaps are refused with the name of the tensor.
+The same fragments give the same manifest on every rank that merges them: files are ordered by rank,
+tensors by name, and the time of creation is the latest of all fragments. If several ranks have
+stored equal copies of a box, the manifest names the copy of the lowest rank. The merge refuses
+copies that differ, holes and overlaps, and the error names the tensor.
 """
 
 from __future__ import annotations
@@ -25,17 +26,20 @@ from ckpt.plan.merge_layouts import Gathered, Layouts, Light, first_of, holders_
 _sorted = msgspec.json.Encoder(order="deterministic")
 
 Marks = Iterable[tuple[int, Mapping[str, str]]]
-"""Ranks, ascending, and what each reports: name -> ``boxes=digest``."""
+"""Pairs of a rank and its ``Fragment.replicas`` (name -> ``boxes=digest``), in ascending order of
+ranks.
+"""
 
 
 class Known:
-    """Results of the last merge, which the next one uses again.
+    """Results of one merge that the next merge can use again.
 
     Thread safety: one merge at a time.
 
     Attributes:
-        forms: The forms of the last fragments, unpacked and checked.
-        layouts: The tensors and layouts of the last manifest.
+        forms: The unpacked and checked forms of the fragments of the last merge, by the keys of
+            ``Gathered.forms``.
+        layouts: The tensors and layouts of the last manifest; None before the first merge.
     """
 
     def __init__(self) -> None:
@@ -44,18 +48,20 @@ class Known:
 
 
 def merge(parts: Iterable[tuple[Packed, FragmentRef]], known: Known | None = None) -> Manifest:
-    """Return the manifest of one attempt at one step. ``known`` remembers results from call to
-    call.
+    """Return the manifest of one attempt at one step.
 
-    Parts may come in any order, and one at a time: only what is needed of each is kept.
+    Args:
+        parts: The fragments of all ranks with their references, in any order. The merge takes one
+            at a time, and keeps only the fields that it needs.
+        known: The results of the last merge, which this merge uses and replaces.
 
     Raises:
-        ReplicasDiverged: Copies, or plain values, that should be equal are not.
-        TensorIncomplete: A hole, an overlap, or ranks that disagree about a tensor's shape or
-            dtype.
-        ManifestCorrupt: A fragment that no writer writes.
-        CommitError: Fragments of different saves.
-        ConfigError: A pattern of the save fits no name on any rank.
+        ReplicasDiverged: Copies of a tensor, or plain values, that must be equal differ.
+        TensorIncomplete: The boxes of a tensor overlap or leave a hole, or ranks disagree about its
+            shape or dtype.
+        ManifestCorrupt: A fragment is one that ckpt never writes.
+        CommitError: The fragments belong to different saves.
+        ConfigError: A pattern of the save matches no name on any rank.
     """
     known = known or Known()
     gathered = Gathered(known.forms)
@@ -92,17 +98,20 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], known: Known | None = Non
 
 
 def _carried(ranks: Sequence[Light]) -> tuple[Packed, ...]:
-    """Return the fragments, without what is merged, if a rank asks for it."""
+    """Return the fragments that the manifest must carry, without their merged fields: those of all
+    ranks if one of them has ``in_manifest`` set, else none.
+    """
     if not any(rank.part.in_manifest for rank in ranks):
         return ()
     return tuple(replace(rank.part, tied={}) for rank in ranks)
 
 
 def check_frames(frames: Sequence[tuple[int, bytes]]) -> None:
-    """Raise ``ReplicasDiverged`` as ``check_replicas`` does.
+    """Raise ``ReplicasDiverged`` as ``check_replicas`` does, but faster for many ranks.
 
-    ``frames``: ranks, ascending, and what fragments of large worlds have in ``replicas``; of equal
-    ones only the first.
+    Args:
+        frames: The different frames ``Packed.replicas``, each with the lowest rank that has it, in
+            ascending order of these ranks.
     """
     hashed = [_hashed(replicas_of(raw, key="replicas")) for _, raw in frames]
     what, digest = np.concatenate(hashed, axis=1) if hashed else np.zeros((2, 0), np.int64)
@@ -113,7 +122,9 @@ def check_frames(frames: Sequence[tuple[int, bytes]]) -> None:
 
 
 def _hashed(replicas: Mapping[str, str]) -> Ints:
-    """Return each digest with the tensor and boxes that it belongs to."""
+    """Return two rows of hash values with a column for each digest: the hash of the tensor's name
+    and boxes, and the hash of the digest.
+    """
     parts = [mark.partition("=") for mark in replicas.values()]
     what = zip(replicas, [boxes for boxes, _, _ in parts], strict=True)
     digest = [digest for _, _, digest in parts]
@@ -121,8 +132,9 @@ def _hashed(replicas: Mapping[str, str]) -> Ints:
 
 
 def check_replicas(marks: Marks) -> None:
-    """Check that equal boxes have equal digests. Each rank has digests of what it holds but did not
-    write whole. Raises ``ReplicasDiverged``.
+    """Raise ``ReplicasDiverged`` if two ranks report different digests of the same boxes.
+
+    A rank reports the digests of the tensors that it holds as a replica.
     """
     seen: dict[tuple[str, str], tuple[int, str]] = {}
     for mine, replicas in marks:
@@ -147,10 +159,12 @@ def _check_same_save(parts: Sequence[Packed]) -> None:
 def _check_kinds(
     trees: Sequence[tuple[int, bytes]], tensors: Callable[[], Mapping[str, int]]
 ) -> None:
-    """Refuse what a module or optimizer has as a tensor on one rank and as a plain value on
-    another.
+    """Raise ``ReplicasDiverged`` if a name in a module or optimizer is a tensor on one rank and a
+    plain value on another.
 
-    Where trees are equal there is none. ``tensors``: name -> a rank that has it.
+    Args:
+        trees: The different trees, each with the lowest rank that has it. One tree needs no check.
+        tensors: Returns the names of all tensors, each with a rank that has it.
     """
     if len(trees) < 2:
         return
@@ -162,7 +176,15 @@ def _check_kinds(
 
 
 def _merge_tied(fragments: Sequence[Packed], stored: set[str]) -> dict[str, str]:
-    """Merge the tied names. A name that some rank stores under its own name needs no tie."""
+    """Return the merged tied names. A name is left out if some rank stores a tensor under it.
+
+    Args:
+        fragments: The fragments of all ranks, in order.
+        stored: The names of all stored tensors.
+
+    Raises:
+        ReplicasDiverged: Two ranks tie a name to different names.
+    """
     tied: dict[str, str] = {}
     holder: dict[str, int] = {}
     for fragment in fragments:
@@ -174,10 +196,13 @@ def _merge_tied(fragments: Sequence[Packed], stored: set[str]) -> dict[str, str]
 
 
 def _merge_raw(path: str, unique: Sequence[tuple[int, bytes]]) -> msgspec.Raw:
-    """Return the merged tree. Ranks nearly always agree to the byte, and trees are decoded only
-    where they do not.
+    """Return the tree that is merged from the trees of all ranks.
 
-    ``unique``: the different trees, each with the lowest rank that has it.
+    Usually the trees of all ranks are equal to the byte, and none is decoded.
+
+    Args:
+        path: The name of the tree in errors.
+        unique: The different trees, each with the lowest rank that has it.
     """
     if len(unique) == 1:
         return msgspec.Raw(unique[0][1])
@@ -189,8 +214,19 @@ def _merge_raw(path: str, unique: Sequence[tuple[int, bytes]]) -> msgspec.Raw:
 
 
 def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
-    """Merge names that only some ranks may have, such as those of pipeline stages. A name that two
-    ranks have must be equal on both.
+    """Return the union of two nodes.
+
+    A name may exist on one of the two ranks only, as with pipeline stages. Values that both ranks
+    have must be equal.
+
+    Args:
+        path: The path of the nodes in the state.
+        one: The first node.
+        two: The second node.
+        ranks: The ranks of the two nodes, for errors.
+
+    Raises:
+        ReplicasDiverged: The nodes differ in a value that both have.
     """
     if _same(one, two):
         return one
@@ -211,9 +247,8 @@ def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
 
 
 def _same(one: Node, two: Node) -> bool:
-    """Return True if two nodes are equal, whatever the order of their keys.
-
-    1, 1.0 and True differ here, unlike in Python.
+    """Return True if two nodes are equal. The order of keys does not matter, and 1, 1.0 and True
+    are different.
     """
     return one == two and _sorted.encode(one) == _sorted.encode(two)
 

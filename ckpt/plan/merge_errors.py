@@ -1,4 +1,4 @@
-"""Texts about ranks whose fragments do not fit together."""
+"""Compose the texts of errors about fragments that contradict each other."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _CAUSE: Final = (
 
 
 def ranks_text(parts: Sequence[tuple[int, Tensor]]) -> str:
-    """Return which ranks have written which boxes of a tensor, and a possible cause for their not
-    making it whole.
+    """Return a text that says which ranks have written which boxes of a tensor, and why these boxes
+    may not cover the tensor.
+
+    Args:
+        parts: The ranks that have the tensor, each with the tensor and the shards that it wrote.
     """
     boxes: dict[tuple[Box, ...], list[int]] = defaultdict(list)
     for rank, tensor in parts:
@@ -31,7 +34,9 @@ def ranks_text(parts: Sequence[tuple[int, Tensor]]) -> str:
 
 
 def forms_text(parts: Sequence[tuple[int, Tensor]]) -> str | None:
-    """Return which ranks have a tensor in which dtype and shape; None if all have the same."""
+    """Return a text that says which ranks have which dtype and shape of a tensor; None if all ranks
+    have the same.
+    """
     forms: dict[str, list[int]] = defaultdict(list)
     for rank, tensor in parts:
         forms[f"{tensor.dtype}{list(tensor.shape)}"].append(rank)
@@ -43,15 +48,15 @@ def forms_text(parts: Sequence[tuple[int, Tensor]]) -> str | None:
 
 
 def kind_of(node: Node) -> str:
-    """Return the kind of a node in words."""
+    """Return the name of the kind of a node, such as 'list' or 'optimizer'."""
     if isinstance(node, dict):
         return str(node.get("$", "dict"))
     return {list: "list", str: "string", type(None): "None"}.get(type(node), type(node).__name__)
 
 
 def values_beside_tensors(node: Node, path: str = "") -> Iterator[str]:
-    """Yield the names of the plain values that a module or optimizer has where it could have
-    tensors.
+    """Yield the names of the plain values that modules and optimizers in a tree have in places
+    where they may also have tensors.
     """
     if not isinstance(node, dict):
         return
@@ -70,10 +75,12 @@ def values_beside_tensors(node: Node, path: str = "") -> Iterator[str]:
 def mixed(
     trees: Sequence[tuple[int, Node]], tensors: Mapping[str, int]
 ) -> tuple[str, int, int] | None:
-    """Return (name, rank, rank) of what is a tensor on the first rank and a plain value on the
-    second; None if nothing is.
+    """Return a name that is a tensor on one rank and a plain value on another, with these two
+    ranks, the rank with the tensor first. Return None if there is no such name.
 
-    ``tensors``: name -> a rank that has it.
+    Args:
+        trees: Ranks with their trees.
+        tensors: The names of all tensors, each with a rank that has it.
     """
     for rank, tree in trees:
         for name in values_beside_tensors(tree):

@@ -1,10 +1,10 @@
-"""Fragments -> the tensors and layouts of their manifest, by arrays: a shard never becomes an
-object.
+"""Merge the shards of all fragments to the tensors and layouts of the manifest.
 
-What ranks have in common to the byte (the form of a fragment, a tree) is looked at once, a layout
-once for all tensors that are cut alike, and nothing that is as it was in the last save. A property
-test compares the result, and what is refused and in which name, with a merge by objects.
-Memory: a few numbers for each shard; of a fragment only its columns are kept.
+For speed, shards stay rows of arrays and never become objects. Data that ranks have in common to
+the byte (the form of a fragment, a tree) is processed once, and so is the layout of all tensors
+that are cut alike. Data that has not changed since the last save is not processed again. The merge
+needs a few numbers of memory for each shard, and keeps only the columns of a fragment. A property
+test compares the result, and the errors for invalid fragments, with a merge that uses objects.
 """
 
 from __future__ import annotations
@@ -33,13 +33,19 @@ _NULL = msgspec.Raw(b"null")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Light:
-    """What is kept of a fragment until all are there. What several fragments have is one object.
+    """The fields of one fragment that the merge keeps. Equal values of several fragments are the
+    same object.
 
     Attributes:
-        part: The fragment without the texts below, and without ``PerRank`` values unless the
-            manifest carries them.
-        form: The key of its form.
-        layout: The same where boxes, places and chunk lengths are the same.
+        ref: The reference to the fragment.
+        part: The fragment without ``tree``, ``replicas`` and ``metadata``, and without its
+            ``PerRank`` values unless the manifest carries the fragment.
+        form: The key of its form in ``Gathered.forms``.
+        layout: A key that two fragments share if they have the same tensors, boxes, positions in
+            the file and chunk lengths.
+        tree: The JSON of the tree.
+        replicas: The frame ``Packed.replicas``.
+        metadata: The JSON of the metadata.
     """
 
     ref: FragmentRef
@@ -52,13 +58,14 @@ class Light:
 
 
 class Gathered:
-    """Fragments as they come, in any order.
+    """Collect the fragments of all ranks, in any order.
 
     Args:
         known: The forms of the last merge.
 
     Attributes:
-        forms: By chunk size and checksum of the frame.
+        ranks: The fragments, in the order in which they were added.
+        forms: The unpacked forms. The key consists of the chunk size and the checksum of the frame.
     """
 
     def __init__(self, known: Mapping[str, Columns]) -> None:
@@ -70,10 +77,10 @@ class Gathered:
         self._texts: dict[str, bytes] = {}
 
     def add(self, part: Packed, ref: FragmentRef) -> None:
-        """Check a fragment and keep what the merge needs of it.
+        """Check a fragment and keep the fields that the merge needs.
 
         Raises:
-            ManifestCorrupt: No writer writes such a fragment.
+            ManifestCorrupt: The fragment is one that ckpt never writes.
         """
         form = f"{part.chunk_bytes}/{checksum(part.form)}"
         if form not in self.forms:
@@ -100,15 +107,27 @@ class Gathered:
         )
 
     def _text(self, raw: msgspec.Raw | bytes) -> bytes:
-        """Return a copy, since a ``Raw`` keeps all of its fragment in memory."""
+        """Return a copy of the bytes, which is the same object for all equal bytes.
+
+        A ``Raw`` itself would keep the bytes of its whole fragment in memory.
+        """
         text = bytes(raw)
         return self._texts.setdefault(checksum(text), text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """Boxes of one tensor that more than one rank has stored: pairs of chunks, by their number
-    among the chunks of all ranks, and the ranks they are of.
+    """The chunks of one tensor that several ranks have stored, as pairs of chunks that must be
+    equal.
+
+    A chunk is given by its number among the chunks of all ranks.
+
+    Attributes:
+        name: The name of the tensor.
+        kept: The first chunk of each pair, which the manifest names.
+        other: The second chunk of each pair.
+        kept_rank: The rank of each first chunk.
+        other_rank: The rank of each second chunk.
     """
 
     name: str
@@ -120,7 +139,16 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layouts:
-    """What the merge makes of the boxes of all ranks. ``came_from``: the layout of each rank."""
+    """The result of merging the boxes of all ranks.
+
+    Attributes:
+        came_from: ``Light.layout`` of each rank. If these are the same in the next merge, so is the
+            result.
+        tensors: The tensors of the manifest, sorted by name.
+        layouts: The different layouts of tensors.
+        layout_of: The index of the layout of each tensor.
+        copies: The chunks that must be equal, which each merge compares again.
+    """
 
     came_from: Sequence[str] = ()
     tensors: tuple[Tensor, ...] = ()
@@ -130,12 +158,18 @@ class Layouts:
 
 
 def merge_layouts(gathered: Gathered, ranks: Sequence[Light], known: Layouts | None) -> Layouts:
-    """Return the tensors of ``ranks``, which are in order, or those of ``known`` if nothing about
-    them has changed. Copies are compared each time.
+    """Return the tensors and layouts of all ranks, after comparing the copies of boxes that several
+    ranks have stored.
+
+    Args:
+        gathered: All fragments.
+        ranks: ``gathered.ranks``, sorted by rank.
+        known: The result of the last merge, which is returned again if the layouts of all ranks are
+            the same.
 
     Raises:
-        ReplicasDiverged, TensorIncomplete: As ``plan.merge.merge``.
-        ManifestCorrupt: No writer writes such offsets.
+        ReplicasDiverged, TensorIncomplete: See ``plan.merge.merge``.
+        ManifestCorrupt: The offsets of a fragment are invalid.
     """
     came_from = [rank.layout for rank in ranks]
     if known is not None and came_from == known.came_from:
@@ -148,7 +182,9 @@ def merge_layouts(gathered: Gathered, ranks: Sequence[Light], known: Layouts | N
 
 
 def first_of(ranks: Sequence[Light], what: str) -> list[tuple[int, bytes]]:
-    """Return the different values of a field, each with the lowest rank that has it."""
+    """Return the different values of the field ``what`` of ``ranks``, each with the lowest rank
+    that has it.
+    """
     found: dict[bytes, int] = {}
     seen: set[int] = set()
     for rank in ranks:
@@ -160,7 +196,7 @@ def first_of(ranks: Sequence[Light], what: str) -> list[tuple[int, bytes]]:
 
 
 def holders_of(gathered: Gathered, ranks: Sequence[Light]) -> Mapping[str, int]:
-    """Return for each tensor the last rank that names it."""
+    """Return the names of all tensors, each with a rank whose fragment has it."""
     last = {rank.form: rank.part.rank for rank in ranks}
     order = sorted(last.items(), key=lambda item: item[1])
     return {name: rank for form, rank in order for name, _, _ in gathered.forms[form].headings}
@@ -168,14 +204,16 @@ def holders_of(gathered: Gathered, ranks: Sequence[Light]) -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What all ranks of a form have in common in the table of a world.
+    """The rows of one rank in the table of `_World`, as far as they are the same for all ranks with
+    the same form.
 
     Attributes:
-        tensor: Of each shard the number of its tensor.
-        nth: How many shards before it are of the same tensor.
-        held: The tensors that have shards, and how many.
-        boxes: Rows, but for position and offsets, which are filled in for one rank after the other.
-        chunks: Of each shard the first chunk, and how many.
+        tensor: The number of the tensor of each shard.
+        nth: For each shard the number of earlier shards of the same tensor.
+        held: The numbers of the tensors that have shards, and the number of shards of each.
+        boxes: The rows. `_World` writes the position of a rank and its offsets to them before it
+            copies them to the table.
+        chunks: The index of the first chunk and the number of chunks of each shard.
     """
 
     tensor: Ints
@@ -205,8 +243,11 @@ class _Rows:
 
 
 class _World:
-    """All shards as rows of a table, ordered by tensor (their names in order), then rank:
-    position of the rank, offsets, shape; and beside it the chunks.
+    """The table of all shards of all ranks.
+
+    A row has the position of the rank in ``ranks``, the offsets, and the shape of a shard. Rows are
+    ordered by the name of the tensor, then by rank. A second table has the first chunk and the
+    number of chunks of each shard.
     """
 
     def __init__(self, gathered: Gathered, ranks: Sequence[Light]) -> None:
@@ -231,7 +272,7 @@ class _World:
         self._sums: Ints | None = None
 
     def _fill(self, rows_of: Mapping[str, _Rows]) -> None:
-        """Write each row to its place, so that the rows need not be sorted."""
+        """Write each row directly to its final position, which is faster than sorting the rows."""
         free = self._edges[:-1].copy()
         for position, (rank, form) in enumerate(zip(self._ranks, self._forms, strict=True)):
             rows = rows_of[rank.form]
@@ -264,8 +305,17 @@ class _World:
         )
 
     def _layout(self, name: str, shape: tuple[int, ...], rows: slice) -> tuple[int, Copies | None]:
-        """Return the number of a tensor's layout, and what is stored more than once. Both are in
-        order.
+        """Return the index of the layout of a tensor, and its chunks that several ranks have
+        stored; None if there are none.
+
+        Args:
+            name: The name of the tensor.
+            shape: The shape of the tensor.
+            rows: The rows of the tensor in the table.
+
+        Raises:
+            TensorIncomplete: The boxes overlap or leave a hole.
+            ReplicasDiverged: Copies of a box differ.
         """
         table = self._boxes[rows]
         if len(table) == 1 and (run := self._lone(table[0].tolist(), shape)):
@@ -293,8 +343,10 @@ class _World:
         return layout, found
 
     def _lone(self, row: list[int], shape: tuple[int, ...]) -> Run | None:
-        """Return the run of a tensor that one rank holds whole, as it is for most tensors of small
-        worlds.
+        """Return the run for a tensor with a single row if this shard is the whole tensor, else
+        None.
+
+        This is a shortcut for the usual case in small worlds.
         """
         dims = len(shape)
         offsets, held = row[1 : 1 + dims], tuple(row[1 + self._dims : 1 + self._dims + dims])
@@ -303,11 +355,15 @@ class _World:
         return Run(self._ranks[row[0]].part.rank, tuple(offsets), held, ())
 
     def _parted(self, table: Ints, dims: int) -> tuple[Ints, Ints, Ints]:
-        """Return positions, offsets and shapes of rows of the table."""
+        """Return the positions, the offsets and the shapes of rows of the table, for a tensor of
+        ``dims`` dimensions.
+        """
         return table[:, 0], table[:, 1 : 1 + dims], table[:, 1 + self._dims : 1 + self._dims + dims]
 
     def _parts(self, name: str) -> list[tuple[int, Tensor]]:
-        """Return what each rank has of a tensor that is refused."""
+        """Return the ranks that have a tensor, each with the tensor and the shards that it wrote,
+        for an error.
+        """
         index = self._names.index(name)
         rows = self._boxes[slice(*self._edges[index : index + 2])]
         held: dict[int, list[Shard]] = defaultdict(list)
@@ -330,9 +386,15 @@ class _World:
         return found
 
     def _copies(self, name: str, others: Ints) -> Copies | None:
-        """Compare copies, and return what to compare next time.
+        """Compare the chunks of boxes that several ranks have stored, and return the pairs of
+        chunks, so that the next merge can compare them again. Return None if there are none.
 
-        ``others``: pairs of rows, the first of which is kept.
+        Args:
+            name: The name of the tensor.
+            others: Pairs of rows with the same box. The manifest names the first row of a pair.
+
+        Raises:
+            ReplicasDiverged: The chunks of a pair differ.
         """
         if not len(others):
             return None
@@ -362,7 +424,9 @@ class _World:
 def _headings(
     gathered: Gathered, ranks: Sequence[Light]
 ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], set[str]]:
-    """Return dtype and shape by name, and the names about which ranks disagree."""
+    """Return the dtype and the shape of each tensor by name, and the names of the tensors of which
+    ranks have different dtypes or shapes.
+    """
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     disputed: set[str] = set()
     done: set[tuple[Heading, ...]] = set()
@@ -379,9 +443,10 @@ def _headings(
 
 
 def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
-    """Return True if boxes inside of ``shape`` are seen to cover it exactly once.
+    """Return True if the boxes are certain to cover every element of a tensor of ``shape`` exactly
+    once. The boxes must be inside the shape.
 
-    If not, they may still do so: ``tiling_fault`` decides then.
+    This check is fast, but not complete. If the result is False, ``tiling_fault`` must decide.
     """
     solid = shapes.all(axis=1)
     if not solid.all():
@@ -390,12 +455,13 @@ def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
         return False
     cut = [dim for dim in range(len(shape)) if (shapes[:, dim] != shape[dim]).any()]
     if len(cut) == 0:
-        return True  # The boxes have that volume, so there is one of them or none
+        return True  # Each box is the whole tensor, and their volume allows only one of them
     edges = [np.unique(np.concatenate([offsets[:, d], offsets[:, d] + shapes[:, d]])) for d in cut]
     if len(cut) > 4 or math.prod(len(edge) for edge in edges) > _MOST_CELLS:
         return False
-    # Put +1 and -1 at the corners of each box. Summed up along each dimension, each cell then has
-    # the number of boxes that cover it.
+    # The grid has a cell between any two neighbouring edges. Put +1 and -1 at the corners of each
+    # box. After cumulative sums along each dimension, each cell has the number of boxes that cover
+    # it.
     grid = np.zeros([len(edge) for edge in edges], dtype=np.int32)
     low = [np.searchsorted(edge, offsets[:, d]) for edge, d in zip(edges, cut, strict=True)]
     high = [
@@ -411,8 +477,8 @@ def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
 
 
 def _unique(offsets: Ints, shapes: Ints) -> tuple[Ints, Ints]:
-    """Return the rows whose box no row before them has. For every other row, return the pair of the
-    first row that has its box, and itself.
+    """Return the rows whose box is in no earlier row. For every other row, also return a pair: the
+    first row with the same box, and the row itself.
     """
     if not offsets.shape[1]:  # All boxes of 0-d tensors are the same
         rows = np.arange(len(offsets))

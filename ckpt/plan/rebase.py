@@ -1,5 +1,6 @@
-"""Reads of one tier's files -> reads of the same chunks in another tier's files of the same step,
-which may be encoded otherwise.
+"""Change chunk reads from the files of one tier to the files of another tier.
+
+Both tiers hold the same step, but may encode its files differently.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from ckpt.plan.restore import ChunkRead
 
 
 def same_chunks(one: Manifest, two: Manifest) -> bool:
-    """Return True if both hold the same bytes, however they are encoded."""
+    """Return True if the data files of both manifests have the same raw bytes. Their encodings may
+    differ.
+    """
     return [(file.rank, file.chunks) for file in one.files] == [
         (file.rank, file.chunks) for file in two.files
     ]
@@ -20,10 +23,15 @@ def same_chunks(one: Manifest, two: Manifest) -> bool:
 def rebase(
     reads: Iterable[ChunkRead], here: Mapping[int, StoredFile], there: Mapping[int, StoredFile]
 ) -> list[ChunkRead]:
-    """Return ``reads`` of the files ``here`` as reads of the files ``there``, in order.
+    """Return reads of the same chunks from the files of another tier, in the order of ``reads``.
 
-    Chunks that are not there are left out, and so are those that are wanted as they are stored
-    ``here`` if they are stored otherwise there.
+    A read is left out if the other tier does not have the chunk. It is also left out if it wants
+    the encoded bytes of the chunk, and the other tier encodes the file in another way.
+
+    Args:
+        reads: Reads from the files of the first tier.
+        here: The files of the first tier, by rank.
+        there: The files of the other tier, by rank.
     """
     found: list[ChunkRead] = []
     for read in reads:

@@ -1,8 +1,10 @@
-"""The chunks that a rank must read for what it wants, and the places of their parts.
+"""Make the restore plan: the chunks that a rank must read, and the target regions that each chunk
+fills.
 
-For every wanted box, the plan finds the stored shards that meet it, the chunks of each shard that
-meet it, and the common box of each chunk. A chunk is read as a whole, since its checksum covers all
-of it. If the whole chunk is wanted and is contiguous in the target, it is read straight into place.
+For every wanted box, the plan finds the stored shards that overlap it, the chunks of each shard
+that overlap it, and the common box of each chunk and the wanted box. A chunk is always read as a
+whole, since its checksum covers all of it. If the whole chunk is wanted and is contiguous in the
+target, it is read directly into the target.
 """
 
 from __future__ import annotations
@@ -17,14 +19,19 @@ from ckpt.model.manifest import Manifest, Shard, StoredFile, Tensor
 from ckpt.plan.leaf import Leaf
 
 Place = tuple[int, int]
-"""Of a chunk on any tier: the rank whose file it is in, and its index there."""
+"""The identity of a chunk, which is the same on all tiers: the rank whose file it is in, and its
+index in that file.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The place of a part of a chunk.
+    """A region that a part of a chunk fills.
 
-    ``part``, in global coordinates, goes into piece ``piece`` of leaf ``leaf``.
+    Attributes:
+        leaf: The index of the leaf among the wanted leaves.
+        piece: The index of the box among the boxes of the leaf.
+        part: The region, as a box of the global tensor.
     """
 
     leaf: int
@@ -34,15 +41,19 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRead:
-    """One chunk that is needed.
-
-    ``box`` in global coordinates of its tensor; ``offset`` in bytes of the file of ``rank``.
+    """The read of one chunk.
 
     Attributes:
-        index: Which chunk of the file it is.
-        nbytes: Its bytes before any codec.
-        encoded_nbytes: Its bytes in the file if it is encoded, None if it is not.
-        as_stored: Whether the bytes are wanted as they are in the file, which may be encoded.
+        rank: The rank whose file holds the chunk.
+        index: The index of the chunk in the file.
+        offset: The position of the chunk in the file in bytes.
+        nbytes: The raw bytes of the chunk, before any encoding.
+        checksum: The checksum of the raw bytes.
+        dtype: The dtype of the chunk's tensor.
+        box: The region of the global tensor that the chunk holds.
+        targets: The regions that the chunk fills.
+        encoded_nbytes: The bytes of the chunk in the file if it is encoded, else None.
+        as_stored: Whether the reader wants the bytes as they are in the file, without decoding.
     """
 
     rank: int
@@ -67,7 +78,7 @@ class ChunkRead:
         targets: Iterable[Target] = (),
         as_stored: bool = False,
     ) -> ChunkRead:
-        """Return the read of a chunk of ``file``."""
+        """Return the read of the chunk with ``index`` in ``file``."""
         chunk = file.chunks[index]
         return cls(
             rank=file.rank,
@@ -83,7 +94,7 @@ class ChunkRead:
         )
 
     def moved(self, file: StoredFile, index: int, *, as_stored: bool = False) -> ChunkRead:
-        """Return the same read from an equal chunk of another file."""
+        """Return this read changed to an equal chunk, the one with ``index`` in ``file``."""
         return replace(
             self,
             rank=file.rank,
@@ -103,16 +114,16 @@ class ChunkRead:
 
     @property
     def is_decoded(self) -> bool:
-        """Whether the wanted bytes are different from those in the file."""
+        """Return True if the chunk must be decoded after it is read."""
         return self.encoded_nbytes is not None and not self.as_stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan:
-    """Reads in file order.
+    """The chunks that a rank reads, in file order.
 
-    ``wanted_bytes`` are the bytes that the targets need. ``read_bytes`` are those that are read
-    from the store, where chunks may be encoded.
+    ``wanted_bytes`` is the size of all targets. ``read_bytes`` is the number of bytes to read from
+    the store, where chunks may be encoded.
     """
 
     reads: tuple[ChunkRead, ...]
@@ -124,10 +135,13 @@ class RestorePlan:
 
 
 def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
-    """Return the reads for ``wanted``, whose names may be tied ones.
+    """Return the restore plan for the ``wanted`` leaves. Their names may be tied names.
 
     Raises:
-        EntryMissing, ShapeMismatch, DtypeMismatch: Before anything is read.
+        EntryMissing: The manifest lacks a name.
+        ShapeMismatch: A leaf and the stored tensor differ in shape.
+        DtypeMismatch: A leaf and the stored tensor differ in dtype.
+        ManifestCorrupt: The stored boxes do not cover a wanted box exactly once.
     """
     tensors = manifest.tensor_map()
     if missing := [leaf.name for leaf in wanted if leaf.name not in tensors]:
@@ -141,7 +155,7 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
         for shard in tensor.shards:
             held = shard.box
             for piece, box in enumerate(leaf.boxes):
-                whole = box == held  # The common case, thousands of times, needs no intersection
+                whole = box == held  # This common case needs no intersection
                 if not (held.numel if whole else box.intersect(held)):
                     continue
                 for chunk in table.chunks(shard, held, tensor.dtype):
@@ -151,11 +165,10 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
 
 
 def chunks_of(file: StoredFile, *, as_stored: bool = False) -> list[ChunkRead]:
-    """Return all chunks of a file, as bytes.
+    """Return reads of all chunks of a file, as chunks of a 1-D tensor of bytes.
 
-    The box of each is its place in the bytes that are wanted: those of the image, or,
-    ``as_stored``, those of the file. A file whose chunks the manifest leaves to its fragment has
-    none.
+    The tensor is the image, or with ``as_stored`` the file as the tier stores it. The result is
+    empty if ``file`` comes from a manifest without the chunks of this rank.
     """
     found: list[ChunkRead] = []
     place = 0
@@ -175,8 +188,10 @@ def _check(leaf: Leaf, tensor: Tensor) -> None:
 
 
 def _check_whole(leaf: Leaf, tensor: Tensor) -> None:
-    """Check that the boxes that are read cover what is wanted exactly once. The manifest only
-    proves that its boxes have the volume of the tensor.
+    """Raise ``ManifestCorrupt`` unless the stored shards cover each box of ``leaf`` exactly once.
+
+    If only some fragments are filled in, the earlier checks of the manifest prove no more than that
+    all boxes of the tensor together have its volume.
     """
     for box in leaf.boxes:
         parts = [part for shard in tensor.shards if (part := box.intersect(shard.box))]
@@ -188,7 +203,7 @@ def _check_whole(leaf: Leaf, tensor: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk of a tensor whose targets are being found."""
+    """A chunk of a tensor, with the list of its targets, which ``plan_restore`` extends."""
 
     file: StoredFile
     index: int
@@ -198,14 +213,16 @@ class _Chunk:
 
 
 class _ChunkTable:
-    """Chunks of shards; remembered, because many boxes may want the same shard."""
+    """A cache of the chunks of shards, since many wanted boxes may overlap the same shard."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._files = manifest.stored_files()
         self._known: dict[tuple[int, int], list[_Chunk]] = {}
 
     def chunks(self, shard: Shard, held: Box, dtype: str) -> list[_Chunk]:
-        """Return the chunks of a shard that is not empty. ``held`` is its box."""
+        """Return the chunks of a shard. ``held`` is the box of the shard, which must have
+        elements, and ``dtype`` that of its tensor.
+        """
         key = (shard.rank, shard.offset)
         if key not in self._known:
             self._known[key] = self._build(shard, held, dtype)

@@ -1,10 +1,14 @@
-"""The boxes that a rank writes, and their places in its image.
+"""Make the save plan: the boxes that a rank writes, and their places in its image.
 
-1. *Share*: a leaf that n replicas hold is written once. A large leaf is cut into n slabs, and a
-small one goes to the replica with the least work. Every replica decides alike from the same leaves,
-so nothing is exchanged. 2. *Order*: descending element size, then name. So every tensor is aligned
-and the image has no gaps, as safetensors requires. 3. *Place*: a safetensors header padded to 4096
-bytes, then the tensors.
+1. Share: a leaf that n replicas hold is written once. A large leaf is cut into n slabs, one for
+each replica. A small leaf is written by the replica with the least work. All replicas have the same
+leaves and come to the same result, so they exchange no messages.
+
+2. Order: the boxes are sorted by descending element size, then by name. Therefore every box is
+aligned and the image has no gaps, as safetensors requires.
+
+3. Place: the image begins with a safetensors header, padded to a multiple of 4096 bytes. The boxes
+follow.
 """
 
 from __future__ import annotations
@@ -23,16 +27,20 @@ from ckpt.model.manifest import HEADER_ALIGNMENT, Shard, Tensor
 from ckpt.plan.leaf import Leaf
 
 SPLIT_FROM_BYTES = 256 << 10
-"""Replicated tensors from this size on are cut among their replicas; below, the cut would cost
-more requests than it saves bytes.
+"""The least bytes of a replicated tensor that is cut into slabs. For a smaller tensor, the cost of
+more requests would exceed the gain.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteItem:
-    """One box of a leaf in the image.
+    """One box that a rank writes.
 
-    ``offset`` and ``nbytes`` are in bytes of the file. ``leaf`` is an index of the planned leaves.
+    Attributes:
+        leaf: The index of the leaf among the planned leaves.
+        box: The box.
+        offset: The position of the box in the image in bytes.
+        nbytes: The bytes of the box.
     """
 
     leaf: int
@@ -43,14 +51,14 @@ class WriteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """The layout of the image of one rank. It does not change while the leaves do not.
+    """The layout of the image of one rank. The same leaves always give the same plan.
 
     Attributes:
-        header: The first bytes of the file, padded.
-        items: The items in file order, without gaps after the header.
-        size: The size of the whole file in bytes.
-        chunks: The lengths of all chunks: the header, then those of each item.
-        tensors: The tensors as the fragment describes them.
+        header: The padded safetensors header, with which the image begins.
+        items: The boxes in the order of the image, without gaps after the header.
+        size: The bytes of the whole image.
+        chunks: The bytes of each chunk: the header, then the chunks of each box.
+        tensors: The tensors with the shards of this rank, as the fragment describes them.
     """
 
     header: bytes
@@ -61,9 +69,10 @@ class SavePlan:
 
 
 def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePlan:
-    """Return the plan of ``rank``.
+    """Return the save plan of ``rank``.
 
-    Needs no other rank: replicas that are given the same leaves share them without gap or overlap.
+    If all replicas of a leaf call this with the same leaves, their plans together write each leaf
+    once, without gap or overlap.
     """
     boxes = _share(leaves, rank)
     order = sorted(
@@ -114,11 +123,14 @@ def _cut(box: Box, leaf: Leaf, part: int) -> Box | None:
 def _lightest(
     leaves: Sequence[Leaf], indices: Iterable[int], replicas: tuple[int, ...], rank: int
 ) -> list[int]:
-    """Give the largest leaf to the replica with the least work, and so on.
+    """Distribute small leaves among their replicas, and return the indices of those that ``rank``
+    writes.
 
-    The result is within 4/3 of the optimum (Graham 1969), and the same on every replica.
+    In order of descending size, each leaf goes to the replica with the fewest bytes so far. The
+    largest sum of bytes is at most 4/3 of the optimum (Graham 1969). All replicas come to the same
+    result.
     """
-    loads = sorted((0, replica) for replica in replicas)  # A sorted list is a heap
+    loads = sorted((0, replica) for replica in replicas)  # A sorted list is a valid heap
     mine: list[int] = []
     for index in sorted(indices, key=lambda i: (-leaves[i].nbytes, leaves[i].name)):
         load, owner = loads[0]
@@ -129,8 +141,8 @@ def _lightest(
 
 
 def _header(leaves: Sequence[Leaf], order: Sequence[tuple[int, Box]], rank: int) -> bytes:
-    """Return a safetensors header. A tensor with several boxes here has them as 'name', 'name@1'
-    and so on.
+    """Return the padded safetensors header for the boxes in ``order``. If a rank writes several
+    boxes of a tensor, their names in the header are 'name', 'name@1' and so on.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "ckpt": "1", "rank": str(rank)}}
     taken = {leaf.name for leaf in leaves}

@@ -1,9 +1,10 @@
-"""Several ranks want the same chunks: which rank reads which chunk for all of them.
+"""Decide which rank reads which chunk for all ranks that want it.
 
-The decisions are pure, and the same on every rank that they concern. A chunk is identified by its
-key, the number of its file and its place in it, which is the same on every tier. Chunks that the
-same ranks want form a group. They are cut, in the order of the files, into as many runs of about
-equal size as there are ranks, and each run into parcels that travel as one message.
+The functions are pure, and all ranks that share chunks come to the same result. The key of a chunk
+combines the rank of its file and its index in the file, and is the same on all tiers. Ranks that
+want the same chunks form a group. The chunks of a group are divided, in the order of the files,
+into one run for each rank, all of about the same size. A run is divided into parcels, and the rank
+sends each parcel to the group as one message.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PLACES = 32
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Chunks that ``reader`` reads for its group, by key."""
+    """The keys of chunks that the rank ``reader`` reads, and sends to its group in one message."""
 
     reader: int
     keys: tuple[int, ...]
@@ -31,9 +32,11 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks in ascending order, and what they send each other.
+    """Ranks that share the reads of chunks which all of them want.
 
-    In a round each of them reads at most one parcel.
+    Attributes:
+        ranks: The ranks, in ascending order.
+        rounds: The parcels of each round. In one round, each rank reads at most one parcel.
     """
 
     ranks: tuple[int, ...]
@@ -42,9 +45,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What a rank reads for itself alone, and its groups.
+    """The division of the chunks that one rank wants.
 
-    All ranks see their common groups in the same order.
+    Attributes:
+        alone: The keys of the chunks that the rank reads for itself only.
+        groups: The groups with this rank. Two ranks have their common groups in the same order.
     """
 
     alone: frozenset[int]
@@ -56,19 +61,21 @@ class Shares:
 
 
 def keyed(reads: Sequence[ChunkRead]) -> dict[int, ChunkRead]:
-    """Return the reads by key, ascending."""
+    """Return the reads by the keys of their chunks, in ascending order of keys."""
     return dict(sorted(((read.rank << _PLACES) + read.index, read) for read in reads))
 
 
 def share(
     sizes: Mapping[int, int], wanted: Sequence[Keys], *, worth_bytes: int, parcel_bytes: int
 ) -> Shares:
-    """Return the shares of the rank that wants ``sizes`` (key -> bytes in memory).
+    """Return for one rank which chunks it reads alone and which it shares with other ranks.
 
     Args:
-        wanted: The keys that each rank wants, this one included.
-        worth_bytes: A group with less to share is not worth its collectives: each reads.
-        parcel_bytes: The size of a parcel. A single larger chunk is a parcel, too.
+        sizes: The chunks that this rank wants: their keys and their bytes in memory.
+        wanted: The keys that each rank wants. This rank is included.
+        worth_bytes: The least bytes that a group shares. For fewer bytes, the collectives would
+            cost more than they save, so each rank reads these chunks alone.
+        parcel_bytes: The most bytes of a parcel. A single larger chunk is a parcel of its own.
     """
     keys = np.array(sorted(sizes), dtype=np.int64)
     if not len(keys):
