@@ -1,3 +1,3 @@
-"""Host memory and streams: slots, the image laid out in one, the snapshot that fills it, the
-fence that guards it.
+"""Copy the state of a save to host memory: slots, images that are laid out in slots, snapshots that
+fill images, and the fence that holds optimizers until their tensors are copied.
 """

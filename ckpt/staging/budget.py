@@ -1,9 +1,9 @@
-"""The memory budget: how many slots of which memory, decided before the first save.
+"""Decide the memory budget: how many slots a rank has, of which size and in which memory.
 
-The decision uses the machine's numbers, and one log line states it. The budget is the least of what
-the machine has free, what its memory cgroup (v1 or v2) leaves and, for slots that outlive the
-process, what ``/dev/shm`` has free. It is divided among the ranks of the node, since all of them
-ask at the same time.
+The decision is made before the first save, and one log line states it. The memory that slots may
+use is the least of the free memory of the machine, the memory that its cgroup (v1 or v2) leaves
+and, for slots that outlive the process, the free space of ``/dev/shm``. It is divided among the
+ranks of the node, since all of them make slots at the same time.
 """
 
 from __future__ import annotations
@@ -18,21 +18,26 @@ from typing import Final
 from ckpt.errors import HostMemoryExhausted
 
 _HEADROOM: Final = 0.9
-"""The part of free memory that a job may use. Other processes may need the rest meanwhile."""
+"""The part of the free memory that a job may use. Other processes may need more memory later."""
 _RING_STEP: Final = 32 << 20
 _LEAST_RING: Final = 4 * _RING_STEP
 _RING_SHARE: Final = 0.75
-"""The part of the memory that a ring gets. The rest is for what must be set aside (see
-``Snapshot``).
+"""The part of the memory that a ring gets, which is a slot smaller than its image. The remaining
+memory is for copies of eager sources (see ``Snapshot._set_aside``).
 """
 _OWN_CGROUPS: Final = "/proc/self/cgroup"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cgroups:
-    """A hierarchy of control groups: its mount point, its name in /proc/self/cgroup, and its files.
+    """The names that one version of cgroups uses for memory.
 
-    The files hold the limit, the usage, and the rows of memory.stat that are page cache.
+    Attributes:
+        mount: The mount point of the hierarchy.
+        controller: The name of the hierarchy in /proc/self/cgroup.
+        limits: The names of the files with limits.
+        used: The name of the file with the memory in use.
+        cache: The names of the rows of ``memory.stat`` that count page cache.
     """
 
     mount: str
@@ -60,7 +65,13 @@ _V2: Final = _Cgroups(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """The bytes that one rank may take: of all memory, and of shared memory."""
+    """The memory that one rank may use.
+
+    Attributes:
+        memory: The bytes of any memory.
+        shared: The bytes of shared memory, which are a part of ``memory``.
+        ranks: The number of ranks that the memory of the node was divided among.
+    """
 
     memory: int
     shared: int
@@ -69,11 +80,15 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """``slots`` buffers of ``slot_bytes`` for images of at most ``nbytes``.
+    """The slots that one rank may have.
 
     Attributes:
-        shared: Whether the buffers are in /dev/shm.
-        sentence: The choice and its reason.
+        slots: The number of slots.
+        nbytes: The most bytes of an image.
+        slot_bytes: The bytes of each slot. If this is less than ``nbytes``, a larger image passes
+            through the slot in waves.
+        shared: Whether the slots are files in /dev/shm.
+        sentence: The decision and its reason, for the log.
     """
 
     slots: int
@@ -84,13 +99,14 @@ class Budget:
 
 
 def decide(nbytes: int, *, wanted: int, room: Room) -> Budget:
-    """Return a budget of as many of the ``wanted`` slots as fit.
+    """Return the budget for images of ``nbytes``: as many of the ``wanted`` slots as ``room``
+    allows.
 
-    The slots are in shared memory if at least one fits there. If not even one slot fits, the budget
-    is a smaller buffer, which images pass through in waves.
+    The slots are in shared memory if at least one fits into it. If ``room`` does not allow a single
+    slot, the budget has one smaller slot, through which images pass in waves.
 
     Raises:
-        HostMemoryExhausted: There is no room for waves either; the message has the numbers.
+        HostMemoryExhausted: There is not enough memory even for waves. The message has the numbers.
     """
     if nbytes > room.memory:
         return _in_waves(nbytes, room)
@@ -138,12 +154,15 @@ def _in_waves(nbytes: int, room: Room) -> Budget:
 
 
 def measure(shm: str, *, ranks: int, limit: int | None = None, held: int = 0) -> Room:
-    """Return the room that there is now for each of ``ranks`` on this node, at most ``limit`` for
-    this one.
+    """Return the memory that this rank may use now.
 
     Args:
-        held: Bytes in ``shm`` that other ranks have taken of their parts already: the last to ask
-            gets as large a part as the first.
+        shm: The folder of shared memory.
+        ranks: The number of ranks on this node, which share its memory.
+        limit: The most bytes that this rank may use; None for no limit.
+        held: The bytes in ``shm`` that other ranks of the node already use. They count as free
+            memory that is to be divided, so that all ranks get equal parts in whatever order they
+            ask.
     """
     free = int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM)
     memory = min(free, (free + held) // ranks)
@@ -158,15 +177,17 @@ def measure(shm: str, *, ranks: int, limit: int | None = None, held: int = 0) ->
 
 
 def _cgroup_rooms() -> list[int]:
-    """Return what each memory cgroup of this process leaves, its own and those above it.
+    """Return the bytes that each memory cgroup of this process still allows, which are its own
+    cgroup and those above it.
 
-    Groups without a limit are left out. Page cache is charged to a cgroup and given back when
-    memory is short, so it counts as free, as in ``MemAvailable``.
+    Cgroups without a limit are left out. The kernel charges page cache to a cgroup, but reclaims it
+    when memory is short, so it counts as free, as in ``MemAvailable``.
     """
     rooms: list[int] = []
     for kind in (_V1, _V2):
         path = _own_cgroup(kind.controller)
-        # In a container this is often the path on the host, and only its root exists there.
+        # In a container, ``path`` is often a path of the host. Then only the root of the hierarchy
+        # exists in the container.
         for group in (path, *path.parents):
             folder = f"{kind.mount}{group}"
             limits = [
@@ -179,7 +200,9 @@ def _cgroup_rooms() -> list[int]:
 
 
 def _own_cgroup(controller: str) -> PurePosixPath:
-    """Return the path of this process in the hierarchy of ``controller``."""
+    """Return the path of this process's cgroup in the hierarchy of ``controller``; '/' if it is not
+    known.
+    """
     with contextlib.suppress(OSError), open(_OWN_CGROUPS) as file:
         for line in file:
             controllers, _, path = line.rstrip("\n").partition(":")[2].partition(":")
@@ -201,12 +224,14 @@ def _number(path: str) -> int | None:
         with open(path) as file:
             return int(file.read())
     except (OSError, ValueError):
-        # There is no such cgroup, or its limit is "max".
+        # The file does not exist, or its limit is "max".
         return None
 
 
 def _sum(path: str, names: Sequence[str]) -> int:
-    """Return the sum of these rows of a file of names and numbers."""
+    """Return the sum of the rows with these names in a file of names and numbers; 0 if the file
+    cannot be read.
+    """
     with contextlib.suppress(OSError), open(path) as file:
         rows = [line.split() for line in file]
         return sum(int(row[1]) for row in rows if row and row[0] in names)

@@ -1,5 +1,5 @@
-"""Moving tensors to their places in an image: few large calls on the CPU, a side stream for each
-accelerator.
+"""Copy tensors to their places in an image, with one call of torch for many tensors, and with a
+side stream for each accelerator.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ import torch
 from ckpt.staging.device import background, on, side_stream
 
 PIECE_BYTES: Final = 32 << 20
-"""Copies are cut to this size, and issued in groups of it: what has been copied can be written,
-and none holds up a shutdown for long.
+"""The most bytes of a part of a large copy, and of a group of small copies.
+
+After each group, the copied bytes can be written, and a shutdown has to wait for one group only.
 """
 
 
 class Copy(NamedTuple):
-    """One source and its place in the image.
+    """One source tensor, or a part of it, and its place in the image.
 
     Attributes:
-        guarded: The tensor whose version is watched.
-        end: Where the copy ends in the image, in bytes.
-        part: The elements of the flattened source that are copied; None for all.
-        address: The address of the source. If the storage was resized since, the source has another
-            address or none, and must not be read.
+        name: The name of the tensor.
+        source: The tensor to copy from.
+        target: The view of the slot to copy to.
+        guarded: The tensor whose version counter shows that the source was changed.
+        end: The offset in the image at which the copy ends, in bytes.
+        part: The range of elements of the flattened source that is copied; None for all.
+        address: The address of the source when the copy was planned; 0 if it is not checked. If the
+            source has another address later, its storage was resized or freed, and it must not be
+            read.
     """
 
     name: str
@@ -39,7 +44,7 @@ class Copy(NamedTuple):
 
     @property
     def moved(self) -> bool:
-        """Whether the source has lost its memory."""
+        """Return True if the source is no longer at its address."""
         return bool(self.address) and self.source.data_ptr() != self.address
 
     @property
@@ -48,12 +53,16 @@ class Copy(NamedTuple):
 
     @property
     def elements(self) -> torch.Tensor:
-        """The elements to copy. A source that is not contiguous is flattened into a copy."""
+        """Return the elements to copy. For a part of a source that is not contiguous, this makes a
+        copy of the source.
+        """
         return self.source if self.part is None else self.source.reshape(-1)[self.part]
 
 
 def groups(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    """Yield neighbours that have about ``PIECE_BYTES`` together."""
+    """Yield groups of consecutive copies that have at most ``PIECE_BYTES`` together, or one larger
+    copy.
+    """
     group: list[Copy] = []
     size = 0
     for copy in copies:
@@ -68,13 +77,16 @@ def groups(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
 
 
 Events = Mapping[torch.device, torch.Event]
-"""For each device with copies under way, an event behind them."""
+"""For each device with copies under way, an event that is recorded after them."""
 
 
 def copy_now(copies: Sequence[Copy], devices: Iterable[torch.device] = ()) -> None:
-    """Copy while the caller waits.
+    """Make the copies, and return when they are complete.
 
-    From ``devices`` on its current streams, so after all that it has queued there.
+    Args:
+        copies: The copies.
+        devices: The devices of the sources. Copies from a device run on its current stream, and
+            therefore after all work that the caller has queued there.
     """
     if not copies:
         return
@@ -86,24 +98,25 @@ def copy_now(copies: Sequence[Copy], devices: Iterable[torch.device] = ()) -> No
     try:
         _copy(copies, streams)
     finally:
-        # Wait after an error, too, since another save gets the slot then.
+        # Wait even after an error. Another save gets the slot then, and copies that are still
+        # under way would overwrite its image.
         _wait(streams.values())
 
 
 def devices_of(copies: Iterable[Copy]) -> frozenset[torch.device]:
-    """Return the devices of the sources that are not in host memory."""
+    """Return the devices of all sources that are not in host memory."""
     return frozenset({copy.source.device for copy in copies if not copy.source.is_cpu})
 
 
 class Late:
-    """Copies beside the training: of host memory at once, from each ordered device on its side
-    stream.
+    """Make late copies from accelerators on side streams, while training goes on.
 
-    The side streams come after what the *current* streams of the thread that builds this hold by
-    then.
+    Copies of sources in host memory are complete when the call returns. Copies from an ordered
+    device run on the side stream of the device. They begin after all work that is in the device's
+    *current* stream when this object is created.
 
-    Thread safety: the training thread builds it and calls ``hold_current_streams``. The thread that
-    copies calls the rest.
+    Thread safety: the training thread creates the object and calls ``hold_current_streams``. The
+    copying thread calls all other methods.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -117,36 +130,44 @@ class Late:
 
     @classmethod
     def of(cls, devices: Iterable[torch.device]) -> Self | None:
-        """Return the late copies from ``devices``; None if none of them has a stream, so that every
-        copy is complete when its call returns.
+        """Return an object for late copies from ``devices``. Return None if none of the devices has
+        a side stream, because every copy is then complete when its call returns.
         """
         late = cls(devices)
         return late if late.has_streams else None
 
     @property
     def has_streams(self) -> bool:
-        """Whether any of the devices has a stream."""
+        """Return True if any of the devices has a side stream."""
         return bool(self._streams)
 
     def thread(self) -> AbstractContextManager[None]:
-        """Return the context of all work of a background thread here."""
+        """Return the context manager in which the copying thread must do all its work with this
+        object.
+        """
         return background(next(iter(self._streams)))
 
     def begin(self) -> None:
-        """Let the side streams wait for what the training had queued."""
+        """Let the side streams wait for the work that was in the current streams when this object
+        was created.
+        """
         for device, stream in self._streams.items():
             stream.wait_event(self._begin[device])
 
     def run(self, copies: Sequence[Copy]) -> None:
-        """Make the copies; those of the side streams are only launched."""
+        """Make copies of sources in host memory, and launch the other copies on the side
+        streams.
+        """
         _copy(copies, self._streams)
 
     def beside(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
-        """Return the side stream of a tensor's device, for work that sees what copies see."""
+        """Return a context manager in which work runs on the side stream of the tensor's device, so
+        that it sees the same values as the copies. It does nothing for a device without one.
+        """
         return on(self._streams.get(tensor.device))
 
     def events(self) -> Events:
-        """Return events behind all copies that were launched so far."""
+        """Record and return events after all copies that were launched so far."""
         return {device: stream.record_event() for device, stream in self._streams.items()}
 
     def mark_launched(self) -> None:
@@ -154,12 +175,14 @@ class Late:
         self._done = self.events()
 
     def hold_current_streams(self) -> None:
-        """Let the current streams of the calling thread wait until the sources have been read."""
+        """Let the current streams of the calling thread wait until all launched copies have read
+        their sources. This does not block the thread.
+        """
         for device, event in self._done.items():
             torch.accelerator.current_stream(device).wait_event(event)
 
     def synchronize(self) -> None:
-        """Return when nothing of it is under way any more."""
+        """Return when all work on the side streams is complete."""
         _wait(self._streams.values())
 
 
@@ -169,8 +192,10 @@ def _wait(streams: Iterable[torch.Stream]) -> None:
 
 
 def _copy(copies: Sequence[Copy], streams: Mapping[torch.device, torch.Stream]) -> None:
-    """Copy with one call for each device. The loop over thousands of tensors is in torch, without
-    the interpreter.
+    """Make the copies with one call of torch for each device, which loops over thousands of tensors
+    without the interpreter.
+
+    Copies from the devices in ``streams`` are only launched, on these streams.
     """
     with torch.no_grad():
         if (
@@ -193,7 +218,9 @@ def _copy(copies: Sequence[Copy], streams: Mapping[torch.device, torch.Stream]) 
 
 
 def _resolved(source: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without a lazy conjugation or negation. Torch would resolve it in the
-    target, before an asynchronous copy has filled the target.
+    """Return the tensor with its lazy conjugation or negation carried out.
+
+    Otherwise torch would carry it out in the target, before an asynchronous copy has filled the
+    target.
     """
     return source.resolve_conj().resolve_neg()

@@ -1,5 +1,5 @@
-"""CUDA's own calls, which ``torch.accelerator`` has no name for: page-locked host memory, and
-graph captures of other threads.
+"""Calls of CUDA that ``torch.accelerator`` does not offer: page-locked host memory, and the mode of
+graph captures.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ from typing import Any, Final
 
 import torch
 
-# cudaHostRegisterPortable: the memory is page-locked for every device of the process
+# cudaHostRegisterPortable: the memory counts as page-locked for every device of the process
 _PORTABLE: Final = 1
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def register(address: int, nbytes: int) -> int:
-    """Page-lock host memory, so that copies to it are asynchronous. Returns CUDA's error code."""
+    """Page-lock host memory, so that copies from the GPU to it are asynchronous. Return the error
+    code of CUDA, which is 0 for success.
+    """
     return int(_runtime().cudaHostRegister(address, nbytes, _PORTABLE))
 
 
 def unregister(address: int) -> None:
-    """Undo ``register``."""
+    """Undo ``register`` for the memory at ``address``."""
     _runtime().cudaHostUnregister(address)
 
 
 @contextmanager
 def beside_captures() -> Generator[None]:
-    """Inside, calls of this thread do not invalidate a graph that another thread captures.
+    """Return a context manager in which calls of this thread do not invalidate a graph that another
+    thread captures.
 
-    A capture in CUDA's default mode forbids calls such as ``cudaHostRegister`` or the query of an
-    event to every thread that has not asked for the relaxed mode.
+    During a capture in CUDA's default mode, no thread may make calls such as ``cudaHostRegister``
+    or query an event, unless the thread has chosen the relaxed mode.
     """
     exchange = _capture_mode_exchange()
     mode = ctypes.c_int(_RELAXED)
@@ -47,7 +50,9 @@ def beside_captures() -> Generator[None]:
 
 @cache
 def _capture_mode_exchange() -> Any:
-    """Return the driver's ``cuThreadExchangeStreamCaptureMode``, if there is a driver."""
+    """Return the function ``cuThreadExchangeStreamCaptureMode`` of the CUDA driver; None without a
+    driver.
+    """
     try:
         return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):

@@ -1,9 +1,9 @@
-"""What staging needs of an accelerator, in terms of ``torch.accelerator``: streams, events,
-captures.
+"""Functions for streams, events and graph captures of any accelerator, based on
+``torch.accelerator``.
 
-A device is *ordered* if it has streams and events. A copy from it can then run beside the training,
-after all work that the training has queued. Sources on any other device but the CPU are copied
-while the caller waits.
+A device is *ordered* if it has streams and events. A copy from an ordered device can run on a side
+stream, after all work that the training has queued. Sources on devices that are not ordered are
+copied before the call returns.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ Devices = Sequence[torch.device]
 
 @cache
 def side_stream(device: torch.device) -> torch.Stream | None:
-    """Return the stream of all late copies from ``device``; None if the device is not ordered.
+    """Return the side stream for all late copies from ``device``; None if the device is not
+    ordered.
 
-    There is one for each device, so that the temporary memory of copies comes from one pool.
+    Each device has one side stream, so that the temporary memory of copies comes from one pool.
     """
     if not _is_accelerator(device):
         return None
@@ -38,26 +39,29 @@ def side_stream(device: torch.device) -> torch.Stream | None:
 
 
 def is_ordered(device: torch.device) -> bool:
-    """Return True if a copy from ``device`` may end after the call that began it."""
+    """Return True if late copies from ``device`` are possible: it is the CPU, or it is ordered."""
     return device.type == "cpu" or side_stream(device) is not None
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return True if the current stream captures a graph of ``device``.
+    """Return True if the current stream of ``device`` is capturing a graph.
 
-    The call makes no context on a device that has none.
+    The call does not create a context on a device that has none.
     """
     if device.type == "cpu" or not _is_accelerator(device):
         return False
-    # CUDA, XPU, MTIA and NPU have this function. ``Stream.is_capturing()`` came with torch 2.13 and
-    # makes a context.
+    # CUDA, XPU, MTIA and NPU have this function. ``Stream.is_capturing()`` exists since torch 2.13
+    # only, and creates a context.
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
 
 
 def refuse_capture(devices: Iterable[torch.device], what: str) -> None:
-    """Raise ``StagingError`` if one of the ``devices`` is capturing a graph, which would take
-    our copies into it.
+    """Raise ``StagingError`` if one of the ``devices`` is capturing a graph, since the graph would
+    include the copies of a save or restore.
+
+    Args:
+        what: The name of the method that the user called, for the error.
     """
     if found := next(filter(is_capturing, devices), None):
         way = f"call {what}() before the capture, or after it"
@@ -66,9 +70,10 @@ def refuse_capture(devices: Iterable[torch.device], what: str) -> None:
 
 @contextmanager
 def on(stream: torch.Stream | None) -> Generator[None]:
-    """Inside, work of this thread goes to ``stream`` and its device; None changes nothing.
+    """Return a context manager in which ``stream`` and its device are current for this thread. For
+    None, it does nothing.
 
-    Several threads may be inside at once, which ``with stream`` does not allow.
+    Several threads may use it for one stream at once, which ``with stream`` does not allow.
     """
     if stream is None:
         yield
@@ -84,8 +89,10 @@ def on(stream: torch.Stream | None) -> Generator[None]:
 
 @contextmanager
 def background(device: torch.device) -> Generator[None]:
-    """Return the context of a thread that works for ``device``. Its calls make no context on
-    another device, and disturb no capture.
+    """Return the context manager for a background thread that uses ``device``.
+
+    In it, calls of the thread create no context on another device, and do not invalidate a graph
+    that another thread captures.
     """
     captures = cuda.beside_captures() if device.type == "cuda" else nullcontext()
     with captures, torch.accelerator.device_index(device.index):
@@ -93,7 +100,7 @@ def background(device: torch.device) -> Generator[None]:
 
 
 def drain(devices: Iterable[torch.device]) -> None:
-    """Return when all that was queued on ``devices``, on any stream, is done."""
+    """Return when all work that is queued on any stream of ``devices`` is complete."""
     for device in devices:
         if _is_accelerator(device):
             torch.accelerator.synchronize(device)

@@ -1,4 +1,4 @@
-"""Telling replicas apart that should be equal."""
+"""Compute digests of tensors, to detect replicas that have drifted apart."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ _ROW: Final = 1021
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a digest that differs for replicas that have drifted apart.
+    """Return a digest of the elements, which is different for replicas that have drifted apart.
 
-    It is no checksum of stored data. Large tensors are folded on their own device first: each row
-    of words to its xor. A row has an odd number of words, so that constants do not cancel out.
+    It is not a checksum of the bytes. A large tensor is first folded on its own device: each row of
+    64-bit words becomes their xor. A row has an odd number of words, so that equal words do not
+    cancel each other out.
     """
     return digest_of(folded(tensor))
 
 
 def folded(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return what ``digest_of`` makes the digest of a tensor from.
+    """Return the folded tensor, from which ``digest_of`` computes the digest.
 
-    On an accelerator this only queues work: the result is memory of its own there, and the tensor
-    may change behind that work. In host memory the result may be a view of the tensor.
+    On an accelerator, this only queues work. The result has its own memory there, so operations
+    that are queued later may change the tensor. In host memory, the result may be a view of the
+    tensor.
     """
     whole = tensor.detach().contiguous()
     # A tensor of one element may have any stride.
@@ -43,7 +45,7 @@ def folded(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def digest_of(parts: Iterable[torch.Tensor]) -> str:
-    """Return the digest for what ``folded`` has returned. Waits for an accelerator."""
+    """Return the digest for the result of ``folded``. This waits for the work on an accelerator."""
     return "".join(_checksum(part.cpu()) for part in parts)
 
 
@@ -52,14 +54,17 @@ def _own(flat: torch.Tensor) -> torch.Tensor:
 
 
 def exact_digest(tensor: torch.Tensor) -> str:
-    """Return a checksum of every byte of the elements, which are read through host memory."""
+    """Return the checksum of all bytes of the elements. A tensor on an accelerator is first copied
+    to host memory.
+    """
     return _checksum(tensor.detach().cpu().contiguous())
 
 
 def host_bytes(address: int, nbytes: int) -> Any:
-    """Return host memory as an object that holds bytes.
+    """Return an object with the buffer protocol for host memory, without a copy.
 
-    ``Tensor.numpy()`` would forbid the owner of the memory to resize it.
+    ``Tensor.numpy()`` is not used because the owner of the tensor could no longer resize its
+    storage.
     """
     return _array(nbytes).from_address(address)
 

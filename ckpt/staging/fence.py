@@ -1,4 +1,4 @@
-"""The fence: no optimizer steps while its tensors are still being copied."""
+"""Hold the step of an optimizer while its tensors are being copied."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from ckpt.staging.device import is_capturing
 from ckpt.staging.snapshot import Snapshot
 
 _log = logging.getLogger("ckpt")
-_fences: Final[weakref.WeakSet[Fence]] = weakref.WeakSet()  # Those of all managers
+_fences: Final[weakref.WeakSet[Fence]] = weakref.WeakSet()  # The fences of all managers
 _registering: Final = threading.Lock()
 
 
 class Fence:
-    """Step pre-hooks on optimizers. A hook lets the step pass once all copies of its tensors have
-    ended.
+    """Hold the steps of guarded optimizers until all late copies of snapshots in flight have ended.
+
+    A step pre-hook on each guarded optimizer waits for the copies.
 
     Thread safety:
         Call ``guard``, ``watch`` and ``remove`` from the training thread. Hooks run in the thread
@@ -48,17 +49,18 @@ class Fence:
         self._pid = os.getpid()
         self._stop_listening: Callable[[], object] = bool
         self.captured = weakref.WeakSet[torch.optim.Optimizer]()
-        """Optimizers whose step was captured in a graph. No hook notices when the graph is
-        replayed.
+        """The optimizers whose step was captured in a graph. When the graph is replayed, no hook
+        runs.
         """
-        # Others may use it from here on, also if Ctrl-C ends the constructor.
+        # From here on, ``wait_for_all`` may use this object, even if Ctrl-C ends the constructor.
+        # So this must be its last statement.
         with _registering:
             _fences.add(self)
 
     def listen(self) -> None:
-        """Notice captures by any optimizer of the process from now on, also before it is guarded.
+        """Begin to note captures of the step of any optimizer in the process, guarded or not.
 
-        ``remove`` ends it.
+        ``remove`` ends this.
         """
         fence = weakref.ref(self)
 
@@ -70,11 +72,11 @@ class Fence:
         self._stop_listening = weakref.finalize(self, handle.remove)
 
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Hook these optimizers, once each.
+        """Add the hooks to those of ``optimizers`` that do not have them yet.
 
         Raises:
-            StagingError: Another thread, or the code that a signal handler has interrupted, is in
-                the midst of a step: the state is of no step at all.
+            StagingError: Another thread is inside ``step()`` of one of the optimizers, or a signal
+                handler that interrupts ``step()`` calls this. The state is inconsistent then.
         """
         for optimizer in optimizers:
             if optimizer not in self._hooks:
@@ -83,8 +85,9 @@ class Fence:
                     optimizer.register_step_pre_hook(before),
                     optimizer.register_step_post_hook(after),
                 ]
-            # A step that has raised never reports its end. But a thread that calls this, or that
-            # has ended, is not in a step.
+            # If a step raises, its post-hook does not run, and the optimizer stays in
+            # ``_stepping``. Therefore an entry only counts if its thread still runs and is not the
+            # calling thread.
             inside = self._stepping.get(optimizer, threading.get_ident())
             if inside != threading.get_ident() and inside in {
                 thread.ident for thread in threading.enumerate()
@@ -99,19 +102,19 @@ class Fence:
                     f"a signal handler that interrupts {kind}.step() cannot save: let "
                     "manager.on_signals() handle the signal"
                 )
-                # The interrupted loop may take this error for one of its own.
+                # Log the error too, since the interrupted code may catch it as an error of its own.
                 _log.error("ckpt: %s", refused)
                 raise refused
 
     def watch(self, snapshot: Snapshot) -> None:
-        """Hold steps until ``snapshot`` has landed."""
+        """Hold the steps of guarded optimizers until all late copies of ``snapshot`` have ended."""
         with self._lock:
             self._forget_landed()
             self._in_flight.append(snapshot)
 
     def wait(self) -> None:
-        """Return when the tensors of all snapshots in flight may change."""
-        if os.getpid() != self._pid:  # A fork has tensors of its own, and no thread copies
+        """Return when the late sources of all snapshots in flight may change."""
+        if os.getpid() != self._pid:  # In a forked process, no thread copies tensors
             return
         with self._lock:
             waiting = list(self._in_flight)
@@ -122,8 +125,8 @@ class Fence:
 
     @staticmethod
     def wait_for_all() -> None:
-        """Return when the tensors of all snapshots in flight in this process may change: those of
-        other managers too.
+        """Return when the late sources of all snapshots in flight in this process may change,
+        including those of other managers.
         """
         with _registering:
             fences = list(_fences)
@@ -131,7 +134,9 @@ class Fence:
             fence.wait()
 
     def remove(self) -> None:
-        """Take the hooks off, and let go of the snapshots: their windows keep slots alive."""
+        """Remove all hooks, and drop the references to snapshots, since their windows keep slots
+        alive.
+        """
         self._stop_listening()
         for handles in self._hooks.values():
             for handle in handles:
@@ -141,7 +146,7 @@ class Fence:
             self._in_flight = []
 
     def note_capture(self, optimizer: torch.optim.Optimizer) -> None:
-        # A fork does not save, and must not use a device.
+        # A forked process does not save, and must not use a device.
         if os.getpid() == self._pid and _is_captured(optimizer):
             self.captured.add(optimizer)
 
@@ -154,20 +159,19 @@ class Fence:
 
     def _let_pass(self, optimizer: torch.optim.Optimizer) -> None:
         if _is_captured(optimizer):
-            # The replayed graph runs no hook and moves no version counter. From now on, none of its
-            # tensors may be copied late.
+            # When the graph is replayed, no hook runs and no version counter moves. From now on,
+            # the tensors of this optimizer may not be copied late.
             self.captured.add(optimizer)
             for snapshot in self._in_flight:
                 snapshot.wait_ended()
-                _settle(snapshot)  # Capturing moves the version counters
+                _settle(snapshot)  # The capture that follows moves the version counters
             return
         self.wait()
 
     def _forget_landed(self) -> None:
-        """Let go of snapshots that have landed, and of their slots. Later steps do not concern
-        them.
+        """Settle the snapshots that have landed, and drop the references to them and their slots.
 
-        Holds the lock.
+        The caller must hold the lock.
         """
         landed = [snapshot for snapshot in self._in_flight if snapshot.landed]
         for snapshot in landed:
@@ -176,9 +180,10 @@ class Fence:
 
 
 def _is_interrupted(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the calling thread is inside of ``step()``, as a signal handler may be.
+    """Return True if the calling thread is inside ``step()`` of the optimizer, as a signal handler
+    may be.
 
-    A closure that the step calls may save.
+    A step with a closure does not count, since the closure may save.
     """
     steps = _step_codes(cast("Any", type(optimizer)))
     frame: FrameType | None = sys._getframe(1)
@@ -196,15 +201,15 @@ def _is_interrupted(optimizer: torch.optim.Optimizer) -> bool:
 
 @cache
 def _step_codes(kind: type) -> frozenset[CodeType]:
-    """Return the code of each ``step()`` that an optimizer of the class may run."""
+    """Return the code objects of ``step()`` of a class and its base classes."""
     found = (inspect.unwrap(vars(each)["step"]) for each in kind.__mro__ if "step" in vars(each))
     return frozenset(step.__code__ for step in found if inspect.isfunction(step))
 
 
 def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if this step becomes a part of a graph.
+    """Return True if a graph is being captured on the device of the optimizer's first parameter.
 
-    The first parameter decides, so a state in host memory touches no device.
+    If the parameter is in host memory, this does not use any device.
     """
     groups = optimizer.param_groups
     first = next((parameter for group in groups for parameter in group["params"]), None)
@@ -212,10 +217,12 @@ def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _untraced(hook: Callable[..., None]) -> Any:
-    """Let a compiled step call ``hook`` as it is, since locks and waits cannot be traced."""
+    """Return ``hook`` marked so that ``torch.compile`` does not trace it in a compiled step, since
+    locks and waits cannot be traced.
+    """
     return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
 
 def _settle(snapshot: Snapshot) -> None:
-    with suppress(TensorChanged):  # The snapshot keeps the error for callers that wait
+    with suppress(TensorChanged):  # The snapshot keeps the error, and ``confirm`` raises it
         snapshot.settle()

@@ -1,5 +1,6 @@
-"""A save plan laid over a slot: typed views for every item, so that copying to a view is
-serializing.
+"""Lay a save plan over a slot, which gives a typed view of the slot for each planned box.
+
+Copying a tensor to its view writes its bytes to their final positions in the rank's file.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.slot import Slot
 from ckpt.staging.window import Window
 
-# torch cannot copy or index these dtypes, but it can do so under another dtype of the same size.
+# torch cannot copy or index tensors of these dtypes. It can if they are viewed as another dtype of
+# the same size.
 _AS_INTEGERS: Final[dict[str, torch.dtype]] = {
     "float8_e8m0fnu": torch.uint8,
     "float4_e2m1fn_x2": torch.uint8,
@@ -29,22 +31,30 @@ _AS_INTEGERS: Final[dict[str, torch.dtype]] = {
 
 
 def copyable(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return the tensor under a dtype that torch can copy bit for bit. It shares the memory."""
+    """Return a view of ``tensor`` with a dtype that torch can copy without changing a bit.
+
+    ``dtype`` is the name of the dtype of ``tensor``. The result is ``tensor`` itself if torch can
+    copy it.
+    """
     stand_in = _AS_INTEGERS.get(dtype)
     return tensor.view(stand_in) if stand_in is not None else tensor
 
 
 def over(memory: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Return bytes (1-D uint8, contiguous) as a tensor of ``dtype`` that torch can copy to and
-    from.
+    """Return a view of ``memory`` (1-D, uint8, contiguous) as a tensor of ``shape`` and ``dtype``,
+    or of another dtype of the same size if torch cannot copy tensors of ``dtype``.
     """
     stand_in = _AS_INTEGERS.get(dtype) or getattr(torch, dtype)
     return memory.view(stand_in).view(tuple(shape))
 
 
 class Target(NamedTuple):
-    """A place for one item, or for a part of its flattened elements, that ends at byte ``end``
-    of the image.
+    """A place in the slot for one planned box, or for a part of it.
+
+    Attributes:
+        view: The place, as a tensor.
+        end: The offset in the image at which the place ends, in bytes.
+        part: The range of elements of the flattened box that belong into the place; None for all.
     """
 
     view: torch.Tensor
@@ -53,9 +63,11 @@ class Target(NamedTuple):
 
 
 class Image:
-    """The places of a plan's items in one slot, built once per slot and plan.
+    """The places of the boxes of a save plan in one slot. There is one object for each pair of slot
+    and plan.
 
-    A slot smaller than the image is a ring: byte ``o`` is at ``o % capacity``.
+    If the slot is smaller than the image, it is a ring: byte ``o`` of the image is at ``o %
+    capacity``.
     """
 
     def __init__(self, plan: SavePlan, leaves: Sequence[Leaf], slot: Slot) -> None:
@@ -65,17 +77,21 @@ class Image:
         self._ring = plan.size > slot.capacity
 
     def window(self) -> Window:
-        """Return a new image in the slot, which holds its header only."""
+        """Write the header of a new image to the slot, and return the window of the image."""
         header = self.plan.header
         self.slot.view[: len(header)] = header
         memory = self.slot.view if self._ring else self.slot.view[: self.plan.size]
         return Window(memory, self.plan.size, self.slot.path)
 
     def targets(self, index: int, *, flat: bool) -> list[Target]:
-        """Return the places of item ``index`` of the plan.
+        """Return the places for item ``index`` of the plan.
 
-        A large item with a contiguous source (``flat``), and an item that crosses the end of a
-        ring, have several places; others have one.
+        A large item with a contiguous source has several places, and so has an item of a ring that
+        crosses a multiple of ``PIECE_BYTES``. Any other item has one place.
+
+        Args:
+            index: The index of the item in ``SavePlan.items``.
+            flat: Whether the source of the item is contiguous.
         """
         item, leaf = self.plan.items[index], self._leaves[self.plan.items[index].leaf]
         start, end = item.offset, item.offset + item.nbytes
@@ -104,5 +120,5 @@ class Image:
         for length in reversed(shape[1:]):
             strides.insert(0, strides[0] * max(1, length))
         at = start % self.slot.capacity // leaf.itemsize
-        # One call instead of three saves time, since there are thousands of tensors.
+        # This single call is faster than slicing and two views, and there are thousands of tensors.
         return typed.as_strided(shape, strides[: len(shape)], at)

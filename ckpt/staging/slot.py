@@ -1,4 +1,4 @@
-"""One buffer: a file in ``/dev/shm``, or anonymous memory."""
+"""One slot, which is a file in ``/dev/shm`` or anonymous memory."""
 
 from __future__ import annotations
 
@@ -26,32 +26,39 @@ _log = logging.getLogger("ckpt")
 
 
 class NotWanted(Exception):
-    """The making of a slot was given up: the pool is closing."""
+    """The creation of a slot was cancelled because the pool is closing."""
 
 
 class SlotLost(Exception):
-    """The file of a slot was removed from /dev/shm, by logind or a cleaner.
+    """The file of a slot was removed from /dev/shm, for example by logind or a cleaning job.
 
-    Its memory is whole, but has no name any more.
+    The memory of the slot is intact, but no other process can open it any more.
     """
 
 
 class Slot:
-    """One buffer.
+    """One reusable buffer for images.
 
     Attributes:
-        view: Its memory as bytes.
-        tensor: The same memory for torch.
-        path: Its file in /dev/shm, if it is one.
-        laid: What was laid over its memory, by the plan it was made for. It ends with the slot, so
-            that no plan keeps the memory mapped.
+        capacity: The size in bytes.
+        view: The memory as bytes.
+        tensor: The same memory as a 1-D tensor of uint8.
+        path: The path of the file in /dev/shm; None for anonymous memory.
+        laid: For each prepared save plan the views of this slot that were made for it. They are
+            kept here, and not with the plan, so that no plan keeps the memory of a closed slot
+            mapped.
     """
 
     def __init__(
         self, nbytes: int, path: str | None, wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """``wanted`` is asked now and then while it is made, which takes a second per GiB: False
-        ends that with ``NotWanted``.
+        """Create the slot.
+
+        Args:
+            nbytes: The least size in bytes.
+            path: The path of the file to create; None for anonymous memory.
+            wanted: A function that is called from time to time while the memory is allocated, which
+                takes about a second for each GiB. If it returns False, ``NotWanted`` is raised.
         """
         self._wanted = wanted
         self.capacity = capacity_of(nbytes)
@@ -60,7 +67,7 @@ class Slot:
         self._pinning = threading.Lock()
         self._closed = False
         self.pinned = False
-        """Whether CUDA has page-locked it."""
+        """Whether CUDA has page-locked the memory."""
         self.laid: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._file: _File | None = None
         if path:
@@ -69,7 +76,8 @@ class Slot:
             self._map = _map_anonymous(self.capacity)
         self.view = memoryview(self._map)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        # The file goes even if no caller closes the slot. A fork leaves it to its parent.
+        # Remove the file even if the slot is never closed. In a forked process, ``_unlink`` does
+        # nothing, since the file belongs to the parent.
         self._remove = weakref.finalize(self, _unlink, self._file, os.getpid())
 
     @property
@@ -77,12 +85,12 @@ class Slot:
         return self.path is not None
 
     def regrow(self) -> None:
-        """Bring the file back to its full length. It was cut when a store in memory took the image
-        in it.
+        """Extend the file to its full length again, after a memory tier has cut it to the length of
+        the image in it.
 
         Raises:
-            SlotLost: Its file is gone.
-            HostMemoryExhausted: Other processes have taken the memory that was cut off.
+            SlotLost: The file was removed.
+            HostMemoryExhausted: Other processes use the memory that was cut off.
         """
         if self._file is None or self._file.is_whole(self.capacity):
             return
@@ -98,16 +106,17 @@ class Slot:
                 ) from None
         finally:
             os.close(descriptor)
-        # The pin still holds the pages that were cut off, and not those in their place.
+        # CUDA has page-locked the pages that were cut off, and not the new pages in their place.
         if (device := self._unpin()) is not None:
             self.pin([device])
 
     def prefault(self) -> None:
-        """Touch every page now: a first touch is many times slower than a reuse.
+        """Touch every page now, since the first write to a page is many times slower than later
+        ones.
 
         Raises:
-            HostMemoryExhausted: The pages are not there; touching them would have ended the
-                process.
+            HostMemoryExhausted: There is not enough memory. Without this check, the kernel would
+                end the process when it writes to the slot.
         """
         try:
             for start in range(0, self.capacity, _STEP_BYTES):
@@ -120,11 +129,11 @@ class Slot:
                 raise HostMemoryExhausted(
                     self.capacity, os.strerror(error.errno or errno.ENOMEM)
                 ) from None
-            self.tensor[:: mmap.PAGESIZE] = 0  # Kernels before 5.14 do not know the advice
+            self.tensor[:: mmap.PAGESIZE] = 0  # Linux before 5.14 lacks MADV_POPULATE_WRITE
 
     def pin(self, devices: Devices) -> None:
-        """Page-lock the memory once, so that copies from those of ``devices`` that are CUDA's are
-        asynchronous. May be called from any thread.
+        """Page-lock the memory if one of ``devices`` is a CUDA device, so that copies from it are
+        asynchronous. Later calls do nothing. Any thread may call this.
         """
         device = next((device for device in devices if device.type == "cuda"), None)
         with self._pinning:
@@ -143,16 +152,18 @@ class Slot:
                 )
 
     def close(self) -> None:
-        """Remove the file and let go of the memory.
+        """Remove the file, and drop the references to the memory.
 
-        Views that are still held keep their mapping alive, not the file.
+        Views of the memory that other code still uses keep it mapped, but do not keep the file.
         """
         self._unpin(closed=True)
         self.laid.clear()
         self._remove()
 
     def _unpin(self, *, closed: bool = False) -> torch.device | None:
-        """Returns the device that it was pinned for."""
+        """Undo ``pin``, and return the device that the memory was page-locked for; None if there is
+        none. With ``closed``, the memory cannot be page-locked again.
+        """
         with self._pinning:
             device, self._pinned_for, self._closed = self._pinned_for, None, closed
             if device is not None and self.pinned:
@@ -164,14 +175,16 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """The file of a slot. The name does not identify it: another file may take the name later."""
+    """The file of a slot. It is identified by device and inode, since another file may get its name
+    later.
+    """
 
     path: str
     device: int
     inode: int
 
     def is_whole(self, nbytes: int) -> bool:
-        """Return True if it is in its place and has at least ``nbytes``."""
+        """Return True if the file still exists under its name and has at least ``nbytes`` bytes."""
         try:
             found = os.lstat(self.path)
         except OSError:
@@ -179,7 +192,7 @@ class _File:
         return self._is(found) and found.st_size >= nbytes
 
     def open(self) -> int:
-        """Return a descriptor of it. Raises ``SlotLost`` if it is gone."""
+        """Return a descriptor of the file. Raises ``SlotLost`` if the file was removed."""
         try:
             descriptor = os.open(
                 self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -206,7 +219,7 @@ def _unlink(file: _File | None, owner: int) -> None:
 
 
 def capacity_of(nbytes: int) -> int:
-    """Return the length of a slot for an image of ``nbytes``."""
+    """Return the size of a slot for an image of ``nbytes``, which is a multiple of 2 MiB."""
     return -(-nbytes // _ROUND) * _ROUND
 
 

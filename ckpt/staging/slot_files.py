@@ -1,7 +1,7 @@
-"""The files of slots in /dev/shm: whose they are, and which have lost their process.
+"""Find the files of slots in /dev/shm, and remove those of processes that have ended.
 
-A file is named by its process, the process's start time and the process namespace. This module does
-not import torch, because the agent uses it too.
+The name of a file states the process id, the start time and the namespace of its process. This
+module does not import torch, because the agent uses it too.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from typing import Final
 
 from ckpt.processes import Process, namespace
 
-# Slots must be in shared memory. Their files have the mode 0600, and names with our process id.
+# A fixed path is safe here: the files have the mode 0600, and are created only if their name, which
+# contains the process id, does not exist yet.
 SHM: Final = "/dev/shm"  # noqa: S108
 PREFIX: Final = "ckpt-slot"
 
 
 def own_prefix() -> str:
-    """Return what the names of this process's slots begin with, but for their number."""
+    """Return the prefix of the names of this process's slots. A hyphen and a number follow it."""
     me = Process.of(os.getpid())
     return f"{PREFIX}-{me.pid}-{me.started}"
 
 
 def remove_orphans() -> None:
-    """Remove the files of processes of this user that are gone. What a tier in memory keeps of
-    them stays.
+    """Remove the files of slots of this user whose processes have ended.
+
+    The images that a memory tier keeps stay, since it has a second name for their files.
     """
     for name, process in _slot_files():
         if not process.lives:
@@ -36,9 +38,9 @@ def remove_orphans() -> None:
 
 
 def _slot_files() -> Iterator[tuple[str, Process]]:
-    """Yield the slots of this user, each with its process.
+    """Yield the name of each slot file of this user, with its process.
 
-    What another user calls so is none of ours.
+    Files of other users are ignored, even if they have such a name.
     """
     try:
         with os.scandir(SHM) as entries:
@@ -54,15 +56,17 @@ def _slot_files() -> Iterator[tuple[str, Process]]:
             and parts[3].isdigit()
         )
         if ours and ("." not in parts[5] or parts[5].partition(".")[0] == namespace()):
-            with contextlib.suppress(OSError):  # It may have been removed meanwhile
+            with contextlib.suppress(OSError):  # Another process may have removed the file
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
                     yield name, Process(int(parts[2]), int(parts[3]))
 
 
 def held_by_siblings() -> int:
-    """Return the bytes in slots of the other ranks of this node. These are living processes that
-    the same launcher has started.
+    """Return the bytes of all slot files of the other ranks on this node.
+
+    A process counts as such a rank if it lives and has the same parent as this process, the
+    launcher.
     """
     held = 0
     for name, process in _slot_files():

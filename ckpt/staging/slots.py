@@ -1,12 +1,12 @@
-"""The reusable buffers that hold images.
+"""The pool of slots, the reusable buffers that hold images.
 
-A slot is a file in ``/dev/shm``: it outlives the trainer, another process can map it, and it is the
-source of direct writes. ``posix_fallocate`` reserves its pages before use, so a full ``/dev/shm``
-is an error here and never a SIGBUS later. If the file does not fit, the slot is anonymous memory:
-as fast, but gone with the process.
+A slot is usually a file in ``/dev/shm``. The file outlives the trainer, another process can map it,
+and direct I/O can write from it. ``posix_fallocate`` allocates its pages before use, so that a full
+``/dev/shm`` causes an error here, and not a SIGBUS later. If ``/dev/shm`` has no room, the slot is
+anonymous memory, which is as fast but ends with the process.
 
-Files are named by process and start time. The files of processes that are gone are removed when the
-next pool is built.
+The name of a file contains the process id and the start time of its process. When a pool is
+created, it removes the files of processes that have ended.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ _log = logging.getLogger("ckpt")
 
 
 class SlotContents(Protocol):
-    """What the files of slots hold between two saves. Thread safety: any thread may call it."""
+    """The steps that the files of slots hold between two saves.
+
+    Thread safety: any thread may call the methods.
+    """
 
     def evict(self, path: str) -> None:
-        """Give up what the file ``path`` holds: the slot is dropped, or is about to be filled
-        again.
+        """Remove the step that the file ``path`` holds from the memory tier, because the slot is
+        closed or filled with another image.
         """
         ...
 
@@ -43,14 +46,15 @@ class SlotContents(Protocol):
         ...
 
     def is_needed(self, path: str) -> bool:
-        """Return whether the file ``path`` holds the newest step that memory has, or one whose
-        outcome is not known yet, and no durable tier has a step as new.
+        """Return True if the step that the file ``path`` holds may be the newest checkpoint of the
+        job: it is the newest committed step in memory, or its outcome is not known yet, and no
+        durable tier has a step as new. The slot should not be overwritten then.
         """
         ...
 
 
 class NoContents:
-    """Slots whose files hold nothing between two saves."""
+    """The `SlotContents` of a job without a memory tier: no slot holds a step between two saves."""
 
     def evict(self, path: str) -> None: ...
 
@@ -62,20 +66,21 @@ class NoContents:
 
 
 class SlotPool:
-    """Up to ``count`` slots of one size, made ahead (``reserve``) or when first needed, and kept.
+    """Up to ``count`` slots of one size, which are created ahead of time (``reserve``) or when they
+    are first needed, and kept.
 
     Args:
-        count: The most slots there may be.
-        ranks: Ranks of this job on this node. Each asks for as many bytes.
-        limit: Bytes to stay below, beside what the machine has.
-        contents: What the slots hold between two saves. The slot with the oldest step is taken
-            first.
+        count: The most slots.
+        ranks: The number of ranks of this job on this node, which all need as much memory.
+        limit: The most bytes that this rank may use; None for what the machine has.
+        contents: The steps that slots hold between two saves. ``acquire`` prefers the slot with the
+            oldest step.
 
-    Thread safety: ``acquire`` and ``plan`` may be called from the training thread, ``reserve`` from
-    a background thread, ``release`` and ``reconsider`` from the threads that have streamed an
-    image, and ``close`` from the owner, once. ``_changed`` guards all fields, except for
-    ``_displaced``, of which a lost update changes the level of a log line at most. All of these
-    threads call ``contents``, some of them under the lock.
+    Thread safety: The training thread may call ``acquire`` and ``plan``, a background thread may
+    call ``reserve``, the threads that have streamed an image may call ``release`` and
+    ``reconsider``, and the owner may call ``close`` once. ``_changed`` guards all fields except
+    ``_displaced``, for which a lost update changes no more than the level of a log line. All of
+    these threads call ``contents``, some of them under the lock.
     """
 
     def __init__(
@@ -94,8 +99,8 @@ class SlotPool:
         self._budget: Budget | None = None
         self._closed = False
         self._displaced = False
-        """Whether /dev/shm had no room for a slot that belongs there. One log line says so, until
-        there is room again.
+        """Whether a slot that the budget puts into /dev/shm did not fit. Then the next warning
+        about this is logged at level DEBUG, until /dev/shm has room again.
         """
         self._changed = Condition()
         self._serials = itertools.count(1)
@@ -103,18 +108,18 @@ class SlotPool:
 
     @property
     def made(self) -> list[Slot]:
-        """All slots there are, in use or not."""
+        """Return all existing slots, in use or free."""
         with self._changed:
             return list(self._made)
 
     @property
     def nbytes(self) -> int:
-        """The size of all slots there are."""
+        """Return the bytes of all existing slots together."""
         return sum(slot.capacity for slot in self.made)
 
     def has_all(self, nbytes: int) -> bool:
-        """Return True if all slots for images of ``nbytes`` are there, so that ``reserve`` has
-        nothing to do.
+        """Return True if all slots for images of ``nbytes`` exist, so that ``reserve`` would create
+        none.
         """
         with self._changed:
             return self._budget is not None and (
@@ -124,17 +129,20 @@ class SlotPool:
             )
 
     def plan(self, nbytes: int) -> None:
-        """Decide now how many slots of ``nbytes`` there will be. Raises ``HostMemoryExhausted`` if
-        there is no memory for one.
+        """Decide now how many slots for images of ``nbytes`` there will be, without creating them.
+
+        Raises:
+            HostMemoryExhausted: There is not enough memory for one slot.
         """
         with self._changed:
             self._may_make(nbytes)
 
     def reserve(self, nbytes: int) -> None:
-        """Make all slots for images of ``nbytes`` now, pages touched, so that no save has to.
+        """Create all slots for images of ``nbytes`` and touch their pages, so that no save has to
+        wait for this.
 
         Raises:
-            HostMemoryExhausted: There is no memory for one.
+            HostMemoryExhausted: There is not enough memory for a slot.
         """
         while True:
             with self._changed:
@@ -147,19 +155,21 @@ class SlotPool:
                 return
 
     def acquire(self, nbytes: int, *, wait: bool) -> Slot | None:
-        """Return a free slot for an image of ``nbytes``. With ``wait``, wait until one is free;
-        else return None if none is.
+        """Return a free slot for an image of ``nbytes``, or create one. If there is none, wait for
+        one with ``wait``, else return None.
 
-        If the budget chose waves, the slot is smaller than the image.
+        If the budget is for waves, the slot is smaller than the image.
 
-        A slot whose contents are needed is not taken while another slot may be made or is in use:
-        the image in that other slot may replace these contents. Even without ``wait``, the call
-        waits while another thread makes the first slot. A slot whose file has vanished, or cannot
-        grow back to its length, is replaced by another.
+        A slot whose step is needed (see ``SlotContents.is_needed``) is not taken as long as another
+        slot can be created or is in use, since the step in that other slot may make the first one
+        unnecessary. Even without ``wait``, the call waits while another thread creates the first
+        slot. If the file of a slot was removed, or cannot be extended to its full length, the slot
+        is replaced with a new one.
 
         Raises:
-            HostMemoryExhausted: There is no memory for it.
-            CommitError: The contents of several slots are needed, and no other slot may be made.
+            HostMemoryExhausted: There is not enough memory for the slot.
+            CommitError: All free slots hold steps that are needed, there are several of them, and
+                no other slot can be created.
         """
         with self._changed:
             while (slot := self._take(nbytes)) is None:
@@ -174,8 +184,8 @@ class SlotPool:
     def release(self, slot: Slot) -> bool:
         """Take back a slot whose image is no longer needed.
 
-        Returns whether /dev/shm has room again for slots that had to be elsewhere. ``reserve``
-        makes them.
+        Return True if /dev/shm has room again for slots that had to be in anonymous memory. The
+        caller should call ``reserve`` then, which creates them in /dev/shm.
         """
         with self._changed:
             self._free.append(slot)
@@ -186,17 +196,17 @@ class SlotPool:
             return not slot.shared and self._return()
 
     def look_again(self) -> None:
-        """Let threads that wait for a slot look again, since some contents are not needed now."""
+        """Wake threads that wait for a slot, because a step in a slot may be no longer needed."""
         with self._changed:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Make no more slots; one that is being made ahead is given up."""
+        """Create no more slots, and cancel the creation of a slot that is under way."""
         with self._changed:
             self._closed = True
 
     def close(self) -> None:
-        """Free all slots. No image may be in use."""
+        """Close all slots. No image may be in use."""
         self.stop()
         with self._changed:
             for slot in list(self._made):
@@ -204,20 +214,20 @@ class SlotPool:
             self._free.clear()
 
     def reconsider(self) -> bool:
-        """Decide again if slots are elsewhere and /dev/shm may have room now. Returns whether it
-        has.
+        """If slots are in anonymous memory and /dev/shm has room now, decide a new budget. Return
+        True if this is so.
         """
         with self._changed:
             return self._return()
 
     def _return(self) -> bool:
-        """Go back to /dev/shm if slots are elsewhere and there is room again. Holds the lock."""
+        """Do as ``reconsider``. The caller must hold the lock."""
         known = self._budget
         elsewhere = [slot for slot in self._made if not slot.shared]
         if self._closed or known is None or not elsewhere or known.slot_bytes < known.nbytes:
             return False
         room = self._room()
-        # /dev/shm must have room for one more slot, beside what is there.
+        # /dev/shm must have room for one slot more than those that exist.
         if capacity_of(known.nbytes) > room.shared:
             return False
         room = _beside(room, self._made)
@@ -233,8 +243,8 @@ class SlotPool:
         return measure(slot_files.SHM, ranks=self._ranks, limit=self._limit, held=held)
 
     def _renew(self, slot: Slot, nbytes: int) -> Slot:
-        """Return ``slot``, ready to be filled. If its file, or the part that was cut off, is gone,
-        return another slot.
+        """Return ``slot`` after its step was removed and its file has its full length again. If the
+        file was removed or cannot be extended, return a new slot instead.
         """
         try:
             if slot.path:
@@ -254,10 +264,11 @@ class SlotPool:
         fitting = [slot for slot in self._free if slot.capacity >= self._slot_bytes(nbytes)]
         others = [slot for slot in fitting if not self._is_needed(slot)]
         if not others:
-            is_any_small = not all(map(self._is_needed, self._free))  # It makes room for another
+            # ``_may_make`` frees slots that are too small and not needed, which makes room.
+            is_any_small = not all(map(self._is_needed, self._free))
             if is_any_small or self._is_any_in_use() or not self._is_full():
                 return None
-            if len(self._free) > 1:  # The save after the last commit has no verdict
+            if len(self._free) > 1:  # The outcome of the save after the last commit is not known
                 raise CommitError(
                     "no slot is free: whether the last step in memory was committed cannot be "
                     "seen, since the job's store is gone; start the job again, and restore"
@@ -272,9 +283,11 @@ class SlotPool:
         return slot
 
     def _may_make(self, nbytes: int) -> bool:
-        """Return True if one more slot of this size is due, and free those that are too small. One
-        whose contents are needed stays, unless it is the only slot that there may be. Holds the
-        lock.
+        """Free the slots that are too small for images of ``nbytes``, decide the budget if
+        necessary, and return True if one more slot may be created.
+
+        A slot whose step is needed stays, unless the budget allows no other slot. The caller must
+        hold the lock.
         """
         small = [slot for slot in self._free if slot.capacity < self._slot_bytes(nbytes)]
         needed = list(filter(self._is_needed, small))
@@ -282,7 +295,8 @@ class SlotPool:
             if slot not in needed:
                 self._let_go(slot)
         if self._budget is None or self._budget.nbytes < nbytes:
-            # What is needed now will be let go of, before all slots are made.
+            # The needed slots will be freed before all new slots exist, so their memory counts as
+            # free.
             self._budget = decide(nbytes, wanted=self._count, room=_beside(self._room(), needed))
             _log.log(
                 logging.INFO if self._budget.shared else logging.WARNING,
@@ -294,7 +308,9 @@ class SlotPool:
         return not self._is_full()
 
     def _is_full(self) -> bool:
-        """Return whether there are as many slots as the budget allows."""
+        """Return True if there are as many slots as the budget allows, including those that are
+        being created.
+        """
         there = len(self._made) + self._making
         return self._budget is not None and there >= self._budget.slots
 
@@ -305,13 +321,17 @@ class SlotPool:
         return slot.path is not None and self._contents.is_needed(slot.path)
 
     def _slot_bytes(self, nbytes: int) -> int:
-        """Return the size of the slot for an image of ``nbytes``."""
+        """Return the least bytes of a slot for an image of ``nbytes``. This is less than ``nbytes``
+        if the budget is for waves.
+        """
         known = self._budget is not None and self._budget.nbytes >= nbytes
         return min(nbytes, self._budget.slot_bytes) if known and self._budget else nbytes
 
     def _make(self, nbytes: int, *, free: bool) -> Slot:
-        """Make a slot that was counted in ``_making``. Does not hold the lock: touching pages takes
-        its time.
+        """Create a slot and add it to the pool; with ``free``, also to the free slots.
+
+        The caller must have counted the slot in ``_making``, and must not hold the lock, since
+        touching the pages takes long.
         """
         made: list[Slot] = []
         try:
@@ -351,7 +371,7 @@ class SlotPool:
                     slot_files.SHM,
                 )
                 self._displaced = True
-        # What has filled /dev/shm may have taken this memory, too.
+        # The process that has filled /dev/shm may also have used this memory.
         if nbytes > (left := measure(slot_files.SHM, ranks=1).memory):
             raise HostMemoryExhausted(
                 nbytes, f"{left >> 20} MiB are left since the budget was made"
@@ -362,14 +382,15 @@ class SlotPool:
         return not self._closed
 
     def _let_go(self, slot: Slot) -> None:
-        """Drop a free one. Holds the lock."""
+        """Remove a free slot from the pool and close it. The caller must hold the lock."""
         self._free.remove(slot)
         self._drop(slot)
 
     def _drop(self, slot: Slot) -> None:
-        """Free a slot. Holds the lock.
+        """Remove a slot from the pool, remove the step in it, and close it. The caller must hold
+        the lock.
 
-        Waiting threads may make a slot in its place, even if the step in it cannot be removed.
+        Waiting threads may create a slot in its place even if the step cannot be removed.
         """
         self._made.remove(slot)
         self._changed.notify_all()
@@ -381,7 +402,7 @@ class SlotPool:
 
 
 def _beside(room: Room, slots: Sequence[Slot]) -> Room:
-    """Return the room that there is without ``slots``."""
+    """Return ``room`` enlarged by the memory of ``slots``, as if they were freed."""
     nbytes = sum(slot.capacity for slot in slots)
     in_shm = sum(slot.capacity for slot in slots if slot.shared)
     return replace(room, memory=room.memory + nbytes, shared=room.shared + in_shm)

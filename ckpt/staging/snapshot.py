@@ -1,19 +1,21 @@
-"""The copy of the state into an image: what may change at any moment is copied before the call
-returns, and the rest while training goes on.
+"""Copy the state into an image: tensors that may change at any time before the call of the save
+returns, and all other tensors while training goes on.
 
-*Eager* sources are copied by ``copy_eager`` on the caller's thread. *Late* ones belong to an
-optimizer whose step is fenced: ``copy_late`` copies them on a background thread, and ``fence``
-holds that optimizer's step until it is done. Version counters of late sources are compared after
-the copy. If one has moved, the tensor was changed meanwhile, and the snapshot fails with its name
-instead of being torn. A witness (see ``witness``) compares what the sources held at the call with
-the image. This shows changes that move no counter.
+``copy_eager`` copies *eager* sources on the caller's thread. *Late* sources belong to an optimizer
+whose step is fenced. ``copy_late`` copies them on a background thread, and ``fence`` holds that
+optimizer's step until the copies are complete. After the copies, the version counters of late
+sources are compared with those at the call. If one has moved, the tensor was changed during the
+copies, and the snapshot fails with the name of the tensor, since the image would mix two states. A
+witness (see ``witness``) also compares bytes of the sources at the call with the image, which
+detects changes that move no counter.
 
-Copies are made in the order of the file, and the window knows how far they have come, so that the
-writer need not wait for all of them.
+Late copies are made in the order of the file. The window records how far they have come, so the
+writer can begin before all copies are complete.
 
-Late copies from an accelerator run on a side stream that waits for an event of the caller's stream;
-the fence makes the current *stream* wait, not the CPU. Eager ones run on the caller's stream, and
-the call waits for them. A device without streams is copied eagerly altogether (see ``device``).
+Late copies from an accelerator run on a side stream that waits for an event of the caller's stream.
+The fence makes the current *stream* wait for them, not the CPU. Eager copies run on the caller's
+stream, and the call waits for them. All sources on a device without streams are eager (see
+``device``).
 """
 
 from __future__ import annotations
@@ -38,14 +40,20 @@ from ckpt.staging.window import Window
 from ckpt.staging.witness import Full, Sample, Sampled, Witness
 
 SPARE: Final = 4
-"""Sources that must be copied at once are set aside if they fit into ``1 / SPARE`` of a ring."""
+"""The eager sources of an image in a ring are first copied to other memory if they need at most
+``1 / SPARE`` of the size of the ring (see ``Snapshot._set_aside``).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A tensor whose digest is compared with that of its replicas.
+    """A tensor whose digest the merge compares with the digests of its replicas.
 
-    ``boxes`` names the parts of the global tensor that are in ``sources``.
+    Attributes:
+        name: The name of the tensor.
+        boxes: The boxes that this rank holds, as text.
+        sources: The tensors with the elements of these boxes.
+        late: Whether the sources are copied late.
     """
 
     name: str
@@ -56,11 +64,21 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Copies that belong together, and may be used again for another image in the same slot.
+    """The copies for a part of the state, such as one module. Later snapshots into the same slot
+    use the batch again.
 
     Attributes:
-        wrappers: Names and tensors whose versions are watched besides those of the late sources: an
-            operation on a DTensor counts in the DTensor, and not in its local tensor.
+        eager: The copies of eager sources.
+        late: The copies of late sources, in the order of the image.
+        checks: The tensors whose digests are computed.
+        wrappers: Names and tensors whose version counters are compared besides those of the late
+            sources. For example, an operation on a DTensor moves the counter of the DTensor, and
+            not that of its local tensor.
+        guarded: All tensors whose version counters are compared.
+        names: The names of the tensors in ``guarded``.
+        sample: The sample of the late sources, for a `Sampled` witness.
+        eager_devices: The devices of the eager sources.
+        late_devices: The devices of the late sources.
     """
 
     eager: tuple[Copy, ...]
@@ -102,18 +120,21 @@ def _beside_nothing(_: torch.Tensor) -> AbstractContextManager[None]:
 
 
 class Snapshot:
-    """One image being filled.
+    """The copy of the state of one save into its image.
 
-    Thread safety: the training thread builds it and calls ``copy_eager``. A background thread calls
-    ``copy_late`` once; the training thread does so if ``foreground`` is set. Any thread may call
-    ``fence`` and ``wait_landed``.
+    Thread safety: the training thread creates the object and calls ``copy_eager``. A background
+    thread calls ``copy_late`` once; if ``foreground`` is set, the training thread does. Any thread
+    may call ``fence`` and ``wait_landed``.
 
     Attributes:
-        window: What has landed; it can be streamed while the rest is copied.
-        digests: name -> "boxes=digest" of the checks; complete once it has landed.
-        foreground: Whether ``copy_late`` must run before the call returns, beside the streaming,
-            since the buffer is too small for what may not wait.
-        held_seconds: What the fence has cost so far, wait by wait.
+        step: The number of the step.
+        window: The window of the image. Bytes that have landed can be streamed while others are
+            still being copied.
+        digests: The digests of the checks by name, each as the text ``boxes=digest``. They are
+            complete once the snapshot has landed.
+        foreground: Whether ``copy_late`` must run before the call of the save returns, because the
+            eager sources do not fit into memory together. Streaming runs at the same time.
+        held_seconds: The seconds that each call of ``fence`` has waited, in order.
     """
 
     def __init__(
@@ -130,7 +151,7 @@ class Snapshot:
         self.foreground = False
         self.held_seconds: list[float] = []
         self._eager = [copy for batch in batches for copy in batch.eager]
-        # The thread that copies joins these.
+        # The copying thread joins and sorts these, so that the training thread need not.
         self._late = [batch.late for batch in batches if batch.late]
         self._checks = [check for batch in batches for check in batch.checks]
         self._guards = [(batch, list(map(_version, batch.guarded))) for batch in batches]
@@ -143,7 +164,8 @@ class Snapshot:
         self._eager_devices = frozenset[torch.device]().union(
             *(batch.eager_devices for batch in batches)
         )
-        # The witness comes before the side streams, which follow what is queued by now.
+        # Create the witness before ``Late``. Its reads of the sources are then queued before the
+        # events that the side streams wait for.
         self._witness = _witness(check, batches)
         self._device = Late.of(
             frozenset[torch.device]().union(*(batch.late_devices for batch in batches))
@@ -151,13 +173,13 @@ class Snapshot:
 
     @property
     def landed(self) -> bool:
-        """Whether every byte is in the image (or the snapshot has failed)."""
+        """Return True if all bytes are in the image, or the snapshot has failed."""
         return self._landed.is_set()
 
     def copy_eager(self) -> None:
-        """Copy what may not wait.
+        """Copy the eager sources.
 
-        On return the eager sources may change, unless ``foreground`` is set.
+        When this returns, the eager sources may change, unless ``foreground`` is set.
         """
         if self.window.whole:
             copy_now(self._eager, self._eager_devices)
@@ -169,9 +191,10 @@ class Snapshot:
             self._compared.set()
 
     def copy_late(self) -> None:
-        """Copy the rest, compare versions, and ask the witness.
+        """Copy the late sources, compare version counters, and let the witness compare the image.
 
-        Errors are kept for ``wait_landed`` and ``confirm``.
+        An error is not raised here. ``wait_landed`` raises it, and ``confirm`` does if it is a
+        ``TensorChanged``. The second and later calls do nothing.
         """
         if self._landed.is_set() or not self._begun.acquire(blocking=False):
             return
@@ -180,7 +203,7 @@ class Snapshot:
                 self._copy_late()
                 self._compare()
         except Exception as error:  # noqa: BLE001
-            # A source may be freed or moved during the copy. Callers that wait get the error.
+            # A source may be freed or moved during the copy. ``wait_landed`` raises the error.
             self._finish(
                 error
                 if isinstance(error, CkptError)
@@ -193,9 +216,9 @@ class Snapshot:
             self._compared.set()
 
     def give_up(self, error: CkptError) -> None:
-        """Fail with ``error``, since no thread will call ``copy_late``.
+        """Let the snapshot fail with ``error``, because no thread will call ``copy_late``.
 
-        Does nothing if the copying has begun. May be called from any thread.
+        This does nothing if ``copy_late`` was called before. Any thread may call it.
         """
         if self._begun.acquire(blocking=False):
             self._finish(error)
@@ -213,13 +236,14 @@ class Snapshot:
             self._check_there(group)
             self.window.land(end)
         finish_digests()
-        # Once the fence has settled this, the optimizer goes on, and nothing is compared any more.
+        # The lock is needed because ``settle`` also compares the version counters, and clears them
+        # before the optimizer goes on.
         with self._settling:
             self._finish(self._changed())
 
     def fence(self) -> None:
-        """Return when late sources may change: the copy is done, or (on an accelerator) the
-        current stream waits for it.
+        """Return when the late sources may change: their copies are complete, or the current stream
+        of their accelerator waits for the copies.
         """
         began = time.perf_counter()
         if self._device and not self._landed.is_set():
@@ -233,13 +257,14 @@ class Snapshot:
         self.held_seconds.append(time.perf_counter() - began)
 
     def settle(self) -> None:
-        """Compare versions for the last time. Later changes do not concern this snapshot.
+        """Compare the version counters for the last time. Later changes do not affect the snapshot.
 
-        An operation moves a version counter only when it has ended. A thread that has called one
-        sees the move for certain if it calls this itself, as the fence does on the training thread.
+        An operation moves a version counter only when it ends. If the thread that has run an
+        operation calls this itself, as the fence does on the training thread, the comparison
+        includes that operation for certain.
 
         Raises:
-            TensorChanged: A late source was written to since the call.
+            TensorChanged: A late source was changed since the call of the save.
         """
         with self._settling:
             self._error = self._error or self._changed()
@@ -248,38 +273,53 @@ class Snapshot:
             raise self._error
 
     def confirm(self) -> None:
-        """Return when the image is known to hold what the sources held at the call, as far as
-        versions and the witness show.
+        """Return when the version counters and the witness have shown that the image holds the
+        values that the sources had at the call of the save.
 
         Raises:
-            TensorChanged: It does not.
+            TensorChanged: A source was changed during the copies.
         """
         self._compared.wait()
         self.settle()
 
     def wait_ended(self) -> None:
-        """Return when the image is complete or lost, and not read here any more; raises nothing,
-        and uses no stream.
+        """Return when the image is complete and compared, or the snapshot has failed.
+
+        This raises no error of the snapshot, and uses no stream.
         """
         self._landed.wait()
         self._compared.wait()
 
     def wait_landed(self, timeout: float | None = None) -> None:
-        """Return when the image is complete. Raises what went wrong, or ``TimeoutError``."""
+        """Return when the image is complete.
+
+        Args:
+            timeout: The most seconds to wait; None for no limit.
+
+        Raises:
+            TimeoutError: The image is not complete after ``timeout`` seconds.
+            CkptError: The snapshot has failed with this error.
+        """
         if not self._landed.wait(timeout):
             raise TimeoutError(f"step {self.step} is not staged after {timeout} s")
         if self._error:
             raise self._error
 
     def replicas(self) -> dict[str, str]:
-        """Return the digests, once all has landed. Raises what ``wait_landed`` raises."""
+        """Wait until the image is complete, and return ``digests``. Raises the same errors as
+        ``wait_landed``.
+        """
         self.wait_landed()
         return self.digests
 
     def _copy_in_order(self) -> list[tuple[list[Copy], Events, int]]:
-        """Make the late copies, and let the window know of each group that has landed.
+        """Make the late copies in the order of the image, group by group, and tell the window of
+        each group that is complete.
 
-        Returns what is only launched: a group, its events, and what has landed with them.
+        Returns:
+            For each group that was only launched on a side stream: its copies, the events after
+            them, and the offset in the image up to which all bytes have landed once these events
+            are reached.
         """
         launched: list[tuple[list[Copy], Events, int]] = []
         if self._device:
@@ -300,15 +340,15 @@ class Snapshot:
             else:
                 copy_now(group)
             self._check_there(group)
-            if not self.window.whole:  # In a ring, other bytes take the place of these soon
+            if not self.window.whole:  # Compare now, since later bytes of a ring overwrite these
                 self._ask_witness(group)
             self.window.land(end)
         return launched
 
     def _compare(self) -> None:
-        """Ask the witness about an image that has landed.
+        """Let the witness compare an image that has landed. An error fails the save.
 
-        The fence does not wait for that: the sources are not read.
+        The fence does not wait for this, since the witness does not read the sources any more.
         """
         if self._error is None and self.window.whole:
             try:
@@ -322,7 +362,7 @@ class Snapshot:
                             f"step {self.step} could not be compared with its sources: {error}"
                         )
                     )
-        self._witness = None  # It holds the copies
+        self._witness = None  # It has references to the sources
 
     def _ask_witness(self, copies: Sequence[Copy] | None) -> None:
         if self._witness is not None:
@@ -335,8 +375,11 @@ class Snapshot:
             raise TensorChanged(moved, self.step)
 
     def _set_aside(self) -> None:
-        """Copy the eager sources of an image that passes through a ring to memory of their own, if
-        they are few. They are copied into the image later, in their turn.
+        """Prepare the eager sources of an image that passes through a ring.
+
+        They cannot be copied to the ring now, since their places may be in use by other bytes of
+        the image. If they are small enough (see ``SPARE``), copy them to other memory. Otherwise
+        set ``foreground``. In both cases, ``copy_late`` copies them into the image.
         """
         self.foreground = (
             sum(copy.target.nbytes for copy in self._eager) > self.window.capacity // SPARE
@@ -353,10 +396,11 @@ class Snapshot:
         self._eager = []
 
     def _digest(self, *, late: bool) -> Callable[[], None]:
-        """Begin the digests. The function that is returned ends them.
+        """Begin to compute the digests of the checks with this value of ``Check.late``, and return
+        a function that completes them and stores them in ``digests``.
 
-        Digests on an accelerator are only queued there, beside the copies, since the fence must not
-        wait for them on the CPU. Host memory is read before the call returns.
+        On an accelerator, this only queues work, on the same stream as the copies, since the fence
+        must not wait for it on the CPU. Tensors in host memory are read before this returns.
         """
         begun: list[tuple[Check, list[str | tuple[torch.Tensor, ...]]]] = []
         for check in self._checks:
@@ -395,7 +439,8 @@ class Snapshot:
         self._error = self._error or error
         if self._error and self._device:
             with suppress(RuntimeError):
-                # Launched copies still write to the slot, which another save gets next.
+                # Wait for launched copies. Another save gets the slot next, and they would
+                # overwrite its image.
                 self._device.synchronize()
         self._eager, self._late, self._checks = [], [], []  # The sources may be freed now
         if self._error:

@@ -1,9 +1,9 @@
-"""The progress of an image: how far it is copied, and how far it is written.
+"""Track the progress of an image: which bytes have landed, and which are already written.
 
-Writing begins with the first bytes that have landed. If the buffer is smaller than the image it is
-a
-ring: byte ``o`` of the image is at ``o % capacity``, and bytes that were written and hashed make
-room for later ones. So a state of any size can be staged, in waves.
+The bytes of an image land in order as they are copied, and can be written as soon as they have
+landed. If the buffer is smaller than the image, it is a ring: byte ``o`` of the image is at ``o %
+capacity``. Bytes that were written and hashed make room for later bytes. In this way, a state of
+any size passes through the buffer in waves.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from ckpt.locks import Condition
 
 
 class Window:
-    """The part of one image that is in memory.
+    """The part of one image that is in its buffer.
 
-    Thread safety: the thread that copies calls ``wait_room``, ``land`` and ``fail``. Threads that
-    stream call ``view``, ``written``, ``hashed`` and ``lost``. Any thread may call ``abandon``.
+    Thread safety: the copying thread calls ``wait_room``, ``land`` and ``fail``. The streaming
+    threads call ``view``, ``written``, ``hashed`` and ``lost``. Any thread may call ``abandon``.
 
     Args:
-        memory: The buffer. A ring's length must be a multiple of every part's.
-        size: Bytes of the image.
-        path: The file in /dev/shm that the buffer is, if it is one.
+        memory: The buffer. The length of a ring must be a multiple of the size of the parts that
+            are copied.
+        size: The bytes of the image.
+        path: The path of the buffer's file in /dev/shm; None if there is none.
     """
 
     def __init__(self, memory: memoryview, size: int, path: str | None = None) -> None:
@@ -35,16 +36,19 @@ class Window:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the image stays in memory and can be read again."""
+        """Return True if the whole image fits into the buffer, so that its bytes can be read
+        again.
+        """
         return self.size <= self.capacity
 
     # -- the copying side --------------------------------------------------------------------------
 
     def wait_room(self, end: int) -> None:
-        """Return when bytes up to ``end`` may be copied to the buffer.
+        """Return when the buffer has room for the bytes up to ``end``.
 
         Raises:
-            StagingError: The buffer never gets room.
+            CkptError: ``fail``, ``lost`` or ``abandon`` was called, so that the buffer may never
+                get room.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or end - self._freed() <= self.capacity)
@@ -52,7 +56,7 @@ class Window:
                 raise self._error
 
     def land(self, end: int) -> None:
-        """Declare that bytes up to ``end`` are complete."""
+        """Declare that the bytes up to ``end`` have landed."""
         with self._changed:
             self._landed = max(self._landed, end)
             self._changed.notify_all()
@@ -66,12 +70,12 @@ class Window:
     # -- the streaming side ------------------------------------------------------------------------
 
     def view(self, start: int, end: int) -> memoryview:
-        """Return bytes ``start`` to ``end`` once they have landed.
+        """Wait until the bytes ``start`` to ``end`` have landed, and return them.
 
-        It is the buffer's own memory, and a copy only if the bytes cross the end of a ring.
+        The result is a view of the buffer, or a copy if the bytes cross the end of a ring.
 
         Raises:
-            CkptError: They never land.
+            CkptError: The bytes will never land.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._landed >= end)
@@ -93,15 +97,18 @@ class Window:
         self._used(1, start, end)
 
     def lost(self, error: CkptError) -> None:
-        """Declare that a part of the image is never written. A ring makes no progress any more.
+        """Declare that a part of the image will never be written, because of ``error``.
 
-        An image that fits into the buffer is complete for the next tier.
+        A ring then fails, since it cannot make progress. An image that fits into the buffer stays
+        usable for the next tier.
         """
         if not self.whole:
             self.fail(error)
 
     def abandon(self) -> None:
-        """Declare that no more bytes are written, so a copy that waits for room ends."""
+        """Declare that no more bytes will be written. A call of ``wait_room`` then raises
+        ``StagingError``.
+        """
         self.fail(StagingError("the image is not written any more"))
 
     def _used(self, use: int, start: int, end: int) -> None:
@@ -115,7 +122,7 @@ class Window:
 
 
 class _Prefix:
-    """Ranges that come in any order, and where the first gap begins."""
+    """Ranges that are added in any order. ``end`` is the start of the first gap between them."""
 
     def __init__(self) -> None:
         self.end = 0

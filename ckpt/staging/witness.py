@@ -1,10 +1,9 @@
-"""Whether an image holds what the late sources held at the call, also where no version counter has
-moved.
+"""Detect changes of late sources that move no version counter.
 
 Code that writes through ``parameter.data``, through a NumPy view, with ``torch._foreach_*`` on
-DTensors or with a kernel of its own moves no counter. A *witness* reads the late sources at the
-call, and the image once it is filled; a difference names the tensor. ``Sampled`` reads a small part
-of each source, ``Full`` all of it.
+DTensors or with its own kernels moves no version counter. A *witness* reads the late sources at the
+call of the save, and compares them with the image after the copies. If they differ, it returns the
+name of the tensor. `Sampled` reads a small part of each source, and `Full` reads all bytes.
 """
 
 from __future__ import annotations
@@ -22,56 +21,60 @@ from ckpt.staging.copies import Copy
 from ckpt.staging.digest import exact_digest, host_bytes
 
 LINE_BYTES: Final = 256
-"""What is compared at each place of a sample."""
+"""The bytes that are compared at each place of a sample."""
 SPACING_BYTES: Final = 1021 * LINE_BYTES
-"""From one place to the next.
+"""The distance from one place of a tensor to the next.
 
-The factor is a prime, so that the places drift through the columns of rows of any usual length.
+The factor is a prime number, so that the places fall into different columns of the tensor for any
+usual length of its rows.
 """
 WHOLE_BYTES: Final = 1024
-"""A copy of this size or less is compared as a whole."""
+"""The most bytes of a copy that is compared as a whole."""
 PLACES_AT_ONCE: Final = 512
-"""Places of a sample that one call reads, beside one of each tensor.
+"""The most places that one save reads from the sample of a batch, besides one place of each tensor.
 
-A place costs about 0.1 µs, which is a miss in the processor's caches.
+To read a place takes about 0.1 µs, the time of a miss in the processor's caches.
 """
 _HOST: Final = ("", False)
-# Places of one element each, for each place that a contiguous source would have.
+# A source that is not contiguous has up to this many places of one element, in place of each place
+# of ``LINE_BYTES`` that a contiguous source has.
 _ELEMENTS: Final = 16
 
 Beside = Callable[[torch.Tensor], AbstractContextManager[None]]
 
 
 class Witness(Protocol):
-    """What the late sources were at the call, which is when it was built."""
+    """A record of the values of the late sources at the time when the witness was created."""
 
     def changed(self, copies: Sequence[Copy] | None, beside: Beside) -> str | None:
-        """Return the name of a tensor whose image is not what it was at the call; None if there is
-        none.
+        """Return the name of a tensor whose bytes in the image differ from the record; None if
+        there is no difference.
 
-        It may be called when the copies have landed.
+        The copies must have landed.
 
         Args:
-            copies: Those to look at; None for all.
-            beside: The stream on which a tensor on a device may be read.
+            copies: The copies to compare; None for all.
+            beside: A function that returns for a tensor on an accelerator the context manager in
+                which it may be read.
         """
         ...
 
 
 Place = tuple[int, int, int]
-"""Bytes that are compared: where they begin in the source, and in the target, and how many they
-are.
+"""Bytes of a copy that are compared: their offset in the source, their offset in the target, and
+their number.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Spaced:
-    """Places of one size, equally spaced: ``offsets`` in the target, ``begin`` further on in the
-    source.
+    """A sequence of equally spaced places of ``nbytes`` bytes each.
 
-    It makes each place only while it is iterated over. A list would have thousands of objects for
-    each slot, made again after each restore. The garbage collector would then run more often, and
-    one full run stops all threads for 0.1 s or more.
+    ``offsets`` are the offsets in the target. The offsets in the source are larger by ``begin``.
+
+    The places are created only during iteration. A list would consist of thousands of objects for
+    each slot, which would be created again after each restore. The garbage collector would then run
+    more often, and one full collection stops all threads for 0.1 s or more.
     """
 
     begin: int
@@ -92,10 +95,10 @@ Places = Spaced | list[Place]
 
 
 class Sample:
-    """The places at which the late copies of a batch are looked at.
+    """The places at which a `Sampled` witness compares the late copies of a batch.
 
-    The call has to wait for each place, so it reads a part of them if there are many: the next one
-    of the sample's subsets. Each subset has a place of every tensor.
+    The places are divided into subsets, and each save reads one of them, since the call of the save
+    has to wait for the reads. Each subset has a place of every tensor.
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
@@ -104,7 +107,9 @@ class Sample:
         self.subsets: tuple[Subset, ...] = ()
 
     def build(self) -> None:
-        """Find the places of the next subset in the sources, if that was not done before."""
+        """Divide the places into subsets, and prepare the next subset for reading, unless this was
+        done before.
+        """
         if not self.subsets:
             places = [(copy, _places(copy)) for copy in sorted(self._copies, key=_kind)]
             more = sum(len(found) - 1 for _, found in places)
@@ -121,7 +126,9 @@ class Sample:
         self.subsets[self._after()].build()
 
     def next(self) -> Subset:
-        """Return the subset for this save."""
+        """Go on to the next subset and return it, so that successive saves compare all places in
+        turn.
+        """
         self.build()
         self._turn = self._after()
         return self.subsets[self._turn]
@@ -131,14 +138,20 @@ class Sample:
 
 
 class Subset:
-    """Places of a sample that are read together.
+    """Places of a sample that one save reads together.
 
-    They are kept as bare addresses. These stay valid because the subset holds the copies, and
-    because a batch is only used while its sources are where they were.
+    Places in host memory are stored as addresses. The addresses stay valid because the subset
+    references the copies, and because a batch is used only while its sources have the same
+    addresses.
     """
 
     def __init__(self, places: Sequence[tuple[Copy, Places]]) -> None:
-        """``places``: of each copy those to read. Copies of one kind stand together."""
+        """Create the subset.
+
+        Args:
+            places: Copies, each with its places to read. Copies of one kind (see ``_kind``) must
+                follow each other.
+        """
         self._places = places
         self._addresses: list[tuple[int, Places]] = []
         self._host: list[Any] = []
@@ -154,8 +167,8 @@ class Subset:
                 )
 
     def build(self) -> None:
-        """Make what reads the places in host memory, if that was not done before."""
-        # Two threads may be here at once: each works on what it has seen.
+        """Create the views of the places in host memory, unless this was done before."""
+        # Two threads may run this at once. Each works on the list that it has read.
         if addresses := self._addresses:
             self._host = [
                 host_bytes(address + at, nbytes)
@@ -165,19 +178,25 @@ class Subset:
             self._addresses = []
 
     def __len__(self) -> int:
-        """Return how many places it has."""
+        """Return the number of places."""
         return sum(len(found) for _, found in self._places)
 
     def read(self) -> tuple[bytes, list[torch.Tensor]]:
-        """Return the bytes of all places of the sources now: those in host memory, and those on
-        devices in the order of their current streams.
+        """Read all places of the sources now.
+
+        Returns:
+            The bytes of the places in host memory, and tensors with the bytes of the places on
+            accelerators. The latter are only queued, on the current streams.
         """
         self.build()
         return b"".join(self._host), list(map(_gathered, self._on_devices))
 
     def differs(self, taken: bytes, copies: Sequence[Copy] | None) -> str | None:
-        """Return the name of one of ``copies`` whose image is not as ``taken``; of any copy if that
-        is None.
+        """Return the name of a copy whose bytes in the image differ from ``taken``, or None.
+
+        Args:
+            taken: The bytes of all places of the sources, in the order of the places.
+            copies: The copies to compare; None for all.
         """
         if not self._targets:
             self._build_targets()
@@ -191,8 +210,8 @@ class Subset:
         return None
 
     def _build_targets(self) -> None:
-        """Find the places in the image. That waits until now, so that it costs the training thread
-        nothing.
+        """Create the views of the places in the image. The copying thread calls this, so that it
+        takes no time of the training thread.
         """
         end = 0
         for copy, places in self._places:
@@ -204,9 +223,9 @@ class Subset:
 
 
 class Sampled:
-    """A witness of the places of samples.
+    """A witness that compares the next subset of each sample.
 
-    Built by the training thread; asked by the one that copies.
+    The training thread creates it, and the copying thread calls ``changed``.
     """
 
     def __init__(self, samples: Iterable[Sample]) -> None:
@@ -219,13 +238,15 @@ class Sampled:
             (subset, host + _fetched(there, beside), []) for subset, host, there in self._taken
         ]
         for sample in self._samples:
-            sample.build()  # So that the training thread need not, at the next save
+            sample.build()  # This saves the training thread the work at the next save
         found = (subset.differs(taken, copies) for subset, taken, _ in self._taken)
         return next((name for name in found if name is not None), None)
 
 
 class Full:
-    """A witness of every byte: a pass over the sources at the call, and one over the image."""
+    """A witness that compares all bytes: it reads all sources when it is created, and the image
+    after the copies.
+    """
 
     def __init__(self, copies: Iterable[Copy]) -> None:
         self._copies = list(copies)
@@ -255,7 +276,7 @@ def _places(copy: Copy) -> Places:
 
 
 def _elements(copy: Copy) -> list[Place]:
-    """Return single elements of a source that is not contiguous."""
+    """Return the places of a source that is not contiguous. Each is a single element."""
     source, itemsize, count = copy.source, copy.target.itemsize, copy.target.numel()
     first = 0 if copy.part is None else copy.part.start
     seed = crc32(copy.name.encode(), copy.end)
@@ -272,8 +293,10 @@ def _elements(copy: Copy) -> list[Place]:
 
 
 def _kind(copy: Copy) -> tuple[str, bool]:
-    """Return what is read together: host memory, which is the first kind, or lines or other places
-    of a device.
+    """Return the kind of a copy. Places of copies of the same kind are read together.
+
+    There is one kind for host memory, which sorts first, and two for each accelerator: for places
+    of ``LINE_BYTES``, and for places of other sizes.
     """
     if copy.source.is_cpu:
         return _HOST
@@ -281,7 +304,9 @@ def _kind(copy: Copy) -> tuple[str, bool]:
 
 
 def _views(copy: Copy, places: Places) -> list[torch.Tensor]:
-    """Return the places of a source on a device, as one view if they are equally spaced."""
+    """Return views of the places of a source on an accelerator. Equally spaced places are one
+    view.
+    """
     source = copy.source
     if not isinstance(places, Spaced):
         at = [source.storage_offset() + begin // source.itemsize for begin, _, _ in places]
