@@ -1,1 +1,1 @@
-"""Tensors of a checkpoint by name, and exports to and imports from other formats."""
+"""Read tensors of a checkpoint by name, and convert checkpoints to and from other formats."""

@@ -1,7 +1,8 @@
-"""A state -> a folder of ``torch.distributed.checkpoint``, read entry by entry while it is written.
+"""Write a state as a folder of ``torch.distributed.checkpoint`` (DCP).
 
-The format has an entry for each tensor in dicts and lists. A tuple is one entry, pickled with the
-tensors in it, and so is a list that has tensors in its tuples only.
+Each entry of the folder is read from the checkpoint just before it is written. The format has an
+entry for each tensor in dicts and lists. A tuple is one entry, pickled together with the tensors in
+it, and so is a list that contains tensors in tuples only.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ Read = Callable[[str], torch.Tensor]
 
 
 class Unread:
-    """Stand-ins for the tensors of a state: tensors without memory, with the names to read them
-    by.
+    """Create placeholders for the tensors of a state, which are tensors on the meta device, and
+    remember the name of each.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Unread:
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         made = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         self._names[id(made)] = name
-        self._kept.append(made)  # No other tensor gets its identity
+        self._kept.append(made)  # While it exists, no other tensor gets the same ``id``
         return made
 
     def name_of(self, tensor: torch.Tensor) -> str:
@@ -43,7 +44,7 @@ class Unread:
 
 
 class _Planner(DefaultSavePlanner):
-    """Reads the tensors of an entry when DCP writes it."""
+    """A planner that reads the tensors of an entry when DCP writes the entry."""
 
     def __init__(self, unread: Unread, read: Read) -> None:
         super().__init__()
@@ -65,10 +66,14 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -> None:
-    """Write a folder of DCP. At most one entry is in memory at a time: a whole tensor, or those of
-    a tuple.
+    """Write ``state`` to a folder of DCP. At most one entry is in memory at a time, which is a
+    tensor, or a tuple with the tensors in it.
 
-    Raises what ``read`` raises.
+    Args:
+        path: The folder.
+        state: The state, with placeholders of ``unread`` in place of tensors.
+        unread: The placeholders.
+        read: Returns the tensor with a given name. Its errors are passed on.
     """
     with warnings.catch_warnings():
         # DCP warns that there is no process group, and torch that storages are typed.
@@ -80,13 +85,17 @@ def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -
                 planner=_Planner(unread, read),
                 no_dist=True,
             )
-        except CheckpointException as error:  # It holds the failure of the only rank
+        except CheckpointException as error:  # Raise the error of the only rank instead
             raise next(iter(error.failures.values()))[0] from error
 
 
 def fitted(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """Return the state as the format can hold it. It has no place for an empty dict, except in a
-    tuple. Raises ``ConfigError`` for two names that would become one.
+    """Return the state without what the DCP format cannot hold, and note each change in ``notes``.
+
+    The format cannot hold an empty dict, except in a tuple. In a list, None replaces the dict.
+
+    Raises:
+        ConfigError: Two values would have the same name in the format.
     """
     taken: set[str] = set()
 
@@ -106,7 +115,7 @@ def fitted(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             return value
         if listed:
-            # The format can write a list with a gap, but not read it.
+            # DCP writes a list with a missing item, but cannot read it.
             notes.changed.append((path, "a dict without entries: None now"))
             return None
         notes.left_out.append((path, "a dict without entries"))
@@ -116,7 +125,7 @@ def fitted(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
 
 
 def _inner(path: str, key: object) -> str:
-    """Return the name that the format gives to an item of a container."""
+    """Return the name that DCP gives to the item ``key`` of the container at ``path``."""
     try:
         return f"{path}.{key}"
     except ValueError:  # Python refuses to print an int of thousands of digits
@@ -127,9 +136,9 @@ def _inner(path: str, key: object) -> str:
 
 
 def _is_walked(value: Any) -> bool:
-    """Return True if the items of a list are entries of their own.
+    """Return True if DCP writes each item of the list ``value`` as a separate entry.
 
-    One of them is then a dict, a tensor, or a list of that kind.
+    This is so if an item is a dict, a tensor, or itself such a list.
     """
     return isinstance(value, list) and any(
         isinstance(item, Mapping | torch.Tensor) or _is_walked(item) for item in value

@@ -1,6 +1,7 @@
-"""A committed step -> a file or folder that other programs read.
+"""Export a committed step to a file or folder that other programs can read.
 
-Whole tensors, streamed: the step need not fit into memory.
+Tensors are written whole, whatever their shards, and one after another, so the step need not fit
+into memory.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ SHARD_BYTES: Final = 5 * 10**9
 class Exported:
     """The result of an export.
 
-    ``place`` is the path of the file or folder. ``tensors`` is the number of tensors, with tied
-    names.
+    Attributes:
+        place: The absolute path of the file or folder.
+        tensors: The number of exported names of tensors. Tied names are included.
+        nbytes: The bytes of the exported tensors. Tied tensors count once.
+        notes: The values that the format cannot hold, or holds in another form.
     """
 
     place: str
@@ -45,12 +49,13 @@ class Exported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """What to export, and how.
+    """The options of an export.
 
     Attributes:
-        globs: Patterns of names; all names if there are none.
-        strip: A prefix that is removed from the names (safetensors).
-        max_shard_bytes: The most bytes of one file (safetensors, into a folder).
+        globs: The patterns of the names to export; empty for all names.
+        strip: A prefix that is removed from the names. It is for safetensors only.
+        max_shard_bytes: The most bytes of one file; None for the default. It is for safetensors in
+            a folder only.
     """
 
     globs: Sequence[str] = ()
@@ -69,20 +74,21 @@ def export(
     *,
     on_start: Callable[[int], None] = lambda _: None,
 ) -> Exported:
-    """Write tensors, and plain values if the format holds them, to ``out``.
+    """Write the tensors of a checkpoint, and its plain values if the format can hold them, to
+    ``out``.
 
-    ``out`` appears when all of it is complete.
+    ``out`` appears only when the whole export is complete.
 
     Args:
-        reader: The checkpoint.
-        out: A file or folder that does not exist yet.
+        reader: The reader of the checkpoint.
+        out: The path of the new file or folder, which must not exist.
         kind: The format.
-        options: What to export.
-        on_start: Called with the number of bytes that will be read.
+        options: The options.
+        on_start: A function that is called with the number of bytes that will be read.
 
     Raises:
         ConfigError: ``out`` exists, or an option does not fit the format.
-        EntryMissing: No name matches.
+        EntryMissing: No tensor has a name that matches ``options.globs``.
     """
     globs, max_shard_bytes = options.globs, options.max_shard_bytes
     if kind != "safetensors" and (options.strip or max_shard_bytes is not None):
@@ -122,7 +128,7 @@ def _safetensors(
     options: ExportOptions,
 ) -> None:
     strip, max_shard_bytes = options.strip, options.max_shard_bytes
-    kept: dict[str, str] = {}  # Maps a stored name to the first of its names
+    kept: dict[str, str] = {}  # Maps the stored name of a tensor to the name that is exported
     shared: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (name in reader.manifest.tied, name)):
         first = kept.setdefault(reader.tensors[name].name, name)
@@ -150,7 +156,7 @@ def _safetensors(
 
 
 def _leave_out_values(reader: StepReader, notes: Notes, globs: Sequence[str]) -> None:
-    """Note the plain values as left out, since safetensors has no place for them."""
+    """Note all plain values as left out, since a safetensors file cannot hold them."""
     tree = StateTree(reader.manifest, lambda _: None, globs, by_name=True).build()
     with following("tree"):
         notes.left_out += [(path, "a plain value") for path in _paths(tree)]
@@ -195,10 +201,15 @@ def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> 
 
 @contextmanager
 def _appears(out: str) -> Generator[str]:
-    """Give a path to build in, which becomes ``out`` at the end.
+    """Return a context manager for building ``out``. It yields a temporary path, and moves the file
+    or folder from there to ``out`` at the end.
 
-    It is in a new folder beside ``out`` that only this user can enter, so no other user can put a
-    link there.
+    The path is in a new folder beside ``out`` that only this user can access, so that no other user
+    can put a link there.
+
+    Raises:
+        ConfigError: ``out`` exists.
+        StorageError: A call of the file system fails, also in the block.
     """
     out = os.path.abspath(out)
     if os.path.lexists(out):
@@ -217,13 +228,15 @@ def _appears(out: str) -> Generator[str]:
 
 
 def _move(place: str, out: str) -> None:
-    """Move the result to ``out``. It replaces nothing: what has appeared there in the meantime
-    stays.
+    """Move the file or folder ``place`` to ``out``.
+
+    A file or folder with content that another process has put there in the meantime is not
+    replaced. Raises ``ConfigError`` if there is one.
     """
     if os.path.isdir(place):
         if os.path.lexists(out):
             raise _is_there(out)
-        os.rename(place, out)  # Fails if a file, a link or a folder with files is there
+        os.rename(place, out)  # This fails if ``out`` is a file, a link or a folder with content
         return
     try:
         os.link(place, out)
@@ -232,7 +245,8 @@ def _move(place: str, out: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
             raise
-        # The file system has no hard links. Only an empty file of our own is replaced.
+        # The file system has no hard links. Create an empty file, which fails if ``out`` exists,
+        # and replace only this file.
         try:
             os.close(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         except FileExistsError:

@@ -1,4 +1,4 @@
-"""The kind of an unexpected file, by its first bytes."""
+"""Recognize the kind of a file by its first bytes, for errors about files of the wrong kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_BYTES: Final = 4096
 
 
 def is_torch(path: str) -> bool:
-    """Return True if it begins as a file of ``torch.save`` (torch 1.6 or later)."""
+    """Return True if the file begins as ``torch.save`` writes it since torch 1.6."""
     try:
         with open(path, "rb") as file:
             head = file.read(300)
@@ -30,7 +30,9 @@ def is_torch(path: str) -> bool:
 
 
 def what_is(path: str) -> str:
-    """Return the kind of a file, such as "a safetensors file"; empty if it is unknown."""
+    """Return a text that names the kind of a file, such as "a safetensors file". The text is empty
+    if the kind is unknown, or the file may be a damaged file of ``torch.save``.
+    """
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:
@@ -46,7 +48,7 @@ def what_is(path: str) -> str:
         return "a safetensors file: give --format safetensors"
     if head.startswith(b"PK\x03\x04"):
         if b"data.pkl" in head[:300]:
-            return ""  # A damaged file of torch
+            return ""  # This is a file of ``torch.save``, which must be damaged
         return "an archive of numpy.savez" if b".npy" in head[:200] else "a zip archive"
     if head[257:262] == b"ustar":
         return "a tar archive: unpack it first"

@@ -1,6 +1,6 @@
-"""Files of other programs -> a nested state of tensors and plain values.
+"""Read files of other programs, and return a nested state of tensors and plain values.
 
-Nothing in them is unpickled beyond what ``weights_only`` allows.
+Pickles are loaded by ``torch.load(weights_only=True)``, or read as inert data, and by nothing else.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ _WAY_OUT: Final = (
 
 
 def detect(source: str) -> Kind:
-    """Return the kind of a source. Raises ``ConfigError`` if it is none of the three."""
+    """Return the kind of the file or folder ``source``. Raises ``ConfigError`` if it is of none of
+    the three kinds.
+    """
     if os.path.isfile(source):
         return "safetensors" if source.endswith(_SAFETENSORS) else "torch"
     if not os.path.isdir(source):
@@ -84,7 +86,7 @@ def detect(source: str) -> Kind:
 def check_kind(source: str, kind: Kind) -> None:
     """Raise ``ConfigError`` if ``source`` cannot be of this kind.
 
-    A file is named by its first bytes.
+    If the first bytes of a file show its kind, the error names that kind.
     """
     if not os.path.exists(source):
         raise ConfigError(f"{source} is not there: name a local file or folder")
@@ -117,12 +119,17 @@ def _names_in(folder: str) -> list[str]:
 def read_source(source: str, kind: Kind, scratch: str | None) -> State:
     """Return the state in ``source``.
 
-    Its tensors are mapped from the file if possible, and otherwise from a file in the folder
-    ``scratch``.
+    Tensors are mapped from the source file if possible. The tensors of a DCP folder are assembled
+    in a scratch file, and mapped from it.
+
+    Args:
+        source: The file or folder.
+        kind: The kind of ``source``.
+        scratch: The folder for the scratch file; None for the system's temporary folder.
 
     Raises:
-        UnsupportedValue: The state needs unpickling.
-        IntegrityError: The source is damaged, or a part is missing.
+        UnsupportedValue: The state contains objects that only pickle could load.
+        IntegrityError: The source is damaged, or a part of it is missing.
     """
     match kind:
         case "torch":
@@ -143,7 +150,7 @@ def _torch(source: str) -> State:
     if not files:
         raise ConfigError(f"{source} holds no {', '.join(_TORCH)} file")
     loaded = {name: _load(os.path.join(source, name)) for name in _indexed(source, "bin") or files}
-    if len(loaded) == 1 or _indexed(source, "bin"):  # One state, perhaps in several files
+    if len(loaded) == 1 or _indexed(source, "bin"):  # All files together hold one state
         return {key: value for part in loaded.values() for key, value in _state(part).items()}
     stems = {name: os.path.splitext(name)[0] for name in loaded}
     alone = len(set(stems.values())) == len(stems)  # With a.pt and a.bin, full names are used
@@ -167,7 +174,8 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            found = torch.load(path, map_location="cpu", weights_only=True)  # Until torch 1.5
+            # Files of torch before 1.6 cannot be mapped.
+            found = torch.load(path, map_location="cpu", weights_only=True)
         check_state(found, name)
         return found
     except CkptError:
@@ -181,7 +189,7 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
             ) from None
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # noqa: BLE001
-        # The error comes from the unpickler, the zip reader, or what broken bytes lead them to.
+        # Damaged bytes can cause any error in the unpickler or the zip reader.
         text = str(error)
         if isinstance(path, str) and (kind := what_is(path)):
             raise ConfigError(f"{name} is not a file of torch.save, but {kind}") from None
@@ -200,7 +208,9 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
 
 
 def _indexed(folder: str, suffix: str) -> list[str]:
-    """Return the files that a Hugging Face index names; none without an index."""
+    """Return the names of the files that a Hugging Face index in the folder lists. The list is
+    empty if the folder has no index for files with this suffix.
+    """
     found = [name for name in os.listdir(folder) if name.endswith(f".{suffix}.index.json")]
     if not found:
         return []
@@ -213,8 +223,8 @@ def _indexed(folder: str, suffix: str) -> list[str]:
 
 
 def _inside(folder: str, name: object) -> str:
-    """Return a file name of a table of contents. Raises ``IntegrityError`` if it is not inside of
-    the folder.
+    """Return ``name``, a file name from an index or table of contents of ``folder``. Raises
+    ``IntegrityError`` if it is not the plain name of a file in the folder.
     """
     if (
         not isinstance(name, str)
@@ -284,8 +294,10 @@ def _dcp(source: str, scratch: str | None) -> State:
 
 @contextmanager
 def _doubted(table_path: str) -> Generator[None]:
-    """Raise ``IntegrityError`` for errors in the block, which follows a table of contents that may
-    hold anything.
+    """Return a context manager that replaces errors such as ``KeyError`` with ``IntegrityError``.
+
+    It is for code that walks a table of contents of DCP, since a damaged or forged table may
+    contain anything.
     """
     try:
         yield
@@ -305,7 +317,12 @@ def _doubted(table_path: str) -> Generator[None]:
 def _made(
     scratch: str | None, kinds: list[tuple[str, str, tuple[int, ...]]]
 ) -> dict[str, torch.Tensor]:
-    """Return new tensors to be filled."""
+    """Return new tensors by name, whose values are in a scratch file and not yet set.
+
+    Args:
+        scratch: The folder for the scratch file; None for the system's temporary folder.
+        kinds: The name, the dtype and the shape of each tensor.
+    """
     try:
         return Scratch(scratch, kinds).tensors
     except (OSError, OverflowError) as error:
@@ -321,7 +338,9 @@ def _made(
 
 
 def _kind(name: str, item: Inert) -> tuple[str, tuple[int, ...]] | None:
-    """Return the dtype and the shape of a tensor; None for another value."""
+    """Return the dtype and the shape of the entry ``name`` of the table of contents if it is a
+    tensor, else None.
+    """
     if not item.name.endswith(".TensorStorageMetadata"):
         return None
     properties = item.state["properties"]
@@ -336,7 +355,11 @@ def _kind(name: str, item: Inert) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
-    """Return the numbers of a ``torch.Size`` that is still an ``Inert``."""
+    """Return the numbers of ``size``, which is the ``Inert`` of a ``torch.Size``, or a sequence.
+
+    Raises:
+        ValueError: They are not possible as the shape or the offsets of a tensor.
+    """
     items = (
         size.args[0]
         if isinstance(size, Inert) and size.args
@@ -355,9 +378,11 @@ def _numbers(size: Any) -> tuple[int, ...]:
 
 
 def _check_sizes(source: str, table: Inert, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-    """Refuse a file whose entries overlap, and tensors that need more bytes than the entries have.
+    """Raise ``ValueError`` if entries of a file overlap or exceed it, or if the tensors need more
+    bytes than all entries have.
 
-    Otherwise a forged table could make the process allocate more than the file has.
+    Otherwise a forged table of contents could make the process allocate more memory than the files
+    have bytes.
     """
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for info in table.state["storage_data"].values():
@@ -380,7 +405,9 @@ def _check_sizes(source: str, table: Inert, kinds: Sequence[tuple[str, tuple[int
 
 
 def _pieces(source: str, table: Inert) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Any]]]:
-    """Yield the name, the offsets in the tensor, and the function that loads it."""
+    """Yield for each entry of the table of contents the name of its value, the offsets in the
+    tensor if it is a part of a tensor, and a function that loads the entry.
+    """
     for index, info in table.state["storage_data"].items():
         name, offset = str(index.state["fqn"]), index.state.get("offset")
         place = info.state
@@ -425,8 +452,15 @@ def _place(name: str, whole: torch.Tensor, offsets: tuple[int, ...], piece: Any)
 
 
 def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> State:
-    """Return the values of names such as 'model.a.b' in dicts and lists, by the paths that the
-    planner has written. A name without a path stays flat.
+    """Return the values in nested dicts and lists.
+
+    Args:
+        flat: The values by their flat names, such as 'model.a.b'.
+        paths: The path of each name, as the planner of DCP has stored it. A name without a path
+            stays a key of the top level.
+
+    Raises:
+        ValueError: The paths are invalid or contradict each other.
     """
     root: dict[Any, Any] = {}
     for name, value in flat.items():

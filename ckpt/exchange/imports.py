@@ -1,8 +1,9 @@
-"""The state of another program -> a checkpoint that ``CheckpointManager.restore`` loads.
+"""Import the state that another program has saved, as a checkpoint that
+``CheckpointManager.restore`` can load.
 
-A dict of tensors becomes a module, and a dict of ``state`` and ``param_groups`` an optimizer. The
-manager then saves them as any other state. Their classes are not needed: a checkpoint holds only
-names, tensors and values.
+A dict of tensors becomes a module, and a dict with ``state`` and ``param_groups`` becomes an
+optimizer. The manager then saves them as any other state. The original classes are not needed,
+since a checkpoint holds only names, tensors and values.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ class Imported:
     """The result of an import.
 
     Attributes:
-        names: The kind of each entry, by its name in the state.
-        notes: Sentences about values that are different from the source.
+        names: A description of each entry of the state, by its name.
+        notes: Notes for the user about differences between the source and the checkpoint.
+        nbytes: Unused; it is always 0.
+        kind: The kind of the source.
     """
 
     names: dict[str, str] = field(default_factory=dict[str, str])
@@ -51,7 +54,7 @@ class Imported:
 
 
 class _Module(nn.Module):
-    """Any module with this state dict."""
+    """A module that has the given state dict, and neither parameters nor code."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__()
@@ -63,14 +66,14 @@ class _Module(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignCheckpoint:
-    """A checkpoint of another program.
+    """A checkpoint of another program, with options for its import.
 
     Attributes:
-        path: The file or the folder.
-        kind: Its kind; None for the one that it looks like.
-        plain: Names of dicts of tensors that belong to no module.
+        path: The path of the file or folder.
+        kind: The kind of the source; None to detect it.
+        plain: The names of dicts of tensors that must stay dicts, and not become modules.
         parameter_names: The names of the model's parameters in the order in which the optimizer got
-            them, for a file that has numbers only.
+            them. They are needed if the optimizer's state has numbers in place of names.
     """
 
     path: str
@@ -86,19 +89,20 @@ def import_checkpoint(
     *,
     look: Callable[[], list[StepRef]] | None = None,
 ) -> Imported:
-    """Save what ``foreign`` holds as ``step``.
+    """Save the state of ``foreign`` as a step of ``tier``.
 
     Args:
-        foreign: What is imported.
-        tier: The place of the checkpoint.
-        step: The step that it becomes.
-        look: Returns the committed attempts at ``tier``, for a caller that limits how long this may
-            take.
+        foreign: The checkpoint to import.
+        tier: The tier that gets the checkpoint.
+        step: The number of the step.
+        look: A function that returns the committed attempts on ``tier``. The default lists the
+            tier; a caller may pass a function with a time limit.
 
     Raises:
-        ConfigError: ``foreign`` is not there, or of no known kind.
-        UnsupportedValue: It holds what only pickle could load.
-        StepExists: Steps are immutable.
+        ConfigError: The source does not exist, or is of no known kind.
+        UnsupportedValue: The source contains objects that only pickle could load.
+        StepExists: The tier has the step already.
+        CommitError: The tier has a later step.
     """
     backend = open_backend(tier.url, tier.options)
     source = foreign.path
@@ -109,7 +113,7 @@ def import_checkpoint(
     local = backend.url if is_folder(backend.url) else None
     done = Imported(kind=found)
     metadata = {"imported_from": os.path.abspath(source), "imported_as": found}
-    # An import removes nothing that the tier would give up for a new step.
+    # Without these settings, the retention of the tier would remove other steps after the import.
     keeps_all = replace(
         tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None
     )
@@ -134,9 +138,11 @@ def _check_free(root: str, step: int, there: Sequence[StepRef]) -> None:
 
 @contextmanager
 def _made(folder: str | None) -> Generator[str | None]:
-    """Make a scratch file at the place of the checkpoint, where there must be room anyway.
+    """Return a context manager that creates ``folder`` if necessary and yields it, as the place for
+    a scratch file. For None, it creates nothing and yields None.
 
-    An error leaves no empty new folder.
+    The root of the checkpoint is used for this, since it needs room for the tensors anyway. After
+    an error in the block, the new folders that are still empty are removed.
     """
     if folder is None:
         yield None
@@ -153,7 +159,7 @@ def _made(folder: str | None) -> Generator[str | None]:
             raise StorageError(folder, error.strerror or str(error)) from None
         yield folder
     except BaseException:
-        with suppress(OSError):  # It is absent, or another process has put something into it
+        with suppress(OSError):  # The folder may not exist, or contain files
             for made in new:
                 os.rmdir(made)
         raise
@@ -167,7 +173,9 @@ def _check_apart(source: str, root: str) -> None:
 
 
 class _Shaper:
-    """Finds modules and optimizers among the top level of a state."""
+    """Replace the dicts of modules and optimizers at the top level of a state with objects that the
+    manager saves as modules and optimizers.
+    """
 
     def __init__(self, done: Imported, plain: Sequence[str], names: Sequence[str] | None) -> None:
         self._done, self._plain, self._names = done, plain, names
@@ -232,9 +240,15 @@ class _Shaper:
         return found
 
     def _tie(self, name: str, entries: dict[str, Any]) -> None:
-        """Tie equal tensors again. Formats without ties hold a tied weight twice, and a model with
-        tied weights takes no others. Tensors that are equal to the bit are tied, unless an
-        optimizer has both.
+        """Replace equal tensors of a module with one tensor, which the manager saves as tied names.
+
+        Some formats store a tied weight twice, but a model with tied weights can only load a
+        checkpoint with the tie. Two tensors are tied if they are equal to the bit and have at least
+        two dimensions, unless both are parameters of an optimizer.
+
+        Args:
+            name: The name of the module.
+            entries: The state dict of the module, which is changed in place.
         """
         first: dict[tuple[torch.dtype, torch.Size, str], str] = {}
         for key in sorted(
@@ -282,8 +296,16 @@ class _Shaper:
     def _parameters(
         self, name: str, value: Mapping[str, Any], ids: list[Any]
     ) -> list[nn.Parameter]:
-        """Return the parameters of the module with the same names, or parameters that have only an
-        index.
+        """Return a parameter for each parameter of the optimizer ``name``.
+
+        If the names of the parameters are known and a module has all of them, these are the
+        module's tensors, which become parameters in the module too. Otherwise they are empty
+        parameters that belong to no module.
+
+        Args:
+            name: The name of the optimizer.
+            value: The state dict of the optimizer.
+            ids: The names or numbers of its parameters, in order.
         """
         names, how = self._names_of(value, ids)
         for module, entries in self._modules.items():
@@ -322,7 +344,9 @@ class _Shaper:
         return [], ""
 
     def _clean(self, names: Sequence[str]) -> list[str]:
-        """Return the names as the module has them, which may have lost a wrapper's prefix."""
+        """Return the names of parameters as the modules have them: without the prefix of a wrapper
+        if only the name without it exists.
+        """
         known = {key for entries in self._modules.values() for key in entries}
         return [
             next((each.removeprefix(w) for w in _WRAPPERS if each.removeprefix(w) in known), each)
@@ -331,7 +355,9 @@ class _Shaper:
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    """Return True for a tensor with bytes in memory. The save refuses others."""
+    """Return True if ``tensor`` is an ordinary strided tensor in host memory. A save refuses
+    sparse, quantized and nested tensors, and tensors on the meta device.
+    """
     plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     return plain and tensor.device.type == "cpu"
 
@@ -355,7 +381,9 @@ def _is_module(value: Any) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    """Return True if the dict is the ``state_dict()`` of an optimizer, and not only similar."""
+    """Return True if ``value`` has the structure of an optimizer's ``state_dict()``: mappings in
+    ``state``, and groups with unique parameters in ``param_groups``.
+    """
     if not isinstance(value, Mapping):
         return False
     state, groups = value.get("state"), value.get("param_groups")
@@ -374,8 +402,17 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, Any]) -> list[str]:
-    """Return the names of the optimizer's parameters in order, if their number and shapes are those
-    of its state, else an empty list.
+    """Return the names of the parameters in a module's state dict, if these can be the parameters
+    of an optimizer in the same order, else an empty list.
+
+    They can be if their number is that of ``ids``, and their shapes are those of the tensors in the
+    optimizer's state. Entries with the usual names of buffers are left out, and a tied parameter
+    counts once.
+
+    Args:
+        entries: The state dict of the module.
+        ids: The names or numbers of the optimizer's parameters, in order.
+        state: ``state`` of the optimizer's state dict.
     """
     seen: set[tuple[int, tuple[int, ...]]] = set()
     names: list[str] = []

@@ -1,9 +1,8 @@
-"""A pickle as data: what it would build, with a name in the place of every class and function.
+"""Read a pickle as inert data, without importing or calling anything.
 
-Nothing is imported or called.
-
-``torch.distributed.checkpoint`` writes its table of contents as a pickle. Its opcodes are followed
-here, and each call they ask for becomes an ``Inert`` with the name and the arguments.
+``torch.distributed.checkpoint`` writes its table of contents as a pickle. This module executes the
+opcodes of such a pickle. It replaces each class, each function and each call with an `Inert` that
+has the name and the arguments.
 """
 
 from __future__ import annotations
@@ -43,7 +42,14 @@ _PLAIN: Final = frozenset(
 
 @dataclass(slots=True, eq=False)
 class Inert:
-    """``name(*args)``, not called; ``state`` is what would have been set on the result."""
+    """A class or function that a pickle names, or a call of it that is not carried out.
+
+    Attributes:
+        name: The full name of the class or function.
+        args: The arguments of the call.
+        state: The state that unpickling would set on the result of the call.
+        built: Whether the pickle has set the state.
+    """
 
     name: str
     args: tuple[Any, ...] = ()
@@ -52,7 +58,7 @@ class Inert:
 
 
 class _Machine:
-    """The stack machine of pickle, with the opcodes of plain objects."""
+    """The stack machine of pickle, with those opcodes that plain objects need."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -98,7 +104,7 @@ class _Machine:
 
     def _two(self, join: Callable[[Any, Any], Any], *, into: bool = False) -> None:
         second, first = self.stack.pop(), self.stack.pop()
-        if into:  # The memo may refer to this very list
+        if into:  # Change the list in place, since the memo may reference it
             first.append(second)
             self.stack.append(first)
         else:
@@ -134,7 +140,7 @@ class _Machine:
 
 _MOST_PARTS: Final = 16
 _KEYS: Final = (str, int, bytes, type(None), Inert)
-"""The types of keys that are fast to hash. An ``Inert`` is hashed by its identity."""
+"""The accepted types of dict keys, which are fast to hash. An ``Inert`` is hashed by identity."""
 
 
 def _called(call: Inert, args: tuple[Any, ...]) -> Inert:
@@ -144,11 +150,16 @@ def _called(call: Inert, args: tuple[Any, ...]) -> Inert:
 
 
 def _with_state(made: Inert, state: Any) -> Inert:
-    """Set the state of an object in place, since it may be remembered. Classes with slots give a
-    pair, others a few values.
+    """Set the state of ``made``, and return it.
 
-    No dict is copied and nothing is built twice, so it takes the same time however large the state
-    is.
+    ``made`` is changed in place, since the memo may reference it. Usually ``state`` is a dict. For
+    a class with slots it is a pair of dicts, and for some classes a tuple of a few values, which
+    are added to ``args``.
+
+    No dict is copied and no state is set twice, so that a forged pickle cannot make this slow.
+
+    Raises:
+        ValueError: The state was set before, or has too many parts.
     """
     parts = state if isinstance(state, tuple) else (state,)
     if made.built or len(parts) > _MOST_PARTS:
@@ -163,13 +174,15 @@ def _with_state(made: Inert, state: Any) -> Inert:
 
 
 def read_inert(data: bytes, name: str) -> Any:
-    """Return what the pickle ``data`` describes.
+    """Return the object that the pickle ``data`` describes, with `Inert` objects in place of
+    instances of classes.
 
     Args:
+        data: The pickle.
         name: The name of the pickle in errors.
 
     Raises:
-        UnsupportedValue: It is no pickle, or it needs more than plain objects.
+        UnsupportedValue: ``data`` is not a pickle, or has opcodes or values that are not supported.
     """
     try:
         if len(data) > _MOST_BYTES:

@@ -1,9 +1,8 @@
-"""Bounds on the time and memory that a file of another program may take, checked before it is
-loaded.
+"""Check that loading a file of another program takes time and memory in proportion to its size.
 
-Both are proportional to the bytes of the file. ``torch.load(weights_only=True)`` calls nothing that
-a file names. But it unpacks compressed data, compares keys that are built of themselves, and waits
-for data from a pipe.
+``torch.load(weights_only=True)`` calls no function that a file names. But a malicious file could
+still contain compressed data that unpacks to very much, keys that take forever to hash, or
+containers that contain each other again and again. A pipe in place of a file may never end.
 """
 
 from __future__ import annotations
@@ -19,33 +18,38 @@ from typing import IO, Any, Final
 from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
 
 _MOST_ITEMS: Final = 1 << 20
-"""The most items of a tuple with all tuples in it. As a key, all of them are hashed."""
+"""The most items of a tuple, counting the items of all tuples in it. If the tuple is a key of a
+dict, all of them are hashed.
+"""
 _MOST_DEPTH: Final = 100
 _REPEATS: Final = 16
-"""How often a file may refer to a value that it holds once, on average."""
+"""The most times that a state may refer to each of its values, on average."""
 
 
 def regular(path: str) -> str:
-    """Return ``path``. Raises ``ConfigError`` for a pipe or a device, which may never end."""
+    """Return ``path``. Raises ``ConfigError`` if it exists and is not an ordinary file, since
+    reading a pipe or a device may never end.
+    """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ConfigError(f"{path} is not an ordinary file")
     except OSError:
-        pass  # Opening the file raises the error
+        pass  # The caller opens the file next, which raises the error
     return path
 
 
 @contextmanager
 def opened(path: str, held: str = "", *, is_part: bool = True) -> Generator[IO[bytes]]:
-    """Open an ordinary file of another program for reading.
+    """Return a context manager that opens an ordinary file of another program for reading.
 
     Args:
-        held: What the file holds, for errors.
-        is_part: Whether the file is a part that another one names.
+        path: The path of the file.
+        held: The name of the value that the file holds, for errors; empty to leave it out.
+        is_part: Whether another file of the checkpoint names this one.
 
     Raises:
-        IntegrityError: The part is missing.
-        ConfigError: It cannot be read, here or in the block.
+        IntegrityError: The file is missing although ``is_part`` is set.
+        ConfigError: The file cannot be opened, or an ``OSError`` occurs in the block.
     """
     which = f", which holds {held!r}" if held else ""
     try:
@@ -61,10 +65,19 @@ def opened(path: str, held: str = "", *, is_part: bool = True) -> Generator[IO[b
 
 
 def check_torch_file(file: IO[bytes], name: str) -> None:
-    """Raise for a file of ``torch.save`` that would take more memory than it has bytes, or that
-    would never end.
+    """Check a file of ``torch.save`` before it is loaded.
 
-    What is no such file at all is left for ``torch.load`` to refuse.
+    A file that ``torch.save`` cannot have written passes this check, since ``torch.load`` refuses
+    it.
+
+    Args:
+        file: The file.
+        name: The name of the file in errors.
+
+    Raises:
+        IntegrityError: The file is compressed, or has parts that overlap, so that loading it would
+            need more memory than the file has bytes.
+        UnsupportedValue: See ``check_pickle``.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -87,7 +100,9 @@ def check_torch_file(file: IO[bytes], name: str) -> None:
 
 
 def _check_legacy(file: IO[bytes], name: str) -> None:
-    """Check a file of torch before 1.6: five pickles, and the bytes of the tensors behind them."""
+    """Check a file of torch before 1.6, which consists of five pickles and the bytes of the
+    tensors.
+    """
     file.seek(0)
     try:
         for _ in range(5):
@@ -97,10 +112,16 @@ def _check_legacy(file: IO[bytes], name: str) -> None:
 
 
 def check_pickle(data: bytes | IO[bytes], name: str) -> None:
-    """Raise ``UnsupportedValue`` for tuples that hold themselves twice, many times over. To hash
-    such a tuple takes forever.
+    """Raise ``UnsupportedValue`` if a tuple in a pickle has too many items, counting the items of
+    all tuples in it.
 
-    Follows the stack with the number of items in each tuple, and 1 for all else.
+    Each tuple of a short pickle may contain the tuple before it twice, so that hashing the last one
+    takes forever. The check follows the opcodes with a stack that has the number of items for each
+    tuple, and 1 for any other object.
+
+    Args:
+        data: The pickle.
+        name: The name of the file in errors.
     """
     stack: list[int] = []
     marks: list[int] = []
@@ -139,11 +160,11 @@ def check_pickle(data: bytes | IO[bytes], name: str) -> None:
 
 
 def check_state(state: Any, name: str) -> None:
-    """Raise for a state that would take forever to walk: containers in themselves, or the same ones
-    many times over.
+    """Raise ``UnsupportedValue`` if a walk through ``state`` would take forever, because a
+    container contains itself, is nested too deeply, or occurs too many times.
     """
-    sizes: dict[int, int] = {}  # Number of values in a container and all containers in it
-    held = 0  # Number of values, each counted once
+    sizes: dict[int, int] = {}  # By id of a container: the values that a walk through it visits
+    held = 0  # The number of items of all containers, where each container counts once
     stack: list[tuple[Any, bool, int]] = [(state, False, 0)]
     open_now: set[int] = set()
     while stack:

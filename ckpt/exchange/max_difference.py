@@ -1,4 +1,4 @@
-"""The distance between two tensors."""
+"""Compute the largest difference between two stored tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from ckpt.catalog.tensor_reader import StepReader
 
 
 def max_difference(one: StepReader, two: StepReader, name: str) -> float:
-    """Return the largest absolute difference between two elements of the same place.
+    """Return the largest absolute difference between elements of the tensor ``name`` at the same
+    position in two checkpoints.
 
-    It is inf if one of two elements is finite, or a number, and the other is not. Both tensors must
-    have the same dtype and shape.
+    The result is inf if one of two such elements is infinite or NaN and the other one is not equal
+    to it. Two NaNs count as equal. Both tensors must have the same dtype and shape.
     """
     dtype = getattr(torch, one.tensors[name].dtype)
     largest = 0.0
@@ -31,5 +32,7 @@ def max_difference(one: StepReader, two: StepReader, name: str) -> float:
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values in a type that can hold them and that supports arithmetic."""
+    """Return the tensor converted to complex128 or float64, since torch has no arithmetic for some
+    dtypes.
+    """
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

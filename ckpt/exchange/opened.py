@@ -1,4 +1,4 @@
-"""``ckpt.open(root)``: read what a checkpoint holds, without a model to put it in."""
+"""Read tensors of a checkpoint without a model: the implementation of ``ckpt.open``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MOST_THREADS: Final = 8
 
 
 class Opened:
-    """A checkpoint, opened for reading by ``ckpt.open``.
+    """A checkpoint that ``ckpt.open`` has opened for reading.
 
-    One that is collected without ``close`` gives a ``ResourceWarning``, as a file does. Views of
-    its tensors can still be read.
+    If it is garbage-collected without ``close``, Python emits a ``ResourceWarning``, as for a file.
+    Views of its tensors can still be read then.
 
     Attributes:
         step: The number of the step.
@@ -59,22 +59,24 @@ class Opened:
     def steps(self) -> list[int]:
         """Return the numbers of the committed steps in this root, newest first.
 
-        Each can be opened: ``ckpt.open(root, step=1200)``.
+        ``ckpt.open(root, step=1200)`` opens one of them.
         """
         return sorted({ref.step for ref in committed(self._backend)}, reverse=True)
 
     def names(self) -> list[str]:
-        """Return the names of all tensors, with tied names."""
+        """Return the names of all tensors, sorted. Tied names are included."""
         return sorted(self.reader.tensors)
 
     def tensor(self, name: str) -> TensorView:
-        """Return a tensor that is not read yet. Index it for its values. Raises
-        ``EntryMissing``.
+        """Return a view of the tensor ``name``. Nothing is read until the view is indexed.
+
+        Raises:
+            EntryMissing: The checkpoint has no tensor of this name.
         """
         return TensorView(self.reader, name)
 
     def close(self) -> None:
-        """Give threads and connections back. Tensors that were read stay."""
+        """Close the threads and connections. Tensors that were read before stay valid."""
         self._closed = True
         self._workers.close()
         self._backend.close()
@@ -99,12 +101,11 @@ class Opened:
 
 
 class TensorView:
-    """One whole tensor of a checkpoint, whichever ranks wrote its parts.
+    """A view of one whole tensor of a checkpoint, whichever ranks have written its parts.
 
-    Nothing is read until it is indexed.
-
-    ``view[...]`` is all of it; ``view[100:200]``, ``view[:, 3]``, ``view[-1]`` read only the chunks
-    that hold those elements, and verify them. The result is a fresh CPU tensor.
+    Nothing is read until the view is indexed. ``view[...]`` reads the whole tensor.
+    ``view[100:200]``, ``view[:, 3]`` and ``view[-1]`` read only the chunks that hold the wanted
+    elements. Every chunk that is read is verified. The result is a new tensor in host memory.
     """
 
     def __init__(self, reader: StepReader, name: str) -> None:
@@ -122,7 +123,7 @@ class TensorView:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Return the bytes of the whole tensor."""
         return self._tensor.nbytes
 
     def __getitem__(self, index: Index) -> torch.Tensor:
@@ -147,8 +148,9 @@ class TensorView:
 
 
 def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None) -> Opened:
-    """Open a committed checkpoint for reading: names, and tensors or slices of them, without a
-    model and without reading the rest.
+    """Open a committed checkpoint for reading names, tensors and slices of tensors.
+
+    This needs no model, and reads only the wanted tensors.
 
     ::
 
@@ -156,17 +158,19 @@ def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None
             rows = opened.tensor("model/embed.weight")[100:200]
 
     Args:
-        root: Folder or URL, or a `Tier` where its backend needs options.
-        step: Which one; the newest if it is left out.
+        root: The folder or URL of the root, or a `Tier` if its backend needs options.
+        step: The number of the step; None for the newest checkpoint.
 
     Raises:
-        NoCheckpoint: There is none.
+        NoCheckpoint: The root has no checkpoint of this step, or no checkpoint at all.
     """
     return Opened(root, step)
 
 
 def _resolve(index: Index, shape: Sequence[int]) -> tuple[Box, tuple[int | slice, ...]]:
-    """Return the box to read, and the index into it that gives the wanted values."""
+    """Return the box of a tensor of ``shape`` to read, and the index that selects the wanted
+    elements from this box.
+    """
     box: list[tuple[int, int]] = []
     rest: list[int | slice] = []
     for size, item in zip(shape, _items(index, shape), strict=True):
@@ -185,7 +189,7 @@ def _resolve(index: Index, shape: Sequence[int]) -> tuple[Box, tuple[int | slice
 
 
 def _items(index: Index, shape: Sequence[int]) -> list[int | slice]:
-    """Return one item for each dimension."""
+    """Return the items of ``index``, completed with full slices to one item for each dimension."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(
         isinstance(item, bool) or not isinstance(item, int | slice | EllipsisType) for item in items

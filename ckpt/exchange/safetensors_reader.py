@@ -1,7 +1,7 @@
-"""A safetensors file -> tensors that are mapped from it.
+"""Read a safetensors file, and return tensors that are mapped from it.
 
-Read here rather than with the library, which nothing else needs: an import takes what an export
-writes wherever ckpt is installed.
+This module does not use the safetensors library, which ckpt needs for nothing else. An import of
+such a file therefore works in every installation of ckpt.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from ckpt.model.dtype import DTYPES, DType
 
 _LENGTH: Final = 8
 _MOST_HEADER: Final = 100_000_000
-"""Bytes; the format's own limit."""
+"""The most bytes of a header, as the format defines."""
 _OF_CODE: Final[dict[str, DType]] = {
     dtype.storage: dtype for dtype in DTYPES.values() if dtype.lanes == 1 and dtype.name not in SAME
 }
 
 
 def read_file(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a file. Writing to a tensor does not change the file.
+    """Return the tensors of a file by name, and its metadata. Writing to a tensor does not change
+    the file.
 
     Raises:
-        IntegrityError: It is missing, cut, or not of the format.
-        UnsupportedValue: A tensor is of a type that torch does not have.
+        IntegrityError: The file is missing, cut short, or not a safetensors file.
+        ConfigError: The file cannot be read.
+        UnsupportedValue: A tensor has a type that torch does not have.
     """
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -53,7 +55,12 @@ def read_file(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _check_places(places: list[tuple[int, ...]], size: int) -> None:
-    """Check that tensors follow one another up to the end of the file."""
+    """Raise ``ValueError`` unless the tensors follow each other without gaps and fill the file.
+
+    Args:
+        places: The start and the end of each tensor, counted from the end of the header.
+        size: The bytes after the header.
+    """
     at = 0
     for start, end in sorted(places):
         if start != at or end < start:
@@ -81,6 +88,6 @@ def _tensor(name: str, entry: dict[str, Any], data: memoryview) -> torch.Tensor:
     if start == end:
         return torch.empty(shape, dtype=kind)
     raw = torch.frombuffer(data[start:end], dtype=torch.uint8)
-    if raw.data_ptr() % dtype.itemsize:  # A file need not align its tensors
+    if raw.data_ptr() % dtype.itemsize:  # The format does not require aligned tensors
         raw = raw.clone()
     return raw.view(kind).view(shape)

@@ -1,7 +1,8 @@
-"""Tensors -> safetensors: one file, or shards with an index, as Hugging Face lays them out.
+"""Write tensors as one safetensors file, or as several files with an index in the layout of Hugging
+Face.
 
-Written here rather than with the library, which wants all tensors of a file in memory; what is
-written is read back with it in the tests.
+This module does not use the safetensors library, which needs all tensors of a file in memory. Tests
+read the files with the library.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ SUFFIX: Final = ".safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _ALIGNMENT: Final = 8
 SAME: Final = frozenset({"float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2", "bits16"})
-"""Types that the format has under the name of plain integers only."""
+"""The dtypes that a file stores as plain integers, since the format has no names for them."""
 
 
 def write_file(
@@ -32,9 +33,16 @@ def write_file(
     metadata: dict[str, str],
     reader: StepReader,
 ) -> None:
-    """Write one file with ``tensors`` under ``names``.
+    """Write one safetensors file, and make it durable.
 
-    At most ``BATCH_BYTES`` of them are in memory at a time.
+    At most ``catalog.tensor_reader.BATCH_BYTES`` of tensors are in memory at a time.
+
+    Args:
+        path: The path of the file.
+        tensors: The tensors to write.
+        names: The names in the file, by the stored names of the tensors.
+        metadata: Entries for the metadata in the header.
+        reader: The reader of the checkpoint.
     """
     order = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype].itemsize, names[tensor.name]))
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
@@ -62,8 +70,10 @@ def write_folder(
     reader: StepReader,
     most_bytes: int,
 ) -> None:
-    """Write ``model.safetensors``, or shards of at most ``most_bytes`` with their index. A larger
-    tensor has a shard of its own.
+    """Write ``model.safetensors``, or several files of at most ``most_bytes`` each and an index. A
+    tensor of more than ``most_bytes`` has a file of its own.
+
+    Except for ``most_bytes``, the arguments are those of ``write_file``.
     """
     files = _shards(sorted(tensors, key=lambda tensor: names[tensor.name]), most_bytes)
     for name, held in files.items():
@@ -88,7 +98,9 @@ def write_folder(
 
 
 def _shards(tensors: Sequence[Tensor], most_bytes: int) -> dict[str, list[Tensor]]:
-    """Return the files by name, and the tensors of each."""
+    """Divide the tensors into files of at most ``most_bytes``, and return the tensors of each file
+    by the name of the file.
+    """
     groups: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -104,7 +116,9 @@ def _shards(tensors: Sequence[Tensor], most_bytes: int) -> dict[str, list[Tensor
 
 
 def check_names(names: dict[str, str]) -> None:
-    """Raise ``ConfigError`` if two tensors would have one name, or a name of the format itself."""
+    """Raise ``ConfigError`` if two tensors would have the same name in the file, or if a name is
+    empty or reserved by the format. ``names`` maps stored names to names in the file.
+    """
     seen: dict[str, str] = {}
     for name, short in names.items():
         if short in seen:
@@ -119,7 +133,7 @@ def check_names(names: dict[str, str]) -> None:
 
 
 def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:
-    """Note the types that the format holds under another name."""
+    """Note in ``notes`` the tensors that a safetensors file stores with another dtype."""
     for tensor in tensors:
         dtype = DTYPES[tensor.dtype]
         if dtype.lanes > 1:

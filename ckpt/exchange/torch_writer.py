@@ -1,7 +1,7 @@
-"""Tensors -> one file of ``torch.save``.
+"""Write a state to one file with ``torch.save``.
 
-``torch.save`` needs all tensors at once. So they are in a scratch file that is mapped into memory,
-and the system keeps as much of it in memory as there is room for.
+``torch.save`` needs all tensors at once. They are therefore in a scratch file that is mapped into
+memory, so that they may need more memory than the machine has.
 """
 
 from __future__ import annotations
@@ -24,16 +24,24 @@ _ALIGNMENT: Final = 64
 
 
 class Scratch:
-    """Makes tensors without values in a file that has no name. The file is freed with the last of
-    them.
+    """Create tensors in a temporary file without a name, which is mapped into memory.
+
+    The values of the tensors are not set. The system frees the file when no tensor uses it any
+    more.
+
+    Attributes:
+        memory: The bytes of each tensor by name.
+        tensors: The tensors by name.
     """
 
     def __init__(
         self, folder: str | None, kinds: Iterable[tuple[str, str, tuple[int, ...]]]
     ) -> None:
-        """``kinds`` are (name, dtype, shape).
+        """Create the file and the tensors.
 
-        ``folder`` must have room for all of it; None for the system's.
+        Args:
+            folder: A folder with room for all tensors; None for the system's temporary folder.
+            kinds: The name, the dtype and the shape of each tensor.
         """
         self.memory: dict[str, memoryview] = {}
         self.tensors: dict[str, torch.Tensor] = {}
@@ -45,14 +53,16 @@ class Scratch:
             end = -(-(end + nbytes) // _ALIGNMENT) * _ALIGNMENT
         with tempfile.TemporaryFile(dir=folder) as file:
             if end:
-                # Allocate the file now: on a full disk, a later write would end in a SIGBUS.
+                # Allocate the file now. On a full disk, this raises an error, while a later write
+                # to the mapped memory would end the process with SIGBUS.
                 os.posix_fallocate(file.fileno(), 0, end)
             whole = memoryview(mmap.mmap(file.fileno(), max(end, 1)) if end else bytearray(1))
         for name, dtype, shape, start, nbytes in places:
             kind = getattr(torch, dtype)
             self.memory[name] = whole[start : start + nbytes]
             if nbytes:
-                # Each tensor has a storage of its own, or torch would take them for views of one.
+                # Give each tensor its own storage. Otherwise ``torch.save`` would write all tensors
+                # as views of one storage.
                 raw = torch.frombuffer(self.memory[name], dtype=torch.uint8)
                 self.tensors[name] = raw.view(kind).view(shape)
             else:
@@ -62,7 +72,9 @@ class Scratch:
 def read_into_scratch(
     reader: StepReader, tensors: Iterable[Tensor], folder: str
 ) -> dict[str, torch.Tensor]:
-    """Read ``tensors`` into a scratch file, and return them by the names they are stored under."""
+    """Read ``tensors`` from the checkpoint into a scratch file in ``folder``, and return them by
+    their stored names.
+    """
     wanted = list(tensors)
     scratch = Scratch(folder, ((tensor.name, tensor.dtype, tensor.shape) for tensor in wanted))
     reader.read(
@@ -76,7 +88,7 @@ def read_into_scratch(
 
 
 def write_file(path: str, state: dict[str, Any]) -> None:
-    """Write the state as ``torch.save`` does, and make the file durable."""
+    """Write ``state`` to a file with ``torch.save``, and make the file durable."""
     with open(path, "wb") as file:
         torch.save(state, file)
         file.flush()

@@ -218,7 +218,7 @@ class Snapshot:
     def give_up(self, error: CkptError) -> None:
         """Let the snapshot fail with ``error``, because no thread will call ``copy_late``.
 
-        This does nothing if ``copy_late`` was called before. Any thread may call it.
+        This does nothing if ``copy_late`` has begun to copy. Any thread may call it.
         """
         if self._begun.acquire(blocking=False):
             self._finish(error)
