@@ -230,8 +230,8 @@ def _appears(out: str) -> Generator[str]:
 def _move(place: str, out: str) -> None:
     """Move the file or folder ``place`` to ``out``.
 
-    A file or folder with content that another process has put there in the meantime is not
-    replaced. Raises ``ConfigError`` if there is one.
+    A file, a link or a folder with content that another process has put there in the meantime is
+    not replaced. Then the function raises ``ConfigError`` or ``OSError``.
     """
     if os.path.isdir(place):
         if os.path.lexists(out):

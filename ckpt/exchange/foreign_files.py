@@ -119,8 +119,8 @@ def _names_in(folder: str) -> list[str]:
 def read_source(source: str, kind: Kind, scratch: str | None) -> State:
     """Return the state in ``source``.
 
-    Tensors are mapped from the source file if possible. The tensors of a DCP folder are assembled
-    in a scratch file, and mapped from it.
+    Tensors are mapped from the source file if possible. The tensors in a folder of
+    ``torch.distributed.checkpoint`` are assembled in a scratch file, and mapped from it.
 
     Args:
         source: The file or folder.
@@ -183,7 +183,7 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
     except FileNotFoundError:
         raise IntegrityError(f"{name} is missing") from None
     except OSError as error:
-        if error.errno == errno.EINVAL:  # Mmap raises it for a file that is cut short
+        if error.errno == errno.EINVAL:  # ``mmap`` raises this error for a file that is cut short
             raise IntegrityError(
                 f"{name} is not a whole file of torch.save: it was cut short"
             ) from None
@@ -296,8 +296,8 @@ def _dcp(source: str, scratch: str | None) -> State:
 def _doubted(table_path: str) -> Generator[None]:
     """Return a context manager that replaces errors such as ``KeyError`` with ``IntegrityError``.
 
-    It is for code that walks a table of contents of DCP, since a damaged or forged table may
-    contain anything.
+    It is for code that walks the table of contents of ``torch.distributed.checkpoint``, since a
+    damaged or forged table may contain anything.
     """
     try:
         yield
@@ -456,8 +456,8 @@ def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> State:
 
     Args:
         flat: The values by their flat names, such as 'model.a.b'.
-        paths: The path of each name, as the planner of DCP has stored it. A name without a path
-            stays a key of the top level.
+        paths: The path of each name, as the planner of ``torch.distributed.checkpoint`` has stored
+            it. A name without a path stays a key of the top level.
 
     Raises:
         ValueError: The paths are invalid or contradict each other.

@@ -67,8 +67,8 @@ def opened(path: str, held: str = "", *, is_part: bool = True) -> Generator[IO[b
 def check_torch_file(file: IO[bytes], name: str) -> None:
     """Check a file of ``torch.save`` before it is loaded.
 
-    A file that ``torch.save`` cannot have written passes this check, since ``torch.load`` refuses
-    it.
+    A file that is neither a zip archive nor a pickle passes this check, since ``torch.load``
+    refuses it.
 
     Args:
         file: The file.

@@ -64,11 +64,11 @@ class Box:
         )
 
     def contains(self, other: Box) -> bool:
-        """Return True if ``other`` lies completely inside this box."""
+        """Return True if this box contains ``other`` completely."""
         return other.relative_to(self).inside(self.shape)
 
     def inside(self, shape: Sequence[int]) -> bool:
-        """Return True if this box lies completely inside a tensor of ``shape``."""
+        """Return True if a tensor of ``shape`` contains this box completely."""
         return len(shape) == len(self.shape) == len(self.offsets) and all(
             start >= 0 and n >= 0 and start + n <= size
             for start, n, size in zip(self.offsets, self.shape, shape, strict=True)
@@ -87,8 +87,8 @@ def split_rows(box: Box, most: int) -> list[Box]:
         return []
     if box.numel <= most:
         return [box]
-    # ``dim`` is the first dimension of which a single row has at most ``most`` elements. The loop
-    # goes through all indices of the dimensions before ``dim``.
+    # ``dim`` is the first dimension whose rows have at most ``most`` elements each. The loop goes
+    # through all indices of the dimensions before ``dim``.
     dim = next(d for d in range(len(box.shape)) if math.prod(box.shape[d + 1 :]) <= most)
     rows = max(1, most // math.prod(box.shape[dim + 1 :]))
     parts: list[Box] = []

@@ -290,10 +290,16 @@ def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
 
 
 def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
-    """Return ``packed``, or raise ``ManifestCorrupt`` with the first fault.
+    """Return ``packed`` after checking it, except for its offsets, which ``offsets_of`` checks.
 
-    ``columns`` is the unpacked form of ``packed``. This does not check the offsets, which
-    ``offsets_of`` checks.
+    Args:
+        packed: The fragment.
+        columns: Its unpacked form.
+        key: Its name in errors.
+
+    Raises:
+        ManifestCorrupt: The fragment is invalid. The error has the first fault.
+        CodecMissing: The codec of its file is not installed here.
     """
     check_heading(packed, key)
     size = packed.file.size if packed.file else 0

@@ -26,7 +26,12 @@ _MAX_BYTES = 1 << 60
 
 
 def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
-    """Return a manifest that was read, or raise ``ManifestCorrupt`` with the first fault."""
+    """Return ``manifest`` after checking it. ``key`` is its name in errors.
+
+    Raises:
+        ManifestCorrupt: The manifest is invalid. The error has the first fault.
+        CodecMissing: The codec of a file is not installed here.
+    """
     require(
         manifest.world_size >= 1 and manifest.step >= 0, key, "step or world size is out of range"
     )

@@ -390,8 +390,8 @@ def _collide(items: Collection[Any]) -> bool:
 
 
 def _check_hashes(value: Collection[object], path: str) -> None:
-    """Raise ``UnsupportedValue`` for a set or dict of which too many members have the same hash,
-    since ``decode`` would refuse it.
+    """Raise ``UnsupportedValue`` if too many members of a set, or keys of a dict, have the same
+    hash, since ``decode`` would refuse the value.
     """
     if _collide(value):
         raise UnsupportedValue(

@@ -424,8 +424,8 @@ class _World:
 def _headings(
     gathered: Gathered, ranks: Sequence[Light]
 ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], set[str]]:
-    """Return the dtype and the shape of each tensor by name, and the names of the tensors of which
-    ranks have different dtypes or shapes.
+    """Return the dtype and the shape of each tensor by name, and the names of the tensors that have
+    another dtype or shape on some ranks.
     """
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     disputed: set[str] = set()

@@ -1,4 +1,4 @@
-"""Decide the memory budget: how many slots a rank has, of which size and in which memory.
+"""Decide the memory budget: the number of slots of a rank, their size, and their kind of memory.
 
 The decision is made before the first save, and one log line states it. The memory that slots may
 use is the least of the free memory of the machine, the memory that its cgroup (v1 or v2) leaves

@@ -2,8 +2,8 @@
 ``torch.accelerator``.
 
 A device is *ordered* if it has streams and events. A copy from an ordered device can run on a side
-stream, after all work that the training has queued. Sources on devices that are not ordered are
-copied before the call returns.
+stream, after all work that the training has queued. Sources on an accelerator that is not ordered
+are copied before the call returns.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ writer can begin before all copies are complete.
 
 Late copies from an accelerator run on a side stream that waits for an event of the caller's stream.
 The fence makes the current *stream* wait for them, not the CPU. Eager copies run on the caller's
-stream, and the call waits for them. All sources on a device without streams are eager (see
+stream, and the call waits for them. All sources on an accelerator without streams are eager (see
 ``device``).
 """
 
@@ -133,7 +133,8 @@ class Snapshot:
         digests: The digests of the checks by name, each as the text ``boxes=digest``. They are
             complete once the snapshot has landed.
         foreground: Whether ``copy_late`` must run before the call of the save returns, because the
-            eager sources do not fit into memory together. Streaming runs at the same time.
+            image passes through a ring and its eager sources are too large to be copied to other
+            memory first. The image is streamed at the same time.
         held_seconds: The seconds that each call of ``fence`` has waited, in order.
     """
 
