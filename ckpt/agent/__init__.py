@@ -1,3 +1,3 @@
-"""The agent: a process for each node and user that outlives the trainer, and finishes what the
-trainer could not.
+"""The agent: a process for each node and user that outlives the trainer. It copies files for
+trainers, verifies their steps, and finishes the steps of a job whose trainer has ended.
 """

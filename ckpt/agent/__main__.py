@@ -1,7 +1,8 @@
 """The processes of the agent: ``python -m ckpt.agent run | start | work PID``.
 
-``start`` returns when the agent listens in a process of its own. ``work`` carries out an
-order, which it reads from standard input.
+``run`` is the agent. ``start`` starts the agent in a process of its own, and returns when the agent
+listens. ``work`` is a worker: a process that the agent with the process id ``PID`` has started. It
+carries out one order, which it reads from standard input.
 """
 
 from __future__ import annotations
@@ -29,11 +30,17 @@ from ckpt.pipeline.workers import Workers
 _THREADS: Final = 2
 _NICE: Final = 19
 _COPY_NICE: Final = 10
-"""Training wins the core: no thread of it waits for a worker (decision 6)."""
+"""The niceness of a worker that copies files for a trainer.
+
+The worker has an interpreter of its own. So no training thread can wait for a lock that a suspended
+thread of the worker holds (decision 6).
+"""
 
 
 def run(idle_seconds: float | None = None) -> bool:
-    """Be the agent of this user until it ends. Returns False if another process is."""
+    """Run the agent of this user in this process, and return True when it has ended. Return False
+    at once if another process is the agent.
+    """
     agent = _agent(idle_seconds)
     if agent.listen():
         agent.run()
@@ -42,9 +49,14 @@ def run(idle_seconds: float | None = None) -> bool:
 
 
 def start() -> int:
-    """Become the agent in a process of its own. Returns when it listens, or when another does."""
+    """Fork a child process that becomes the agent.
+
+    Returns:
+        An exit code. The parent returns 0 once this agent or another one listens, and the exit code
+        of the child if the child has ended before. The child returns 0 when the agent has ended.
+    """
     ear, mouth = os.pipe()
-    if child := os.fork():  # no thread runs yet
+    if child := os.fork():  # A fork is safe here, since no other thread runs yet
         os.close(mouth)
         heard = os.read(ear, 1)
         return 0 if heard else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or 1
@@ -69,16 +81,18 @@ def _agent(idle_seconds: float | None) -> Agent:
 
 
 def work(parent: int) -> int:
-    """Be a worker: carry out the order on standard input, for the agent ``parent``, and end with
-    it. Reports go to standard output.
+    """Carry out the order on standard input, write reports to standard output, and return 0.
+
+    The kernel kills this process when the agent ends.
 
     Args:
-        parent: The process id of the agent. Without it, this process does not work.
+        parent: The process id of the agent. If it is not the parent of this process, the process
+            ends at once.
     """
     end_with_parent(parent)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
     reports = os.dup(1)
-    os.dup2(2, 1)  # what a client of a store prints is no report
+    os.dup2(2, 1)  # the client of a store may print text, which must not be read as a report
     lock = threading.Lock()
 
     def report(message: msgspec.Struct) -> None:
@@ -90,13 +104,14 @@ def work(parent: int) -> int:
 
 
 def _carry_out(order: Order, report: OnReport) -> Ended:
+    """Carry out the task of ``order``, and return the last report. ``report`` gets the others."""
     match order.task:
         case "copy":
             os.nice(_COPY_NICE)
             return copy_files(order)
         case "scrub":
             os.nice(_NICE)
-            # one thread, so that not more than one piece is read at a time
+            # With one thread, at most one piece is read at a time.
             with Workers("scrub", 1) as workers, Scrub(order, workers, report) as scrub:
                 return scrub.run()
         case "finish" | "free":
@@ -105,7 +120,7 @@ def _carry_out(order: Order, report: OnReport) -> Ended:
 
 
 def main(words: list[str]) -> int:
-    """Run one of the processes, and return its exit code."""
+    """Run the process that the arguments ``words`` name, and return its exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     try:
         match words:

@@ -1,4 +1,6 @@
-"""Reach the agent of this user, start it if there is none, and replace one of an older version."""
+"""Connections to the agent of this user. A missing agent is started, and an agent of an older
+version is replaced.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +44,23 @@ _WELCOME: Final = msgspec.msgpack.Decoder(Welcome)
 _VERIFIED: Final = msgspec.msgpack.Decoder(Verified)
 _STOPPED: Final = msgspec.msgpack.Decoder(Stopped)
 _PARENT: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-"""The folder that ckpt is imported from."""
+"""The folder that contains the package ckpt."""
 
 
 class Connection:
-    """A connection to an agent. One request is under way at a time.
+    """A connection to an agent, or to a worker that the agent has lent. One request is under way at
+    a time.
 
     Attributes:
-        welcome: The version and the process of the agent.
+        welcome: The version and the process id of the agent.
 
     Thread safety: one thread at a time.
     """
 
     def __init__(self, connected: socket.socket) -> None:
-        """Raises ``AgentError`` if the other end is another user's, or is no agent."""
+        """Raise ``AgentError`` if the process at the other end belongs to another user, or is no
+        agent.
+        """
         self._socket = connected
         connected.settimeout(_ANSWER_SECONDS)
         check_peer(connected, "the agent's socket")
@@ -65,26 +70,32 @@ class Connection:
             raise AgentError("the agent's socket is served by another program") from None
 
     def ask(self, request: Request, timeout: float = _ANSWER_SECONDS) -> Answer:
-        """Return the agent's answer.
+        """Send ``request``, and return the agent's answer.
 
         Raises:
-            AgentError: The agent refuses, or does not answer.
+            AgentError: The agent refuses the request, or does not answer within ``timeout``
+                seconds.
         """
         self.send(request)
         return self.next_answer(timeout)
 
     def send(self, request: Request | CopyFile) -> None:
-        """Send a request without waiting for an answer. Raises ``AgentError``."""
+        """Send a request without waiting for an answer.
+
+        Raises:
+            AgentError: The connection has failed, or the request is too long.
+        """
         try:
             send(self._socket, request)
         except OSError as error:
             raise AgentError(f"the agent cannot be asked: {error!r}") from None
 
     def next_answer(self, timeout: float) -> Answer:
-        """Return the next answer of the agent, or of the worker that it has lent.
+        """Return the next answer of the agent, or of the worker that the agent has lent.
 
         Raises:
-            AgentError: It refuses, has ended, or is silent for ``timeout`` seconds.
+            AgentError: The answer is a refusal, the other end has closed the connection, or no
+                answer arrives for ``timeout`` seconds.
         """
         self._socket.settimeout(timeout)
         try:
@@ -98,8 +109,8 @@ class Connection:
         return answer
 
     def next_news(self) -> Verified | None:
-        """Wait for what the agent has found out about the registered job. None if the agent has
-        ended, or has closed the connection.
+        """Wait until the agent has verified a step of the job that was registered on this
+        connection, and return the result. Return None if the connection has ended.
         """
         self._socket.settimeout(None)
         try:
@@ -108,8 +119,8 @@ class Connection:
             return None
 
     def stopped(self) -> Stopped:
-        """Wait until the agent, which was asked to stop, has ended. Return its last message, which
-        is empty if it was killed or is of another version.
+        """Wait until the agent, which was asked to stop, has ended. Return its last message. If the
+        agent was killed or has another version, the message returned names no jobs.
         """
         self._socket.settimeout(None)
         with suppress(OSError, EOFError, AgentError, msgspec.MsgspecError):
@@ -117,8 +128,8 @@ class Connection:
         return Stopped()
 
     def has_ended(self, seconds: float) -> bool:
-        """Return whether the other end closes the connection within so many seconds. What it still
-        sends is dropped.
+        """Return True if the other end closes the connection within ``seconds``. Data that arrives
+        meanwhile is dropped.
         """
         deadline, comes = time.monotonic() + seconds, select.poll()
         comes.register(self._socket, select.POLLIN)
@@ -130,12 +141,16 @@ class Connection:
         return True
 
     def end_requests(self) -> None:
-        """Let the other end see that no request follows. What it sends can still be read."""
+        """Close this side of the connection for sending, so that the other end sees that no request
+        follows. Answers can still be received.
+        """
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
     def interrupt(self) -> None:
-        """Let ``next_news`` return in another thread."""
+        """Shut the connection down, so that a ``next_news`` that waits in another thread
+        returns.
+        """
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -147,7 +162,7 @@ def connect(place: Place) -> Connection | None:
     """Return a connection to the agent, or None if no agent listens.
 
     Raises:
-        AgentError: The socket is another user's, or something else is wrong with it.
+        AgentError: The socket belongs to another user or another program, or cannot be used.
     """
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connected.settimeout(_ANSWER_SECONDS)
@@ -155,7 +170,7 @@ def connect(place: Place) -> Connection | None:
         connected.connect(place.socket)
         return Connection(connected)
     except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, EOFError):
-        connected.close()  # none listens, or it is just ending
+        connected.close()  # No agent listens, or the agent is just ending
         return None
     except OSError as error:
         connected.close()
@@ -168,13 +183,13 @@ def connect(place: Place) -> Connection | None:
 
 
 def reach(place: Place) -> Connection:
-    """Return a connection to an agent of this version, which is started if there is none.
+    """Return a connection to an agent of this version. An agent is started if there is none.
 
     An agent of an older version is asked to end, and is replaced. A newer agent is not replaced.
     Otherwise two versions on one node would replace each other again and again.
 
     Raises:
-        AgentError: None could be started, or one of a newer version runs.
+        AgentError: No agent could be started, or an agent of a newer version runs.
     """
     deadline = time.monotonic() + _START_SECONDS
     while True:
@@ -187,7 +202,7 @@ def reach(place: Place) -> Connection:
             found.close()
             raise _other_version(found.welcome, "set CKPT_AGENT_FOLDER to a folder for this one")
         else:
-            with suppress(AgentError):  # it may be ending already
+            with suppress(AgentError):  # The older agent may be ending already
                 found.ask(Stop(keep_memory=True))
             found.close()
         if time.monotonic() > deadline:
@@ -199,11 +214,12 @@ def reach(place: Place) -> Connection:
 
 
 def reach_and_ask(request: Request, timeout: float = _ANSWER_SECONDS) -> tuple[Connection, Answer]:
-    """Return a connection to the agent of this user, and its answer to ``request``. The agent is
+    """Return a connection to the agent of this user, and its answer to ``request``. An agent is
     started if there is none.
 
     Raises:
-        AgentError: None could be started, or one of a newer version runs, or it refuses.
+        AgentError: No agent could be started, an agent of a newer version runs, or the agent
+            refuses the request.
     """
     connection = reach(Place.of_this_user())
     try:
@@ -214,13 +230,16 @@ def reach_and_ask(request: Request, timeout: float = _ANSWER_SECONDS) -> tuple[C
 
 
 def start(place: Place, timeout: float) -> None:
-    """Start an agent in a session of its own. It shares no descriptor with this process, except
-    for its log file.
+    """Start an agent, and return once this agent or another one listens.
 
-    Returns when it listens, or when another agent does.
+    The agent gets a session of its own, and inherits no descriptor but that of its log file.
+
+    Args:
+        place: The folder of the agent.
+        timeout: How many seconds the start may take.
 
     Raises:
-        AgentError: It could not be started.
+        AgentError: The agent could not be started.
     """
     try:
         log = place.open_log()
@@ -252,7 +271,9 @@ def start(place: Place, timeout: float) -> None:
 
 
 def surroundings(place: Place) -> dict[str, str]:
-    """Return the environment of an agent, or of a worker, that finds this very package."""
+    """Return the environment for an agent or a worker: the one that object store clients need, with
+    the folder of the agent, and with a path on which Python finds the running copy of ckpt.
+    """
     found = environment_for_agent()
     paths = [os.path.abspath(path) for path in found.get("PYTHONPATH", "").split(":") if path]
     if not _PARENT.endswith(("site-packages", "dist-packages")):
@@ -261,10 +282,10 @@ def surroundings(place: Place) -> dict[str, str]:
 
 
 def status(place: Place) -> AgentStatus | None:
-    """Return what the agent of this user does, or None if none runs.
+    """Return the status of the agent in ``place``, or None if no agent runs.
 
     Raises:
-        AgentError: It is of another version, or does not answer.
+        AgentError: The agent has another version, or does not answer.
     """
     found = connect(place)
     if found is None:
@@ -279,7 +300,9 @@ def status(place: Place) -> AgentStatus | None:
 
 
 def known_jobs() -> tuple[JobStatus, ...]:
-    """Return the jobs that the agent of this user knows; none if there is no agent to ask."""
+    """Return the jobs that the agent of this user knows. The tuple is empty if no agent
+    answers.
+    """
     if not os.path.isdir(agent_folder()):
         return ()
     try:

@@ -27,21 +27,25 @@ from ckpt.processes import Process
 from ckpt.storage.tiers import OpenTier
 
 _SILENCE_SECONDS: Final = 30.0
-"""How long a worker may be silent: it reports its progress several times in a second."""
+"""How long to wait for the next message of a worker, which reports progress several times a
+second.
+"""
 _END_SECONDS: Final = 5.0
-"""How long a worker may take to remove what it has written of a copy that is not wanted."""
+"""How long a worker may take to remove the data of a copy that was called off, before it is
+killed.
+"""
 
 
 class AgentCopier:
-    """Lets a worker of this node's agent copy files of this process to one tier.
+    """Lets a worker of this node's agent copy the files of this process to one tier.
 
-    The worker is asked for when it is first needed, and again if it has ended.
+    The first copy asks the agent for a worker. A later copy asks again if the worker has ended.
 
     Args:
-        job: The job, with this process alone.
-        rank: Whose files are copied.
-        config: How to copy.
-        target: The tier.
+        job: The job. It names this process as the only one.
+        rank: The rank of this process, whose files are copied.
+        config: The settings of the save: threads, niceness and cores.
+        target: The tier that gets the files.
 
     Thread safety: one thread at a time.
     """
@@ -52,17 +56,20 @@ class AgentCopier:
         self._worker = Process(1, 0)
 
     def copy(self, ref: StepRef, source: OpenTier, on_bytes: OnBytes) -> tuple[int, ...]:
-        """Copy the file of a step from ``source``, and wait until it is durable.
+        """Copy the data file of this rank from ``source``, and wait until the copy is durable.
 
         Args:
-            on_bytes: Called several times in a second. It ends the copy by an exception.
+            ref: The step.
+            source: The tier that has the file.
+            on_bytes: Called several times a second with the number of bytes copied since the last
+                call. An exception that it raises ends the copy.
 
         Returns:
-            The lengths of the chunks on the tier, if they are encoded there.
+            The lengths of the encoded chunks on the target. Empty if the target has no codec.
 
         Raises:
-            AgentError: It could not be copied in this way. No worker writes to it any more.
-            TransientStorageError, OutOfSpace: The store has failed.
+            AgentError: The agent could not copy the file. No worker writes to the copy any more.
+            TransientStorageError, OutOfSpace: A store has failed.
         """
         on_bytes(0)
         request = CopyFile(
@@ -89,7 +96,9 @@ class AgentCopier:
         raise AgentError(last.reason.sentence)
 
     def close(self) -> None:
-        """Let the worker end. No copy is under way."""
+        """Close the connection to the worker, which ends the worker. Call this only while no copy
+        is under way.
+        """
         if self._connection is not None:
             self._connection.interrupt()
             self._connection.close()
@@ -99,7 +108,7 @@ class AgentCopier:
         """Return the connection to a worker that waits for requests.
 
         Raises:
-            AgentError: There is no agent of this version, or it refuses.
+            AgentError: No agent of this version could be reached, or the agent refuses.
         """
         if self._connection is not None and self._connection.has_ended(0):
             self.close()
@@ -112,6 +121,9 @@ class AgentCopier:
         return self._connection
 
     def _follow(self, connection: Connection, on_bytes: OnBytes) -> FileCopied | FileFailed:
+        """Pass the progress of a copy to ``on_bytes``, and return the last message about the
+        copy.
+        """
         done = 0
         while True:
             match connection.next_answer(_SILENCE_SECONDS):
@@ -124,8 +136,9 @@ class AgentCopier:
                     raise AgentError("the worker has answered something else")
 
     def _end(self) -> None:
-        """Wait until the worker has ended, by force if that takes long: it must not write what this
-        process is about to write.
+        """End the worker, and wait until it has ended. Kill it if that takes longer than
+        ``_END_SECONDS``. This process may write the same file next, so the worker must not write to
+        it any more.
         """
         if self._connection is not None:
             self._connection.end_requests()
@@ -135,7 +148,7 @@ class AgentCopier:
 
 
 def _kill(process: Process) -> None:
-    """End a process, and wait for that, at most for a while."""
+    """Kill a process, and wait for at most ``_END_SECONDS`` until it has ended."""
     with suppress(OSError):
         descriptor = os.pidfd_open(process.pid)
         try:

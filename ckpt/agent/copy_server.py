@@ -1,8 +1,9 @@
-"""What a worker does for a trainer that lives: it copies files to farther tiers.
+"""The worker that copies files to farther tiers for a living trainer.
 
 The trainer asks for one file at a time. The commit stays with the trainer: the worker writes no
-fragment, no marker and no manifest, and its files belong to the trainer's own attempt. It ends when
-the trainer ends, when the trainer closes the connection, or after some time without a request.
+fragment, no marker and no manifest, and its files belong to the trainer's own attempt. The worker
+ends when the trainer ends, when the trainer closes the connection, or after five minutes without a
+request.
 """
 
 from __future__ import annotations
@@ -42,20 +43,22 @@ from ckpt.storage.registry import open_backend
 
 _log = logging.getLogger("ckpt")
 _IDLE_SECONDS: Final = 300.0
-"""How long a worker waits for the next request. A client of a store takes a second to start."""
+"""How long a worker waits for the next request before it ends. It does not end sooner, because a
+new worker needs a second to start its store client.
+"""
 _SEND_SECONDS: Final = 30.0
 _ABORT_SECONDS: Final = 3.0
-"""How long a copy that is not wanted any more may take to remove what it has written."""
+"""How long a copy that was called off may take to remove its data."""
 
 
 def copy_files(order: Order) -> Ended:
-    """Serve the trainer on the connection of ``order``. The process must end afterwards, since a
-    copy that hangs is left behind.
+    """Serve the trainer on the connection of ``order`` until it has no more requests, and return
+    the outcome. The process must end afterwards, since a thread that hangs in a copy may still run.
     """
     try:
         _Service(order).run()
     except (OSError, EOFError):
-        pass  # the trainer has left
+        pass  # The trainer has ended, or has closed the connection
     except (AgentError, msgspec.MsgspecError) as error:
         return Ended("failed", f"a request of a trainer cannot be read: {error}")
     return Ended("done")
@@ -70,7 +73,8 @@ class _Service:
         self._copier = Workers("copying", 1)
         self._connection = socket.socket(fileno=order.connection)
         self._connection.settimeout(_SEND_SECONDS)
-        # a child of the trainer may hold the connection for longer than the trainer lives
+        # The process is watched too, since a child of the trainer may keep the connection open
+        # after the trainer has ended.
         self._trainer = os.pidfd_open(check_peer(self._connection, "the trainer"))
         self._copied = os.eventfd(0)
         self._selector = selectors.DefaultSelector()
@@ -78,8 +82,11 @@ class _Service:
             self._selector.register(each, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Serve until the trainer asks for nothing more. Raises ``EOFError`` or ``OSError`` if it
-        has left.
+        """Serve until no request has come for ``_IDLE_SECONDS``.
+
+        Raises:
+            EOFError: The trainer has ended or has closed the connection.
+            OSError: The connection has failed.
         """
         send(self._connection, Lent(Process.of(os.getpid())))
         while self._connection in self._ready(_IDLE_SECONDS):
@@ -87,9 +94,10 @@ class _Service:
             send(self._connection, self._copy(request))
 
     def _ready(self, seconds: float) -> set[object]:
-        """Return what can be read, once something can or that time is over.
+        """Return the descriptors that are readable. Wait for at most ``seconds`` until one is.
 
-        Raises ``EOFError`` if the trainer has ended.
+        Raises:
+            EOFError: The trainer has ended.
         """
         ready: set[object] = {key.fileobj for key, _ in self._selector.select(seconds)}
         if self._trainer in ready:
@@ -97,6 +105,11 @@ class _Service:
         return ready
 
     def _copy(self, request: CopyFile) -> FileCopied | FileFailed:
+        """Copy one file in another thread, send the progress meanwhile, and return the result.
+
+        Raises:
+            EOFError: The trainer has ended or has called the copy off.
+        """
         sent, unwanted = list[int](), threading.Event()
 
         def count(nbytes: int) -> None:
@@ -109,7 +122,8 @@ class _Service:
         # The loop waits for the event and not for the future, which is done a little earlier. An
         # event that came after the answer would end the wait for the next request.
         while self._copied not in (ready := self._ready(REPORT_SECONDS)):
-            if self._connection in ready:  # The trainer sends nothing meanwhile, so it has left
+            # The trainer sends no request during a copy, so the connection has ended.
+            if self._connection in ready:
                 unwanted.set()
                 wait([copying], _ABORT_SECONDS)
                 raise EOFError

@@ -1,16 +1,18 @@
-"""What is left to do for a job whose trainer has ended.
+"""The worker that finishes the steps of a job whose trainer has ended.
 
-1. What the trainer was writing when it died is freed. A commit that lacks only its manifest is
-   finished, on each tier.
-2. The newest step that memory alone has becomes a checkpoint on the nearest durable tier.
+1. Writes that the trainer had not finished when it died are discarded. On each tier, a commit that
+   lacks only its manifest is finished.
+2. The newest step in memory is copied to the nearest durable tier, if that tier has only older
+   ones.
 3. The farther tiers get the steps that they lack and would keep, newest first.
-4. Retention is applied, as the trainer would.
-5. When durable tiers have the steps of the job, its memory is freed (``clean``).
+4. Retention is applied as the trainer would apply it.
+5. Once durable tiers have the steps of the job, its memory is freed (``Finish.clean``).
 
-The agent never owns a root and writes no ``writer.json``, so the next job never waits for it. It
-works on a root as long as the root says what it said at the beginning: the job itself, or a job
-before it, or nothing. It looks again before each manifest and each removal. Without an agent, the
-next job takes the steps to the farther tiers (``save.backfill``).
+The agent never owns a root and writes no ``writer.json``, so the next job never waits for the
+agent. The agent works on a root only if its owner is the job itself or an earlier job, or if it has
+no owner, and only while the owner stays the same. It reads the owner again before each manifest and
+each removal. Without an agent, the next job copies the steps to the farther tiers
+(``save.backfill``).
 """
 
 from __future__ import annotations
@@ -52,7 +54,12 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, eq=False)
 class _Root:
-    """A tier that the job may be finished on, and its owner at the beginning."""
+    """A tier on which the agent may finish the job.
+
+    Attributes:
+        owner: The owner of the root when the agent began; None if the root had none.
+        claim: The claim of the job on the root.
+    """
 
     tier: OpenTier
     owner: Owner | None
@@ -60,12 +67,13 @@ class _Root:
 
 
 class Finish:
-    """Finishes one job.
+    """Finishes the steps of one job.
 
     Args:
         job: The job.
         workers: The threads that copy.
-        report: Called with what was done.
+        report: Called with a report when a step is copied or a commit is finished, and with the
+            progress of each copy.
 
     Thread safety: one thread, which closes it.
     """
@@ -96,7 +104,7 @@ class Finish:
         self._durable = [root for root in durable if not (job.here and root.tier.local)]
         self._on_node = [root for root in durable if root not in self._durable]
         if not any(root.owner and root.owner.attempt == self._me.attempt for root in found):
-            # without a root that names the job, another job may have come and gone
+            # If no root names the job, another job may have taken and released the roots since.
             self._superseded = self._superseded or not self._errors
 
     def __enter__(self) -> Self:
@@ -107,7 +115,9 @@ class Finish:
             tier.backend.close()
 
     def run(self) -> Ended:
-        """Do what is left, except for freeing memory. Never raises an error of ours."""
+        """Finish the steps of the job, without freeing memory, and return the outcome. A
+        ``CkptError`` is not raised but is part of the outcome.
+        """
         if self._superseded:
             return Ended("superseded")
         remove_orphans()
@@ -125,7 +135,7 @@ class Finish:
         return Ended("done")
 
     def _run_whole(self) -> None:
-        """Do what is left, on tiers that have the files of all ranks."""
+        """Finish the job on the tiers that have the files of all ranks."""
         if self._has_died():
             for root in self._durable:
                 self._attempt(partial(self._discard, root))
@@ -139,8 +149,12 @@ class Finish:
             self._attempt(partial(self._prune, root))
 
     def _run_parts(self) -> None:
-        """Bring the part of each step that this node has. If all ranks of the job have ended, the
-        agent of the leader's node does the rest on the tiers that all nodes share.
+        """Copy this node's part of each step to the nearest shared tier. On the leader's node,
+        finish the job on the tiers that all nodes share, once all ranks have ended.
+
+        Raises:
+            CommitError: Processes of the job still live, or are not known to have ended, and steps
+                wait for their end.
         """
         if any(each.lives for each in self._job.processes):
             raise CommitError(
@@ -168,12 +182,16 @@ class Finish:
         return NodeParts(self._job, stores, copier, self._workers, self._report)
 
     def _is_behind(self) -> bool:
-        """Return whether a farther tier lacks a step that the nearest shared tier has."""
+        """Return True if a farther tier lacks a step that the nearest shared tier has and that the
+        farther tier would keep.
+        """
         line = self._own(self._durable[0])
         return any(self._lacking(self._copier(far, []), line) for far in self._durable[1:])
 
     def clean(self) -> Ended:
-        """Free the memory of the steps that durable tiers have, or have later ones of."""
+        """Free the memory of each step for which a durable tier has the same or a later step, and
+        return the outcome.
+        """
         if self._superseded:
             return Ended("superseded")
         for root in self._memory:
@@ -184,7 +202,9 @@ class Finish:
     # -- roots -------------------------------------------------------------------------------------
 
     def _look(self, tier: OpenTier, owner: Owner | None) -> _Root | None:
-        """Return None if the job cannot be finished on a tier, since another job has taken it."""
+        """Return the root on which the job is finished, or None if another job has taken the
+        root. In that case, nothing more is done for the job on any tier.
+        """
         if owner and not self._may_finish_for(owner):
             self._superseded = True
             _log.info("ckpt: %s belongs to %s now", tier.url, owner)
@@ -194,9 +214,10 @@ class Finish:
         return _Root(tier, owner, claim)
 
     def _may_finish_for(self, owner: Owner) -> bool:
-        """Return whether ``owner`` is the job itself, or a job before it that is not known to live.
+        """Return True if ``owner`` is the job itself, or an earlier job that is not known to live.
 
-        One on another machine came before the job if it owned the root when the job started.
+        A job on another machine counts as earlier if it owned the root when this job started, or if
+        it is an earlier start of the same torchrun run.
         """
         if owner.attempt in {self._me.attempt, *self._ended}:
             return True
@@ -204,10 +225,10 @@ class Finish:
         return was_there or owner.is_predecessor(self._me)
 
     def _confirm(self, target: _Root) -> None:
-        """Look that no other job has taken the roots.
+        """Check that no other job has taken the root ``target``, or one of the nearer roots.
 
         Raises:
-            RootInUse: One has.
+            RootInUse: The owner of one of them is not the one that it had at the beginning.
         """
         for root in {*self._memory, *self._on_node, *self._durable[:1], target}:
             owner = read_owner(root.tier.backend)
@@ -215,7 +236,9 @@ class Finish:
                 raise RootInUse(root.tier.url, str(owner or "a job that has closed since"))
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Do a part. Its failure costs no other part, unless another job has taken the roots."""
+        """Call ``work``, and keep its error for the outcome. Do nothing once another job has taken
+        one of the roots.
+        """
         if self._superseded:
             return
         try:
@@ -227,35 +250,37 @@ class Finish:
             _log.warning("ckpt: %s", error)
             self._errors.append(str(error))
 
-    # -- the parts ---------------------------------------------------------------------------------
+    # -- the single tasks --------------------------------------------------------------------------
 
     def _has_died(self) -> bool:
-        """Return whether no process of the job lives, on any node."""
+        """Return True if all processes of the job ran on this node, and none of them lives."""
         processes = self._job.processes
         return len(processes) == self._job.ranks and not any(each.lives for each in processes)
 
     def _discard(self, root: _Root) -> None:
-        """Free what the job was writing when it died: the copies may need the room."""
+        """Discard the writes that the job had not finished when it died. The copies to this tier
+        may need their room.
+        """
         backend = root.tier.backend
-        with suppress(StorageError):  # a store need not let everyone see unfinished writes
+        with suppress(StorageError):  # A store may forbid the listing of unfinished writes
             for ref in attempts_of(backend, self._me.attempt):
                 if cut := unfinished_of(backend, ref):
                     self._confirm(root)
                     discard(backend, cut)
 
     def _finish_commit(self, root: _Root) -> None:
-        """Put the manifest that the newest save of the job lacks, if all of its parts are there."""
+        """Put the manifest of the newest step of the job, if the step lacks only its manifest."""
         backend = root.tier.backend
         own = attempts_of(backend, self._me.attempt)
         if not own or is_committed(backend, own[0]):
             return
-        with suppress(CommitError, IntegrityError):  # it lacks a part, or was refused
+        with suppress(CommitError, IntegrityError):  # The step lacks files, or its save was aborted
             finalize(backend, own[0], workers=self._workers)
             _log.info("ckpt: step %d on %s lacked only its manifest", own[0].step, root.tier.url)
             self._report(Copied(own[0].step, root.tier.url))
 
     def _own(self, root: _Root, inventory: Inventory | None = None) -> list[StoredStep]:
-        """Return the whole steps of the job on a tier, newest first."""
+        """Return the committed steps of the job on a tier, newest first."""
         found = (inventory or Inventory(root.tier.backend)).look()
         return [
             held
@@ -264,14 +289,15 @@ class Finish:
         ]
 
     def _make_durable(self) -> None:
-        """Copy what is in memory to the nearest durable tier: the newest step in any case, and
-        older ones if the tier takes and keeps them.
+        """Copy the steps in memory that are newer than those of the nearest durable tier to that
+        tier: the newest step in any case, and older ones if the tier takes and keeps them.
         """
         near = self._durable[0]
         there = max((held.ref.step for held in self._own(near)), default=-1)
         for root in self._memory:
             line = [held for held in self._own(root) if held.ref.step > there]
-            # without a capacity nothing is evicted
+            # A copy evicts steps only if the tier has a capacity. Then the steps that farther tiers
+            # still need must stay.
             waiting = self._waiting() if near.tier.tier.capacity is not None and line else ()
             copier = self._copier(near, [root, *self._durable[1:]], waiting)
             going = {held.ref: held for held in (*line[:1], *copier.lacking(line, len(line)))}
@@ -279,23 +305,33 @@ class Finish:
                 self._copy(copier, held)
 
     def _take_farther(self, far: _Root) -> None:
+        """Copy the steps to ``far`` that it lacks and would keep, newest first."""
         others = [root for root in self._durable[1:] if root is not far]
         copier = self._copier(far, [*self._durable[:1], *self._memory, *others])
         for held in self._lacking(copier, self._line()):
             self._attempt(partial(self._copy, copier, held))
 
     def _line(self) -> list[StoredStep]:
-        """Return the steps that farther tiers may get."""
+        """Return the steps in memory and on the nearest durable tier, each once."""
         nearer = [*self._durable[:1], *self._memory]
         return list({held.ref: held for root in nearer[::-1] for held in self._own(root)}.values())
 
     def _lacking(self, copier: StepCopier, line: Sequence[StoredStep]) -> list[StoredStep]:
-        """Return what waited in the queue, and what it had given out."""
+        """Return the steps of ``line`` that the tier of ``copier`` lacks and would keep. There are
+        at most as many as could wait in the trainer's tier queue, and one that had left the queue.
+        """
         return copier.lacking(line, self._job.backlog + 1)
 
     def _copier(
         self, target: _Root, sources: Sequence[_Root], waiting: Iterable[StepRef] = ()
     ) -> StepCopier:
+        """Return a copier to the tier ``target``.
+
+        Args:
+            target: The tier that gets steps.
+            sources: The tiers from which steps are copied, nearest first.
+            waiting: The steps of the tier that stay while it makes room for others.
+        """
         durable = [root.tier.backend for root in self._durable if root is not target]
         return StepCopier(
             target.tier,
@@ -306,6 +342,7 @@ class Finish:
         )
 
     def _copy(self, copier: StepCopier, held: StoredStep) -> None:
+        """Make a step a checkpoint on the tier of ``copier``, from the sources that have it."""
         step, url = held.ref.step, copier.tier.url
         on_progress = progress_of(step, url, self._report)
         copier.confirm()
@@ -316,6 +353,9 @@ class Finish:
         _log.info("ckpt: step %d is on %s now, in %.2f s", step, url, time.perf_counter() - began)
 
     def _prune(self, root: _Root) -> None:
+        """Apply retention to a durable tier. On the nearest one, keep the steps that farther tiers
+        still lack.
+        """
         rule = Retention.of(root.tier.tier)
         if rule.keeps_all or not self._own(root):
             return
@@ -325,13 +365,15 @@ class Finish:
         prune(root.tier.backend, rule, context)
 
     def _fill_node(self, root: _Root, newest: StepRef) -> None:
-        """Copy the newest step of this node's memory to a folder of the node, so that the next job
-        reads it without a network when the memory is freed. The shared tier has the step, so a
-        failure is only logged.
+        """Copy the step ``newest`` from this node's memory to a folder of the node. The next job
+        then reads it without the network, although the memory is freed. The shared tier has the
+        step, so a failure is only logged.
         """
         tier, here = root.tier, self._job.here
         if tier.tier.codec != NO_CODEC or tier.tier.capacity is not None:
-            return  # One node does not know how the files of the others are encoded
+            # This node does not know how other nodes have encoded their files, and cannot keep a
+            # capacity.
+            return
         there = self._own(root, Inventory(tier.backend, part=True))
         for memory in self._memory:
             own = self._own(memory, Inventory(memory.tier.backend, part=True))
@@ -352,8 +394,10 @@ class Finish:
     def _prune_node(self, root: _Root, newest: StepRef) -> None:
         """Apply retention to a folder of this node alone.
 
-        Nothing is removed while the folder has a step that is later than ``newest``, the newest one
-        of the shared tier. ``newest`` stays, and so does what the shared tier lacks.
+        Args:
+            newest: The newest step of the shared tier. It stays, and so does each step that the
+                shared tier lacks and would keep. If the folder has a later step, nothing is
+                removed.
         """
         rule, backend = Retention.of(root.tier.tier), root.tier.backend
         inventory = Inventory(backend, part=True)
@@ -367,8 +411,8 @@ class Finish:
         prune(backend, rule, context, inventory=inventory)
 
     def _waiting(self) -> set[StepRef]:
-        """Return the steps that a farther tier may still read from the nearest durable one: those
-        that it lacks, or all if one could not be asked.
+        """Return the steps that a farther tier lacks and may still read from the nearest durable
+        tier. Return all steps if a tier could not be asked.
         """
         line = self._line()
         every = {held.ref for held in line}
@@ -377,16 +421,21 @@ class Finish:
         try:
             copiers = [self._copier(far, []) for far in self._durable[1:]]
             return {held.ref for copier in copiers for held in self._lacking(copier, line)}
-        except CkptError:  # the part that copies there reports it
+        except CkptError:  # The copy to the farther tier meets the same error, and reports it
             return every
 
     def _give_back(self, root: _Root) -> None:
-        """Remove the record of a job that has handed its root over, as closing would have."""
+        """Remove ``writer.json`` from a root that the job has left to the agent, as the job's own
+        ``close`` without ``detach`` would have.
+        """
         owner = read_owner(root.tier.backend)
         if owner and owner.attempt == self._me.attempt and self._handed_over:
             root.tier.backend.delete(OWNER)
 
     def _free(self, root: _Root) -> None:
+        """Free the memory of the steps that are not needed any more. If no step is left on the
+        tier, remove its ``writer.json`` too.
+        """
         durable = max(
             (held.ref.step for each in self._durable for held in self._own(each)), default=-1
         )
@@ -405,7 +454,12 @@ class Finish:
 
 
 def _is_left_over(held: StoredStep, parts: NodeParts | None) -> bool:
-    """Return whether an incomplete step in memory can never become whole."""
+    """Return True if a step in memory is incomplete and can never become a checkpoint.
+
+    Args:
+        parts: The parts of this node, if nodes have tiers of their own. Other nodes may need this
+            node's part of the step.
+    """
     return held.state == "incomplete" and not (
         held.is_part and (parts is None or parts.may_be_whole(held.ref))
     )

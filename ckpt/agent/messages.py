@@ -1,9 +1,9 @@
-"""What the agent and its callers say to each other, and how it travels over the socket.
+"""The messages between the agent and its callers, and their encoding on the socket.
 
-A frame is a length of four bytes and a msgpack struct. The agent speaks first: `Welcome` names its
-version. Agents of all versions must understand `Welcome` and `Stop`, so these two only ever get
-further fields with a default, which older agents pass over. All other messages are exchanged
-between equal versions only.
+A frame is a length of four bytes and a msgpack struct. The agent sends the first frame of each
+connection: `Welcome`, which names its version. All versions must understand `Welcome` and `Stop`.
+So a new version may only add fields with a default to these two, and older versions ignore such
+fields. All other messages are exchanged between equal versions only.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ckpt.processes import Process
 from ckpt.version import __version__
 
 PROTOCOL: Final = 5
-"""Counts the changes of the messages between two releases."""
+"""The number of the message format. It rises when the messages change between two releases."""
 VERSION: Final = f"{__version__}-{PROTOCOL}"
 MOST_BYTES: Final = 4 << 20
-"""The most bytes of a message. A job with its environment has some KiB."""
+"""The most bytes of a message. A `Job` with its environment has some KiB."""
 _LENGTH: Final = struct.Struct(">I")
 
 
@@ -39,9 +39,13 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Asks the agent to end: ``at_once``, or after the work for jobs that have ended.
+    """Asks the agent to end.
 
-    With ``keep_memory``, steps stay in memory as long as they would have, and the agent with them.
+    Attributes:
+        at_once: Whether the agent gives up the jobs whose trainers have ended. Otherwise it
+            finishes them first.
+        keep_memory: Whether steps stay in memory for the usual time. The agent ends after that
+            time. Otherwise their memory is freed as soon as durable tiers have them.
     """
 
     at_once: bool = False
@@ -49,20 +53,23 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Job(msgspec.Struct, frozen=True, tag="job"):
-    """What the agent must know about a job to finish its steps. It travels over the socket only,
-    since options and environment may hold secrets.
+    """A job, with all that the agent needs to finish its steps. As a request, it registers the job.
+
+    The options of tiers and the environment may hold secrets, so a job is sent over the socket
+    only.
 
     Attributes:
         owner: The job as the owner of its roots.
         processes: The job's processes on this node.
         ranks: How many processes the job has, on all nodes.
-        tiers: The fields of each `Tier`, nearest first, with absolute places.
-        backlog: How many steps a farther tier may lack.
-        before: The attempts that owned its roots when it started.
+        tiers: The fields of each `Tier`, nearest first. The URLs do not depend on the current
+            folder.
+        backlog: How many steps may wait for a farther tier.
+        environment: The environment of the trainer, for the clients of object stores.
+        scrub_mb_per_s: The rate in MB/s at which the steps are verified; 0 for not at all.
+        before: The attempts that owned the roots of the job when the job started.
         here: The ranks on this node, if nodes have tiers of their own. Empty if this node's agent
             sees the files of all ranks.
-        environment: The environment of the trainer, for the clients of object stores.
-        scrub_mb_per_s: At which rate its steps are verified; 0 for not at all.
     """
 
     owner: Owner
@@ -79,18 +86,26 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         return f"Job({self.owner})"
 
     def open_as(self) -> tuple[Tier, ...]:
-        """Return the tiers of the job. Raises ``ConfigError`` if one of them is none."""
+        """Return the tiers of the job, without opening them.
+
+        Raises:
+            ConfigError: The fields of a tier are not valid.
+        """
         return tuple(_tier(fields) for fields in self.tiers)
 
 
 class Detach(msgspec.Struct, frozen=True, tag="detach"):
-    """The job ``attempt`` has closed its manager, and leaves the rest to the agent."""
+    """States that the job ``attempt`` has closed its manager, and that the agent is to finish the
+    steps of the job.
+    """
 
     attempt: str
 
 
 class Forget(msgspec.Struct, frozen=True, tag="forget"):
-    """The job ``attempt`` has closed its manager, and nothing is left to do."""
+    """States that the job ``attempt`` has closed its manager, and that no step of the job is to be
+    finished.
+    """
 
     attempt: str
 
@@ -100,31 +115,38 @@ class AskStatus(msgspec.Struct, frozen=True, tag="status"):
 
 
 class AskWorker(msgspec.Struct, frozen=True, tag="worker"):
-    """Asks for a worker that copies files for the caller, the only process of ``job``. If the agent
-    does not refuse, the worker answers with `Lent`, and has the connection from then on.
+    """Asks for a worker that copies files for the caller.
+
+    If the agent does not refuse, it passes the connection on to a worker, which answers with
+    `Lent`.
+
+    Attributes:
+        job: The job of the caller. It names the caller as the only process.
     """
 
     job: Job
 
 
 class Lent(msgspec.Struct, frozen=True, tag="lent"):
-    """The worker ``process`` copies files until the connection ends."""
+    """States that the worker ``process`` serves the connection from now on, and copies files until
+    the connection ends.
+    """
 
     process: Process
 
 
 class CopyFile(msgspec.Struct, frozen=True, tag="copy", kw_only=True):
-    """Asks a worker to copy the data file of a rank to another tier of the job. It answers with
-    `FileCopied` or `FileFailed`, and with `Progress` until then.
+    """Asks a worker to copy the data file of a rank to another tier of the job. The worker sends
+    `Progress` several times a second, and `FileCopied` or `FileFailed` at the end.
 
     Attributes:
         folder: The folder of the step.
         rank: The rank.
         source: The index of the tier that has the file and its fragment.
-        target: The index of the tier that lacks both.
+        target: The index of the tier that gets the file.
         threads: How many threads copy.
-        nice: Added to the niceness of these threads.
-        cpus: The cores that they may use; None for all.
+        nice: The number that is added to the niceness of these threads.
+        cpus: The cores that these threads may use; None for all.
     """
 
     folder: str
@@ -137,48 +159,49 @@ class CopyFile(msgspec.Struct, frozen=True, tag="copy", kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """A file is being copied, and so many bytes of it are there."""
+    """The progress of a copy: ``done_bytes`` of the file have been written so far."""
 
     done_bytes: int
 
 
 class FileCopied(msgspec.Struct, frozen=True, tag="file_copied"):
-    """A file is durable on the other tier.
+    """The end of a copy: the file is durable on the other tier.
 
-    ``lengths`` are those of its chunks there, if they are encoded.
+    Attributes:
+        lengths: The lengths of its encoded chunks there. Empty if that tier has no codec.
     """
 
     lengths: tuple[int, ...] = ()
 
 
 class FileFailed(msgspec.Struct, frozen=True, tag="file_failed"):
-    """A file was not copied. Nothing of it is visible."""
+    """The end of a copy that has failed. No part of the file is visible on the other tier."""
 
     reason: Aborted
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The agent has done what it was asked."""
+    """The answer of the agent that the request was carried out."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The agent does not do what it was asked."""
+    """The answer of the agent that the request was not carried out, and the reason."""
 
     reason: str
 
 
 class ScrubStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the verification of a job's steps is.
+    """The progress and the results of the verification of a job's steps.
 
     Attributes:
-        step: The step that is verified; -1 if none is.
-        tier: The tier that it is read from.
-        done_bytes: How many bytes of it were read.
-        total_bytes: How many bytes it has.
+        step: The step that is being verified; -1 if none is.
+        tier: The URL of the tier from which the step is read.
+        done_bytes: How many bytes of the step were read.
+        total_bytes: How many bytes the step has.
         verified: How many steps were verified and are intact, on all tiers together.
-        mended: How many files were written again.
+        mended: How many damaged files were written again.
         damaged: The steps that no tier can mend, as "STEP URL: what is damaged".
-        error: Why the last round did not see all tiers; empty if it did.
+        error: Why the last round could not verify all tiers; empty if it could.
     """
 
     step: int = -1
@@ -192,7 +215,7 @@ class ScrubStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent knows about one job.
+    """The state of one job of the agent.
 
     Attributes:
         attempt: The job's attempt.
@@ -206,13 +229,13 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
         processes: The process ids of the trainer on this node.
         since: When the state began, in seconds since 1970.
         next_at: When the next try begins, in seconds since 1970; 0 if none is planned.
-        step: The step that is copied; -1 if none is.
-        to: The tier that it is copied to.
-        done_bytes: How many bytes of it are there.
-        total_bytes: How many bytes it has.
+        step: The step that is being copied; -1 if none is.
+        to: The URL of the tier that gets the step.
+        done_bytes: How many bytes of the step were copied.
+        total_bytes: How many bytes the step has.
         copied: The steps that were copied so far, as "STEP URL".
-        error: Why the last try did not finish; empty if it did.
-        scrub: The verification of its steps.
+        error: Why the last try to finish the job failed; empty if it did not fail.
+        scrub: The verification of the job's steps.
     """
 
     attempt: str
@@ -232,15 +255,15 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True, tag="agent_status"):
-    """What the agent does.
+    """The state of the agent and of its jobs.
 
     Attributes:
         version: The version of the agent.
         pid: Its process id.
-        started: When it started, in seconds since 1970.
-        idle_seconds: It ends by itself after so many seconds without a job.
-        works: Whether it may work. It may not while an agent that it has replaced still does.
-        jobs: The jobs that it knows, the oldest first.
+        started: When the agent started, in seconds since 1970.
+        idle_seconds: After how many seconds without a job the agent ends by itself.
+        works: Whether the agent may start workers: it has taken ``work.lock``.
+        jobs: The jobs that are over, and then the others, each the oldest first.
     """
 
     version: str
@@ -254,7 +277,8 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True, tag="agent_status")
 class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     """The last message to a caller that has sent `Stop`.
 
-    ``given_up`` are the jobs that have ended and are not finished.
+    Attributes:
+        given_up: The jobs whose trainers have ended and whose steps the agent has not finished.
     """
 
     given_up: tuple[JobStatus, ...] = ()
@@ -265,7 +289,9 @@ Answer = Done | Refused | AgentStatus | Lent | Progress | FileCopied | FileFaile
 
 
 def is_newer(version: str, than: str) -> bool:
-    """Return whether one version is newer than another. Of two that differ, one is the newer."""
+    """Return True if ``version`` is newer than ``than``. Of two different versions, exactly one is
+    the newer.
+    """
 
     def order(text: str) -> tuple[list[int], str]:
         return [int(number) for number in re.findall(r"[0-9]+", text)], text
@@ -277,7 +303,7 @@ def encode(message: msgspec.Struct) -> bytes:
     """Return the frame of a message.
 
     Raises:
-        AgentError: It is too long, or a value of it cannot travel.
+        AgentError: The message is too long, or contains a value that msgpack cannot encode.
     """
     try:
         data = msgspec.msgpack.encode(message)
@@ -291,7 +317,9 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def send(connection: socket.socket, message: msgspec.Struct) -> None:
-    """Send a message. Raises ``OSError``, and what ``encode`` raises."""
+    """Send a message. Raises ``OSError`` if the connection has failed, and ``AgentError`` as
+    ``encode`` does.
+    """
     connection.sendall(encode(message))
 
 
@@ -301,7 +329,7 @@ def receive(connection: socket.socket) -> bytes:
     Raises:
         EOFError: The other side has closed the connection.
         AgentError: The message is too long.
-        OSError: The connection has failed, or its timeout is over.
+        OSError: The connection has failed, or its timeout has passed.
     """
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     _check(length)
@@ -309,8 +337,10 @@ def receive(connection: socket.socket) -> bytes:
 
 
 def frames(buffer: bytearray) -> Iterator[bytes]:
-    """Take each whole message off the front of ``buffer``. Raises ``AgentError`` for one that is
-    too long.
+    """Remove each complete frame from the front of ``buffer``, and yield its message, undecoded.
+
+    Raises:
+        AgentError: A message is too long.
     """
     while len(buffer) >= _LENGTH.size:
         (length,) = _LENGTH.unpack_from(buffer)
@@ -339,7 +369,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def fields_of(tier: Tier, url: str) -> dict[str, Any]:
-    """Return the fields of ``tier`` at the place ``url``, to be sent."""
+    """Return the fields of ``tier`` as a `Job` contains them, with ``url`` as the URL."""
     fields = {name: getattr(tier, name) for name in Tier.__dataclass_fields__}
     return {**fields, "url": url, "options": dict(tier.options)}
 
@@ -350,7 +380,7 @@ def urls_of(job: Job) -> tuple[str, ...]:
 
 
 def _tier(fields: dict[str, Any]) -> Tier:
-    found: dict[str, Any] = {"url": "", **fields}  # a tier without a URL is refused
+    found: dict[str, Any] = {"url": "", **fields}  # Tier() refuses an empty URL
     if isinstance(best := found.get("keep_best"), list):
         found["keep_best"] = tuple(best)
     return Tier(**found)

@@ -1,19 +1,21 @@
-"""What the agent of one of several nodes does if each node has tiers of its own.
+"""The copies from a node's own tiers to a tier that all nodes share, by the agents of all nodes.
 
-It sees a part of each step: the files of the ranks on its node. It brings this part to the nearest
-tier that all nodes share. The agents of the other nodes do the same, and meet it there
-(``ckpt.catalog.transfer_by_rank``). None of them copies a byte before all ranks of the job are
-known to have ended, and before all nodes are known to have the step. The agent that finds all parts
-there puts the manifest.
+An agent sees only its node's part of each step: the files of the ranks on its node. It copies this
+part to the nearest shared tier, and the agents of the other nodes copy their parts
+(``ckpt.catalog.transfer_by_rank``). In the folder of the step there, each agent notes that the
+ranks of its node have ended and that its node has their files. An agent copies nothing before all
+ranks of the job are noted. An agent that finds all parts on the shared tier puts the manifest. In
+this module, to bring a step is to do all of that.
 
-The newest step may differ from node to node: the ranks may have been killed when some nodes had the
-manifest, and others not yet. So an agent also brings its part of a step that another agent has
-begun. Only an agent whose node has the manifest commits, because the manifest proves that the save
+The newest step may differ from node to node, since the ranks may have been killed when only some
+nodes had the manifest. So an agent also copies its part of a step for which another agent has put a
+note. Only an agent whose node has the manifest commits, because the manifest proves that the save
 was committed.
 
-A node may be lost with its agent. Then its ranks are not noted, or their files do not come. If this
-node is a buddy of that node and has copies of these files, its agent brings them after it has
-waited for the other agent. If the copies are those of an older step, it brings the older step.
+A node may be lost together with its agent. Then the ranks of that node are not noted, or their
+files do not arrive. If this node is a buddy of that node and has copies of these files, the agent
+of this node first waits for the other agent, and then copies the files itself. If the copies belong
+to an older step, it copies the older step.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from ckpt.storage.api import StorageBackend
 
 _log = logging.getLogger("ckpt")
 _PATIENCE_SECONDS: Final = 10.0
-"""How long one try waits for the agents of other nodes. The agent tries again later."""
+"""How long one try at a step waits for the agents of other nodes. The agent tries again later."""
 _LOOK_SECONDS: Final = 0.5
 
 
@@ -57,9 +59,9 @@ class _Part:
     """This node's part of a step.
 
     Attributes:
-        stored: The step as the nearest tier of the node with all of the part has it.
-        stores: The tiers of the node that have all of the part, nearest first.
-        copies: The ranks of other nodes of whose files these tiers have copies.
+        stores: The tiers of the node that have the files of all ranks of the node, nearest first.
+        stored: The inventory's entry for the step on the nearest of these tiers.
+        copies: The ranks of other nodes whose files are on these tiers as copies.
     """
 
     stored: StoredStep
@@ -72,14 +74,16 @@ class _Part:
 
 
 class NodeParts:
-    """Brings the parts of one node to a tier that all nodes share.
+    """Copies one node's parts of the steps to the nearest tier that all nodes share.
 
     Args:
         job: The job. Its processes on this node have ended.
         stores: The tiers of this node, nearest first.
-        copier: Knows the shared tier.
+        copier: The copier to the shared tier. It decides which steps that tier lacks and would
+            keep, and confirms that no other job has taken the roots.
         workers: The threads that copy.
-        report: Called with what was done.
+        report: Called with the progress of each copy, and with each step that has become a
+            checkpoint on the shared tier.
 
     Thread safety: one thread.
     """
@@ -99,20 +103,23 @@ class NodeParts:
         self._deadline = time.monotonic() + _PATIENCE_SECONDS
 
     def bring(self) -> None:
-        """Bring what the shared tier lacks: the newest step in any case, and older ones if the tier
-        takes and keeps them. Note on each of them, and last on the newest step there, that the
-        ranks have ended.
+        """Copy this node's parts of the steps that the shared tier lacks: the newest step in any
+        case, and older ones if the tier takes and keeps them.
+
+        Note in the folder of each of these steps that the ranks of this node have ended. At the
+        end, note the same in the folder of the newest checkpoint on the shared tier.
 
         Raises:
-            CommitError: Not all of it is there, and another try may help.
+            CommitError: A step still lacks the part of another node, and another try may help.
             CkptError: A store has failed, or another job has taken the roots.
         """
         parts = self._parts()
         fresh, failed = set[StepRef](), dict[StepRef, CkptError]()
         tried: set[StepRef] = set()
-        # Another agent may begin a newer step while this one brings what it knows.
+        # Another agent may begin a newer step while this agent copies the steps that it knows.
         while going := [ref for ref in self._going(parts) if ref not in tried]:
-            # A step that lacks the part of another node is no reason to try again and again.
+            # A step that an earlier call has noted may lack the part of a lost node, and would fail
+            # every try. Its failure is raised below only if the shared tier has no newer step.
             new = {ref for ref in going if not self._here <= noted_ends(self._folder(ref))}
             for ref in new:
                 note_ends(self._folder(ref), self._here)
@@ -132,7 +139,7 @@ class NodeParts:
             _log.info("ckpt: %s", why)
 
     def _try(self, parts: Iterable[_Part]) -> dict[StepRef, CkptError]:
-        """Bring parts, and return why those that could not be brought were not."""
+        """Bring ``parts``, and return the error of each step that could not be brought."""
         failed: dict[StepRef, CkptError] = {}
         for part in parts:
             try:
@@ -142,23 +149,27 @@ class NodeParts:
         return failed
 
     def newest(self) -> StepRef | None:
-        """Return the newest step of the job that is a checkpoint on the shared tier."""
+        """Return the newest step of the job that is a checkpoint on the shared tier, or None."""
         return next((ref for ref in self._begun() if is_committed(self._target, ref)), None)
 
     def lacks_ends(self) -> set[int]:
-        """Return the ranks that are not known to have ended, by the newest step of the job on the
-        shared tier. They are all ranks if there is no step.
+        """Return the ranks that are not noted as ended in the newest checkpoint of the job on the
+        shared tier. Return all ranks if the job has no checkpoint there.
         """
         newest = self.newest()
         return set(self._ranks) if newest is None else self._lacks_ends(self._folder(newest))
 
     def may_be_whole(self, ref: StepRef) -> bool:
-        """Return False if no other node needs this node's part of ``ref``. This node has no
-        manifest of that step.
+        """Return True if the step ``ref`` may still become a checkpoint with this node's part.
 
-        An agent notes the ranks of its node on each step that it wants to bring, and after that on
-        the newest step of the shared tier. Once all ranks are noted on the newest step, no agent
-        begins another one. Nor does the agent of a node that is lost, whose files others brought.
+        An agent notes the ranks of its node in each step that it wants to bring, and after that in
+        the newest checkpoint of the shared tier. Once all ranks are noted there, no agent begins
+        another step. The agent of a lost node, whose files other nodes have brought, does not begin
+        one either. From then on, the answer is False unless another node has noted its ranks in
+        ``ref``.
+
+        Args:
+            ref: A step of which this node has no manifest.
         """
         newest = self.newest()
         if newest is None or self._unsettled(self._folder(newest)):
@@ -166,11 +177,12 @@ class NodeParts:
         return not noted_ends(self._folder(ref)) <= self._here
 
     def _note_newest(self) -> None:
+        """Note the ranks of this node in the newest checkpoint of the shared tier."""
         newest = self.newest()
         if newest is not None and not self._here <= noted_ends(folder := self._folder(newest)):
             note_ends(folder, self._here)
 
-    # -- what is where -----------------------------------------------------------------------------
+    # -- the steps on each tier --------------------------------------------------------------------
 
     def _folder(self, ref: StepRef) -> StepFolder:
         return StepFolder(self._target, ref, self._workers)
@@ -184,7 +196,9 @@ class NodeParts:
         return -1 if newest is None else newest.step
 
     def _parts(self) -> dict[StepRef, _Part]:
-        """Return this node's part of each step that it has, newest step first."""
+        """Return this node's part of each step of the job, newest step first. A step is left out if
+        no tier of the node has the files of all ranks of the node.
+        """
         found: dict[StepRef, _Part] = {}
         for store in self._stores:
             for held in Inventory(store, part=True).look():
@@ -196,8 +210,8 @@ class NodeParts:
         return dict(sorted(found.items(), reverse=True))
 
     def _has_all(self, held: StoredStep) -> bool:
-        """Return whether the fragments of all ranks of this node are among the files of a step. A
-        rank puts its data before its fragment.
+        """Return True if the fragments of all ranks of this node are among the files of a step.
+        Then the data files are too, since a rank puts its data before its fragment.
         """
         names = {info.key.rpartition("/")[2] for info in held.objects}
         return all(fragment_name(rank) in names for rank in self._here)
@@ -208,8 +222,12 @@ class NodeParts:
         return frozenset(whole_ranks(names) - self._here)
 
     def _older(self, parts: dict[StepRef, _Part], failed: Collection[StepRef]) -> _Part | None:
-        """Return the newest step that this node's copies may make whole, if a newer step was not
-        brought since the agents of other nodes are silent.
+        """Return this node's part of an older step that this node's copies may complete.
+
+        An older step is tried only if a step has failed because agents of other nodes are silent.
+        The part returned is that of the newest step that this node has committed, that the shared
+        tier lacks, and of which this node has copies of the silent ranks' files. Return None if
+        there is no such step.
         """
         silent = self._unsettled(self._folder(max(failed))) if failed else set[int]()
         there = self._newest_there()
@@ -238,7 +256,8 @@ class NodeParts:
     def _bring(self, part: _Part) -> None:
         """Make a step a checkpoint on the shared tier, together with the other agents.
 
-        Raises ``CommitError`` if a part of another node is missing.
+        Raises:
+            CommitError: The part of another node, or the manifest, has not arrived in time.
         """
         ref, target, folder = part.stored.ref, self._target, self._folder(part.stored.ref)
         began = time.perf_counter()
@@ -268,14 +287,15 @@ class NodeParts:
         _log.info("ckpt: step %d is on %s now, in %.2f s", ref.step, target.url, seconds)
 
     def _settle(self, part: _Part, folder: StepFolder) -> set[int]:
-        """Wait until no rank removes files of the step on the shared tier: each has ended, or the
-        agent of another node brings its files.
+        """Wait until no rank can remove its files of the step from the shared tier any more. That
+        is so for a rank that has ended, and for a rank whose files an agent has marked to bring.
 
         Returns:
-            The ranks of other nodes whose files this node is to bring.
+            The ranks of other nodes whose files this node has marked, and must copy.
 
         Raises:
-            CommitError: Some ranks may still remove files, and this node has no copies of theirs.
+            CommitError: Some ranks may still remove their files, and this node has no copies of
+                these files.
         """
         ref, url = folder.ref, self._target.url
 
@@ -296,11 +316,11 @@ class NodeParts:
         )
 
     def _replace_silent(self, part: _Part, folder: StepFolder, seconds: float) -> None:
-        """Bring files that the agents of other nodes were to bring and have not brought, as far as
-        this node has copies.
+        """Wait for the files of other nodes. If some do not arrive, copy them from this node, as
+        far as it has copies of them.
 
         Args:
-            seconds: How long the files of this node have taken. The others may take as long.
+            seconds: How long this node has copied its own files. Other nodes may need as long.
         """
 
         def is_whole() -> bool:
@@ -323,7 +343,7 @@ class NodeParts:
         )
 
     def _copy(self, part: _Part, folder: StepFolder, ranks: Collection[int]) -> None:
-        """Copy the files of ranks."""
+        """Copy the files of ``ranks`` from this node to the shared tier."""
         on_progress = progress_of(part.stored.ref.step, self._target.url, self._report)
         meter = Meter(part.stored.staged_bytes or part.stored.stored_bytes, on_progress)
         for rank in sorted(ranks):
@@ -331,7 +351,9 @@ class NodeParts:
             copy_rank(part.stores, folder, rank, self._copier.tier.tier.codec, meter.add)
 
     def _manifest(self, part: _Part) -> Manifest | None:
-        """Return the manifest that this node has; None if it has none."""
+        """Return the manifest of the step from a tier of this node, or None if no tier has it
+        intact.
+        """
         for store in part.stores:
             if is_committed(store, part.stored.ref):
                 try:
@@ -344,7 +366,9 @@ class NodeParts:
         return self._ranks - noted_ends(folder)
 
     def _unsettled(self, folder: StepFolder) -> set[int]:
-        """Return the ranks that may remove files of a step on the shared tier."""
+        """Return the ranks that may still remove their files of a step from the shared tier: those
+        that are not noted as ended, and whose files no agent has marked to bring.
+        """
         return self._lacks_ends(folder) - brought_ranks(folder)
 
     def _lacks_fragments(self, folder: StepFolder) -> set[int]:
@@ -352,7 +376,7 @@ class NodeParts:
         return {rank for rank in self._ranks if fragment_name(rank) not in names}
 
     def _await(self, condition: Callable[[], bool]) -> bool:
-        """Wait for the other agents. Returns whether ``condition`` holds."""
+        """Wait until ``condition`` holds or the deadline has passed. Return True if it holds."""
         while not (holds := condition()) and time.monotonic() < self._deadline:
             time.sleep(_LOOK_SECONDS)
         return holds

@@ -1,6 +1,6 @@
-"""Where the agent of this user is found: a private folder with its socket, its locks and its log.
+"""The private folder of this user's agent, with its socket, its locks and its log.
 
-The folder belongs to the user alone. Another user can neither listen there nor connect, and both
+Only the user can access the folder. Another user can neither listen in it nor connect, and both
 sides of a connection ask the kernel which user is at the other end.
 """
 
@@ -19,7 +19,7 @@ from ckpt.config import agent_folder
 from ckpt.errors import AgentError
 
 _MOST_PATH_BYTES: Final = 107
-"""What the address of a Unix socket holds, without the byte that ends it."""
+"""The longest path of a Unix socket in bytes, without the terminating zero byte."""
 _CREDENTIALS: Final = struct.Struct("3i")
 _MOST_LOG_BYTES: Final = 1 << 20
 
@@ -40,10 +40,11 @@ class Place:
 
     @classmethod
     def of_this_user(cls) -> Place:
-        """Return the place, and make the folder if there is none.
+        """Return the folder of this user's agent. The folder is made if it does not exist.
 
         Raises:
-            AgentError: The folder is another user's or open to others, or its path is too long.
+            AgentError: The folder belongs to another user, is open to other users or cannot be
+                made, or its path is too long.
         """
         folder = os.path.abspath(agent_folder())
         place = cls(folder)
@@ -73,7 +74,9 @@ class Place:
         return place
 
     def open_log(self) -> int:
-        """Return a descriptor of the log file, emptied if it is long."""
+        """Open the log file for appending, and return its descriptor. A file of more than 1 MiB is
+        emptied first.
+        """
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(self.log, flags, 0o600)
         if os.fstat(descriptor).st_size > _MOST_LOG_BYTES:
@@ -82,12 +85,15 @@ class Place:
 
 
 class Lock:
-    """A lock on a file, which the kernel releases when all processes that hold the descriptor have
-    ended.
+    """A lock on a file. The kernel releases it when all processes with the descriptor have ended.
 
     Args:
-        place: Where the file is.
-        name: "listen" for the agent that has the socket, "work" for the one that copies.
+        place: The folder of the file.
+        name: "listen" for the lock of the agent that has the socket, "work" for the lock of the
+            agent that may start workers.
+
+    Attributes:
+        descriptor: The descriptor of the file. A process that inherits it has the lock, too.
     """
 
     def __init__(self, place: Place, name: str) -> None:
@@ -96,7 +102,7 @@ class Lock:
         self.descriptor = os.open(self._path, flags, 0o600)
 
     def take(self) -> bool:
-        """Return whether this process holds the lock now. It does not wait."""
+        """Try to take the lock, without waiting. Return True if this process has it now."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -104,20 +110,24 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Let another process take the lock, while this one may take it again."""
+        """Release the lock. Afterwards, any process may take it, this one included."""
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def is_in_place(self) -> bool:
-        """Return whether another process that takes the lock meets this one."""
+        """Return True if the lock file has not been removed or replaced. If it has been, another
+        process can take a lock of the same name, although this process has its lock.
+        """
         return identity(self._path) == identity(self.descriptor)
 
     def close(self) -> None:
-        """Let go of the lock. A process that has inherited the descriptor still holds it."""
+        """Close the descriptor. A process that has inherited it still has the lock."""
         os.close(self.descriptor)
 
 
 def identity(file: str | int) -> tuple[int, int]:
-    """Return the device and the inode of a file; two zeros if there is none."""
+    """Return the device and the inode of a file, which is a path or a descriptor. Return two zeros
+    if the file does not exist.
+    """
     try:
         found = os.lstat(file) if isinstance(file, str) else os.fstat(file)
     except OSError:
@@ -126,10 +136,14 @@ def identity(file: str | int) -> tuple[int, int]:
 
 
 def check_peer(connection: socket.socket, what: str) -> int:
-    """Return the process id at the other end of ``connection``.
+    """Return the id of the process at the other end of ``connection``.
+
+    Args:
+        connection: A Unix socket.
+        what: The name of the other end for the error message.
 
     Raises:
-        AgentError: It is another user's process.
+        AgentError: The process belongs to another user.
     """
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(data)

@@ -1,8 +1,8 @@
-"""Puts a step of a far tier into the near tiers of a node before its trainer starts.
+"""Copies a step from a far tier to the near tiers of a node before the trainer starts.
 
-Nothing is removed to make room, and a tier whose job is alive is left alone: its retention would
-not know the step. Any process may be killed here at any moment. What was copied stays, and the next
-call continues it.
+No step is removed to make room. A tier whose owner is alive gets no step, because the retention of
+that job would not take the step into account. A call may be killed at any instruction. The bytes
+that it has copied stay, and the next call continues from them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from ckpt.storage.tiers import OpenTier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetched:
-    """What became of one tier.
+    """The result of a prefetch for one tier.
 
     Attributes:
-        ref: The step that is there now.
-        nbytes: The size of its data files there; 0 if nothing was copied.
-        copied_bytes: How many of them were not there before.
+        tier: The URL of the tier.
+        ref: The step that the tier has now: the step asked for, or a later one, for which the tier
+            was left alone.
+        nbytes: The size of the step's data files on the tier; 0 if the step was there before.
+        copied_bytes: How many of these bytes were copied by this call.
+        seconds: How long the copy took; 0 if the step was there before.
     """
 
     tier: str
@@ -51,15 +54,22 @@ def prefetch(
     latest: bool = False,
     on_progress: OnProgress | None = None,
 ) -> list[Prefetched]:
-    """Make ``ref``, a checkpoint of ``far``, one of each tier of ``near``.
+    """Copy the step ``ref``, which is a checkpoint on ``far``, to each tier of ``near``.
 
     Args:
-        near: The tiers, nearest first. None of them is in memory.
-        latest: Leave a tier alone that has a later step, since a restore takes that one.
+        far: The store that has the step.
+        near: The tiers that get the step, nearest first. None of them is in memory.
+        ref: The step.
+        workers: The threads that copy.
+        latest: Whether a tier with a later step is left alone, since a restore takes that step.
+        on_progress: Called as bytes are copied.
+
+    Returns:
+        The result for each tier, in the order of ``near``.
 
     Raises:
-        RootInUse: The job of a tier is alive. It has what it needs.
-        OutOfSpace: A tier has no room. Nothing was copied there.
+        RootInUse: The owner of a tier is alive, or another job has taken the root meanwhile.
+        OutOfSpace: A tier has no room. Nothing was copied to that tier.
         IntegrityError: The step is damaged on ``far``.
         StorageError: A store has failed.
     """
@@ -83,6 +93,7 @@ def _fill(
     workers: Workers,
     on_progress: OnProgress | None,
 ) -> Prefetched:
+    """Copy a step from the first of ``sources`` that has it intact to one tier."""
     owner = read_owner(tier.backend)
     _check_owner(tier, owner)
     _check_room(tier, read_manifest(sources[0], ref), ref)
@@ -103,14 +114,16 @@ def _fill(
 
 
 def _check_owner(tier: OpenTier, before: Owner | None) -> None:
-    """Raise ``RootInUse`` if a job has taken the root, or lives."""
+    """Raise ``RootInUse`` if the root has an owner that is alive or is not ``before``."""
     owner = read_owner(tier.backend)
     if owner is not None and (owner.alive or before is None or owner.attempt != before.attempt):
         raise RootInUse(tier.url, str(owner), here=owner.here_too)
 
 
 def _check_room(tier: OpenTier, manifest: Manifest, ref: StepRef) -> None:
-    """Raise ``OutOfSpace`` if a step does not fit, as far as that can be known before."""
+    """Raise ``OutOfSpace`` if a step does not fit. If the tier has another codec than the source,
+    the size of the copy is not known yet, and the size without a codec is taken.
+    """
     backend, capacity = tier.backend, tier.tier.capacity_bytes
     alike = has_codec(manifest, tier.tier.codec)
     there = sum(info.size for info in own_objects(backend, ref))

@@ -1,4 +1,4 @@
-"""The trainer's side: registers a job with the agent, and again if the agent dies."""
+"""The registration of a job with the agent, by its trainer. It is repeated if the agent ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _START_SECONDS: Final = 300.0
 """How many seconds ranks may need to reach the same point of their start."""
 _PAUSE_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 2.0
-"""How many seconds a store has to say which job owns its root."""
+"""How many seconds to wait until the stores return the owners of their roots."""
 _SUBJECT: Final = "agent"
 _ALL_NODES: Final = "agents"
 Notify = Callable[[Event], None]
@@ -46,17 +46,17 @@ class Registration:
     """A job's registration with the agent of its leader's node, or of each node.
 
     Args:
-        job: The job, on the rank that registers it. None on the other ranks, for which nothing is
-            to be done.
-        copier: Makes what lets the agent copy files to a tier.
-        notify: Called with what the agent finds out about the steps of the job.
+        job: The job, on the rank that registers it. None on the other ranks, whose registration
+            only makes copiers.
+        copier: Makes the copier for a tier.
+        notify: Called with an event for each step of the job that the agent has verified.
 
-    Thread safety: ``detach`` and ``forget`` may be called by one thread, one of them once.
+    Thread safety: one thread may call either ``detach`` or ``forget``, and only once.
     ``_lock`` guards ``_connection``, which only the watching thread replaces.
     """
 
     def __init__(self, job: Job | None, copier: MakesCopier, notify: Notify) -> None:
-        """Raises ``AgentError`` if the agent cannot be reached or refuses the job."""
+        """Register ``job``. Raises ``AgentError`` if the agent cannot be reached or refuses."""
         self._job, self._copier, self._notify = job, copier, notify
         self._watcher = Workers("agent", 1)
         self._lock = threading.Lock()
@@ -67,18 +67,22 @@ class Registration:
             self._watcher.submit(self._watch, job)
 
     def copier(self, target: OpenTier) -> AgentCopier:
-        """Return what lets the agent of this node copy the files of this process to a tier."""
+        """Return a copier that lets the agent of this node copy the files of this process to
+        ``target``.
+        """
         return self._copier(target)
 
     def detach(self, reason: str) -> None:
-        """Leave the job to the agent, although this process may live on.
+        """Let the agent finish the job now, although this process may live on. If nodes have tiers
+        of their own, their agents begin only when the processes of the job have ended.
 
         Args:
-            reason: The failure that ends the process, if one does. Nothing is raised then.
+            reason: The failure that ends the process, or an empty text. With a failure, an
+                ``AgentError`` is only logged.
 
         Raises:
-            AgentError: The agent cannot be reached. It finishes the job when this process ends, if
-                it is there by then.
+            AgentError: The agent cannot be reached. An agent with which the job is still registered
+                finishes it when this process ends.
         """
         if self._job is not None:
             self._end()
@@ -93,7 +97,9 @@ class Registration:
                 _log.warning("ckpt: the job is not left to an agent: %s", error)
 
     def forget(self) -> None:
-        """The job is over, and nothing is left to do. Never raises an error of ours."""
+        """End the registration of a job that has no more steps to be finished. A ``CkptError`` is
+        logged, and not raised.
+        """
         if self._job is not None:
             self._end()
             try:
@@ -104,7 +110,7 @@ class Registration:
                 _log.debug("ckpt: %s", error)
 
     def _end(self) -> None:
-        """Do not register again."""
+        """Stop the watching thread, so that the job is not registered again."""
         with self._lock:
             self._ends.set()
             if self._connection is not None:
@@ -112,8 +118,8 @@ class Registration:
         self._watcher.close()
 
     def _watch(self, job: Job) -> None:
-        """Register again whenever the agent has ended, until the job ends. A job that has no agent
-        for a while says so once.
+        """Pass on what the agent reports, and register again whenever the agent has ended, until
+        the job ends. While no agent can be reached, only the first failure is a warning in the log.
         """
         while True:
             connection = self._connection
@@ -154,16 +160,23 @@ class Registration:
 def register(
     config: SaveConfig, tiers: Sequence[OpenTier], coordinator: Coordinator, notify: Notify
 ) -> Registration | None:
-    """Register the job with the agent of the leader's node, which is started if there is none. If
-    nodes have tiers of their own, the lowest rank of each registers its ranks with the agent of its
-    node. All ranks call this.
+    """Register the job with the agent of the leader's node. If nodes have tiers of their own, the
+    lowest rank of each node registers the ranks of its node with the agent there. An agent is
+    started if there is none. All ranks call this function.
+
+    Args:
+        config: The settings of the save. ``agent`` says whether an agent is used.
+        tiers: The tiers of the job, nearest first.
+        coordinator: The connection to the other ranks.
+        notify: Called with an event for each step of the job that the agent has verified.
 
     Returns:
-        The registration, or None if there is no agent and ``config`` does not require one.
+        The registration. None if ``agent`` is "off", or if a node has no agent and ``agent`` is
+        "auto".
 
     Raises:
-        AgentError: ``config`` requires an agent, and there is none.
-        CommitTimeout: A rank did not come in time.
+        AgentError: A node has no agent, and ``agent`` is "required".
+        CommitTimeout: A rank did not call this function in time.
     """
     if config.agent == "off":
         return None
@@ -207,7 +220,11 @@ def register(
 
 
 def check_detach(mode: AgentMode, registration: Registration | None) -> None:
-    """Check that a manager may close with ``detach``.
+    """Check that ``close(detach=True)`` is possible.
+
+    Args:
+        mode: The setting ``agent`` of the manager.
+        registration: What ``register`` returned.
 
     Raises:
         ConfigError: ``mode`` is "off".
@@ -230,6 +247,7 @@ def _register(job: Job) -> Connection:
 
 
 def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: SaveConfig) -> Job:
+    """Return the job of ``ranks`` for the agent, with those processes that run on this machine."""
     here = [rank for rank in ranks if rank.machine == me.machine]
     return Job(
         owner=me,
@@ -243,9 +261,11 @@ def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: S
 
 
 def _of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Job:
-    """Return the job for the agent of the node of ``rank``, which sees the files of its ranks.
+    """Return ``job`` with the ranks of the node of ``rank``, for an agent that sees only the files
+    of these ranks.
 
-    Raises ``AgentError`` if such agents cannot finish the job.
+    Raises:
+        AgentError: Agents that see only their own nodes cannot finish the job.
     """
     own = [tier for tier in tiers if tier.nodes is not None]
     shared = [tier for tier in tiers if not tier.local]
@@ -274,7 +294,12 @@ def _of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Jo
 
 
 def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str:
-    """Return on all ranks why a node has no agent of its own; empty if each node has one."""
+    """Return on all ranks why some node has no agent of its own. The text is empty if each node has
+    one.
+
+    Args:
+        refusal: Why the node of this rank has no agent; empty if it has one.
+    """
     if coordinator.rank in nodes.firsts:
         agent = f"{Owner.here('').machine} {os.path.realpath(agent_folder())}"
         coordinator.post(_ALL_NODES, msgspec.json.encode((refusal, agent)))
@@ -299,7 +324,9 @@ def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str
 
 
 def _owners_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
-    """Return the attempts that own the roots. A store that does not answer soon is left out."""
+    """Return the attempts that own the roots of ``tiers``. A store that does not answer within
+    ``_LOOK_SECONDS`` is left out.
+    """
     looking = Workers("owners", len(tiers))
     looked = wait([looking.submit(read_owner, tier.backend) for tier in tiers], _LOOK_SECONDS)
     if not looked.not_done:
@@ -309,7 +336,9 @@ def _owners_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
 
 
 def _place_of(tier: OpenTier) -> str:
-    """Return the URL under which another process finds the tier."""
+    """Return a URL with which another process reaches the tier. Raises ``AgentError`` if there is
+    none.
+    """
     if scheme_of(tier.url) == "memory":
         raise AgentError(f"{tier.url} is in the memory of this process, where no agent finds it")
     return tier.url if tier.in_memory or is_folder(tier.url) else tier.tier.url

@@ -1,5 +1,5 @@
-"""What an agent orders from a worker, on its standard input, and what the worker reports, as frames
-on its standard output.
+"""The order that the agent writes to the standard input of a worker, and the reports that the
+worker writes as frames to its standard output.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from ckpt.catalog.verify import OnProgress
 Task = Literal["finish", "free", "scrub", "copy"]
 OnReport = Callable[[msgspec.Struct], None]
 REPORT_SECONDS: Final = 0.2
-"""How often a worker reports its progress, at the most."""
+"""The shortest time between two reports of a worker about its progress."""
 Outcome = Literal["done", "superseded", "failed"]
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a worker is to do.
+    """The task of a worker.
 
     Attributes:
-        job: For which job.
-        task: "finish": make its steps durable. "free": free the memory of steps that durable tiers
-            have. "scrub": verify its steps. "copy": copy files for its trainer, which lives.
-        verified: The steps that need not be verified, as "URL FOLDER".
-        connection: The descriptor of the connection to the trainer, for "copy".
+        job: The job.
+        task: "finish": finish the steps of the job. "free": free the memory of the steps that
+            durable tiers have. "scrub": verify the steps of the job. "copy": copy files for the
+            job's trainer, which lives.
+        verified: For "scrub", the steps that need no verification now, as "URL FOLDER".
+        connection: For "copy", the descriptor of the connection to the trainer; otherwise -1.
     """
 
     job: Job
@@ -38,7 +39,9 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Copying(msgspec.Struct, frozen=True, tag="copying"):
-    """So many bytes of a step are on the tier ``to``."""
+    """Reports that ``done_bytes`` of the ``total_bytes`` of a step were copied to the tier
+    ``to``.
+    """
 
     step: int
     to: str
@@ -47,14 +50,16 @@ class Copying(msgspec.Struct, frozen=True, tag="copying"):
 
 
 class Copied(msgspec.Struct, frozen=True, tag="copied"):
-    """A step is a checkpoint on the tier ``to`` now."""
+    """Reports that a step has become a checkpoint on the tier ``to``."""
 
     step: int
     to: str
 
 
 class Verifying(msgspec.Struct, frozen=True, tag="verifying"):
-    """So many bytes of a step on a tier were compared with their checksums."""
+    """Reports that ``done_bytes`` of the ``total_bytes`` of a step on ``tier`` were compared with
+    their checksums.
+    """
 
     step: int
     tier: str
@@ -63,15 +68,17 @@ class Verifying(msgspec.Struct, frozen=True, tag="verifying"):
 
 
 class Verified(msgspec.Struct, frozen=True, tag="verified", kw_only=True):
-    """A step on a tier was compared with its checksums.
+    """Reports that a step on a tier was compared with its checksums, and mended if necessary.
 
-    The agent passes it on to the trainer of the job.
+    The agent passes this report on to the trainer of the job.
 
     Attributes:
+        tier: The URL of the tier.
         folder: The folder of the step.
-        nbytes: How many bytes were right in the end.
-        mended: The files that were written again.
-        damage: What stays damaged, and why; empty if the step is intact.
+        nbytes: How many bytes had the right checksum in the end.
+        seconds: How long the verification took, mending included.
+        mended: The damaged files that were written again.
+        damage: What is still damaged, and why; empty if the step is intact.
     """
 
     step: int
@@ -84,10 +91,12 @@ class Verified(msgspec.Struct, frozen=True, tag="verified", kw_only=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
-    """The last report.
+    """The last report of a worker.
 
-    ``outcome`` is "done" if nothing is left to do, "superseded" if another job has taken the roots,
-    and "failed" if another try is needed.
+    Attributes:
+        outcome: "done" if the order was carried out, "superseded" if another job has taken the
+            roots, and "failed" if another try is needed.
+        error: Why the outcome is "failed".
     """
 
     outcome: Outcome
@@ -95,12 +104,16 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 def progress_of(step: int, to: str, report: OnReport) -> OnProgress:
-    """Return what reports how much of a step is on the tier ``to``, some times in a second."""
+    """Return a function for the progress of a copy of ``step`` to the tier ``to``. It passes a
+    `Copying` to ``report`` a few times a second.
+    """
     return at_intervals(lambda done, total: report(Copying(step, to, done, total)))
 
 
 def at_intervals(on_progress: OnProgress) -> OnProgress:
-    """Return what calls ``on_progress`` some times in a second, and when all is done."""
+    """Return a function that passes its arguments to ``on_progress``, but only a few times a second
+    and when all bytes are done.
+    """
     reported = 0.0
 
     def progress(done: int, total: int) -> None:

@@ -1,9 +1,10 @@
-"""What a worker does in idle time: it compares the steps of a job with their checksums, and writes
-damaged files again from a tier that has them intact.
+"""The worker that verifies the steps of a job while the agent has nothing else to do. It compares
+them with their checksums, and writes damaged files again from a tier that has them intact.
 
-It removes nothing, and it may be killed at any instruction. Memory is left out, since its slots are
-overwritten by the next saves. If nodes have folders of their own, the agent of each node verifies
-the files of its ranks there, and the leader's agent verifies what the nodes share.
+It removes nothing, and may be killed at any instruction. Tiers in memory are left out, since the
+next saves overwrite their slots. If nodes have folders of their own, the agent of each node
+verifies the files of its ranks in these folders, and the agent of the leader's node verifies the
+tiers that the nodes share.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, eq=False)
 class _Root:
-    """A tier that no other job has.
+    """A tier whose owner is this job, has ended, or does not exist.
 
     Attributes:
-        ranks: The ranks whose files are to be there, if it is the folder of one node; None for all.
+        claim: The claim of the job on the root.
+        ranks: For a folder of one node, the ranks whose files must be there. None for all ranks.
     """
 
     tier: OpenTier
@@ -48,12 +50,12 @@ class _Root:
 
 
 class Scrub:
-    """One round over the steps of a job.
+    """One round of verification over the steps of a job.
 
     Args:
         order: The job, and the steps that need no verification now.
         workers: The threads that read.
-        report: Called with what was found.
+        report: Called with the result for each step, and with the progress.
 
     Thread safety: one thread, which closes it.
     """
@@ -63,7 +65,7 @@ class Scrub:
         self._workers, self._report = workers, report
         self._pace = Pace(order.job.scrub_mb_per_s)
         self._errors: dict[str, str] = {}
-        """Why a tier is not verified, by its URL."""
+        """The error of each tier that cannot be verified, by the URL of the tier."""
         self._tiers: list[OpenTier] = []
         for index, given in enumerate(order.job.open_as()):
             try:
@@ -80,8 +82,8 @@ class Scrub:
             tier.backend.close()
 
     def run(self) -> Ended:
-        """Verify what is due: the newest step first, on the nearest tier first. Never raises an
-        error of ours.
+        """Verify the steps that are due: the newest step first, and each step on the nearest tier
+        first. A ``CkptError`` is not raised but is part of the outcome.
         """
         there: list[tuple[StepRef, _Root]] = []
         for tier in self._tiers:
@@ -95,36 +97,45 @@ class Scrub:
         return Ended("done")
 
     def _verifies(self, tier: OpenTier) -> bool:
-        """Return whether this agent verifies a tier, and not that of another node."""
+        """Return True if the agent of this node verifies ``tier``, and not the agent of another
+        node.
+        """
         here = self._job.here
         return not here or tier.local or LEADER in here
 
     def _attempt(self, tier: OpenTier, work: Callable[[], None]) -> None:
-        """Do a part. Its failure costs no other tier."""
+        """Call ``work``, and note its error for ``tier``. Other tiers are verified all the same."""
         try:
             work()
-        except RootInUse as error:  # its own agent verifies it
+        except RootInUse as error:  # The agent of the job that owns the root verifies it
             _log.info("ckpt: %s is not verified: %s", tier.url, error)
         except CkptError as error:
             self._errors[tier.url] = str(error)
 
     def _find(self, tier: OpenTier, there: list[tuple[StepRef, _Root]]) -> None:
-        """Add to ``there`` the steps of a tier that are due."""
+        """Add the steps of ``tier`` that are due to ``there``, each with its root.
+
+        Raises:
+            RootInUse: The root belongs to another job, which is not known to have ended.
+        """
         ranks = frozenset(self._job.here) if self._job.here and tier.local else None
         root = _Root(tier, Claim(tier.backend, self._job.owner), ranks)
         root.claim.use()
         refs = committed(tier.backend)
-        if ranks is not None:  # In an earlier job, the node may have had other ranks
+        if ranks is not None:  # An earlier job may have had other ranks on this node
             refs = [ref for ref in refs if job_of(ref) == self._job.owner.attempt]
         there += [(ref, root) for ref in refs if f"{tier.url} {ref.folder}" not in self._known]
 
     def _scrub(self, root: _Root, ref: StepRef) -> None:
-        """Verify a step, mend it, and report both. A step that is removed meanwhile is left out."""
+        """Verify a step, mend it, and report the result. Nothing is reported of a step that another
+        process has removed meanwhile.
+        """
         began, url = time.perf_counter(), root.tier.url
         found, why = dict[str, Fault](), ""
         report = self._verify(root, ref)
         while fresh := {fault.key: fault for fault in report.faults if fault.key not in found}:
-            # a mended manifest or fragment may show more damage, which the next turn mends
+            # Once a manifest or fragment is mended, more damage may become visible. The next pass
+            # of this loop mends it.
             found |= fresh
             if is_committed(root.tier.backend, ref):
                 mend = self._mend if root.ranks is None else self._mend_part
@@ -147,10 +158,13 @@ class Scrub:
             )
         )
         for tier in self._tiers:
-            if root.ranks is None or tier.local:  # The agents of all nodes have the journals
+            # All nodes have the journal of a shared tier, so it gets no entry about a step of which
+            # this node verifies only its part.
+            if root.ranks is None or tier.local:
                 note_verified(url, ref.step, damage, journal=tier.url)
 
     def _verify(self, root: _Root, ref: StepRef) -> VerifyReport:
+        """Compare a step with its checksums at the rate of the job, and report the progress."""
         before, url = 0, root.tier.url
         report = at_intervals(
             lambda done, total: self._report(Verifying(ref.step, url, done, total))
@@ -171,7 +185,9 @@ class Scrub:
         )
 
     def _mend(self, root: _Root, ref: StepRef, faults: Sequence[Fault]) -> str:
-        """Write damaged files again. Returns why some are not; empty if all are."""
+        """Write damaged files of a step again. Return why a file could not be mended; the text is
+        empty if all could be.
+        """
         try:
             mend_step(
                 self._others(root, ref),
@@ -188,7 +204,9 @@ class Scrub:
         return ""
 
     def _mend_part(self, root: _Root, ref: StepRef, faults: Sequence[Fault]) -> str:
-        """Write damaged files of the ranks of this node again. Returns as ``_mend`` does."""
+        """Write damaged files of the ranks of this node again. The manifest is not mended. Return
+        the same as ``_mend``.
+        """
         others, folder = self._others(root, ref), StepFolder(root.tier.backend, ref, self._workers)
         why = ""
         keys = {fault.key for fault in faults} - {ref.manifest}
@@ -202,13 +220,13 @@ class Scrub:
         return why
 
     def _others(self, root: _Root, ref: StepRef) -> list[StorageBackend]:
-        """Return the stores of the other tiers that have a step."""
+        """Return the stores of the other tiers on which the step is committed, nearest first."""
         others = [tier.backend for tier in self._tiers if tier is not root.tier]
         return [store for store in others if _has(store, ref)]
 
 
 def _has(store: StorageBackend, ref: StepRef) -> bool:
-    """Return whether a store has a step. One that does not answer cannot help."""
+    """Return True if the step is committed on ``store``, and False if the store does not answer."""
     try:
         return is_committed(store, ref)
     except CkptError:
@@ -216,7 +234,13 @@ def _has(store: StorageBackend, ref: StepRef) -> bool:
 
 
 def _damage_of(found: Mapping[str, Fault], left: Collection[str], why: str) -> str:
-    """Say what stays damaged; nothing if all of it is mended."""
+    """Return a text about the damage that could not be mended. It is empty if there is none.
+
+    Args:
+        found: All faults that were found, by the keys of their files.
+        left: The keys of the files that are still damaged.
+        why: Why a file could not be mended.
+    """
     if not left:
         return ""
     first = next(fault for key, fault in found.items() if key in left)

@@ -1,4 +1,6 @@
-"""The rounds in which the agent lets workers verify the steps of its jobs, in idle time."""
+"""The rounds of verification, in which the agent lets workers verify the steps of its jobs while it
+has nothing else to do. One round verifies the steps of one job.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,23 @@ from ckpt.errors.text import redact
 
 _log = logging.getLogger("ckpt")
 _LOOK_SECONDS: Final = 300.0
-"""How often the tiers of a job are listed, at the most."""
+"""The shortest time between two rounds of a job. Each round lists the tiers of the job."""
 _MOST_JOBS: Final = 64
 _DAMAGED: Final = 24
-"""So many times as often as others, a damaged step is tried again."""
+"""How many times as often as an intact step a damaged step is verified again."""
 
 
 @dataclass(slots=True)
 class _Round:
-    """What is known about one job.
+    """The verification of one job, in its rounds so far.
 
     Attributes:
-        next_at: When its next round begins, by the monotonic clock.
-        seen: "URL FOLDER" -> when that step was verified, by the same clock, and what is damaged.
+        next_at: When the next round begins, by the monotonic clock.
+        seen: For each verified step, as "URL FOLDER": the time of its last verification, by the
+            monotonic clock, and the result.
+        verifying: The progress of the step that is being verified; None if there is none.
+        mended: How many damaged files were written again.
+        error: Why the last round could not verify all tiers; empty if it could.
     """
 
     job: Job
@@ -42,14 +48,16 @@ class _Round:
 
 
 class Rounds:
-    """Verifies the steps of one job at a time, by a worker that may be killed at any moment.
+    """Verifies the steps of jobs, one job at a time, by a worker that may be killed at any moment.
 
-    A step is verified some minutes after it was committed, and again after ``again_seconds``. A
-    round that is cut off continues with the step that it was at, some minutes later.
+    A step is verified some minutes after it was committed, and again after ``again_seconds``. If a
+    round is cut off, the job's next round begins some minutes later, with the steps that the first
+    one had not finished.
 
     Args:
         again_seconds: The time between two verifications of a step.
-        notify: Called with the attempt of a job and what its trainer is to know.
+        notify: Called with the attempt of a job and the result for one of its steps, so that the
+            trainer gets the result.
 
     Thread safety: one thread.
     """
@@ -62,8 +70,8 @@ class Rounds:
         self._worker: Worker | None = None
 
     def add(self, job: Job) -> None:
-        """Take in a job, which begins its first round in some minutes. A job that is known keeps
-        what was found.
+        """Add a job, unless it asks for no verification. Its next round begins some minutes later.
+        If the job is known, its results are kept.
         """
         if not job.scrub_mb_per_s:
             return
@@ -76,26 +84,30 @@ class Rounds:
             self.forget(list(self._rounds)[:-_MOST_JOBS])
 
     def forget(self, attempts: Iterable[str]) -> None:
-        """Verify nothing more for these jobs."""
+        """Forget the jobs ``attempts`` and their results, so that they get no more rounds."""
         for attempt in attempts:
             self._rounds.pop(attempt, None)
 
     def jobs(self) -> dict[str, tuple[str, ...]]:
-        """Return the URLs of the tiers of each job."""
+        """Return the URLs of the tiers of each job, by the job's attempt."""
         return {name: urls_of(each.job) for name, each in self._rounds.items()}
 
     def due_in(self) -> float | None:
-        """Return in how many seconds the next round begins. None if there is none, or one is under
-        way.
+        """Return in how many seconds the next round begins. Return None if there is no job, or if a
+        round is under way.
         """
         if self._worker is not None or not self._rounds:
             return None
         return max(0.0, min(each.next_at for each in self._rounds.values()) - time.monotonic())
 
     def begin(self, where: Workplace) -> None:
-        """Start the round that is due.
+        """Start a round for the job that has been due for the longest time.
 
-        Raises ``OSError`` if no worker can be started. The round is put off.
+        Args:
+            where: The means to run the worker.
+
+        Raises:
+            OSError: No worker can be started. The round begins some minutes later.
         """
         now = time.monotonic()
         self._runs = run = min(self._rounds.values(), key=lambda each: each.next_at)
@@ -103,7 +115,8 @@ class Rounds:
         run.seen = {
             key: (at, last)
             for key, (at, last) in run.seen.items()
-            if now - at < 2 * self._again_seconds + _LOOK_SECONDS  # else the step is gone
+            # A step that exists would have been verified again by then, so it was removed.
+            if now - at < 2 * self._again_seconds + _LOOK_SECONDS
         }
         fresh = [
             key for key, (at, last) in run.seen.items() if now - at < self._pause_seconds(last)
@@ -112,11 +125,13 @@ class Rounds:
         self._worker = Worker(order, where, partial(self._take_in, run), self._on_end)
 
     def _pause_seconds(self, last: Verified) -> float:
-        """Return how long a step is not verified again. The tier that could mend it may be back."""
+        """Return how many seconds after ``last`` a step is verified again. A damaged step is tried
+        sooner, since a tier that can mend it may be available again.
+        """
         return self._again_seconds / _DAMAGED if last.damage else self._again_seconds
 
     def _take_in(self, run: _Round, report: Report) -> None:
-        """Take in what the worker has reported, and log it."""
+        """Record a report of the worker. Log it and pass it on if it is news."""
         match report:
             case Verifying():
                 run.verifying = report
@@ -128,7 +143,7 @@ class Rounds:
                     _log.warning("ckpt: not all steps can be verified: %s", why)
                 run.error = why
             case _:
-                pass  # of another task
+                pass  # Workers for other tasks send these reports
 
     def _on_end(self, code: int) -> None:
         self._forget_worker()
@@ -136,18 +151,19 @@ class Rounds:
             _log.warning("ckpt: a worker that verifies steps ended with exit code %d", code)
 
     def cancel(self) -> None:
-        """End the worker at once, for work that is more urgent."""
+        """Kill the worker, if a round is under way, so that more urgent work can begin."""
         if self._worker is not None:
             self._worker.kill()
             self._forget_worker()
 
     def _forget_worker(self) -> None:
+        """Note that no round is under way."""
         self._worker = None
         if self._runs is not None:
             self._runs.verifying = None
 
     def status(self, attempt: str) -> ScrubStatus:
-        """Return what the agent shows of a job."""
+        """Return the status of the verification of a job, without credentials in URLs."""
         found = self._rounds.get(attempt)
         if found is None:
             return ScrubStatus()
@@ -168,7 +184,9 @@ class Rounds:
 
 
 def _is_news(run: _Round, report: Verified) -> bool:
-    """Remember a step, and log what was wrong with it. Returns False if that is known already."""
+    """Keep the result for a step in ``run``, and log what is wrong with the step. Return False if
+    the step was known to be damaged, and nothing was mended since.
+    """
     key = f"{report.tier} {report.folder}"
     _, before = run.seen.get(key, (0.0, None))
     run.seen[key] = time.monotonic(), report

@@ -1,13 +1,13 @@
 """The agent: one loop that listens, watches the processes of jobs, and starts workers.
 
-The agent itself copies nothing and imports no client of a store, so it stays small. A worker is a
-process of its own for each job, with the environment of that job. To stop a worker is to kill it:
-what it does may be cut at any instruction.
+The agent itself copies nothing and imports no client of a store, so it needs little memory. A
+worker is a separate process that works for one job, with the environment of that job. The agent
+stops a worker by killing it, since a worker may be killed at any instruction.
 
-Two agents never copy at once. ``listen.lock`` belongs to the agent that has the socket, and
-``work.lock`` to the one that may start workers. Workers hold ``work.lock`` too, so an agent that
-takes the place of a dead one waits until the last worker has ended. An agent that was replaced, and
-that only has memory left to free, lets go of ``work.lock``.
+Two agents never copy at the same time. ``listen.lock`` belongs to the agent that has the socket,
+and ``work.lock`` to the agent that may start workers. Workers inherit ``work.lock``, so an agent
+that replaces a dead one waits until the last worker of the dead agent has ended. An agent that was
+replaced and only has memory left to free releases ``work.lock``.
 """
 
 from __future__ import annotations
@@ -55,28 +55,36 @@ _log = logging.getLogger("ckpt")
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _READ_BYTES: Final = 1 << 16
 _LOOK_SECONDS: Final = 0.2
-"""How often an agent that must not work yet looks again."""
+"""The shortest time that the loop waits before it checks again for work that is due. An agent that
+waits for ``work.lock`` tries to take it that often.
+"""
 _SOCKET_SECONDS: Final = 5.0
-"""How often an agent looks for its socket, which a cleaner may have removed."""
+"""How often an agent checks that its socket exists. A program that cleans up temporary files may
+have removed it.
+"""
 _GIVE_UP_SECONDS: Final = 24 * 3600.0
-"""How long the agent tries to finish a job."""
+"""How long after the end of its trainer the agent tries to finish a job."""
 _REMEMBERED: Final = 16
-"""How many jobs that are over the status shows."""
+"""How many of the jobs that are over the status lists."""
 _CONNECTIONS: Final = 256
 _MOST_WORKERS: Final = 8
-"""How many jobs are finished at once: a worker takes memory, and all jobs may end together."""
+"""How many jobs are finished at once. A worker takes memory, and all jobs may end together."""
 _MOST_LENT: Final = 32
-"""How many workers copy for trainers at once: one for each process and farther tier."""
+"""How many workers copy for living trainers at once. A trainer process needs one worker for each
+farther tier.
+"""
 _SEND_SECONDS: Final = 1.0
 """How long a caller may take to receive an answer."""
 
 
 @dataclass(slots=True)
 class _Caller:
-    """A process that is connected.
+    """A process that is connected to the agent.
 
     Attributes:
-        attempt: The job that it has registered; empty if it has registered none.
+        attempt: The attempt of the job that the process has registered on this connection; empty if
+            it has registered none.
+        unread: The bytes that were received and are not decoded yet.
     """
 
     connection: socket.socket
@@ -89,9 +97,10 @@ class Agent:
     """The agent of one user on one node.
 
     Args:
-        place: Its folder.
-        idle_seconds: It ends after so many seconds without a job.
-        memory_seconds: How long steps stay in memory after a durable tier has them.
+        place: The folder of the agent.
+        idle_seconds: After how many seconds without a job the agent ends.
+        memory_seconds: How many seconds the steps of an ended job stay in memory after durable
+            tiers have them.
         scrub_seconds: The time between two verifications of a step.
 
     Thread safety: one thread, which calls ``listen`` and then ``run``.
@@ -117,13 +126,14 @@ class Agent:
         self._lent: dict[Worker, str] = {}
 
     def listen(self) -> bool:
-        """Open the socket. Returns False if another agent has it."""
+        """Open the socket, and return True. Return False if another agent has it."""
         if not self._listens.take():
             return False
         self._bind()
         return True
 
     def _bind(self) -> None:
+        """Make the socket, in place of an old one, and accept callers there."""
         with suppress(FileNotFoundError):
             os.unlink(self._place.socket)
         found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -143,16 +153,18 @@ class Agent:
         self._hear_callers()
 
     def _hear_callers(self) -> None:
-        """Accept callers, if the agent does not."""
+        """Accept callers from now on."""
         if self._listening is not None and self._listening not in self._selector.get_map():
             self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
 
     def _hear_no_caller(self, listening: socket.socket) -> None:
-        with suppress(KeyError):  # it was full
+        with suppress(KeyError):  # The agent had no free descriptor, and accepts no caller already
             self._selector.unregister(listening)
 
     def run(self) -> None:
-        """Work until the agent is idle for long, or is asked to end, or gets a signal."""
+        """Run the loop until the agent has been idle for ``idle_seconds``, or until its work is
+        done after a request to stop or a signal.
+        """
         allow_descriptors()
         ear, mouth = socket.socketpair()
         ear.setblocking(False)
@@ -167,9 +179,11 @@ class Agent:
                 self._look_for_socket()
                 self._begin_what_is_due()
                 ready = self._selector.select(self._patience())
-                self._hear_callers()  # if it was full: what is ready may close a descriptor
+                # If no descriptor was free, one may be free after these events.
+                self._hear_callers()
                 for key, _ in ready:
-                    if self._selector.get_map().get(key.fd) == key:  # else it has just been left
+                    # An event before this one may have closed the descriptor.
+                    if self._selector.get_map().get(key.fd) == key:
                         key.data()
         finally:
             signal.set_wakeup_fd(old)
@@ -178,7 +192,7 @@ class Agent:
             mouth.close()
         _log.info("ckpt: agent ends, process %d", os.getpid())
 
-    # -- when to do what ---------------------------------------------------------------------------
+    # -- planning ----------------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
         if self._jobs or self._lent:
@@ -187,7 +201,7 @@ class Agent:
         return self._ends or time.monotonic() - self._busy > self._idle_seconds
 
     def _patience(self) -> float | None:
-        """Return how long nothing can be due."""
+        """Return how many seconds the loop may wait for events; None for without a limit."""
         now = time.monotonic()
         waits = [] if self._listening is None else [_SOCKET_SECONDS]
         if (round_in := self._scrubs_in()) is not None:
@@ -202,6 +216,9 @@ class Agent:
         return min(waits, default=None)
 
     def _begin_what_is_due(self) -> None:
+        """Start workers for the jobs that are due. If there is nothing to finish, start a round of
+        verification. An agent that ends and only has memory left to free releases ``work.lock``.
+        """
         due = [job for job in self._jobs if job.waits and time.monotonic() >= job.next_at]
         frees = self._ends and all(job.settled for job in self._jobs)
         if frees and self._works and not any(job.worker for job in self._jobs):
@@ -209,19 +226,20 @@ class Agent:
             self._may_work.release()
         elif due:
             self._takes_work()
-        due.sort(key=lambda job: job.failures)  # a store that hangs holds up no job for long
+        # A job that has failed often comes last, so that a store that hangs delays no other job.
+        due.sort(key=lambda job: job.failures)
         for job in due if self._works or frees else ():
             working = sum(other.worker is not None for other in self._jobs)
             if working < _MOST_WORKERS and not self._is_held_up(job):
                 self._rounds.cancel()
                 try:
                     job.begin(self._after)
-                except OSError as error:  # no memory or no process is left
+                except OSError as error:  # The system has no memory or no process id left
                     self._after(job, job.fail(f"no worker could be started: {error}"))
         self._begin_round()
 
     def _begin_round(self) -> None:
-        """Verify steps, if there is nothing else to do."""
+        """Start a round of verification, if one is due and there is nothing else to do."""
         if self._scrubs_in() == 0.0 and self._takes_work():
             try:
                 self._rounds.begin(self._workplace)
@@ -229,26 +247,31 @@ class Agent:
                 _log.warning("ckpt: no worker could be started: %s", error)
 
     def _takes_work(self) -> bool:
-        """Return whether no agent that this one has replaced works any more."""
+        """Take ``work.lock``, if this agent does not have it. Return True if it has the lock, and
+        False while workers of an agent that it has replaced still run.
+        """
         self._works = self._works or self._may_work.take()
         return self._works
 
     def _scrubs_in(self) -> float | None:
-        """Return in how many seconds a round is due; None while there is other work, or none."""
+        """Return in how many seconds a round of verification is due. Return None if no round may
+        begin: the agent ends, a worker finishes a job, a round is under way, or no job is known.
+        """
         if self._ends or any(job.worker is not None for job in self._jobs):
             return None
         return self._rounds.due_in()
 
     def _tell_trainer(self, attempt: str, report: Verified) -> None:
+        """Send the result of a verification to the trainer of the job."""
         for caller in [each for each in self._callers if each.attempt == attempt]:
             try:
                 caller.connection.sendall(encode(report))
-            except OSError as error:  # it registers again
+            except OSError as error:  # The trainer notices the end of the connection
                 _log.warning("ckpt: the trainer of job %s is left: %s", attempt, error)
                 self._leave(caller)
 
     def _is_held_up(self, job: WatchedJob) -> bool:
-        """Return whether a trainer that lives, or another worker, has a root of ``job``."""
+        """Return True if another job with a root of ``job`` has a living trainer or a worker."""
         return any(
             other is not job and (other.runs or other.worker is not None) and other.meets(job)
             for other in self._jobs
@@ -257,7 +280,7 @@ class Agent:
     # -- jobs --------------------------------------------------------------------------------------
 
     def _check(self, job: Job, caller: _Caller) -> None:
-        """Raise ``AgentError`` or ``ConfigError`` if nothing can be done for a job."""
+        """Raise ``AgentError`` or ``ConfigError`` if the agent cannot work for a job."""
         if self._ends:
             raise AgentError("it is about to end: try again")
         if caller.pid not in [process.pid for process in job.processes]:
@@ -265,9 +288,12 @@ class Agent:
                 f"it sees this process as number {caller.pid}: the two are in different process "
                 "namespaces, as containers have: run an agent in this one (CKPT_AGENT_FOLDER)"
             )
-        job.open_as()  # it raises what a worker would
+        job.open_as()  # Raises the ``ConfigError`` that a worker would meet
 
     def _register(self, job: Job, caller: _Caller) -> Answer:
+        """Watch the processes of a job from now on. A job that was registered before on the same
+        roots loses its worker and its rounds of verification.
+        """
         self._check(job, caller)
         watched = WatchedJob(job, self._workplace, self._on_death)
         for other in [other for other in self._jobs if other.attempt == watched.attempt]:
@@ -279,18 +305,23 @@ class Agent:
             if attempt != watched.attempt and share_a_root(urls, watched.urls)
         )
         self._rounds.add(job)
-        for other in self._jobs:  # the next job is never held up
+        for other in self._jobs:  # The new job must not wait for the worker of an earlier one
             if other.worker is not None and other.meets(watched):
                 other.cancel()
         self._jobs.append(watched)
         caller.attempt = watched.attempt
         _log.info("ckpt: job %s is registered", watched.attempt)
-        if watched.has_died:  # they have ended since
+        if watched.has_died:  # Its processes have ended since they sent the request
             self._end_of_trainer(watched)
         return Done()
 
     def _lend(self, job: Job, caller: _Caller) -> None:
-        """Let a worker copy files for a trainer. The connection is the worker's then."""
+        """Start a worker that copies files for a trainer, and pass the caller's connection on to
+        the worker.
+
+        Raises:
+            AgentError: No worker can be lent.
+        """
         self._check(job, caller)
         if not self._takes_work():
             raise AgentError("an agent that it has replaced still works")
@@ -307,7 +338,9 @@ class Agent:
         self._leave(caller)
 
     def _end_lent(self, attempt: str | None = None) -> None:
-        """End the workers that copy for the trainer of a job, or of all jobs."""
+        """Kill the workers that copy for living trainers: those of the job ``attempt``, or all if
+        ``attempt`` is None.
+        """
         for worker in [worker for worker, of in self._lent.items() if attempt in (None, of)]:
             del self._lent[worker]
             worker.kill()
@@ -325,18 +358,24 @@ class Agent:
         return Done()
 
     def _on_death(self, job: WatchedJob) -> None:
+        """Begin to finish a job whose last process on this node has ended."""
         self._end_lent(job.attempt)
         if job.runs:
             _log.info("ckpt: the trainer of job %s has ended", job.attempt)
             self._end_of_trainer(job)
 
     def _end_of_trainer(self, job: WatchedJob) -> None:
+        """Begin to finish a job whose trainer has ended or detached. An agent that is about to end
+        forgets the job instead.
+        """
         job.end()
         if self._ends:
             self._drop(job)
 
     def _after(self, job: WatchedJob, ended: Ended) -> None:
-        """Decide what follows a try that has ended."""
+        """Decide how to go on after a try to finish ``job`` has ended: try again later, free the
+        memory of the job later, or drop the job.
+        """
         if ended.error:
             _log.warning("ckpt: job %s: %s", job.attempt, ended.error)
         if ended.outcome == "superseded":
@@ -350,7 +389,9 @@ class Agent:
             self._drop(job, "done")
 
     def _drop(self, job: WatchedJob, state: str = "") -> None:
-        """Forget a job, and end its worker. With a ``state``, the status shows the job as over."""
+        """Forget a job, and kill its worker. With a ``state``, the status still lists the job, as
+        over and in this state.
+        """
         job.close()
         if state:
             _log.info("ckpt: job %s is over: %s", job.attempt, state)
@@ -368,9 +409,9 @@ class Agent:
         assert self._listening is not None
         try:
             connection, _ = self._listening.accept()
-        except (BlockingIOError, ConnectionError):  # the caller has left
+        except (BlockingIOError, ConnectionError):  # The caller has closed the connection again
             return
-        except OSError as error:  # no descriptor is left
+        except OSError as error:  # This process has no free descriptor
             self._hear_no_caller(self._listening)
             if not self._full:
                 self._full = True
@@ -408,7 +449,7 @@ class Agent:
         caller.connection.close()
 
     def _answer(self, request: Request, caller: _Caller) -> Answer | None:
-        """Return the answer; None if a worker gives it."""
+        """Carry out ``request``, and return the answer. Return None if a worker answers instead."""
         try:
             match request:
                 case Job():
@@ -445,9 +486,15 @@ class Agent:
     # -- the end -----------------------------------------------------------------------------------
 
     def _stop(self, *, at_once: bool = False, keep_memory: bool = False) -> None:
-        """Let another agent listen. Living trainers register there, since they are left. What has
-        ended is finished here, unless the agent is to end ``at_once``. Memory is freed then, or
-        when it would have been (``keep_memory``).
+        """Begin to end the agent, and let another agent listen.
+
+        The connections are closed, so that living trainers register with the other agent. This
+        agent still finishes the jobs whose trainers have ended.
+
+        Args:
+            at_once: Whether to give these jobs up instead.
+            keep_memory: Whether steps stay in memory for the usual time. Otherwise their memory is
+                freed as soon as durable tiers have them.
         """
         self._stop_listening()
         self._rounds.cancel()
@@ -466,16 +513,18 @@ class Agent:
                 job.next_at = 0.0
 
     def _on_signal(self, ear: socket.socket) -> None:
-        """Finish what has ended, and free its memory. A second signal ends the agent at once."""
+        """Stop after the jobs whose trainers have ended are finished and their memory is freed. A
+        second signal ends the agent at once.
+        """
         ear.recv(_READ_BYTES)
         ready = {key.fd for key, _ in self._selector.select(0)}
         for job in list(self._jobs):
-            job.look(ready)  # it may have ended just before the signal
+            job.look(ready)  # The trainer may have ended just before the signal
         self._stop(at_once=self._ends and not self._memory_seconds)
 
     def _look_for_socket(self) -> None:
-        """Bind again if the socket was removed. If the locks are gone too, another agent may take
-        this one's place, and this one stops.
+        """Make the socket again if it was removed. If a lock file was removed too, another agent
+        may have started in the folder, so this one stops.
         """
         if self._listening is None or identity(self._place.socket) == self._socket:
             return
@@ -483,7 +532,7 @@ class Agent:
             try:
                 self._bind()
                 _log.warning("ckpt: the agent's socket was removed: it was made again")
-            except OSError as error:  # it is tried again
+            except OSError as error:  # The next call tries again
                 _log.warning("ckpt: the agent's socket was removed, and is not made: %s", error)
         else:
             _log.warning("ckpt: the agent's folder was removed or replaced: the agent ends")
@@ -504,7 +553,7 @@ class Agent:
         for job in list(self._jobs):
             self._drop(job)
         if self._asking is not None:
-            with suppress(OSError):  # it has not waited
+            with suppress(OSError):  # The caller has not waited for the end of the agent
                 self._asking.connection.sendall(encode(Stopped(tuple(self._given_up))))
         self._stop_listening()
         for key in list(self._selector.get_map().values()):
@@ -515,6 +564,6 @@ class Agent:
 
 
 def _log_error(report: Report) -> None:
-    """Log why a worker that copies for a trainer has ended."""
+    """Log the error in the last report of a worker that copies for a trainer."""
     if isinstance(report, Ended) and report.error:
         _log.warning("ckpt: %s", report.error)

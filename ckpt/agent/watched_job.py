@@ -1,4 +1,4 @@
-"""One job as the agent knows it: the processes of its trainer, and the worker that finishes it."""
+"""A job that the agent watches: the processes of its trainer, and the worker that finishes it."""
 
 from __future__ import annotations
 
@@ -26,18 +26,23 @@ _MOST_PAUSE_SECONDS: Final = 600.0
 
 
 class WatchedJob:
-    """A job, from its registration until nothing is left to do.
+    """A job, from its registration until its steps are finished.
 
     Args:
         job: The job.
-        where: What its workers are run with. Its selector watches the processes of the trainer.
-        on_death: Called when the last process of the trainer has ended.
+        where: The means to run its workers. The selector also watches the processes of the trainer.
+        on_death: Called when the last process of the trainer on this node has ended.
+
+    Attributes:
+        next_at: When the next worker may start, by the monotonic clock; 0 for at once.
+        failures: How many tries to finish the job have failed.
+        worker: The worker that finishes the job now, if there is one.
 
     Thread safety: one thread.
     """
 
     def __init__(self, job: Job, where: Workplace, on_death: Callable[[WatchedJob], None]) -> None:
-        """Raises ``AgentError`` if the agent cannot see the job's processes."""
+        """Raise ``AgentError`` if the job's processes cannot be watched."""
         self.job, self._where, self._on_death = job, where, on_death
         self.attempt = job.owner.attempt
         self.urls = urls_of(job)
@@ -45,14 +50,14 @@ class WatchedJob:
         for process in self._processes:
             where.selector.register(process, EVENT_READ, partial(self._end_process, process))
         self.since = time.time()
-        """When the state began, by the wall clock, for people. All planning uses the monotonic
-        clock.
-        """
+        """When the state in ``status`` began, in seconds since 1970. It is only displayed."""
         self.next_at = 0.0
         self.ended_at = 0.0
-        """When the trainer ended, or detached; 0 while it lives."""
+        """When the trainer ended or detached, by the monotonic clock; 0 before that."""
         self.settled = False
-        """Whether durable tiers have what they should have. Only memory is left to be freed."""
+        """Whether durable tiers have the steps that they should have. Then only the memory of the
+        job is still to be freed.
+        """
         self.failures = 0
         self._copying: Copying | None = None
         self._copied: list[str] = []
@@ -71,10 +76,11 @@ class WatchedJob:
 
     @property
     def has_memory(self) -> bool:
+        """Whether the job has a tier in memory."""
         return any(url.startswith("shm:") for url in self.urls)
 
     def status(self) -> JobStatus:
-        """Return what the agent shows of the job."""
+        """Return the status of the job, without credentials in URLs."""
         now, copying = self._copying, self._copying or Copying(-1, "", 0, 0)
         state = "running" if self.runs else "kept" if self.settled else "waiting"
         state = "finishing" if self.worker else state
@@ -96,11 +102,13 @@ class WatchedJob:
         )
 
     def meets(self, other: WatchedJob) -> bool:
-        """Return whether the two jobs have a root in common."""
+        """Return True if the two jobs have a root in common."""
         return share_a_root(self.urls, other.urls)
 
     def end(self) -> None:
-        """The trainer has ended, or has detached: its steps are to be finished."""
+        """Note that the trainer has ended or detached, and let the work for the job begin at
+        once.
+        """
         self.since, self.ended_at = time.time(), time.monotonic()
         self.next_at = 0.0
 
@@ -108,11 +116,11 @@ class WatchedJob:
 
     @property
     def has_died(self) -> bool:
-        """Whether no process of the trainer lives."""
+        """Whether no process of the trainer on this node lives."""
         return not self._processes
 
     def look(self, ready: Collection[int]) -> None:
-        """Take in which processes have ended, by the descriptors that are ``ready``."""
+        """Note which processes have ended: those whose descriptors are in ``ready``."""
         for process in self._processes.intersection(ready):
             self._end_process(process)
 
@@ -129,9 +137,13 @@ class WatchedJob:
     # -- the worker --------------------------------------------------------------------------------
 
     def begin(self, on_end: Callable[[WatchedJob, Ended], None]) -> None:
-        """Start the worker. ``on_end`` is called with its outcome when it has ended.
+        """Start a worker that finishes the job, or that frees its memory if the job is settled.
 
-        Raises ``OSError`` if no memory or no process is left.
+        Args:
+            on_end: Called with this job and the worker's last report when the worker has ended.
+
+        Raises:
+            OSError: The system has no memory or no process id left.
         """
         self._ended = self._copying = None
         order = Order(self.job, "free" if self.settled else "finish")
@@ -154,10 +166,12 @@ class WatchedJob:
             case Ended():
                 self._ended = report
             case _:
-                pass  # of another task
+                pass  # Workers for other tasks send these reports
 
     def _finish(self, code: int) -> Ended:
-        """The worker has ended: return its outcome, and plan the next try if it has failed."""
+        """Note that the worker has ended with the exit code ``code``. Return its last report, and
+        plan the next try if it has failed.
+        """
         self.worker = self._copying = None
         outcome = self._ended or Ended("failed", f"its worker ended with exit code {code}")
         if outcome.outcome == "failed":
@@ -166,7 +180,7 @@ class WatchedJob:
         return outcome
 
     def fail(self, why: str) -> Ended:
-        """Count a failed try, and plan the next one."""
+        """Count a failed try, plan the next one, and return the outcome with the error ``why``."""
         outcome = Ended("failed", why)
         self._ended, self.since = outcome, time.time()
         pause = min(_MOST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**self.failures)
@@ -175,44 +189,48 @@ class WatchedJob:
         return outcome
 
     def cancel(self) -> None:
-        """End the worker at once. What it has begun is continued by the next one."""
+        """Kill the worker, if there is one. The next worker continues its work."""
         if self.worker is not None:
             self.worker.kill()
             self.worker = self._copying = None
 
     def close(self) -> None:
-        """End the worker, and forget the processes."""
+        """Kill the worker, and watch the processes of the trainer no more."""
         self.cancel()
         for process in list(self._processes):
             self._forget_process(process)
 
 
 def share_a_root(some: Sequence[str], others: Sequence[str]) -> bool:
-    """Return whether one of the URLs is the same place as one of the others."""
+    """Return True if a URL of ``some`` and a URL of ``others`` name the same root."""
     return any(relation(one, two) == "same" for one in some for two in others)
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel end this process when the agent ends."""
+    """Let the kernel kill this process when its parent ends. Kill it at once if ``parent`` is not
+    its parent any more.
+    """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def allow_descriptors() -> None:
-    """Let this process have as many descriptors as it may: each process of a job takes one."""
+    """Raise this process's limit of open descriptors as far as allowed. Each process of a job takes
+    one descriptor.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _descriptors(processes: tuple[Process, ...]) -> set[int]:
-    """Return a descriptor of each process that lives. It becomes readable when the process ends."""
+    """Return a descriptor for each living process, which becomes readable when the process ends."""
     found: set[int] = set()
     try:
         for process in processes:
             with suppress(ProcessLookupError):
                 descriptor = os.pidfd_open(process.pid)
-                if not process.lives:  # Another process has its number
+                if not process.lives:  # Another process has the process id now
                     os.close(descriptor)
                     continue
                 found.add(descriptor)

@@ -1,4 +1,4 @@
-"""A worker as the agent sees it: a process that works on one job."""
+"""The agent's side of a worker, which is a process that carries out one order for one job."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _READ_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """What the agent runs its workers with.
+    """The means with which the agent runs its workers.
 
     Attributes:
         place: The folder of the agent.
-        lock: The lock that workers hold.
-        selector: Calls the data of each key that is ready.
+        lock: ``work.lock``, which workers inherit.
+        selector: The selector of the agent's loop. The loop calls the data of each key that is
+            ready.
     """
 
     place: Place
@@ -41,14 +42,17 @@ class Workplace:
 
 
 class Worker:
-    """A process that carries out an order. It ends with the agent, and holds the lock until then.
+    """A process that carries out an order. It has ``work.lock`` while it runs, and ends at the
+    latest with the agent.
 
     Args:
+        order: The order.
+        where: The means to run the process.
         on_report: Called with each report.
-        on_end: Called with the exit code when the process has ended, except by ``kill``.
-        of: Whose reports they are, for the log.
+        on_end: Called with the exit code when the process has ended, but not after ``kill``.
+        of: The sender of the reports, as the log names it.
 
-    Thread safety: one thread, that of the selector.
+    Thread safety: the thread that runs the loop of the selector.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class Worker:
         *,
         of: str = "of a worker",
     ) -> None:
-        """Raises ``OSError`` if no memory or no process is left."""
+        """Start the process. Raises ``OSError`` if the system has no memory or process id left."""
         self._selector, self._on_report, self._on_end = where.selector, on_report, on_end
         self._of = of
         descriptor = os.memfd_create("ckpt-agent-order", os.MFD_CLOEXEC)
@@ -86,12 +90,14 @@ class Worker:
         self._selector.register(self._pipe, selectors.EVENT_READ, self._read)
 
     def kill(self) -> None:
-        """End it at once. What it has begun is continued by the next one."""
+        """Kill the process, and wait until it has ended. The next worker continues its work."""
         self._process.kill()
         self._await()
 
     def _read(self) -> None:
-        """Take in what it has reported. The process ends when its reports end."""
+        """Receive the reports that have arrived, and pass them on. At the end of the reports, wait
+        for the end of the process.
+        """
         try:
             with suppress(BlockingIOError):
                 data = os.read(self._pipe.fileno(), _READ_BYTES)
@@ -107,7 +113,7 @@ class Worker:
             self._on_end(self._await())
 
     def _await(self) -> int:
-        """Return the exit code once it has ended, which it is about to."""
+        """Wait for the end of the process, which is near, and return the exit code."""
         self._selector.unregister(self._pipe)
         code = self._process.wait()
         self._pipe.close()
@@ -115,6 +121,8 @@ class Worker:
 
 
 def _python(environment: dict[str, str]) -> dict[str, str]:
-    """Return what a worker needs of the agent's environment to find the same package."""
+    """Return the variables of ``environment`` with which a worker finds the same copy of ckpt and
+    the same folder of the agent.
+    """
     names = ("PYTHONPATH", "CKPT_AGENT_FOLDER", "PYTHONWARNINGS")
     return {name: environment[name] for name in names if name in environment}
