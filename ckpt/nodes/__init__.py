@@ -1,3 +1,3 @@
-"""Several nodes with local tiers of their own: what each node has, and a server that gives it to
-the others.
+"""The exchange of files between nodes with local tiers of their own: the node survey, the server
+that gives a node's files to other nodes, and the copies on buddies.
 """

@@ -1,7 +1,7 @@
-"""Copies of the files of one step from other nodes into the folder of this node.
+"""Copies the files of one step from other nodes to a local tier of this node.
 
-Each chunk is checked before the file appears. A fragment is written after its file, because it
-states that the file is there.
+All chunks of a file are checked before the copy of the file becomes visible. A fragment is written
+after its data file, because it states that the data file is durable.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from ckpt.storage.tiers import OpenTier
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """What copies are made with.
+    """The means to make copies.
 
     Attributes:
         workers: The threads that write.
-        pace: The rate.
+        pace: The limit of the rate. It also stops the copying.
     """
 
     workers: Workers
@@ -48,11 +48,12 @@ class StepCopies:
     """The copies of one step that this node makes on a tier.
 
     Attributes:
-        tier: The tier.
+        tier: The tier that gets the copies.
         manifest: The manifest of the step.
-        own_bytes: The size of the files of this node, which the next save needs, too.
-        how: What copies are made with.
-        kept: The keys of what was written, in the order of writing.
+        own_bytes: The size of this node's own files of the step. The copies leave at least as much
+            room for the next save.
+        how: The means to make copies.
+        kept: The keys of the objects that were written, in the order of writing.
 
     Thread safety: one thread.
     """
@@ -68,11 +69,14 @@ class StepCopies:
         return StepRef(self.manifest.step, self.manifest.attempt)
 
     def fetch(self, peer: Peer, ranks: frozenset[int]) -> int:
-        """Copy the files and fragments of ``ranks`` from the node ``peer``, and return the size of
-        the files.
+        """Copy the files and fragments of ``ranks`` from the node ``peer``.
+
+        Returns:
+            The size of the copied data files in bytes.
 
         Raises:
-            CkptError: A file cannot be read there or written here.
+            OutOfSpace: The copies would take the room of the next save.
+            CkptError: A file cannot be read from the other node, or not be written on this one.
         """
         backend, ref, files = self.tier.backend, self.ref, self.manifest.file_map()
         theirs = [part for part in self.manifest.fragments if part.rank in ranks]
@@ -94,7 +98,9 @@ class StepCopies:
         return sum(file.size for file in stored)
 
     def _check_room(self, nbytes: int) -> None:
-        """Raise ``OutOfSpace`` if copies of ``nbytes`` would take the room of the next save."""
+        """Raise ``OutOfSpace`` if copies of ``nbytes`` bytes would take the room of the next
+        save.
+        """
         backend = self.tier.backend
         if isinstance(backend, HasSpace) and backend.free_bytes() < nbytes + self.own_bytes:
             raise OutOfSpace(
@@ -102,12 +108,14 @@ class StepCopies:
             )
 
     def remove(self) -> None:
-        """Remove what was written, the fragments first."""
+        """Remove the objects that were written, in the opposite order of their writing."""
         remove(self.tier.backend, self.kept)
 
 
 def remove(backend: StorageBackend, kept: Sequence[str]) -> None:
-    """Remove objects in the opposite order of their writing, as far as the store does it."""
+    """Remove the objects ``kept`` in the opposite order of their writing. Errors of the store are
+    ignored.
+    """
     for key in reversed(kept):
         with suppress(CkptError):
             backend.delete(key)
@@ -116,8 +124,15 @@ def remove(backend: StorageBackend, kept: Sequence[str]) -> None:
 def reading(
     tier: OpenTier, peer: Peer, ref: StepRef, files: Mapping[str, int], pace: Pace
 ) -> NodeStore:
-    """Return a store that has the manifest of a step and the given files, by their sizes, on the
-    node ``peer``. When ``pace`` stops, it reads nothing more.
+    """Return a store that reads files of one step from the node ``peer``.
+
+    Args:
+        tier: The local tier of this node. The store reads from the same tier of the other node.
+        peer: The other node.
+        ref: The step.
+        files: The sizes of the data files, by name. The store gives these files, their fragments
+            and the manifest.
+        pace: When it stops, the store reads nothing more.
     """
     announced = {tier.index: {ref.folder: Step(listed=True, files=dict(files))}}
     encryption = tier.nodes.encryption if tier.nodes else None
@@ -128,7 +143,9 @@ def reading(
 def _fetch(
     store: NodeStore, files: Sequence[StoredFile], pace: Pace
 ) -> Callable[[Sequence[ChunkRead], Sink], int]:
-    """Return what reads chunks of ``files`` from another node."""
+    """Return the function with which ``copy_files`` reads chunks of ``files`` from ``store``. It
+    returns 0, the position of the only source.
+    """
     reader, of_rank = ChunkReader(store, RetryPolicy()), {file.rank: file for file in files}
 
     def fetch(reads: Sequence[ChunkRead], sink: Sink) -> int:
@@ -143,6 +160,7 @@ def _fetch(
 
 
 def _stored(ref: StepRef, fragment: Fragment) -> StoredFile | None:
+    """Return the data file that ``fragment`` describes, or None if its rank has no data file."""
     if fragment.file is None:
         return None
     return StoredFile.of(ref, fragment.file, next(iter(fragment.encoded), None))

@@ -1,10 +1,12 @@
-"""Copies of a node's files on its buddies, so that a step outlives the loss of the node.
+"""Copies of each node's files on its buddies, so that a step outlives the loss of a node.
 
 After each commit on a local tier with ``replicas``, the lowest rank of each node reads the files of
-the nodes that it is a buddy of, over TCP, and stores them in its own folder beside the files of
-its own ranks. A restore finds them there as it finds the files of any node.
+some other nodes over TCP: of the nodes whose buddy its own node is. It stores them in its own
+folder of the step, beside the files of its own ranks. A restore finds the copies there as it finds
+the files of any node.
 
-Nodes read, and never write to each other. Each chunk is checked before the file appears.
+Nodes only read from each other, and never write to each other. All chunks of a file are checked
+before the copy of the file becomes visible.
 """
 
 from __future__ import annotations
@@ -35,28 +37,33 @@ from ckpt.storage.tiers import Nodes, OpenTier
 
 _START_SECONDS: Final = 300.0
 _END_SECONDS: Final = 60.0
-"""How long ``close`` waits for the buddies."""
+"""How long ``close`` waits until all copies of the last step are made. Also how long an exchange
+about a restored step may take.
+"""
 _SUBJECT: Final = "replicas"
 _TRIES: Final = 3
-"""How often a step is tried while there is no newer one. A node may learn of the commit later than
-its buddy.
+"""How often the copying of a step is tried while there is no newer one. The first tries may fail,
+since a node may learn of the commit later than its buddy, and then does not give its files yet.
 """
 
 _LOOK_SECONDS: Final = 1.0
-"""How long a node waits, after each copy, to hear that the others have their first copies."""
+"""How long a node waits, after each copied step, for messages of other nodes that they have copied
+a step of this job. Also the longest time that one call of ``collect`` waits.
+"""
 
 _log = logging.getLogger("ckpt")
 
 
 class NodeReplicas:
-    """The copies that this node keeps, and the server that the others copy from.
+    """The copies of other nodes' files that this node keeps, and the server from which other nodes
+    copy the files of this node. Only the lowest rank of a node has one.
 
     Args:
         tiers: The tiers with replicas on which this rank is the lowest rank of its node.
         nodes: All nodes of the job, by their lowest rank.
-        server: Serves this node's files.
+        server: The server for this node's files.
         coordinator: The connection to the other ranks.
-        config: How to save.
+        config: The settings of the save: the rate of copying, niceness and cores.
         observers: They get an event for each step that was copied.
 
     Thread safety: ``committed`` and ``copied`` may be called from any thread, ``set_restored`` by
@@ -78,7 +85,8 @@ class NodeReplicas:
         self._pace = Pace(config.replicate_mb_per_s)
         self._copying = Workers("replicas", 1, nice=config.nice, cpus=config.cpus)
         self._writing = Workers("copies", 1, nice=config.nice, cpus=config.cpus)
-        self._copying.start()  # Start now: a commit must not fail because no thread can be started
+        # If no thread can be started, the construction fails, and not a commit later.
+        self._copying.start()
         self._lock = threading.Lock()
         self._restored: StepRef | None = None
         self._restores = 0
@@ -93,13 +101,14 @@ class NodeReplicas:
         config: SaveConfig,
         observers: Observers,
     ) -> Self | None:
-        """Return the replicas that this rank keeps and serves; None if it does neither.
+        """Return the replicas that this rank keeps and serves, or None if it does neither: no local
+        tier has replicas, the job has one node, or this rank is not the lowest rank of its node.
 
-        All ranks call it, with the same tiers.
+        All ranks call this with the same tiers.
 
         Raises:
             ConfigError: A tier with replicas is not local.
-            CommitTimeout: Some node has not posted its address in time.
+            CommitTimeout: A node has not posted its address in time.
         """
         wanted = [tier for tier in tiers if tier.tier.replicas]
         for tier in wanted:
@@ -132,21 +141,24 @@ class NodeReplicas:
             raise
 
     def keeps_earlier(self, tier: OpenTier) -> bool:
-        """Return whether ``committed`` calls ``outdate`` for this tier."""
+        """Return True if this node keeps copies on ``tier``. If the tier is in memory, the steps of
+        earlier jobs must then stay until ``committed`` calls ``outdate``.
+        """
         return tier.index in self._rings
 
     def set_restored(self, ref: StepRef) -> None:
-        """Note that the job goes on from ``ref``, which stays until a step has its copies. Return
-        at once.
+        """Note that the job has restored ``ref`` and continues from it. Return at once.
 
-        All nodes call it. If they have all files of the step, those that have too few copies, as
-        after the loss of a node, are copied in the background.
+        ``copied`` returns this step until the copies of a later step are made. All nodes call this.
+        If the nodes together have all files of the step, files with too few copies are copied in
+        the background. Copies may be missing after the loss of a node.
         """
         with self._lock:
             self._restored = ref
             self._restores += 1
             for ring in self._rings.values():
-                ring.copied = None  # Later steps of this job are no part of its history any more
+                # The job may have gone back, so a step that was copied before may be abandoned.
+                ring.copied = None
         for index, ring in self._rings.items():
             self._server.allow(ref, index)
             self._copying.submit(self._copy_restored, ring, ref, self._restores)
@@ -154,12 +166,17 @@ class NodeReplicas:
     def committed(self, tier: OpenTier, ref: StepRef, outdate: Callable[[], None]) -> None:
         """Note that ``ref`` is a checkpoint on ``tier``. Return at once.
 
-        The other nodes may read this node's files of it from now on, and this node copies theirs.
+        From now on, other nodes may read this node's files of the step. In the background, this
+        node copies the files of the nodes whose buddy it is. It skips steps if a newer one comes
+        before it has begun.
 
         Args:
-            outdate: Called in the background once all nodes have the copies of a step of this job.
-                The steps of earlier jobs are needed until then, since the loss of a node may cost
-                all steps of this one. A node that fails to copy several steps is not waited for.
+            tier: The tier. On a tier without copies on this node, nothing happens.
+            ref: The step.
+            outdate: For a tier in memory, called once in the background, when all nodes have made
+                the copies of a step of this job. Until then the steps of earlier jobs must stay,
+                since the loss of a node may cost all steps of this job. A node that fails to copy
+                several steps in a row is not waited for.
         """
         if (ring := self._rings.get(tier.index)) is None:
             return
@@ -171,10 +188,12 @@ class NodeReplicas:
             self._copying.submit(self._copy, ring)
 
     def copied(self, tier: OpenTier) -> frozenset[StepRef]:
-        """Return the newest step of a tier whose copies this node keeps, or the step that the job
-        has restored, if there is one.
+        """Return the step that retention must keep on ``tier``, since later steps may not have
+        their copies yet.
 
-        Later steps may not have their copies in time. No retention rule may remove these.
+        Returns:
+            The newest step whose files this node has copied. Before the first one, the step that
+            the job has restored. Empty if there is neither.
         """
         ring = self._rings.get(tier.index)
         with self._lock:
@@ -182,10 +201,11 @@ class NodeReplicas:
         return frozenset() if found is None else frozenset({found})
 
     def close(self, *, wait: bool) -> None:
-        """Stop.
+        """Stop the copying and the server.
 
-        With ``wait``, let this node and its buddies finish the last step first, without a limit to
-        the rate and for at most 60 s.
+        Args:
+            wait: Whether to finish the copies of the last step first, on this node and on its
+                buddies. This takes at most 60 s, and the rate is not limited.
         """
         deadline = time.monotonic() + (_END_SECONDS if wait else 0.0)
         self._pace.end(now=not wait)
@@ -199,6 +219,7 @@ class NodeReplicas:
         self._server.close()
 
     def _copy(self, ring: Ring) -> None:
+        """Copy the newest step that waits, report it, and call ``outdate`` when it is time."""
         with self._lock:
             newest, ring.newest = ring.newest, None
         assert newest is not None
@@ -208,7 +229,7 @@ class NodeReplicas:
         except Exception as error:  # noqa: BLE001 - nothing that fails here may cost a save
             ring.missed(ref, error)
             if ring.fails and ring.unheard:
-                self._say_first(ring)  # The others need not wait for this node
+                self._say_first(ring)  # Other nodes need not wait for this node any more
                 ring.unheard.clear()
                 self._end_earlier(ring)
             return
@@ -221,6 +242,9 @@ class NodeReplicas:
                 self._end_earlier(ring)
 
     def _copy_restored(self, ring: Ring, ref: StepRef, number: int) -> None:
+        """Exchange with the other nodes which files of a restored step each has, and copy the files
+        that this node must have. ``number`` counts the restores of this job.
+        """
         began = time.perf_counter()
         try:
             held = self._exchange_held(ring, ref, number)
@@ -246,9 +270,14 @@ class NodeReplicas:
         )
 
     def _exchange_held(self, ring: Ring, ref: StepRef, number: int) -> dict[int, Held]:
-        """Return what each node has of a step. Raises ``CommitTimeout`` if one does not say.
+        """Post which files of a step this node has, and return the same of all nodes, by the number
+        of the node.
 
-        A node posts this after its exchanges before. So their messages may go once all have posted.
+        A node takes part in one exchange after the other. Once all nodes have posted for this one,
+        no node needs the messages of earlier ones, and they are forgotten.
+
+        Raises:
+            CommitTimeout: A node has not posted in time, or the copying was stopped.
         """
         firsts, before = ring.nodes.firsts, ring.posted
         subject = f"{_SUBJECT}/restored{ring.tier.index}/{number}"
@@ -259,7 +288,7 @@ class NodeReplicas:
             left = deadline - time.monotonic()
             if self._pace.stopped or left <= 0:
                 raise Wait(_END_SECONDS, "what its node has").missed(missing)
-            # A short wait, since ``close`` may end the copying.
+            # The wait is short, so that the loop notices when ``close`` stops the copying.
             found |= self._coordinator.collect(subject, missing, timeout=min(left, _LOOK_SECONDS))
         for earlier in before[:-1]:
             self._coordinator.forget(earlier)
@@ -269,7 +298,9 @@ class NodeReplicas:
         }
 
     def _try(self, ring: Ring, ref: StepRef) -> int | None:
-        """Copy a step, and try again while there is no newer one. Raises as ``Ring.copy`` does."""
+        """Copy a step with ``Ring.copy``, and return what it returns. Try again after an error, at
+        most ``_TRIES`` times and only while there is no newer step.
+        """
         for _ in range(_TRIES - 1):
             try:
                 return ring.copy(ref)
@@ -281,13 +312,15 @@ class NodeReplicas:
         return ring.copy(ref)
 
     def _end_earlier(self, ring: Ring) -> None:
+        """Call ``outdate``, since the steps of earlier jobs are not needed any more."""
         with self._lock:
             outdate = ring.outdate
         outdate()
 
     def _all_have_copied(self, ring: Ring) -> bool:
-        """Return whether each node has copied a step of this job, as this one has. If one is not
-        heard of now, this is asked again after the next step.
+        """Post that this node has copied a step of this job, and return True if all nodes have
+        posted this. Wait for at most ``_LOOK_SECONDS``. If the answer is False, the next copied
+        step asks again.
         """
         self._say_first(ring)
         deadline = time.monotonic() + _LOOK_SECONDS
@@ -301,16 +334,19 @@ class NodeReplicas:
         return not ring.unheard
 
     def _say_first(self, ring: Ring) -> None:
-        """Post once that this node has copied a step of this job, or that it cannot."""
+        """Post that this node has copied a step of this job, or that it has failed to. Do nothing
+        if it was posted before.
+        """
         if (rank := self._coordinator.rank) in ring.unheard:
             with suppress(CkptError):
                 self._coordinator.post(_first(ring), b"")
                 ring.unheard.discard(rank)
 
     def _meet_buddies(self, deadline: float) -> None:
-        """Post that this node copies nothing more, and return when its buddies have posted it.
+        """Post that this node copies nothing more. Then wait, at most until ``deadline``, until its
+        buddies have posted the same, since they read from this node's server.
 
-        A node that leaves the others by an exception posts it too, so that no node waits for it.
+        A node that closes because of an exception posts it too, so that no node waits in vain.
         """
         subject = f"{_SUBJECT}/done"
         keepers = {rank for ring in self._rings.values() for rank in ring.keepers}
@@ -327,7 +363,16 @@ class NodeReplicas:
 def _exchange(
     rings: Sequence[Nodes], server: NodeServer | None, coordinator: Coordinator
 ) -> dict[int, Node]:
-    """Return all nodes, by their lowest rank. All ranks call it."""
+    """Exchange the addresses of the nodes' servers. All ranks call this.
+
+    Args:
+        rings: The nodes of each tier with replicas.
+        server: The server of this node, on a rank that has one.
+        coordinator: The connection to the other ranks.
+
+    Returns:
+        All nodes, by their lowest rank.
+    """
     ranks = {rank for nodes in rings for rank in nodes.firsts}
     if server is not None:
         peer = Peer(coordinator.rank, server.addresses, server.port, server.token.hex(), {})
@@ -345,5 +390,7 @@ def _exchange(
 
 
 def _first(ring: Ring) -> str:
-    """Return the subject of the messages that a node has copied a step of this job."""
+    """Return the subject of the messages by which nodes post that they have copied a step of this
+    job on the tier of ``ring``.
+    """
     return f"{_SUBJECT}/first{ring.tier.index}"

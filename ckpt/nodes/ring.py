@@ -1,4 +1,4 @@
-"""The part of one node in the copies of one tier: whose files it keeps, and what it has copied."""
+"""The copies that one node keeps on one tier: from which nodes, and of which steps."""
 
 from __future__ import annotations
 
@@ -22,20 +22,30 @@ from ckpt.plan.buddies import buddies, missing_copies
 from ckpt.storage.tiers import Nodes, OpenTier
 
 _MISSED: Final = 3
-"""Steps in a row that a buddy does not get before a warning says so."""
+"""How many steps in a row must fail to be copied before a warning is logged."""
 
 _log = logging.getLogger("ckpt")
 
 
 class Node(msgspec.Struct, frozen=True):
-    """The lowest rank of a node: how it is reached, and its failure domain."""
+    """A node of the job.
+
+    Attributes:
+        peer: The server of the node, which its lowest rank runs.
+        domain: The failure domain of the node; empty if none was set.
+    """
 
     peer: Peer
     domain: str
 
 
 class Held(msgspec.Struct, frozen=True):
-    """What a node has of a step: whether it has the manifest, and the ranks of its files."""
+    """The files of a step that a node has on a tier.
+
+    Attributes:
+        listed: Whether it has the manifest.
+        ranks: The ranks whose data file and fragment it has, in ascending order.
+    """
 
     listed: bool
     ranks: tuple[int, ...]
@@ -43,21 +53,29 @@ class Held(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Ring:
-    """The part of one node in the copies of one tier. The thread that copies has it.
+    """One tier with replicas as one node sees it: the other nodes, and the copies of their files
+    that this node keeps. Nodes are named by their numbers in ``nodes``.
 
     Attributes:
-        how: What copies are made with.
+        tier: The tier.
+        nodes: The nodes that share the tier.
         here: The number of this node.
-        peers: How the nodes are reached, by their number.
-        domains: The failure domains of the nodes.
+        peers: The server of each node, by the number of the node.
+        domains: The failure domain of each node, by the number of the node.
         sources: The numbers of the nodes whose files this node keeps.
-        keepers: The lowest ranks of the nodes that keep this node's files.
-        unheard: The lowest ranks of the nodes that are not known to have copied a step of this job.
-            It is empty if the steps of earlier jobs may go.
-        newest: The step to be copied next, if one waits, and how many restores came before it.
-        copied: The newest step that was copied.
-        outdate: Called once all nodes have the copies of a step of this job.
+        keepers: The lowest ranks of the nodes that keep this node's files: its buddies.
+        unheard: For a tier in memory, the lowest ranks of the nodes that have not posted yet that
+            they have copied a step of this job. If it is empty, the steps of earlier jobs are not
+            needed any more.
+        how: The means to make copies.
+        newest: The step to be copied next, and how many restores came before it; None if no step
+            waits.
+        copied: The newest step that was copied since the last restore.
+        outdate: Called once when all nodes have made the copies of a step of this job.
         posted: The subjects of messages about restored steps that other nodes may still need.
+
+    Thread safety: the thread that copies. ``NodeReplicas`` guards ``newest``, ``copied`` and
+    ``outdate`` with its lock.
     """
 
     tier: OpenTier
@@ -78,11 +96,16 @@ class Ring:
     _lacking: StepRef | None = None
 
     def copy(self, ref: StepRef) -> int | None:
-        """Copy the other nodes' files of a committed step; return their size, or None if the step
-        is not here any more.
+        """Copy the files of the nodes in ``sources`` of a step that is committed on this node. In
+        memory, the copies of older steps are removed afterwards.
+
+        Returns:
+            The size of the copied data files in bytes. None if the step was removed meanwhile; its
+            copies are removed then.
 
         Raises:
-            CkptError: A file cannot be read there or written here. What was copied is removed.
+            CkptError: A file cannot be read from another node, or not be written on this one. The
+                copies of the step are removed.
         """
         backend = self.tier.backend
         kept = self._kept.setdefault(ref, [])
@@ -102,18 +125,25 @@ class Ring:
         for other in [other for other in self._kept if other != ref]:
             if self.tier.in_memory:
                 self._remove(other)
-            self._kept.pop(other, None)  # The retention of a folder removes its copies
+            # In a folder, the copies of older steps stay until retention removes the steps.
+            self._kept.pop(other, None)
         return nbytes
 
     def copy_restored(self, ref: StepRef, held: Mapping[int, Held]) -> int:
-        """Copy what this node is to have of a step that the job has restored, and return the size
-        of the files. Nothing is copied of a step that the nodes do not have as a whole.
+        """Copy the files of a restored step that this node must get so that each file is on enough
+        nodes.
 
         Args:
-            held: What each node has of the step.
+            ref: The step.
+            held: The files of the step that each node has, by the number of the node.
+
+        Returns:
+            The size of the copied data files in bytes. 0 if this node needs no more files, or if
+            some file of the step is on no node.
 
         Raises:
-            CkptError: A file cannot be read there or written here. What was copied is removed.
+            CkptError: A file cannot be read from another node, or not be written on this one. The
+                copies that this call has made are removed.
         """
         backend, listed = self.tier.backend, held[self.here].listed
         having = [node for node, has in held.items() if has.listed]
@@ -151,29 +181,37 @@ class Ring:
         return nbytes
 
     def held(self, ref: StepRef) -> Held:
-        """Return what this node has of a step. A file without its fragment does not count."""
+        """Return the files of a step that this node has. A data file without its fragment does not
+        count.
+        """
         names = {info.key.rpartition("/")[2] for info in own_objects(self.tier.backend, ref)}
         return Held(MANIFEST in names, tuple(sorted(whole_ranks(names))))
 
     def _copies(self, manifest: Manifest, kept: list[str]) -> StepCopies:
+        """Return the copies of a step, to be made. They add the keys of the objects that they write
+        to ``kept``.
+        """
         own = self._ranks_of(manifest, self.here)
         nbytes = sum(file.size for file in manifest.files if file.rank in own)
         return StepCopies(self.tier, manifest, nbytes, self.how, kept)
 
     def _ranks_of(self, manifest: Manifest, node: int) -> frozenset[int]:
+        """Return the ranks of ``node`` that have a fragment in the step."""
         return frozenset(part.rank for part in manifest.fragments if self._home(part.rank) == node)
 
     def _home(self, rank: int) -> int:
-        """Return the node of a rank. A restored step may have more ranks than the job."""
+        """Return the number of the node of ``rank``. A restored step may have more ranks than the
+        job, and these ranks are distributed over the nodes.
+        """
         return self.nodes.of[rank % len(self.nodes.of)]
 
     @property
     def fails(self) -> bool:
-        """Whether the last steps were not copied."""
+        """Whether as many steps in a row as ``_MISSED`` were not copied."""
         return self._missed >= _MISSED
 
     def missed(self, ref: StepRef, error: Exception) -> None:
-        """Note that a step was not copied."""
+        """Note and log that ``error`` has kept a step from being copied."""
         self._missed, self._lacking = self._missed + 1, ref
         level = logging.WARNING if self._missed == _MISSED else logging.DEBUG
         _log.log(
@@ -188,9 +226,10 @@ class Ring:
         )
 
     def end(self, *, warn: bool) -> None:
-        """Remove the copies of steps that this node does not list any more.
+        """Remove the copies of steps that are not committed on this node any more.
 
-        With ``warn``, log a warning if the last step was not copied.
+        Args:
+            warn: Whether to log a warning if the last step was not copied.
         """
         for ref in list(self._kept):
             with suppress(CkptError):
@@ -208,7 +247,14 @@ class Ring:
 
 
 def ring_of(tier: OpenTier, known: Mapping[int, Node], rank: int, how: Copying) -> Ring:
-    """Return the part of the node of ``rank`` in the copies of a tier."""
+    """Return the `Ring` of the node of ``rank`` for a local tier with replicas.
+
+    Args:
+        tier: The tier.
+        known: All nodes of the job, by their lowest rank.
+        rank: The lowest rank of this node.
+        how: The means to make copies.
+    """
     nodes = tier.nodes
     assert nodes is not None
     lowest = nodes.firsts

@@ -1,11 +1,11 @@
-"""Gives other nodes the files of a few steps from this node's local tiers, over TCP, while a
-restore lasts or buddies copy them.
+"""The server that gives other nodes files of a few steps from this node's local tiers, over TCP.
 
-The lowest rank of each node serves. A request has one fixed form: a token that only the job's ranks
-know, the tier, a key, an offset and a length. Each connection carries one request. Other nodes can
-read manifests, and the files of the steps that are being restored or copied. They can write
-nothing. What arrives is checked chunk by chunk, as from any store. With ``encryption`` each
-connection is TLS, and both ends show a certificate before the request.
+It runs on the lowest rank of each node, during a restore, and during a whole job whose tiers have
+replicas. A request has one fixed form: a token that only the job's ranks know, the tier, a key, an
+offset and a length. Each connection carries one request. Other nodes can read manifests, and the
+files of the steps that are being restored or copied. They can write nothing. The reader checks each
+chunk, as it does with any store. With ``encryption``, each connection uses TLS, and both ends
+present a certificate before the request.
 """
 
 from __future__ import annotations
@@ -44,27 +44,38 @@ from ckpt.tls import Encryption, reason_of
 
 _PIECE_BYTES: Final = 8 << 20
 _SERVING: Final = 8
-"""Requests that are answered at once; each takes a buffer of 8 MiB at most."""
+"""How many requests are answered at once. Each takes a buffer of at most 8 MiB."""
 _WAITING: Final = 1024
-"""Connections that have not shown the token yet."""
+"""How many connections may wait at once that have not sent the token yet."""
 _WAITING_PER_ADDRESS: Final = 128
-"""The most of them from one address, for all of its ranks and their threads."""
+"""How many of the waiting connections may come from one address. The threads of all ranks of a node
+connect from the same address.
+"""
 _KEY_BYTES: Final = 1024
 _ALLOWED: Final = 256
-"""Steps of a tier that may be read at once. A restore reads one. Buddies copy the last ones, and a
-slow one may be many steps behind.
+"""How many steps of a tier other nodes may read. A restore reads one step. Buddies copy the newest
+steps, and a slow buddy may be many steps behind.
 """
-_NOTES: Final = 64  # Any process that reaches the port can cause one
+_NOTES: Final = 64
+"""How many refused connections are logged. There is a limit because any process that reaches the
+port can cause one.
+"""
 _PAUSE_SECONDS: Final = 0.1
 _REQUEST_SECONDS: Final = 5.0
-"""How long a caller may take for the handshake and a request, which fits into one packet."""
+"""How long a caller may take for the handshake and the request, which fits into one packet."""
 
 _log = logging.getLogger("ckpt")
 
 
 @dataclass(slots=True)
 class _Caller:
-    """A connection that has not shown the token yet, and what it has sent so far."""
+    """A connection with an incomplete request.
+
+    Attributes:
+        host: The address of the caller.
+        deadline: When the request must be complete, by the monotonic clock.
+        sent: The bytes of the request that have arrived.
+    """
 
     connection: socket.socket
     host: str
@@ -79,15 +90,24 @@ class _Caller:
 
 
 class NodeServer:
-    """Serves this node's local tiers, by their index, at ``addresses`` and ``port``.
+    """Serves files of this node's local tiers, from its construction until ``close``.
 
-    One thread listens and reads requests, without waiting for any single connection. Only a
-    connection that has shown the token takes one of the threads that read files and answer.
+    One thread listens and reads requests, without waiting for any single connection. A connection
+    takes one of the threads that read files and answer only after it has sent the token.
 
     Args:
-        encryption: Encrypts all connections; None: none is encrypted.
+        stores: The stores of the tiers, by the index of the tier.
+        nice: The number that is added to the niceness of the threads.
+        cpus: The cores that the threads may use; None for all.
+        encryption: Encrypts all connections. If it is None, no connection is encrypted.
 
-    Thread safety: the owner calls ``allow`` and ``close``.
+    Attributes:
+        addresses: The addresses at which the server listens.
+        port: Its port at each of these addresses.
+        token: The token that requests must contain.
+        served_bytes: About how many bytes of files were sent.
+
+    Thread safety: any thread may call ``allow``. The owner calls ``close``, once.
     """
 
     def __init__(
@@ -104,7 +124,8 @@ class NodeServer:
         self.served_bytes = 0
         self._changed = threading.Condition()
         self._open: set[socket.socket] = set()
-        # Only the listening thread uses these. The oldest come first.
+        # The connections without a complete request, oldest first. Only the listening thread uses
+        # them.
         self._waiting: dict[socket.socket, _Caller] = {}
         self._closing = False
         self._listening = _listen(interfaces())
@@ -115,9 +136,14 @@ class NodeServer:
         self._workers.submit(self._listen)
 
     def allow(self, ref: StepRef, tier: int | None = None) -> None:
-        """Let the files of ``ref`` be read from now on, from ``tier`` or from all tiers.
+        """Allow other nodes to read the files of ``ref`` from now on.
 
-        So may those of the last steps that were allowed before, and no others.
+        The steps that were allowed before stay allowed, up to 256 steps for each tier. After that,
+        the one that was allowed first is not readable any more.
+
+        Args:
+            ref: The step.
+            tier: The index of the tier; None for all tiers.
         """
         with self._changed:
             for folders in self._allowed.values() if tier is None else [self._allowed[tier]]:
@@ -132,8 +158,8 @@ class NodeServer:
             self._changed.notify_all()
             for connection in self._open:
                 with suppress(OSError):
-                    # The same method of SSLSocket would end the encryption first, and a thread that
-                    # answers could then send plain bytes.
+                    # SSLSocket.shutdown would end the encryption first, and a thread that is
+                    # answering could then send plain bytes. So the method of socket is called.
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
         with suppress(OSError):  # It may be closed already
             self._wake.send(b"x")
@@ -144,6 +170,7 @@ class NodeServer:
     # -- the listening thread ----------------------------------------------------------------------
 
     def _listen(self) -> None:
+        """Accept connections and read their requests, until ``close`` is called."""
         with selectors.DefaultSelector() as selector:
             for each in (*self._listening, self._woken):
                 each.setblocking(False)
@@ -160,13 +187,15 @@ class NodeServer:
                     self._drop(selector, caller)
 
     def _ready(self, selector: selectors.BaseSelector, which: object) -> None:
+        """Handle the readiness of a socket: accept a connection, or read from one."""
         if not isinstance(which, socket.socket):
             return
         if which in self._listening:
             try:
                 connection, place = self._accept(which)
             except OSError:
-                # The connection has gone again, or too many files are open.
+                # The caller has closed the connection again, or too many files are open. The pause
+                # keeps the loop from spinning in the second case.
                 with self._changed:
                     self._changed.wait_for(lambda: self._closing, _PAUSE_SECONDS)
                 return
@@ -180,8 +209,8 @@ class NodeServer:
     def _admit(
         self, selector: selectors.BaseSelector, connection: socket.socket, host: str
     ) -> None:
-        """Close the oldest connections that have not sent the token, first those from the same
-        address, to make room.
+        """Add a new connection to those that wait for their requests. If too many from ``host``
+        wait, close the oldest of these. If too many wait in all, close the oldest of all.
         """
         connection.setblocking(False)
         from_there = [caller for caller in self._waiting.values() if caller.host == host]
@@ -192,13 +221,16 @@ class NodeServer:
         try:
             if self._encryption is not None:
                 connection = self._encryption.accept(connection)
-        except OSError:  # The connection has gone again
+        except OSError:  # The caller has closed the connection again
             connection.close()
             return
         self._waiting[connection] = _Caller(connection, host, time.monotonic() + _REQUEST_SECONDS)
         selector.register(connection, selectors.EVENT_READ)
 
     def _hear(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
+        """Read from a connection. If its request is complete, let another thread answer it. If it
+        has failed or has sent a wrong token, close it.
+        """
         try:
             self._hear_all(caller)
         except (BlockingIOError, ssl.SSLWantReadError):
@@ -220,16 +252,18 @@ class NodeServer:
         self._workers.submit(self._serve, caller)
 
     def _hear_all(self, caller: _Caller) -> None:
-        """Receive the rest of the request.
+        """Receive the missing bytes of the request.
 
-        It reads until nothing is left, since no selector sees bytes that are decrypted already.
+        All bytes that have arrived are read in one call, since a selector does not report bytes
+        that TLS has decrypted already.
 
         Raises:
-            BlockingIOError, SSLWantReadError, SSLWantWriteError: Call it again when there is more.
-            OSError: The caller has gone, or is none of the job's.
+            BlockingIOError, SSLWantReadError, SSLWantWriteError: The request is not complete yet.
+                Call this again when the socket is ready.
+            OSError: The caller has closed the connection, or does not belong to the job.
         """
         if isinstance(caller.connection, ssl.SSLSocket):
-            caller.connection.do_handshake()  # Does nothing if it is done
+            caller.connection.do_handshake()  # Has no effect after the end of the handshake
         while missing := caller.missing():
             piece = caller.connection.recv(missing)
             caller.sent += piece
@@ -238,7 +272,9 @@ class NodeServer:
                 raise ConnectionAbortedError("it does not know the token")
 
     def _note(self, caller: _Caller, error: OSError) -> None:
-        """Log once why a node cannot connect. Connections that only end are no news."""
+        """Log once why TLS refuses the connections of a node. A connection that only ends is not
+        logged.
+        """
         if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
             return
         place, why = caller.host, reason_of(error)
@@ -246,9 +282,10 @@ class NodeServer:
             _log.warning("ckpt: a connection from %s was refused: %s", place, why)
 
     def _knows_token(self, sent: bytearray) -> bool:
-        """Return False once the token is certainly wrong.
+        """Return False if the token in ``sent`` is wrong, or the key in the request is too long.
 
-        The token is compared as a whole, so a guess of its first bytes reveals nothing.
+        The answer is True until the fixed part of the request has arrived. The token is then
+        compared as a whole, so that its bytes cannot be guessed one after the other.
         """
         if len(sent) < REQUEST.size:
             return True
@@ -261,6 +298,7 @@ class NodeServer:
         caller.connection.close()
 
     def _drop_late(self, selector: selectors.BaseSelector) -> None:
+        """Close the connections whose deadline has passed."""
         now = time.monotonic()
         for caller in list(self._waiting.values()):
             if caller.deadline > now:
@@ -270,19 +308,21 @@ class NodeServer:
     # -- the threads that answer -------------------------------------------------------------------
 
     def _serve(self, caller: _Caller) -> None:
+        """Answer a complete request, and close its connection."""
         try:
             with caller.connection as connection:
                 if not self._closing:
                     connection.settimeout(ANSWER_SECONDS)
                     self._answer(connection, caller.sent)
         except OSError as error:
-            # The caller has gone or is too slow. It may ask again.
+            # The caller has closed the connection or is too slow. It may connect again.
             _log.debug("ckpt: a request from another node was not answered: %s", error)
         finally:
             with self._changed:
                 self._open.discard(caller.connection)
 
     def _answer(self, connection: socket.socket, request: bytearray) -> None:
+        """Send the head of the answer, and the requested bytes as far as the object has them."""
         _, _, tier, offset, length, _ = REQUEST.unpack_from(request)
         try:
             store, key = self._stores[tier], check_key(request[REQUEST.size :].decode())
@@ -295,25 +335,26 @@ class NodeServer:
             connection.sendall(ANSWER.pack(MAGIC, FAILED, 0))
             return
         connection.sendall(ANSWER.pack(MAGIC, OK, size))
-        is_plain = not isinstance(connection, ssl.SSLSocket)  # The kernel does not encrypt
+        is_plain = not isinstance(connection, ssl.SSLSocket)  # sendfile() cannot encrypt
         if length and offset < size and is_plain and isinstance(store, OpensFiles):
             with suppress(CkptError), store.open_file(key) as file:
                 self.served_bytes += connection.sendfile(file, offset, min(length, size - offset))
-            return  # The other side notices an answer that ends too soon
+            return  # After an error, the answer is too short, which the caller notices
         memory = aligned_memory(min(length, _PIECE_BYTES)) if length else memoryview(b"")
         for at in range(offset, min(offset + length, size), _PIECE_BYTES):
             piece = memory[: min(_PIECE_BYTES, offset + length - at, size - at)]
             try:
                 store.read_into(key, at, piece)
             except CkptError:
-                return  # The other side notices that the answer ends too soon
+                return  # The answer is too short, which the caller notices
             connection.sendall(piece)
             self.served_bytes += len(piece)
 
     def _check(self, tier: int, key: str) -> None:
-        """Raise ``ObjectNotFound`` for a key that may not be read.
+        """Raise ``ObjectNotFound`` if other nodes may not read ``key``.
 
-        A rank may learn of the step a moment before this one.
+        If the step is not allowed yet, wait for at most ``CONNECT_SECONDS``. Other ranks may learn
+        of a step a moment before this rank, and ask for its files.
         """
         folder, _, name = key.partition("/")
         if parse_folder(folder) is None or not is_file_name(name):
@@ -328,11 +369,11 @@ class NodeServer:
 
 
 def interfaces() -> tuple[str, ...]:
-    """Return the addresses to listen at.
+    """Return the addresses to listen at, so that other nodes of the job can connect.
 
-    It is the address of the interface that leads to the launcher's rank 0, if that is on another
-    machine or other machines know this one by that address. Otherwise it is the addresses that the
-    host's name stands for, and this machine's own.
+    If this machine reaches the launcher's rank 0 from an address that is not a loopback address,
+    only that address is returned. Otherwise the addresses of the host name are returned, and
+    127.0.0.1.
     """
     with suppress(OSError):
         if (leader := job_address()) is not None:
@@ -350,13 +391,15 @@ def interfaces() -> tuple[str, ...]:
 
 
 def _is_near(address: str) -> bool:
+    """Return True for a loopback address."""
     return address == "::1" or address.startswith("127.")
 
 
 def _listen(hosts: Sequence[str]) -> tuple[socket.socket, ...]:
-    """Return sockets at one port of each of ``hosts`` that has it.
+    """Return listening sockets at the same port of each address in ``hosts``.
 
-    If none of them can be bound, listen at this machine's own address.
+    An address that cannot be bound to that port is left out. If no address can be bound, the only
+    socket listens at 127.0.0.1.
     """
     found: list[socket.socket] = []
     for host in hosts:

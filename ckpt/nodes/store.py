@@ -1,4 +1,4 @@
-"""The files of other nodes' local tiers, as this node reads them."""
+"""Stores through which this node reads the files on other nodes' local tiers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, StorageBackend, U
 from ckpt.tls import Encryption, reason_of
 
 _LOOK_SECONDS: Final = 1.0
-"""How often a node that waits for bytes looks whether it still wants them."""
+"""How often a node that waits for bytes checks that it still wants them."""
 _LEAST_BYTES_PER_SECOND: Final = 256 << 10
 """The lowest rate at which an answer may arrive."""
 
@@ -35,16 +35,20 @@ _log = logging.getLogger("ckpt")
 
 
 class NodeStore:
-    """One tier as the other nodes have it, to be read only.
+    """A store that reads the files of one local tier from other nodes. It cannot write.
 
-    Several threads may use it at the same time.
-
-    A node that does not answer is asked once more, and then not again: its files are not there. So
-    is one whose answer as a whole takes too long, however regularly its bytes arrive.
+    If a node does not answer, or if its whole answer takes too long, the request is sent once more.
+    If that fails too, the store sends no more requests to the silent node, and the files of the
+    silent node count as missing.
 
     Args:
-        encryption: Encrypts the connections; None: they are not encrypted.
-        is_over: Whether no files are wanted any more. Requests that are under way end, too.
+        tier: The index of the tier.
+        url: The URL of the tier.
+        peers: The other nodes, with the steps and files that each has announced.
+        encryption: Encrypts the connections. If it is None, they are not encrypted.
+        is_over: Returns True if no files are wanted any more. Requests under way then fail.
+
+    Thread safety: any thread may use it.
     """
 
     def __init__(
@@ -63,7 +67,9 @@ class NodeStore:
         self._reached: dict[int, str] = {}
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Return the steps that the nodes have announced."""
+        """Return the folders of the steps that the nodes have announced, if ``prefix`` is empty.
+        No folder contains other folders.
+        """
         return iter(
             {name for peer in self._peers for name in peer.tiers.get(self._tier, {})}
             if not prefix
@@ -71,7 +77,9 @@ class NodeStore:
         )
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Return the data files that the nodes have announced."""
+        """Yield the data files that the nodes have announced and whose keys begin with
+        ``prefix``.
+        """
         for peer in self._peers:
             for folder, step in peer.tiers.get(self._tier, {}).items():
                 for name, size in step.files.items():
@@ -104,13 +112,15 @@ class NodeStore:
         self._abort_all(key)
 
     def close(self) -> None:
-        """Do nothing, since nothing is held."""
+        """Do nothing, since the store keeps no connection open."""
 
     def _abort_all(self, key: str) -> NoReturn:
         raise StorageError(key, "other nodes' tiers are only read")
 
     def _holders(self, key: str) -> Sequence[Peer]:
-        """Return the nodes that have announced the file. A fragment is where its rank's file is."""
+        """Return the nodes that have announced the object ``key`` and still answer. Fragments are
+        not announced: a node with a rank's data file has its fragment, too.
+        """
         folder, _, name = key.partition("/")
         stem = name.partition(".")[0]
         found = deque[Peer]()
@@ -127,6 +137,12 @@ class NodeStore:
         return found
 
     def _ask(self, peer: Peer, key: str, offset: int, out: memoryview) -> int:
+        """Fill ``out`` from an object of another node, and return the size of the object.
+
+        Raises:
+            ObjectNotFound: The node does not have the object, or does not answer.
+            StorageError: The node cannot read the object.
+        """
         for again in (False, True):
             try:
                 return self._request(peer, key, offset, out)
@@ -138,11 +154,14 @@ class NodeStore:
 
     def _warn(self, peer: Peer, error: OSError) -> None:
         node, why = _name(peer), reason_of(error)
-        # Copies are tried for each step, and the reason stays until someone corrects the files.
+        # A wrong certificate fails the copies of each step. The reason is logged only once.
         if self._encryption is None or self._encryption.is_new(node, why):
             _log.warning("ckpt: %s does not give its files: %s", node, why)
 
     def _request(self, peer: Peer, key: str, offset: int, out: memoryview) -> int:
+        """Send one request. Return and raise as ``_ask`` does, and raise ``OSError`` if the node
+        does not answer.
+        """
         name = key.encode()
         request = REQUEST.pack(
             MAGIC, bytes.fromhex(peer.token), self._tier, offset, len(out), len(name)
@@ -150,7 +169,8 @@ class NodeStore:
         head = memoryview(bytearray(ANSWER.size))
         deadline = time.monotonic() + ANSWER_SECONDS + len(out) / _LEAST_BYTES_PER_SECOND
         with self._connect(peer) as connection:
-            with suppress(ConnectionError, ssl.SSLEOFError):  # What was received has the reason
+            # If the node has refused the connection, receiving below raises the reason.
+            with suppress(ConnectionError, ssl.SSLEOFError):
                 connection.sendall(request + name)
             connection.settimeout(_LOOK_SECONDS)
             self._fill(connection, head, deadline)
@@ -169,7 +189,15 @@ class NodeStore:
             return int(size)
 
     def _fill(self, connection: socket.socket, out: memoryview, deadline: float) -> None:
-        """Receive bytes until ``deadline``, which is that of the whole answer."""
+        """Receive bytes until ``out`` is full.
+
+        Args:
+            deadline: When the whole answer must have arrived, by the monotonic clock.
+
+        Raises:
+            StorageError: The bytes are not wanted any more.
+            OSError: The answer takes too long, or the connection has ended.
+        """
         silent_until = time.monotonic() + ANSWER_SECONDS
         while out:
             if self._is_over():
@@ -183,6 +211,9 @@ class NodeStore:
                 out, silent_until = out[got:], time.monotonic() + ANSWER_SECONDS
 
     def _connect(self, peer: Peer) -> socket.socket:
+        """Return a new connection to the server of a node, at the address that was reached before
+        or at the first one that can be reached. Raises ``OSError`` if none can be.
+        """
         known = self._reached.get(peer.rank)
         failure: OSError = ConnectionError("it has given no address")
         for address in (known,) if known else peer.addresses:
@@ -200,8 +231,11 @@ class NodeStore:
 
 
 class Union:
-    """A local tier as all nodes hold it together, for listings of steps; this node's part comes
-    first.
+    """A local tier with the files of all nodes, for listings of steps. It cannot write.
+
+    Args:
+        own: This node's part of the tier, which is asked first.
+        others: The parts of the other nodes.
 
     Thread safety:
         Any thread may use it.
@@ -234,7 +268,7 @@ class Union:
             self._others.read_into(key, offset, out)
 
     def close(self) -> None:
-        """Do nothing, since other code closes the parts."""
+        """Do nothing, since ``own`` and ``others`` are not closed here."""
 
 
 def _name(peer: Peer) -> str:

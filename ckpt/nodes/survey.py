@@ -1,6 +1,5 @@
-"""The survey of nodes at the start of a restore: what each node has on its local tiers.
-
-Nodes serve these files to each other until the restore ends.
+"""The node survey at the start of a restore: it finds out which steps and files each node has on
+its local tiers. The nodes serve these files to each other until the restore ends.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ckpt.storage.tiers import OpenTier
 _STEPS: Final = 64
 """How many of its newest steps a node announces."""
 _START_SECONDS: Final = 600.0
-"""How long ranks may take to come to the same restore."""
+"""How many seconds may pass until all nodes have begun the same restore."""
 
 _log = logging.getLogger("ckpt")
 _decoder: Final = msgspec.json.Decoder(Peer)
@@ -41,13 +40,15 @@ _decoder: Final = msgspec.json.Decoder(Peer)
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The stores that a rank reads from, nearest first: its own tiers, then those of other nodes.
+    """The stores from which a rank reads a step.
 
     Attributes:
-        partial: Positions of stores that hold only a part of the step by their nature. A missing
-            file there is no damage.
-        distance: For the file of each announced rank: 0 on this node, 1 on another. Empty if all of
-            the step is in one place.
+        tiers: The stores, nearest first. The local tiers of the other nodes come right after the
+            last local tier of this node, and before the farther tiers.
+        partial: The positions in ``tiers`` of the stores that have only some nodes' files. A
+            missing file there is no damage.
+        distance: For the file of each rank that a node has announced: 0 if this node has it, 1 if
+            another node has it. Empty if every tier has the files of all ranks.
     """
 
     tiers: tuple[OpenTier, ...]
@@ -56,11 +57,17 @@ class Sources:
 
 
 class NodeSurvey:
-    """The survey of one restore.
+    """The node survey of one restore. All ranks enter it as a context manager.
+
+    On entry, the lowest rank of each node posts which steps its node has. If there are several
+    nodes, it also starts a server. The leader reads the posted records. On exit, the servers are
+    closed.
 
     Args:
-        subject: Distinguishes this restore from others.
-        step: The only step that is asked for.
+        tiers: The tiers of the job, nearest first.
+        coordinator: The connection to the other ranks.
+        subject: The subject of the messages, which no other restore uses.
+        step: The only step that may be restored; None for any step.
 
     Thread safety:
         The owner's thread.
@@ -106,6 +113,7 @@ class NodeSurvey:
                 _log.info("ckpt: %s were given to other nodes", size(self._server.served_bytes))
 
     def _peer(self) -> Peer:
+        """Return the record that this node posts."""
         server = self._server
         return Peer(
             rank=self._coordinator.rank,
@@ -116,6 +124,9 @@ class NodeSurvey:
         )
 
     def _steps(self, backend: StorageBackend) -> dict[str, Step]:
+        """Return the newest steps on a tier of this node, by their folders. Return none if the tier
+        cannot be listed.
+        """
         try:
             refs = [ref for ref in attempts(backend) if self._step in (None, ref.step)]
             return {ref.folder: _step(backend, ref) for ref in refs[:_STEPS]}
@@ -126,10 +137,11 @@ class NodeSurvey:
     # -- the leader's part -------------------------------------------------------------------------
 
     def stores(self) -> list[StorageBackend]:
-        """Return each tier as the whole job has it.
+        """Return a store for each tier, in the order of the tiers. The store of a tier that is
+        local to several nodes has the files of all nodes.
 
         Raises:
-            CommitTimeout: Some node has not posted what it has.
+            CommitTimeout: A node has not posted its steps in time.
         """
         return [
             Union(tier.backend, self._store(tier, self._peers())) if tier.nodes else tier.backend
@@ -137,12 +149,18 @@ class NodeSurvey:
         ]
 
     def unless_apart(self, finish: Finish) -> Finish:
-        """Return ``finish`` for stores that one rank sees all of. For others it does nothing."""
+        """Return a function that calls ``finish``, but only for a store whose files one rank sees
+        as a whole. For the store of a tier that is local to several nodes it returns False.
+        """
         return lambda store, ref: not isinstance(store, Union) and finish(store, ref)
 
     def fault(self, found: Candidate, stores: Sequence[StorageBackend]) -> str:
-        """Return why a step cannot be restored from the nodes that are left. The text is empty if
-        it can be, or if this does not matter.
+        """Return why a step cannot be restored from the nodes of the job. The text is empty if it
+        can be, if another tier has the step, or if only reading it can tell.
+
+        Args:
+            found: The step.
+            stores: The stores that ``stores`` has returned.
         """
         if not _is_part(self._tiers[found.nearest]) or self._elsewhere(found, stores):
             return ""
@@ -151,12 +169,12 @@ class NodeSurvey:
             if carried := carried_fragments(manifest, key=found.ref.manifest):
                 manifest = fill(manifest, carried, key=found.ref.manifest)
         except (IntegrityError, StorageError):
-            return ""  # Every rank meets this error itself
+            return ""  # All ranks meet this error when they read the step, and report it
         there = self._there(manifest, found.ref)
         if carried:
             gone = without_copy(manifest, there)
         else:
-            # The fragment of a file is where the file is.
+            # A node that has a data file has its fragment, too.
             gone = [file.rank for file in manifest.files if file.rank not in there]
         text = ", ".join(map(str, gone[:16])) + (" ..." if len(gone) > 16 else "")
         return (
@@ -166,7 +184,9 @@ class NodeSurvey:
         )
 
     def peers(self, ref: StepRef) -> tuple[Peer, ...]:
-        """Return what all ranks must know to read ``ref``."""
+        """Return the records of all nodes, reduced to the step ``ref``. The leader sends them to
+        all ranks, which need them for ``sources``. Empty if no tier is local.
+        """
         if not any(map(_is_part, self._tiers)):
             return ()
         return tuple(
@@ -182,6 +202,7 @@ class NodeSurvey:
         )
 
     def _peers(self) -> list[Peer]:
+        """Return the records of all nodes. The first call waits for them."""
         if self._heard is None:
             self._heard = self._gather()
         return self._heard
@@ -193,6 +214,7 @@ class NodeSurvey:
         return [_decoder.decode(message) for message in messages.values()]
 
     def _elsewhere(self, found: Candidate, stores: Sequence[StorageBackend]) -> bool:
+        """Return True if a shared tier has the step as a checkpoint."""
         for position in found.answering:
             if not _is_part(self._tiers[position]):
                 with suppress(StorageError):
@@ -201,7 +223,7 @@ class NodeSurvey:
         return False
 
     def _there(self, manifest: Manifest, ref: StepRef) -> Collection[int]:
-        """Return the ranks whose file some node has."""
+        """Return the ranks whose data files some node has announced."""
         names = {
             name.partition(".")[0]
             for peer in self._peers()
@@ -214,8 +236,13 @@ class NodeSurvey:
     # -- every rank's part -------------------------------------------------------------------------
 
     def sources(self, tiers: Sequence[OpenTier], ref: StepRef, peers: Sequence[Peer]) -> Sources:
-        """Return ``tiers`` and those of the other nodes for a step that was chosen, and open this
-        node's files of it to the others.
+        """Return the stores from which this rank reads the step ``ref``, and allow other nodes to
+        read this node's files of the step.
+
+        Args:
+            tiers: The tiers from which to read, nearest first.
+            ref: The step that is restored.
+            peers: The records that ``peers`` has returned on the leader.
         """
         if self._server is not None:
             self._server.allow(ref)
@@ -237,6 +264,7 @@ class NodeSurvey:
     def _distance(
         self, spanning: Sequence[OpenTier], ref: StepRef, peers: Sequence[Peer]
     ) -> Mapping[int, int]:
+        """Return ``Sources.distance`` for the tiers ``spanning``, which are local to nodes."""
         found: dict[int, int] = {}
         for tier in spanning:
             others = self._others(tier, peers)
@@ -248,27 +276,32 @@ class NodeSurvey:
         return found
 
     def _store(self, tier: OpenTier, peers: Sequence[Peer]) -> NodeStore:
+        """Return a store for the files of ``tier`` on the other nodes."""
         encryption = tier.nodes.encryption if tier.nodes else None
         return NodeStore(tier.index, tier.url, self._others(tier, peers), encryption)
 
     def _others(self, tier: OpenTier, peers: Sequence[Peer]) -> list[Peer]:
-        """Return those of ``peers`` that are other nodes than this one, as ``tier`` numbers
-        them.
+        """Return the records of ``peers`` whose rank is not on the node of this rank. Which ranks
+        share a node may differ between tiers.
         """
         of = tier.nodes.of if tier.nodes else (0,) * self._coordinator.world_size
         return [peer for peer in peers if of[peer.rank] != of[self._coordinator.rank]]
 
 
 def _is_part(tier: OpenTier) -> bool:
-    """Return True if parts of a step that is listed there may be on other nodes."""
+    """Return True if a node may see only its own part of each step on ``tier``, because the tier is
+    local to the node.
+    """
     return tier.nodes is not None or tier.tier.local is True
 
 
 def _firsts(tier: OpenTier) -> tuple[int, ...]:
+    """Return the lowest rank of each node of a local tier."""
     return tier.nodes.firsts if tier.nodes else (0,)
 
 
 def _step(backend: StorageBackend, ref: StepRef) -> Step:
+    """Return the contents of a step's folder on this node."""
     data = {
         name: info.size
         for info in own_objects(backend, ref)
