@@ -1,6 +1,7 @@
 """Checks of values that a user sets.
 
-Each raises ``ConfigError`` with the name, the value, and a value that is accepted.
+Each check raises ``ConfigError`` if it fails. The error gives the name of the setting, its value,
+and the values that are accepted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ _BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
 
 
 def known_only(prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise for a key that is none of ``known``, and name the nearest one."""
+    """Raise for the first key of ``table`` that is not in ``known``.
+
+    The error shows the key after ``prefix``, and suggests the known key that is most like it.
+    """
     for key in table:
         if key not in known:
             near = get_close_matches(key, known, n=1, cutoff=0.5)
@@ -25,7 +29,7 @@ def known_only(prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> N
 
 
 def json_only(name: str, value: object) -> None:
-    """Refuse values that a manifest cannot hold. TOML has dates and nan."""
+    """Raise unless a manifest can hold the value. TOML also has dates, nan and inf, which fail."""
     if isinstance(value, dict):
         for key, item in value.items():
             json_only(f"{name}.{key}", item)
@@ -41,15 +45,17 @@ def json_only(name: str, value: object) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a setting's value as an error quotes it. A container is quoted by its type alone,
-    since it may hold secrets.
+    """Return the text that quotes a setting's value in an error.
+
+    It is the ``repr`` of a plain value. For any other value, such as a container, it is the name of
+    the type alone, since the value may hold secrets.
     """
     plain = value is None or isinstance(value, str | bytes | bool | int | float)
     return repr(value) if plain else f"<{type(value).__name__}>"
 
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raise unless the value is one of these."""
+    """Raise unless the value is one of ``allowed``."""
     if value not in allowed:
         raise ConfigError(
             f"{name}={shown(value)}: choose {' or '.join(repr(choice) for choice in allowed)}"
@@ -57,33 +63,37 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 def whole(name: str, value: object, least: int, most: int) -> None:
-    """Raise unless the value is a whole number in these bounds. True is no number."""
+    """Raise unless the value is an int from ``least`` to ``most``. True and False do not count."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"{name}={shown(value)}: give a whole number from {least} to {most}")
 
 
 def number(name: str, value: object, of: str, *, above_zero: bool = False) -> None:
-    """Raise unless the value is a finite number that is not below 0. ``of`` says of what, and
-    gives one that is accepted.
+    """Raise unless the value is a finite number from 0 on, or above 0 with ``above_zero``.
+
+    ``of`` ends the error's text "give a number of ...": it names the unit, and an accepted value.
     """
     if not is_number(value) or not 0 <= value < float("inf") or (above_zero and not value):
         raise ConfigError(f"{name}={shown(value)}: give a number of {of}")
 
 
 def true_or_false(name: str, value: object) -> None:
-    """Raise unless the value is True or False."""
+    """Raise unless the value is equal to True or False."""
     if value not in (True, False):
         raise ConfigError(f"{name}={shown(value)}: give true or false")
 
 
 def as_bytes(name: str, value: int | str) -> int:
-    """Return a size in bytes: '200GB' is 200 * 1000**3 and '200GiB' is 200 * 1024**3."""
+    """Return a size in bytes: '200GB' is 200 * 1000**3 and '200GiB' is 200 * 1024**3.
+
+    Raise unless ``value`` is such a text or an int, and the size is from 1 to 2**60.
+    """
     size: object = value
     match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is not None:
         number, prefix, binary = match.groups()
         power = " kmgtp".index(prefix.lower() or " ")
-        # Hundreds of digits give an infinite float, which ``round`` refuses.
+        # Hundreds of digits give an infinite float, which ``round`` does not accept.
         size = round(min(float(number), 2.0**100) * (1024 if binary else 1000) ** power)
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 1 << 60:
         raise ConfigError(
@@ -93,5 +103,5 @@ def as_bytes(name: str, value: int | str) -> int:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True for a number. True and False are none."""
+    """Return True if the value is an int or a float. True and False do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool)

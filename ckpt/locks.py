@@ -1,9 +1,9 @@
-"""A condition and an event that an interrupted training thread leaves free.
+"""A condition and an event whose lock is released even if Ctrl-C interrupts the training thread.
 
-The handler of a signal runs between two instructions of Python code, and ``__enter__`` of
-`threading.Condition` is Python code. If the handler raises an exception as ``__enter__`` returns,
-as for Ctrl-C, the lock stays taken, and every thread that needs it hangs. `threading.Event` has
-such a condition inside.
+A signal handler runs between two instructions of Python code, and ``__enter__`` of
+`threading.Condition` is Python code. If the handler raises an exception when ``__enter__`` has
+taken the lock and is about to return, as the handler of Ctrl-C does, the lock is never released.
+Every thread that needs the lock then hangs. `threading.Event` contains such a condition.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 class Condition:
     """A `threading.Condition` whose ``with`` statement calls the methods of the lock directly.
 
-    These are C code, which no handler interrupts.
+    The methods of the lock are C code, and no signal handler runs within C code.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Condition:
 
 
 class Event:
-    """A `threading.Event` that is set once.
+    """A `threading.Event` that cannot be cleared, and whose lock Ctrl-C does not leave taken.
 
     Thread safety: all methods may be called from any thread.
     """
@@ -46,12 +46,15 @@ class Event:
         return self._is_set
 
     def set(self) -> None:
-        """Let all waiting threads go on."""
+        """Set the event, and wake all threads that wait for it."""
         with self._changed:
             self._is_set = True
             self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it is set. Returns False if it is not set in time."""
+        """Wait until the event is set, at most ``timeout`` seconds (None: without a limit).
+
+        Return True if the event is set, and False if the time is over.
+        """
         with self._changed:
             return self._changed.wait_for(self.is_set, timeout)

@@ -1,7 +1,7 @@
-"""The identity of a process: a number, and the time of its start.
+"""The identity of a process: its process id and the time of its start.
 
-The kernel gives a process id to another process later. No two processes of one boot have the same
-id and the same start time. This module does not import torch, because the agent uses it too.
+The kernel reuses process ids, but no two processes of one boot have the same id and the same start
+time. This module does not import torch, because the agent uses it too.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import msgspec
 
 _PARENT: Final = 1
 _STARTED: Final = 19
-"""Positions in ``/proc/PID/stat``, counted from the state of the process on."""
+"""Positions in the list of `_stat`: of the parent's process id, and of the time of the start."""
 
 
 class Process(msgspec.Struct, frozen=True):
     """A process of this machine.
 
     Attributes:
-        started: Its start, in clock ticks since boot; 0 if it was not found.
+        pid: The process id.
+        started: The time of its start, in clock ticks since boot; 0 if no such process was found.
     """
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
@@ -29,27 +30,28 @@ class Process(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> Self:
-        """Return the process that has the number ``pid`` now."""
+        """Return the process that has the process id ``pid`` now."""
         fields = _stat(pid)
         return cls(pid, int(fields[_STARTED]) if fields else 0)
 
     @property
     def lives(self) -> bool:
-        """Whether it exists and has not ended."""
+        """True if the process runs. A process that has ended and waits for its parent does not."""
         fields = _stat(self.pid)
         return bool(fields) and int(fields[_STARTED]) == self.started
 
     @property
     def parent(self) -> int:
-        """The process id of its parent; -1 if it has ended."""
+        """The process id of the parent of this process; -1 if this process has ended."""
         fields = _stat(self.pid)
         return int(fields[_PARENT]) if fields else -1
 
 
 def machine() -> str:
-    """Return what identifies the boot of this host and the process namespace.
+    """Return a text that identifies the current boot of this host and the PID namespace.
 
-    With it, a `Process` is unique among all machines.
+    Together with this text, a `Process` is unique among all machines. Without ``/proc`` the text is
+    the name of the host.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -59,8 +61,9 @@ def machine() -> str:
 
 
 def namespace() -> str:
-    """Return the process namespace. Containers may share /dev/shm, but a process id has another
-    meaning in each.
+    """Return the number of this process' PID namespace in hexadecimal; "0" if it is not known.
+
+    Containers may share ``/dev/shm``, but one process id means another process in each of them.
     """
     try:
         return f"{_namespace():x}"
@@ -73,8 +76,9 @@ def _namespace() -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what /proc says of a process from its state on. Returns nothing for a process that
-    does not exist, or has ended and waits for its parent.
+    """Return the fields of ``/proc/PID/stat`` that follow the name, from the process state on.
+
+    The list is empty if the process does not exist, or has ended and waits for its parent.
     """
     try:
         with open(f"/proc/{pid}/stat") as file:

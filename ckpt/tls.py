@@ -1,4 +1,4 @@
-"""What encrypts the connections between nodes: TLS 1.3, where both ends show a certificate."""
+"""The encryption of connections between nodes: TLS 1.3, where both ends present a certificate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class _Contexts:
 
     @classmethod
     def of(cls, tls: Tls) -> Self:
-        """Read the files, and let both ends meet in memory.
+        """Read the files of ``tls`` and return the contexts of both ends.
+
+        A handshake in memory checks that the files fit each other.
 
         Raises:
             ConfigError: A file cannot be read, or the files do not fit each other.
@@ -40,7 +42,7 @@ class _Contexts:
             _context(ssl.PROTOCOL_TLS_SERVER, tls.paths),
             _context(ssl.PROTOCOL_TLS_CLIENT, tls.paths),
         )
-        # A session is not resumed, and an answer needs no tickets before it.
+        # No client resumes a session, so the server sends no session tickets.
         found.server.num_tickets = 0
         found.check(tls)
         return found
@@ -63,9 +65,9 @@ class _Contexts:
 
 
 class Encryption:
-    """Encrypts the connections of this process to other nodes, and from them.
+    """Encrypts the connections between this process and other nodes.
 
-    Files that have changed are read again, so that certificates can be renewed while a job runs.
+    It reads files again that have changed, so certificates can be renewed while a job runs.
 
     Raises:
         ConfigError: A file cannot be read, or the files do not fit each other.
@@ -81,16 +83,19 @@ class Encryption:
         self._notes = 0
 
     def accept(self, connection: socket.socket) -> ssl.SSLSocket:
-        """Return the server's end of a connection whose handshake is still to be done."""
+        """Wrap an accepted connection in TLS and return it. The caller does the handshake."""
         _send_at_once(connection)
         context = self._current().server
         return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def connect(self, connection: socket.socket) -> ssl.SSLSocket:
-        """Return the client's end after the handshake, which the connection's time limit bounds.
+        """Wrap a connection to another node in TLS, do the handshake and return the connection.
+
+        The timeout of ``connection`` limits the handshake.
 
         Raises:
-            ConnectionError: The other end has no certificate of the authority, or uses no TLS.
+            ConnectionError: The handshake fails, for example because the other end has no
+                certificate of the authority, or does not use TLS.
         """
         try:
             _send_at_once(connection)
@@ -101,10 +106,10 @@ class Encryption:
             raise ConnectionError(reason_of(error)) from error
 
     def is_new(self, peer: str, reason: str, *, most: int | None = None) -> bool:
-        """Return whether it is to be logged that ``peer`` is not connected, for this ``reason``.
+        """Return True if the caller should log that ``peer`` is not connected for this ``reason``.
 
-        It is not if it was logged since the last connection to that peer (see ``connected``), or if
-        ``most`` reasons were.
+        The pair then counts as logged. Return False if the pair was logged since the last call of
+        ``connected`` for that peer, or if ``most`` pairs were logged since this object was made.
         """
         with self._lock:
             if reason in self._noted.get(peer, ()) or (most is not None and self._notes >= most):
@@ -114,7 +119,7 @@ class Encryption:
             return True
 
     def connected(self, peer: str) -> None:
-        """Note that ``peer`` has been connected. Its next failure is to be logged again."""
+        """Note that a connection with ``peer`` succeeded, so that its next failure is logged."""
         with self._lock:
             self._noted.pop(peer, None)
 
@@ -124,8 +129,8 @@ class Encryption:
                 try:
                     self._contexts = _Contexts.of(self._tls)
                 except (ConfigError, OSError) as error:
-                    # They are tried again. Perhaps not all of them are renewed yet, or are not
-                    # valid or readable yet, and ``state`` does not show when they are.
+                    # The next call reads the files again. Perhaps not all of them are renewed,
+                    # valid or readable yet, and ``state`` may stay the same when they become so.
                     if state != self._unfit:
                         text = "ckpt: the files of tls have changed and are not used: %s"
                         _log.warning(text, error)
@@ -137,14 +142,15 @@ class Encryption:
 
 
 def _send_at_once(connection: socket.socket) -> None:
-    """Do not hold a small message back until the one before it is acknowledged: the request follows
-    the end of the handshake, and would wait for 40 ms.
+    """Disable Nagle's algorithm on ``connection``.
+
+    Otherwise a request would wait about 40 ms for the acknowledgement of the end of the handshake.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def encryption_of(tls: Tls | None) -> Encryption | None:
-    """Return what encrypts as ``tls`` says; None if nothing is encrypted.
+    """Return an `Encryption` with the files of ``tls``, or None if ``tls`` is None.
 
     Raises:
         ConfigError: A file cannot be read, or the files do not fit each other.
@@ -153,14 +159,14 @@ def encryption_of(tls: Tls | None) -> Encryption | None:
 
 
 def reason_of(error: OSError) -> str:
-    """Return why a connection has failed, for the log."""
+    """Return a phrase for the log that says why a connection failed with ``error``."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is refused: {_text(error)}"
     if not isinstance(error, ssl.SSLError) or not error.reason:
         return str(error)
     if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
         return "it does not use TLS"
-    if "_ALERT_" in error.reason:  # The other end has said what is wrong
+    if "_ALERT_" in error.reason:  # The other end has sent the reason
         return f"it refuses the connection: {_text(error).partition('alert ')[2]}"
     return _text(error)
 
@@ -175,11 +181,11 @@ def _context(side: int, paths: dict[str, str]) -> ssl.SSLContext:
     certificate, key, authority = paths["certificate"], paths["key"], paths["authority"]
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # Nodes reach each other by addresses that they learn when the job starts, and no certificate
-    # names those. The authority is that of the nodes alone, and a token names the process.
+    # Nodes learn each other's addresses when the job starts, so certificates cannot name them.
+    # The authority signs certificates for nodes only, and each request contains a secret token.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
-    # The authority may be signed by another one, which need not be trusted.
+    # The authority may be an intermediate one, whose own issuer need not be trusted.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if not _loads(authority):
         raise ConfigError(f"tls: the authority {authority} holds no certificate in PEM form")
@@ -187,7 +193,7 @@ def _context(side: int, paths: dict[str, str]) -> ssl.SSLContext:
     if not _loads(certificate):
         raise ConfigError(f"tls: the certificate {certificate} holds no certificate in PEM form")
     try:
-        # Without a function, OpenSSL would wait for a passphrase at the terminal.
+        # Without this function, OpenSSL would wait for a passphrase at the terminal.
         context.load_cert_chain(certificate, key, password=lambda: "")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
@@ -203,7 +209,7 @@ def _context(side: int, paths: dict[str, str]) -> ssl.SSLContext:
 
 
 def _loads(path: str) -> bool:
-    """Return whether a file holds a certificate."""
+    """Return True if the file at ``path`` holds a certificate in PEM form."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except ssl.SSLError:
@@ -212,7 +218,10 @@ def _loads(path: str) -> bool:
 
 
 def _state(tls: Tls) -> tuple[tuple[int, int, int], ...]:
-    """Return what differs once a file was replaced or written to."""
+    """Return the inode, the time of the last change and the size of each file that can be read.
+
+    The result differs once a file was replaced or written to.
+    """
     found: list[tuple[int, int, int]] = []
     for path in tls.paths.values():
         with suppress(OSError, ValueError):  # ValueError: a null byte
