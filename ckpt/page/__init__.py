@@ -1,5 +1,6 @@
-"""The page that ``ckpt serve`` shows: runs, steps by tier, restores. It is read only.
+"""The read-only web page of ``ckpt serve``: it shows runs, their steps on each tier, and restores.
 
-The server makes all of it, the charts too, so that it needs nothing from the internet. A thread
-looks at the stores, and requests are answered from what it has found last.
+The server renders the whole page, including the charts, so a browser loads nothing from the
+internet. A background thread looks at the tiers at an interval. Requests for runs are answered from
+its last view of them.
 """

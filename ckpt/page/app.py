@@ -1,4 +1,4 @@
-"""The application: which address shows what."""
+"""The web application of the page: its routes, their handlers and the filters of its templates."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ _STATIC: Final[Mapping[str, str]] = {
     "icon.svg": "image/svg+xml",
 }
 _TICK_SECONDS: Final = 1.0
+"""How often a /live stream checks for a new version of the views."""
 _ALIVE_SECONDS: Final = 15.0
+"""How long a /live stream is silent before it sends a comment, which keeps the connection open."""
 
 
 def make_app(live: Live, token: str = "") -> App:
-    """Return the application. ``token`` is what a request needs; empty for requests of this
-    machine.
+    """Return the ASGI application that shows the runs of ``live``.
+
+    Requests need ``token``. If it is empty, only requests with a loopback host are accepted.
     """
     pages = _Pages(live, tuple(map(Opened, live.runs)), _templates())
     routes = [
@@ -56,7 +59,7 @@ def make_app(live: Live, token: str = "") -> App:
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """The pages. Those that are no coroutines run in threads of the server."""
+    """The handlers of the routes. The server runs handlers that are no coroutines in threads."""
 
     live: Live
     opened: tuple[Opened, ...]
@@ -101,7 +104,7 @@ class _Pages:
         return self.failed(request, NoCheckpoint("", "there is no such page"))
 
     def failed(self, request: Any, error: CkptError) -> Any:
-        """Show an error: what is not there, a wrong request, or a store that has failed."""
+        """Show an error. The status is 404 for `NoCheckpoint`, 400 for `ConfigError`, else 502."""
         bad = 400 if isinstance(error, ConfigError) else 502
         status = 404 if isinstance(error, NoCheckpoint) else bad
         index = request.path_params.get("run", len(self.live.views))
@@ -128,7 +131,7 @@ class _Pages:
 
 
 async def _changes(live: Live) -> AsyncGenerator[bytes]:
-    """Yield the version of the views, whenever it has changed."""
+    """Yield a server-sent event with the version of the views, at first and after each change."""
     sent, waited = -1, 0.0
     while not live.closed:
         live.touch()
@@ -151,7 +154,10 @@ def _static(request: Any) -> Any:
 
 
 def _templates() -> jinja2.Environment:
-    """Return the templates. Every string that a template shows is cleaned, then escaped."""
+    """Return the environment of the templates.
+
+    It passes every string that a template shows through `clean`, and then escapes it for HTML.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ckpt.page"),
         autoescape=True,
@@ -189,7 +195,7 @@ def _moment(seconds: float) -> str:
 
 
 def _ago(seconds: float) -> str:
-    """Return a time as text, such as '12 s', '3 min', '2.5 h' or '4 d'."""
+    """Return a duration as text with one unit, such as '12 s', '3 min', '2.5 h' or '4.0 d'."""
     seconds = max(0.0, seconds)
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -199,8 +205,9 @@ def _ago(seconds: float) -> str:
 
 
 def _short(url: str) -> str:
-    """Return a short name of a place: the end of a long one. It is cleaned first, since a part of a
-    URL no longer shows which part is secret.
+    """Return 'memory' for a tier in memory, and else the last 32 characters of ``url`` at most.
+
+    The secrets of the whole URL are removed first, since they cannot be recognized in its end.
     """
     url = clean(url)
     if url.startswith("shm://"):

@@ -1,7 +1,7 @@
-"""Line charts as paths of an SVG whose box is 1000 wide and 100 high. Pure.
+"""Line charts as paths of an SVG image that is 1000 units wide and 100 high. Pure functions.
 
-The plot stretches with the page. Its labels are text of the page, so they stay readable at any
-width.
+The image stretches with the page. Its labels are HTML text outside of the image, so they stay
+readable at any width.
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ from typing import Final
 WIDTH: Final = 1000
 HEIGHT: Final = 100
 _MOST_POINTS: Final = 200
+"""The number of newest points of each line that a chart shows."""
 _USUAL: Final = 2.5
-"""A chart is at most this many times as high as its 95th percentile, so that one slow save does not
-flatten all others.
+"""The top of a chart is about this many times the 95th percentile of its values at most, so that
+one slow save does not flatten all other points.
 """
 _TINY: Final = 1e-290
+"""`nice` computes with values from this one to its reciprocal."""
 
 Points = Sequence[tuple[int, float]]
-"""Steps, ascending, and a value for each."""
+"""Pairs of a step and its value, in ascending order of the steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """A point: its place in the box, and what it stands for."""
+    """A point of a line.
+
+    ``x`` and ``y`` are its coordinates in the image. ``text`` gives its step and value.
+    """
 
     x: float
     y: float
@@ -35,7 +40,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a chart. ``last`` is its newest value as text."""
+    """A line of a chart. ``path`` is its SVG path, and ``last`` its newest value as text."""
 
     name: str
     path: str
@@ -48,11 +53,11 @@ class Chart:
     """A chart.
 
     Attributes:
-        title: What it shows.
-        lines: Its lines.
+        title: The title of the chart.
+        lines: One line for each series that has points.
         ticks: The labels of the y axis, from the top down.
         first, last: The steps at both ends of the x axis.
-        above: How many points are higher than the chart. They are drawn at its upper edge.
+        above: The number of points above the top of the chart. They are drawn at its upper edge.
     """
 
     title: str
@@ -64,18 +69,18 @@ class Chart:
 
     @property
     def summary(self) -> str:
-        """The chart in words."""
+        """A text with the title, the range of steps and the newest values, for screen readers."""
         text = "; ".join(f"{line.name}: {line.last}" for line in self.lines)
         return f"{self.title}, steps {self.first} to {self.last}. Newest: {text}"
 
 
 def chart(title: str, series: Mapping[str, Points], text: Callable[[float], str]) -> Chart | None:
-    """Return a chart of the newest points; None if there is no line to draw.
+    """Return a chart of the newest points of each series; None if they cover fewer than two steps.
 
     Args:
-        title: What it shows.
-        series: Name -> points.
-        text: Makes a value readable.
+        title: The title of the chart.
+        series: Name of each line -> its points.
+        text: Returns a value as a text with its unit.
     """
     newest = {name: list(points)[-_MOST_POINTS:] for name, points in series.items() if points}
     steps = sorted({step for points in newest.values() for step, _ in points})
@@ -103,9 +108,10 @@ def chart(title: str, series: Mapping[str, Points], text: Callable[[float], str]
 
 
 def nice(value: float) -> float:
-    """Return the least of 1, 2 and 5 times a power of ten that is not below ``value``.
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below ``value``.
 
-    It is 1 for what is no measurement: 0 and less, and where a power of ten is not exact.
+    Return 1.0 for a value that is no measurement: nan, 0 or less, and a value so close to 0 or so
+    large that powers of ten lose their precision.
     """
     if not _TINY < value < 1 / _TINY:
         return 1.0

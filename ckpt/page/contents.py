@@ -1,4 +1,4 @@
-"""What the pages show, as values for the templates."""
+"""The contents of the pages, as values for the templates."""
 
 from __future__ import annotations
 
@@ -22,23 +22,31 @@ from ckpt.page.charts import Chart, chart
 from ckpt.pipeline.workers import Workers
 
 ROWS: Final = 50
-"""Steps on one page of the table."""
+"""The number of steps on one page of the table."""
 STRIP: Final = 60
-"""The newest steps, which the strip shows."""
+"""The number of newest steps that the strip of steps by tier shows."""
 TENSORS: Final = 200
+"""The number of tensors on one page of a step."""
 _LISTED: Final = 20
+"""The greatest number of records in ``RunPage.failures``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPage:
-    """A run.
+    """The contents of the page of a run.
 
     Attributes:
-        durable: The newest step on a tier that is not in memory, if there is one.
-        rows: The steps of this page of the table.
-        page, pages: Which page of the table this is, from 1 on, and how many there are.
-        stall_seconds: The median; None if it is not known.
-        durable_seconds: The median of the nearest tier that is not in memory.
+        run: The view of the run.
+        durable: The newest step on a tier that is not in memory; None if there is none.
+        strip: The newest steps, for the strip of steps by tier.
+        rows: The steps on this page of the table.
+        page, pages: The number of this page of the table, from 1 on, and the number of pages.
+        stall_seconds: The median stall of a save; None if the journal has none.
+        durable_seconds: The median time from the call to the commit on the nearest tier that is
+            not in memory; None if the journal has none.
+        charts: The charts that have enough points.
+        failures: The journal's records of the newest saves that failed, newest first.
+        failed: The number of all saves that failed, without those that were skipped.
     """
 
     run: RunView
@@ -55,7 +63,7 @@ class RunPage:
 
 
 def run_page(run: RunView, page: int) -> RunPage:
-    """Return the page of a run. ``page`` is brought into its bounds."""
+    """Return the page of a run, with the given page of the table, or the nearest one there is."""
     pages = max(1, -(-len(run.steps) // ROWS))
     page = min(max(page, 1), pages)
     saves = [run.history.saves[step] for step in sorted(run.history.saves)]
@@ -91,7 +99,7 @@ def run_page(run: RunView, page: int) -> RunPage:
 
 
 def is_in_memory(tier: TierView) -> bool:
-    """Return True if the steps of a tier are lost with the machine's memory."""
+    """Return True if ``tier`` is in memory, so that its steps are lost when the machine ends."""
     return tier.url.startswith("shm://")
 
 
@@ -105,7 +113,16 @@ def _median(points: Sequence[tuple[int, float]]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLine:
-    """A shard as the page shows it, with the checksums of its chunks."""
+    """A shard as the page shows it.
+
+    Attributes:
+        rank: The rank that wrote the shard.
+        offsets: The position of its first element in the tensor.
+        shape: Its shape.
+        file: The name of the file that holds it.
+        offset: Its position in that file, in bytes.
+        checksums: The checksums of its chunks, in order.
+    """
 
     rank: int
     offsets: tuple[int, ...]
@@ -117,15 +134,19 @@ class ShardLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPage:
-    """One step, opened.
+    """The contents of the page of a step.
 
     Attributes:
-        row: The step on all tiers.
-        url: The tier that its manifest was read from.
-        tensors: Those of this page whose name contains ``wanted``.
-        found: How many there are on all pages.
-        tensor: The tensor that is opened, and its shards.
-        before: The step before it that is there, to compare with.
+        row: The states of the step on all tiers.
+        url: The tier that the manifest was read from.
+        manifest: The manifest of the step.
+        wanted: The text that the names of the listed tensors contain.
+        tensors: The listed tensors on this page.
+        found: The number of listed tensors on all pages.
+        page, pages: The number of this page, from 1 on, and the number of pages.
+        tensor: The tensor that is shown in detail; None if there is none.
+        shards: The shards of ``tensor``.
+        before: The newest earlier step that a tier has, to compare with; None if there is none.
     """
 
     row: StepView
@@ -142,7 +163,7 @@ class StepPage:
 
 
 class Opened:
-    """Opens the steps of a run. The manifest that was read last is kept.
+    """Opens the steps of a run, and keeps the reader of the step that was opened last.
 
     Thread safety: any thread may call the methods. ``_last`` is replaced as a whole.
     """
@@ -156,14 +177,14 @@ class Opened:
 
         Args:
             run: The view of the run.
-            name: The step, or ``STEP.ATTEMPT``.
+            name: ``STEP`` or ``STEP.ATTEMPT``.
 
         Returns:
-            Its row, the URL of the tier, and a reader.
+            The row of the step, the URL of the tier, and a reader of the step.
 
         Raises:
-            NoCheckpoint: No tier has it.
-            CkptError: It cannot be read.
+            NoCheckpoint: No tier has the step.
+            CkptError: The manifest cannot be read.
         """
         row = find_row(run, name)
         if row is None:
@@ -183,7 +204,15 @@ class Opened:
         raise NoCheckpoint(run.name, f"step {row.step} is on no tier that can be read")
 
     def page(self, run: RunView, name: str, wanted: str, tensor: str, page: int) -> StepPage:
-        """Return the page of a step. Raises what ``step`` raises."""
+        """Return the page of a step. Raises what ``step`` raises.
+
+        Args:
+            run: The view of the run.
+            name: ``STEP`` or ``STEP.ATTEMPT``.
+            wanted: A text that the names of the listed tensors contain; empty for all tensors.
+            tensor: The name of the tensor that is shown in detail; another text shows none.
+            page: The number of the page of the list. The nearest one there is counts.
+        """
         row, url, reader = self.step(run, name)
         fitting = [each for each in reader.manifest.tensors if wanted in each.name]
         pages = max(1, -(-len(fitting) // TENSORS))
@@ -205,7 +234,14 @@ class Opened:
         )
 
     def difference(self, run: RunView, one: str, two: str) -> tuple[StepView, StepView, Difference]:
-        """Compare two steps by their checksums. Reads no data. Raises what ``step`` raises."""
+        """Return the rows of two steps and the difference between them, by checksums alone.
+
+        The data of tensors is not read.
+
+        Raises:
+            ConfigError: The name of a step is empty.
+            CkptError: What ``step`` raises.
+        """
         if not one or not two:
             raise ConfigError("compare what? Give two steps")
         first, _, a = self.step(run, one)
@@ -214,7 +250,10 @@ class Opened:
 
 
 def find_row(run: RunView, name: str) -> StepView | None:
-    """Return the row of ``STEP`` or ``STEP.ATTEMPT``; of several attempts one that is there."""
+    """Return the row of ``STEP`` or ``STEP.ATTEMPT``; None if there is none.
+
+    If several rows fit, return the first one of an attempt that a tier has, or else the first.
+    """
     step, _, attempt = name.partition(".")
     rows = [row for row in run.steps if str(row.step) == step and attempt in ("", row.attempt)]
     return next((row for row in rows if _is_anywhere(row)), rows[0] if rows else None)
@@ -225,7 +264,7 @@ def _is_anywhere(row: StepView) -> bool:
 
 
 def _shards(reader: StepReader, tensor: Tensor) -> list[ShardLine]:
-    """Return the shards of a tensor; each chunk of a shard's bytes has a checksum."""
+    """Return the shards of ``tensor``, each with the checksums of its chunks."""
     files, itemsize = reader.manifest.file_map(), DTYPES[tensor.dtype].itemsize
     lines: list[ShardLine] = []
     for shard in tensor.shards:

@@ -1,4 +1,4 @@
-"""The runs that the page shows, looked at again and again in the background."""
+"""The views of the runs that the page shows. A background thread renews them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from ckpt.pipeline.workers import Workers
 
 _log = logging.getLogger("ckpt")
 _IDLE_SECONDS: Final = 60.0
-"""How long after the last request the stores are still looked at. Each look may cost money."""
+"""How long the tiers are still looked at after the last request. A store may charge for each look.
+"""
 _PATIENCE_SECONDS: Final = 2.0
+"""How long one look waits for the answers of a run's tiers."""
 
 
 class Live:
-    """The newest view of each run.
+    """The newest view of each run, and the thread that renews the views.
 
     Args:
-        runs: The runs.
-        interval: Seconds between two looks.
+        runs: The runs to look at.
+        interval: Seconds between two looks at all runs.
 
-    Thread safety: all methods may be called from any thread. The thread that looks replaces
-    ``views`` as a whole, and alone changes ``version``.
+    Thread safety: all methods may be called from any thread. After ``start``, only the background
+    thread changes ``views`` and ``version``, and it replaces ``views`` as a whole.
 
     Attributes:
-        runs: The runs.
-        views: The newest view of each.
-        version: Grows when a view has changed.
+        runs: The runs to look at.
+        views: The newest view of each run, in the order of ``runs``.
+        version: A number that grows by one when a look finds a change in any view.
     """
 
     def __init__(self, runs: Sequence[RunWatch], interval: float) -> None:
@@ -48,16 +50,16 @@ class Live:
         self._worker.submit(self._run)
 
     def touch(self) -> None:
-        """Go on looking for a while: someone reads the page."""
+        """Note that there was a request, so that the looks go on for the next 60 seconds."""
         self._touched = time.monotonic()
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """True once ``close`` was called."""
         return self._over.is_set()
 
     def close(self) -> None:
-        """End the background thread. A look that waits for a store is left alone."""
+        """Let the background thread end. Do not wait for a look that is under way."""
         self._over.set()
 
     def _run(self) -> None:
@@ -77,6 +79,9 @@ class Live:
 
 
 def _lasting(view: RunView) -> RunView:
-    """Return ``view`` without what changes all the time."""
+    """Return ``view`` with its time and the free and total space of its tiers set to 0.
+
+    These change with every look, and are no reason to show the page again.
+    """
     tiers = tuple(replace(tier, free=0.0, size=0.0) for tier in view.tiers)
     return replace(view, at=0.0, tiers=tiers)

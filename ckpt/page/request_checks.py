@@ -1,4 +1,4 @@
-"""The checks of every request: it only reads, it names an expected host, and it has the token."""
+"""The checks of every request: its method only reads, and its host or its token is accepted."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ HEADERS: Final[Mapping[str, str]] = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-"""Headers of every answer. Nothing of another place is loaded, and no script in the page runs."""
+"""Headers of every answer.
+
+With them, a browser loads nothing from other sites, and runs no script that stands in the page.
+"""
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class Guard:
-    """An ASGI application before another one.
+    """An ASGI application that checks each request before it passes it to another application.
 
-    Without a token, only requests for a name of loopback pass, so that no page of another site
-    reads this one by a name that resolves to loopback. With a token, only those that have it: in
-    the query (``?token=``, which becomes a cookie), in that cookie, or as a bearer token.
+    Without a token, a request passes only if its Host header is a loopback name. So another site
+    cannot read the page through a domain name that resolves to a loopback address. With a token, a
+    request passes only if it has the token in a cookie or as a bearer token. A request with the
+    token in its query (``?token=``) gets a redirect that sets the cookie.
     """
 
     def __init__(self, app: App, token: str = "") -> None:
@@ -45,7 +49,7 @@ class Guard:
         self._cookie = f"ckpt-{checksum(token.encode())[:8]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or let it pass."""
+        """Pass a request to the application, or answer it here if it may not pass."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -67,6 +71,10 @@ class Guard:
         await answer(scope, receive, send_guarded)
 
     def _refusal(self, request: Any) -> App | None:
+        """Return the answer to a request that may not pass, or None if it may.
+
+        The answer is an error, or the redirect that sets the cookie.
+        """
         if request.method not in ("GET", "HEAD"):
             return _refuse("this page only shows", 405)
         if not self._token:

@@ -1,4 +1,4 @@
-"""The server of the page."""
+"""The HTTP server of the page: its token, its port, and its life until a signal."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ _CLOSE_SECONDS: Final = 1
 
 
 def read_token(path: str | None, *, needed: bool) -> str:
-    """Return the token in ``path``; without a path a new one if it is ``needed``, else none.
+    """Return the token that the file ``path`` holds.
+
+    If ``path`` is None, return a new random token if one is ``needed``, and else an empty text.
 
     Raises:
-        ConfigError: The file cannot be read, or what it holds is too short.
+        ConfigError: The file cannot be read, or does not hold 16 or more printable ASCII
+            characters.
     """
     if path is None:
         return secrets.token_urlsafe(24) if needed else ""
@@ -42,11 +45,11 @@ def read_token(path: str | None, *, needed: bool) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open the port of the page.
+    """Return a socket that listens at ``host`` and ``port``.
 
     Raises:
         MissingExtra: A package of the page is not installed.
-        ConfigError: The address cannot be listened at.
+        ConfigError: The address does not exist, is in use, or is not permitted.
     """
     for package in _PACKAGES:
         try:
@@ -64,7 +67,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address(listener: socket.socket, host: str) -> str:
-    """Return the URL of the page."""
+    """Return the URL of the page, with ``host`` and the port of ``listener``."""
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{listener.getsockname()[1]}/"
 
@@ -72,7 +75,15 @@ def address(listener: socket.socket, host: str) -> str:
 def run(
     runs: Sequence[RunWatch], listener: socket.socket, token: str, interval: float | None
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM."""
+    """Serve the page until Ctrl-C or SIGTERM.
+
+    Args:
+        runs: The runs that the page shows.
+        listener: The socket from `listen`. It is closed at the end.
+        token: The token that requests need; empty if only requests from this machine are accepted.
+        interval: The seconds between two looks at the tiers. None or 0 takes 2 if all tiers are
+            folders, and 15 otherwise.
+    """
     app: Any = import_module("ckpt.page.app")
     uvicorn: Any = import_module("uvicorn")
     local = all(is_folder(tier.url) for each in runs for tier in each.tiers)
@@ -89,11 +100,11 @@ def run(
     leave = server.handle_exit
 
     def on_signal(*signal_and_frame: Any) -> None:
-        live.close()  # Otherwise readers that wait for changes hold up the end
+        live.close()  # This ends the open /live streams, which would delay the shutdown
         leave(*signal_and_frame)
 
     server.handle_exit = on_signal
-    # uvicorn raises the signal once more when it has ended. It must not end this process then.
+    # uvicorn sends the signal to this process again after its shutdown. Ignore that second one.
     earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with contextlib.suppress(KeyboardInterrupt):
