@@ -1,4 +1,4 @@
-"""One thin file per framework.
+"""Integrations with training frameworks, each with a main module of its own.
 
-None is imported before its own file is, and none is a dependency.
+A framework is imported only with the module of its integration, and ckpt depends on none of them.
 """

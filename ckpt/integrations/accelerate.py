@@ -7,9 +7,9 @@
 
 A checkpoint holds what ``accelerator.save_state`` keeps: every prepared model, optimizer, scheduler
 and loader, the scaler, the registered objects, the random number generators of every rank, and
-``accelerator.step``. The names in it are ``model``, ``model_1``, ``optimizer``, ``scheduler`` and
-so on. So ``{"model": model, "optimizer": optimizer}`` of plain PyTorch restores from it with
-``only=``, in any layout.
+``accelerator.step``. The objects have the names ``model``, ``model_1``, ``optimizer``,
+``scheduler`` and so on. So a manager of plain PyTorch can restore
+``{"model": model, "optimizer": optimizer}`` from such a checkpoint with ``only=``, in any layout.
 
 This module imports accelerate when the first `AcceleratorCheckpoints` is made.
 """
@@ -43,8 +43,8 @@ from ckpt.storage.places import is_folder
 from ckpt.storage.tiers import Tiers, as_tiers
 
 TESTED: Final = ("1.0", "1.15")
-"""The first and the last release of accelerate that the tests ran on."""
-# A folder beside "checkpoints", whose contents accelerate deletes.
+"""The first and the last release of accelerate that the tests ran with."""
+# This is not "checkpoints", since accelerate deletes what is in its folder of that name.
 _ROOT: Final = "ckpt"
 _REFUSED: Final = {
     "DEEPSPEED": "put ckpt.integrations.deepspeed.zero_state(engine) into a state of your own",
@@ -60,7 +60,7 @@ _REFUSE_RESIZE: Final = refusing_resize(
 
 
 class AcceleratorCheckpoints:
-    """Saves what an ``Accelerator`` has prepared, and restores it.
+    """Saves and restores the objects that an ``Accelerator`` has prepared.
 
     Every rank makes one and makes the same calls.
 
@@ -75,8 +75,9 @@ class AcceleratorCheckpoints:
         manager: The `CheckpointManager` at work.
 
     Raises:
-        ConfigError: The kind of training is not supported, or no place is given, or the place is a
-            folder that ``accelerator.save_state`` has written. Nothing was written.
+        ConfigError: The kind of training is not supported, or ``tiers`` is left out and has no
+            default, or a tier is a folder that ``accelerator.save_state`` has written. Nothing was
+            written.
     """
 
     def __init__(
@@ -110,23 +111,24 @@ class AcceleratorCheckpoints:
         """Save in the background, as `CheckpointManager.save_async` does.
 
         Args:
-            step: None takes the ``iteration`` of the ``ProjectConfiguration``, which counts the
-                calls and goes on after ``load_state``.
+            step: The number of the step. None takes ``iteration`` of the ``ProjectConfiguration``,
+                which counts the calls of ``save_state``. ``load_state`` restores that counter.
             metrics: Numbers by name for ``Tier(keep_best=...)``.
 
         Returns:
             The handle of the save.
 
         Raises:
-            ConfigError: ``step`` is the name of a folder, or the first save has no higher number
-                than the steps of an earlier run, and nothing was loaded. Nothing was saved.
-            CkptError: As `CheckpointManager.save_async` raises.
+            ConfigError: ``step`` is the name of a folder, or nothing was loaded and an earlier run
+                has saved a step with this number or a higher one. Nothing was saved.
+            CkptError: See `CheckpointManager.save_async`.
         """
         _check_step(step, "save_state")
         project = self._accelerator.project_configuration
         number = project.iteration if step is None else step
         self._refuse_hidden(number)
-        # An error of an earlier save is raised after this save has begun, so the number is taken.
+        # ``save_async`` may raise the error of an earlier save when this save has begun already,
+        # so the save is counted first.
         project.iteration += 1
         _warn_of_hooks("save", self._accelerator._save_model_state_pre_hook)
         return self.manager.save_async(self._state(), number, metrics=metrics)
@@ -135,7 +137,7 @@ class AcceleratorCheckpoints:
         """Restore ``step``, or the newest intact step. Call it after ``accelerator.prepare``.
 
         Args:
-            step: None for the newest.
+            step: The number of the step; None for the newest.
             options: Further arguments of `CheckpointManager.restore`, such as ``strict=False``.
 
         Returns:
@@ -144,7 +146,8 @@ class AcceleratorCheckpoints:
         Raises:
             ConfigError: ``step`` is the name of a folder, or only ``accelerator.save_state`` has
                 saved here. Nothing was changed.
-            RestoreError: Other objects were prepared or registered than saved. Nothing was changed.
+            RestoreError: The prepared and registered objects are not those that were saved.
+                Nothing was changed.
         """
         _check_step(step, "load_state")
         _warn_of_hooks("load", self._accelerator._load_model_state_pre_hook)
@@ -166,7 +169,7 @@ class AcceleratorCheckpoints:
         return report
 
     def close(self, timeout: float | None = None) -> None:
-        """Finish every save (`CheckpointManager.close`). The end of the process does it as well."""
+        """Finish every save (`CheckpointManager.close`). The end of the process does this, too."""
         self.manager.close(timeout)
 
     def __enter__(self) -> Self:
@@ -177,7 +180,7 @@ class AcceleratorCheckpoints:
         self.manager.__exit__(*error)
 
     def _state(self) -> dict[str, Any]:
-        """Return everything that is prepared or registered now, under its name in a checkpoint."""
+        """Return the state to save: each object that is prepared or registered now, by its name."""
         found = self._accelerator
         state: dict[str, Any] = {}
         for name, objects in _prepared(found).items():
@@ -200,15 +203,17 @@ class AcceleratorCheckpoints:
         )
 
     def _refuse_hidden(self, number: int) -> None:
-        """Raise ``ConfigError`` on all ranks if a restart would not take what the first save saves.
+        """Raise ``ConfigError`` on all ranks if an earlier run has saved a step from ``number`` on.
 
-        The manager finds this too, in the background, when other saves may have begun.
+        A restart would take that step instead of the first one of this run. Only the first save is
+        checked. The manager checks this too, but in the background, when later saves may have
+        begun.
         """
         if self._has_begun:
             return
         held: list[int | None] = [None]
         if self._accelerator.process_index == 0 and not self._loaded:
-            with suppress(CkptError):  # The save raises it, or tries again
+            with suppress(CkptError):  # The save meets the same error, and raises it or retries
                 held = [self.manager.latest_step()]
         import_module("accelerate.utils").broadcast_object_list(held)
         if held[0] is not None and held[0] >= number:
@@ -224,8 +229,9 @@ class AcceleratorCheckpoints:
         self._loaded = self._loaded or isinstance(event, Restored)
 
     def _refuse_theirs(self) -> None:
-        """Raise ``ConfigError`` if there are only folders that ``accelerator.save_state`` has
-        written.
+        """Raise ``ConfigError`` if a folder has a checkpoint of ``accelerator.save_state``.
+
+        The folders are the tiers, and ``checkpoints`` in the ``project_dir``.
         """
         project_dir = self._accelerator.project_dir
         folders = [*self._folders, *([Path(project_dir, "checkpoints")] if project_dir else [])]
@@ -236,8 +242,10 @@ class AcceleratorCheckpoints:
 
 
 class _Order:
-    """What decides the order of a prepared loader's next epochs: its number of epochs, and the seed
-    or the generator of its sampler. ``accelerator.save_state`` leaves out most of it.
+    """The state that decides the order of the samples in the next epochs of a prepared loader.
+
+    It is the loader's count of epochs (``iteration``), and the seed or the generator of its
+    sampler. ``accelerator.save_state`` does not save most of this.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -274,12 +282,12 @@ class _Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loader.load_state_dict(state)
-        # Otherwise a save before the next batch has the old state.
+        # Without this line, a save before the next batch would save the old state.
         self._loader.dl_state_dict = state
 
 
 def _prepared(accelerator: Any) -> dict[str, list[Any]]:
-    """Return the objects that ``accelerator.save_state`` saves, by kind, in its order."""
+    """Return the objects that ``accelerator.save_state`` saves: kind -> objects in its order."""
     return {
         "model": accelerator._models,
         "optimizer": accelerator._optimizers,
@@ -296,25 +304,32 @@ def _of_loader(loader: Any) -> Iterator[tuple[str, PerRank]]:
 
 
 def _registered(value: Any) -> Any:
-    """Let each rank keep what it has, unless the value is of a kind that ranks share."""
+    """Return a registered object as an entry of the state.
+
+    Each rank saves its own value, in a `PerRank`. Modules, optimizers and other objects whose class
+    says which tensors the ranks share are returned as they are.
+    """
     if isinstance(value, nn.Module | Optimizer | PerRank) or declares_state(value):
         return value
     return PerRank(value, on_resize=same_or_first)
 
 
 def _is_whole(name: str) -> bool:
-    """Return True for the name of an object, False for that of something in it."""
+    """Return True for the name of a whole object, such as ``model_1`` or ``loader/order``.
+
+    Return False for the name of a part of an object, such as ``model/weight``.
+    """
     return "/" not in name or name.endswith(("/order", "/position"))
 
 
 def _limited(place: Any, total_limit: int | None) -> Tier:
     (tier,) = as_tiers(place)
-    is_given = isinstance(place, Tier) or tier.url == MEMORY  # Memory keeps what its slots hold
+    is_given = isinstance(place, Tier) or tier.url == MEMORY  # "memory" keeps what its slots hold
     return tier if is_given else Tier(tier.url, keep_last=total_limit)
 
 
 def _check(accelerator: Any) -> None:
-    """Raise ``ConfigError`` for what is no ``Accelerator`` or cannot be saved."""
+    """Raise ``ConfigError`` if this is no ``Accelerator``, or one of a type without support."""
     import accelerate
 
     if not isinstance(accelerator, accelerate.Accelerator):
@@ -329,7 +344,9 @@ def _check(accelerator: Any) -> None:
 
 
 def _warn_of_hooks(verb: str, hooks: Mapping[int, Any]) -> None:
-    """Report, once in a process, that hooks of the user's are left out."""
+    """Warn, once in a process, that the user's hooks before ``verb`` ("save" or "load") are not
+    called.
+    """
     if hooks:
         warn_once(
             "ckpt: %d hook(s) of %s are not called, since no folder is %s: call them yourself if "

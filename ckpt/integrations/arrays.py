@@ -1,5 +1,5 @@
-"""States that are no torch tensors: NumPy arrays, variables and models of TensorFlow and Keras, JAX
-arrays, and trees of these.
+"""States without torch tensors: NumPy arrays, JAX arrays, variables and models of TensorFlow and
+Keras, and trees of these.
 
     train = state_of({"params": params, "optimizer": opt_state})
     state = {"train": train, "step": 0}
@@ -8,8 +8,9 @@ arrays, and trees of these.
     train.value = update(train.value, batch)      # JAX arrays are replaced, not filled
     manager.save_async(state)
 
-A save reads the arrays where they are, without a copy of its own. A restore fills NumPy arrays and
-variables in place, and puts new arrays into ``value`` where arrays cannot change.
+A save reads the memory of the arrays directly. This module copies only arrays that it cannot give
+to torch, such as NumPy arrays that are read-only or not contiguous. A restore fills NumPy arrays
+and variables in place, and puts new arrays into ``value`` where arrays cannot change.
 
 This module imports neither TensorFlow nor JAX.
 """
@@ -33,15 +34,16 @@ from ckpt.errors import ConfigError, UnsupportedValue
 from ckpt.model.dtype import DTYPES
 
 _ROOT: Final = "value"
-"""The name of a value that is no container."""
+"""The name of the value in the state if it is a single array or plain value, and no container."""
 _PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), np.generic)
 
 
 class Arrays(Refilled, Stateful):
-    """A value of a state that holds arrays. Made by `state_of`.
+    """A value with arrays, as an entry of a state. `state_of` makes it.
 
     Attributes:
-        value: What is saved next. A restore fills what can be filled, and replaces the rest.
+        value: The value that the next save takes. A restore fills arrays and variables that can
+            change, and puts new arrays and values in place of all others.
     """
 
     def __init__(self, value: Any, replicas: Iterable[int] = ()) -> None:
@@ -49,15 +51,18 @@ class Arrays(Refilled, Stateful):
         self._replicas = tuple(replicas)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors over the memory of the arrays, and plain values, by name."""
+        """Return the leaves of ``value`` by name: plain values, and tensors over the arrays."""
         return self._shown(_read)
 
     def targets(self) -> dict[str, Any]:
-        """Return what a restore fills: NumPy arrays where they are, copies of all others."""
+        """Return what a restore fills, in the form of ``state_dict()``.
+
+        NumPy arrays and torch tensors are filled in place if possible. All other arrays are copies.
+        """
         return self._shown(_target)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what a restore has filled."""
+        """Put the values that a restore has filled into ``value``."""
         found = state_dict if _is_container(self.value) else state_dict[_ROOT]
         self.value = _rebuilt(self.value, found)
 
@@ -72,18 +77,19 @@ class Arrays(Refilled, Stateful):
 
 
 def state_of(value: Any, *, replicas: Iterable[int] = ()) -> Arrays:
-    """Return what stands for ``value`` in a state.
+    """Return an entry of a state that saves and restores ``value``.
 
     Args:
         value: An array or variable, a Keras model or optimizer, a ``tf.Module``, or a tree of
-            these: dicts, lists, tuples, named tuples, and all that JAX knows as a tree. Plain
-            values in it are saved too. An optimizer of Keras must be built (``optimizer.build``).
+            these: dicts, lists, tuples, named tuples, and classes that are registered with JAX as
+            trees. Plain values in the tree are saved too. An optimizer of Keras must be built
+            (``optimizer.build``).
         replicas: The ranks that hold the same values, this rank included: ``range(world_size)`` in
             data-parallel training. They share the writing, and a save in which their values differ
-            fails. Without it each rank writes all.
+            fails. Without ``replicas``, each rank writes all of its values.
 
     Raises:
-        ConfigError: Two names of a container are the same text.
+        ConfigError: Two keys of a container are the same text, such as 1 and "1".
     """
     made = Arrays(value, replicas)
     _mapped("", value, lambda _path, _leaf: None)
@@ -95,7 +101,11 @@ def state_of(value: Any, *, replicas: Iterable[int] = ()) -> Arrays:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A container: its items by name, and how one is made of other items in the same order."""
+    """A container.
+
+    ``items`` are its items by name. ``make`` takes a list of new items in the same order, and
+    returns a container of them.
+    """
 
     items: dict[str, Any]
     make: Callable[[list[Any]], Any]
@@ -122,7 +132,7 @@ def _node(value: Any) -> _Node | None:
 
 
 def _jax_node(value: Any) -> _Node | None:
-    """Return a tree of a class that JAX knows; one level of it."""
+    """Return one level of ``value`` if its class is registered with JAX as a tree, else None."""
     if "jax" not in sys.modules:
         return None
     tree = _jax().tree_util
@@ -155,7 +165,7 @@ def _named(names: Iterable[object], items: Iterable[Any]) -> dict[str, Any]:
 
 
 def _unique(variables: Iterable[Any]) -> dict[str, Any]:
-    """Return the variables by path or name. From the second of a name on, the name has a number."""
+    """Return the variables by ``path`` or ``name``. A number makes repeated names different."""
     found: dict[str, Any] = {}
     for variable in variables:
         name = str(getattr(variable, "path", None) or getattr(variable, "name", "") or "variable")
@@ -167,7 +177,7 @@ def _unique(variables: Iterable[Any]) -> dict[str, Any]:
 
 
 def _mapped(path: str, value: Any, show: Callable[[str, Any], Any]) -> Any:
-    """Return dicts in the place of containers, and what ``show`` returns in that of leaves."""
+    """Return ``value`` with a dict for each container, and ``show(path, leaf)`` for each leaf."""
     if (node := _node(value)) is None:
         return show(path, value)
     return {name: _mapped(f"{path}/{name}", item, show) for name, item in node.items.items()}
@@ -193,14 +203,14 @@ def _is_array(value: Any) -> bool:
 
 
 def _content(leaf: Any) -> Any:
-    """Return the array that a variable holds now: it does not change when the variable does."""
+    """Return the array that the variable ``leaf`` holds, or ``leaf`` if it is no variable."""
     while _is_variable(leaf):
         leaf = leaf.value() if callable(leaf.value) else leaf.value
     return leaf
 
 
 def _is_key(array: Any) -> bool:
-    """Return True for a key of JAX's random numbers that is no array of integers."""
+    """Return True for a typed key of random numbers, as ``jax.random.key`` makes it."""
     if _library(array) != "jax":
         return False
     dtypes = _jax().dtypes
@@ -208,7 +218,10 @@ def _is_key(array: Any) -> bool:
 
 
 def _read(path: str, leaf: Any) -> Any:
-    """Return a tensor over the memory of an array; other leaves as they are."""
+    """Return a tensor with the content of ``leaf``, over the same memory if torch can address it.
+
+    Plain values and torch tensors are returned as they are. Errors name ``path``.
+    """
     array = _content(leaf)
     if not _is_array(array) or isinstance(array, torch.Tensor | np.generic):
         return array
@@ -221,7 +234,7 @@ def _read(path: str, leaf: Any) -> Any:
     if not getattr(array, "is_fully_addressable", True):
         way = "put ckpt.LocalShards of its addressable_shards into the state"
         raise _unsupported(path, array, way)
-    _dtype(path, array)  # TensorFlow ends the process when a tensor of strings is exported
+    _dtype(path, array)  # TensorFlow aborts the process when a tensor of strings is exported
     if hasattr(array, "block_until_ready"):
         array.block_until_ready()
     try:
@@ -236,13 +249,13 @@ def _of_numpy(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
     dtype = _dtype(path, array)
     plain = array if array.flags.c_contiguous else np.ascontiguousarray(array)
     plain = plain if plain.flags.writeable else plain.copy()
-    # torch takes no dtype from outside of NumPy, such as bfloat16.
+    # torch.from_numpy accepts no dtype that another package has added, such as bfloat16.
     raw = torch.from_numpy(plain.reshape(-1).view(np.uint8))
     return raw.view(dtype).reshape(array.shape)
 
 
 def _dtype(path: str, array: Any) -> torch.dtype:
-    """Return torch's dtype for the elements of an array."""
+    """Return torch's dtype for the elements of an array. Raises ``UnsupportedValue``."""
     dtype = _numpy_dtype(array)
     if dtype is None or dtype.name not in DTYPES or not dtype.isnative:
         raise _unsupported(path, array, "convert it to a numeric dtype of this machine")
@@ -273,7 +286,11 @@ def _unsupported(path: str, array: Any, way: str) -> UnsupportedValue:
 
 
 def _target(path: str, leaf: Any) -> Any:
-    """Return what a restore fills for a leaf, with the present values."""
+    """Return what a restore fills for ``leaf``: a tensor with the present values, or a plain value.
+
+    The tensor has the memory of ``leaf`` if that is a torch tensor or a NumPy array that can be
+    filled. Otherwise it is a copy.
+    """
     shown = _read(path, leaf)
     in_place = isinstance(_content(leaf), torch.Tensor) or (
         isinstance(leaf, np.ndarray) and leaf.flags.writeable and leaf.flags.c_contiguous
@@ -282,7 +299,7 @@ def _target(path: str, leaf: Any) -> Any:
 
 
 def _taken(leaf: Any, filled: torch.Tensor) -> Any:
-    """Return ``leaf`` with the values of ``filled``: itself if it can be filled."""
+    """Return ``leaf`` with the values of ``filled``, or a new array if ``leaf`` cannot change."""
     array = _content(leaf)
     if isinstance(array, torch.Tensor):
         return leaf
@@ -301,7 +318,10 @@ def _taken(leaf: Any, filled: torch.Tensor) -> Any:
 
 
 def _new_jax(array: Any, filled: torch.Tensor) -> Any:
-    """Return a JAX array like ``array``, on its devices."""
+    """Return a JAX array with the values of ``filled`` and the sharding of ``array``.
+
+    A key of random numbers gets the default device.
+    """
     jax = _jax()
     if _is_key(array):
         data = jax.numpy.asarray(filled.numpy())
@@ -311,6 +331,6 @@ def _new_jax(array: Any, filled: torch.Tensor) -> Any:
 
 
 def _to_numpy(tensor: torch.Tensor, dtype: np.dtype[Any] | None) -> np.ndarray[Any, Any]:
-    """Return the memory of ``tensor`` as an array of ``dtype``, which NumPy itself may not know."""
+    """Return the bytes of ``tensor`` as an array of ``dtype``, which another package may define."""
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return cast("np.ndarray[Any, Any]", raw.view(cast(Any, dtype)).reshape(tensor.shape))

@@ -1,4 +1,4 @@
-"""A position in the data that restores on any number of ranks."""
+"""Positions in the training data that restore on any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ _MOST: Final = (1 << 63) - 1
 
 
 class _Position(Checked):
-    """The position that all ranks share, and the loop over a loader that moves it."""
+    """The position in the data, which is the same on all ranks, and the loop that advances it."""
 
     _built: str
-    """How a loader is built that takes its samples from here."""
+    """The code that builds a loader over an object of this class, for an error."""
 
     def __init__(self, order: Mapping[str, int | bool | str], place: tuple[int, int]) -> None:
-        """``order``: the settings that decide the order of the samples, besides the epoch."""
+        """Begin at the first sample of epoch 0.
+
+        Args:
+            order: The settings that decide the order of the samples, besides the epoch.
+            place: The rank and the number of ranks.
+        """
         self._order = dict(order)
         self._rank, self._world_size = place
         self._epoch = self._consumed = self._batch_size = 0
@@ -41,21 +46,21 @@ class _Position(Checked):
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the batches of the loader from the position to the end of the epoch.
 
-        The position advances by a batch of each rank whenever the loop receives one, whatever the
-        workers have read ahead. The next epoch begins when the loop asks for a batch and there is
-        none. A loop that is left early keeps its position, and the next call continues there.
+        Whenever the loop receives a batch, the position advances by a batch of each rank. What the
+        workers have read ahead does not count. The epoch ends when the loop asks for a batch and
+        none remains. After a loop that is left early, the next call continues from its position.
 
         Train on a batch before you save, and do not read ahead of the loop: a thread that takes
-        batches from this iterator in advance moves the position in advance, too.
+        batches from this iterator in advance also advances the position too early.
 
         Args:
             loader: A ``DataLoader`` or a ``StatefulDataLoader`` over this object, with the same
                 batch size on all ranks. It may have any number of workers.
 
         Raises:
-            ConfigError: The loader takes its samples from elsewhere, has a position of its own or
-                mixes the batches of its workers; or the position was restored, or another loop
-                over it has begun, since this loop received its last batch.
+            ConfigError: The loader does not take its samples from this object, has a position of
+                its own, or yields the batches of its workers in any order. It is also raised if the
+                position was restored, or another loop has begun, since the last batch.
         """
         self._check_loader(loader)
         size = self._batch_size = loader.batch_size or 1
@@ -79,16 +84,17 @@ class _Position(Checked):
                 self._end()
 
     def _begin(self) -> int:
-        """Prepare a loop from the position, and return the number of this rank's samples, or more
-        than there can be if that is not known.
+        """Prepare a loop from the position, and return how many samples this rank gets in it.
+
+        If the number is not known, return one that is larger than any data set.
         """
         raise NotImplementedError
 
     def _end(self) -> None:
-        """End the loop."""
+        """Note that no loop runs."""
 
     def _reads(self, loader: DataLoader[Any]) -> bool:
-        """Return True if the loader takes its samples from here."""
+        """Return True if the loader takes its samples from this object."""
         raise NotImplementedError
 
     def _check_loader(self, loader: DataLoader[Any]) -> None:
@@ -119,11 +125,14 @@ class _Position(Checked):
         )
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        """Return the position as plain values, the same on all ranks after the same step."""
+        """Return the position and the settings of the order, as plain values.
+
+        They are the same on all ranks after the same step.
+        """
         return {"epoch": self._epoch, "consumed": self._consumed, **self._order}
 
     def check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ``RestoreError`` if the position belongs to another order, or is none."""
+        """Raise ``RestoreError`` if ``state_dict`` is no position in the order of this object."""
         position = dict(state_dict)
         if position.keys() != self.state_dict().keys() or any(
             type(position[name]) is not int for name in ("epoch", "consumed")
@@ -150,15 +159,15 @@ class _Position(Checked):
             )
 
     def _most(self) -> int:
-        """Return the largest number of samples that an epoch may have given."""
+        """Return the largest number of samples that all ranks may have taken in one epoch."""
         return _MOST
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the position, saved on any number of ranks.
+        """Set the position to a saved one. Any number of ranks may have saved it.
 
         Raises:
-            RestoreError: The saved position belongs to another order of the samples, such as that
-                of another seed or length. Nothing has changed.
+            RestoreError: The saved position belongs to another order of the samples, such as one
+                with another seed or length. Nothing has changed.
         """
         self.check_saved(state_dict)
         self._epoch, self._consumed = state_dict["epoch"], state_dict["consumed"]
@@ -166,7 +175,7 @@ class _Position(Checked):
 
 
 class ElasticSampler(_Position, Sampler[int]):
-    """Deals the samples of a dataset to the ranks, and knows how many of them were trained on.
+    """Deals the samples of a dataset to the ranks, and counts those that were trained on.
 
         sampler = ElasticSampler(data)
         loader = DataLoader(data, batch_size=16, sampler=sampler, num_workers=2)
@@ -179,26 +188,26 @@ class ElasticSampler(_Position, Sampler[int]):
                 manager.save_async(state)
 
     Each epoch has an order of its own, which depends on the seed, the epoch and the length only.
-    The ranks take its samples in turn. The position is the number of samples that all ranks
-    together have taken from that order. It is the same on all ranks, and a restore on another
-    number of ranks deals the rest of the order to these.
+    The ranks take the samples of this order in turn. The position is the number of samples that all
+    ranks together have taken from it. The position is the same on all ranks. After a restore on
+    another number of ranks, the remaining samples are dealt to the new ranks.
 
-    All ranks get equally many samples. An epoch therefore gives each sample at most once, and
-    leaves out the end of the order, fewer samples than there are ranks. The last batch of an epoch
-    may be smaller than the others, by the same number of samples on each rank. With
-    ``DataLoader(drop_last=True)`` that batch is left out, too. If the order is shuffled, other
-    epochs leave out other samples.
+    All ranks get equally many samples. An epoch gives each sample at most once. At the end of its
+    order it leaves out the remainder, which is fewer samples than there are ranks. The last batch
+    of an epoch may be smaller than the batches before it, by the same number of samples on each
+    rank. With ``DataLoader(drop_last=True)`` that batch is left out, too. If the order is shuffled,
+    each epoch leaves out other samples.
 
-    Workers of a loader read ahead, so a sampler cannot know which of its samples the loop has
-    trained on. Only what the loop has received counts: see `batches`.
+    A loader with workers takes samples in advance. The sampler therefore counts only the samples
+    that the loop has received: see `batches`.
 
     Args:
         data: The dataset, or its length.
-        shuffle: Whether the order is random; otherwise it is that of the dataset.
-        seed: The same on all ranks.
-        rank: This rank's place among those that share the samples. If it and ``world_size`` are
-            left out, they are those of the default process group. With model parallelism, give the
-            place and the size of the data-parallel group.
+        shuffle: Whether the order is random. Otherwise it is the order of the dataset.
+        seed: The seed of the random order, which must be the same on all ranks.
+        rank: The number of this rank among the ranks that share the samples. If ``rank`` and
+            ``world_size`` are left out, the default process group gives both. With model
+            parallelism, give the rank in the data-parallel group and the size of that group.
         world_size: The number of ranks that share the samples.
 
     Raises:
@@ -243,10 +252,10 @@ class ElasticSampler(_Position, Sampler[int]):
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        """Return the samples that this rank gets in the rest of the epoch.
+        """Return the indices of the samples that this rank gets from the position on.
 
         Raises:
-            ConfigError: Not within `batches`: the position would not advance.
+            ConfigError: No loop over `batches` runs, so the position would not advance.
         """
         if self._iteration is None:
             raise self._no_loop("sampler")
@@ -258,13 +267,13 @@ class ElasticSampler(_Position, Sampler[int]):
         return iter(order[start + self._rank : stop : self._world_size].tolist())
 
     def __len__(self) -> int:
-        """Return the number of samples that this rank gets in the rest of the epoch."""
+        """Return the number of samples that this rank gets from the position on."""
         return (self._length - self._consumed) // self._world_size
 
 
 class ElasticStream(_Position, IterableDataset[Any]):
-    """Deals the samples of a dataset without a length to the ranks and the workers of their
-    loaders, and knows how many of them were trained on.
+    """Deals the samples of a dataset without a length to the ranks and their loaders' workers, and
+    counts those that were trained on.
 
         stream = ElasticStream(data.shuffle(seed=1, buffer_size=1000))
         loader = DataLoader(stream, batch_size=16, num_workers=2)
@@ -278,19 +287,21 @@ class ElasticStream(_Position, IterableDataset[Any]):
 
     The ranks take the samples in turn, in the order in which one process reads them. The position
     is the number of samples that all ranks together have taken in the epoch. It restores on another
-    number of ranks, and of workers. The batches of a rank do not depend on the workers.
+    number of ranks and of workers. The batches of a rank do not depend on the number of workers.
 
-    Every worker of every rank therefore reads the whole dataset, and keeps what it deals to itself.
-    After a restore it reads up to the position again, so that a shuffle buffer has what it had. Let
-    the ``collate_fn`` of the loader do what is expensive: it gets the samples of its rank only.
+    For this, every worker of every rank reads the whole dataset, and passes on only its own share.
+    After a restore it reads the samples before the position again, so that a shuffle buffer has the
+    same content as before. Put expensive work into the ``collate_fn`` of the loader, which gets the
+    samples of its own rank only.
 
-    All ranks get equally many samples: an epoch leaves out the last ones, fewer than there are
-    ranks, and the smaller last batch with ``DataLoader(drop_last=True)``.
+    All ranks get equally many samples. At its end, an epoch leaves out the remainder, which is
+    fewer samples than there are ranks. With ``DataLoader(drop_last=True)`` it also leaves out a
+    smaller last batch.
 
     Args:
         data: A dataset that gives the same samples in the same order in every process, such as a
-            ``datasets.IterableDataset``, also one that is shuffled with a seed. If it has
-            ``set_epoch``, that is called. Do not split it by ranks.
+            ``datasets.IterableDataset``, also one that is shuffled with a seed. If it has a method
+            ``set_epoch``, a loop calls it with the epoch. Do not split the dataset by ranks.
         rank: As with `ElasticSampler`.
         world_size: As with `ElasticSampler`.
 
@@ -298,10 +309,10 @@ class ElasticStream(_Position, IterableDataset[Any]):
         ConfigError: A value is wrong, the dataset is split by ranks, or a launcher has started
             several ranks and there is no process group yet.
 
-    A restore refuses another seed, another number of shards, another length and other steps, as far
-    as these are known: of a ``datasets.IterableDataset`` its steps with their numbers and
-    generators, the number of its shards, and its length unless it reads files or a generator; of
-    other datasets the length if they have one.
+    A restore refuses a dataset that differs from the saved one in what is known of its order. Of a
+    ``datasets.IterableDataset`` these are the processing steps with their settings and generators,
+    the number of shards, and the length unless the dataset reads files or a generator. Of other
+    datasets it is the length if they have one.
 
     Thread safety: the training thread calls all methods.
     """
@@ -319,7 +330,8 @@ class ElasticStream(_Position, IterableDataset[Any]):
         check_undivided(data)
         super().__init__(order_of(data), _place(rank, world_size))
         self._data = data
-        # Workers read here where a loop begins. It is shared, since they may outlive a loop.
+        # Workers read from this tensor where a loop begins: the epoch, the position and the batch
+        # size, which is 0 if no loop runs. Its memory is shared, since workers may outlive a loop.
         self._start = torch.zeros(3, dtype=torch.int64)
         self._start.share_memory_()  # type: ignore[no-untyped-call]
 
@@ -340,10 +352,10 @@ class ElasticStream(_Position, IterableDataset[Any]):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the samples that this worker of this rank gets in the rest of the epoch.
+        """Return the samples that this worker of this rank gets from the position on.
 
         Raises:
-            ConfigError: Not within `batches`: the position would not advance.
+            ConfigError: No loop over `batches` runs, so the position would not advance.
         """
         epoch, consumed, batch_size = map(int, self._start)
         if not batch_size:
@@ -367,8 +379,9 @@ class ElasticStream(_Position, IterableDataset[Any]):
 
 
 def _read(data: Iterable[Any]) -> Iterator[Any]:
-    """Yield what one process reads. The dataset must not see its worker, or it would read only a
-    part.
+    """Yield all samples of ``data``, also in a worker of a loader.
+
+    The worker is hidden from ``data``, which might otherwise yield only the worker's part.
     """
     with outside_of_workers():
         samples = iter(data)

@@ -1,4 +1,7 @@
-"""What the order of the samples of a ``datasets.IterableDataset`` depends on."""
+"""The settings that decide the order of the samples of a ``datasets.IterableDataset``.
+
+In this module, a step is a processing step of such a dataset, such as a shuffle or a map.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ import numpy as np
 from ckpt.errors import ConfigError
 
 _NUMBERS: Final = ("batch_size", "buffer_size", "max_input_shards", "n", "num_times")
-"""The numbers of a step that may change the order."""
+"""The attributes of a step that are numbers and may change the order."""
 
 
 def check_undivided(data: object) -> None:
-    """Raise ``ConfigError`` if ``datasets`` deals the samples, or begins in the middle."""
+    """Raise ``ConfigError`` if the dataset is split by ranks, or has a position of its own."""
     if getattr(data, "_distributed", None) is not None:
         raise ConfigError(
             "the dataset is split by ranks already: give ElasticStream what "
@@ -29,7 +32,13 @@ def check_undivided(data: object) -> None:
 
 
 def order_of(data: Iterable[Any]) -> dict[str, int | bool | str]:
-    """Return what is known of the order of the samples."""
+    """Return the settings of ``data`` that decide the order of its samples, as far as known.
+
+    Returns:
+        ``seed``: a digest of the states of all generators, or "none". ``length``: the number of
+        samples, or "unknown". ``shuffle``: whether there is a generator. ``shards``: their number.
+        ``steps``: the names of the steps with their numbers.
+    """
     steps = list(_steps(getattr(data, "_ex_iterable", None)))
     generators = [
         repr(value.bit_generator.state)
@@ -65,7 +74,10 @@ def _sources(step: Any) -> list[Any]:
 
 
 def _length(step: Any) -> int | None:
-    """Return the number of samples of a first step, which it knows if it reads a dataset."""
+    """Return the number of samples of a step without sources; None if it is not known.
+
+    It is known if the shards that the step reads have a length, as those of a dataset do.
+    """
     shards = getattr(step, "kwargs", {}).get("shards", [""])
     known = all(isinstance(shard, Sized) and not isinstance(shard, str) for shard in shards)
     return sum(map(len, shards)) if known else None

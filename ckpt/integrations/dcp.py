@@ -1,11 +1,12 @@
-"""``torch.distributed.checkpoint`` (DCP) on ckpt's storage: a writer and a reader for its calls.
+"""A storage writer and a storage reader for ``torch.distributed.checkpoint`` (DCP).
 
     dcp.save(state, storage_writer=CkptWriter("s3://bucket/run", step=1200))
     dcp.load(state, storage_reader=CkptReader("s3://bucket/run"))
 
-What the writer makes is an ordinary step of ckpt, in any of its tiers: each chunk has a checksum,
-the manifest appears last, and values are stored without pickle. DCP still plans which rank writes
-what, and its planner asks the reader for boxes, so a checkpoint loads onto another mesh as before.
+The writer makes ordinary steps of ckpt on any tiers: each chunk has a checksum, the manifest
+appears last, and values are stored without pickle. DCP still plans which rank writes what, and its
+planner asks the reader for boxes. So a checkpoint loads onto another mesh, as with DCP's own
+storage.
 """
 
 from __future__ import annotations
@@ -66,18 +67,22 @@ _WAY_BACK: Final = (
     "CkptWriter(..., after=reader)"
 )
 _last_token: Final[deque[str]] = deque(maxlen=1)
-"""The token of the last save in this process. A plan with the same token comes from a cache."""
+"""The token of the last save in this process.
+
+If the plan of another save has this token, DCP's planner has taken it from its cache.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What the coordinator sends a rank about a save.
+    """The data of a save that DCP's coordinator rank adds to the plan of each rank.
 
     Attributes:
         step: The step that is saved.
-        rank: The rank in the group that saves, of ``world_size``.
-        token: Distinguishes this save from all others of the job.
-        spread: Lists that several ranks write. See ``dcp_items.gathered``.
+        rank: The number of the rank in the group of ranks that save.
+        world_size: The number of ranks in that group.
+        token: A text that no other save of the job has.
+        spread: The paths of lists that are stored as dicts. See ``dcp_items.gathered``.
     """
 
     step: int
@@ -92,8 +97,9 @@ class Loaded:
     """A step that a `CkptReader` has loaded.
 
     Attributes:
-        places: The tiers of the reader.
-        token: Distinguishes this load from all others.
+        ref: The step.
+        places: The places of the reader's tiers, as `_places` returns them.
+        token: A text that no other load has.
     """
 
     ref: StepRef
@@ -102,51 +108,52 @@ class Loaded:
 
 
 _continued: Final[dict[str, StepRef]] = {}
-"""The step that this process has saved last after a load, by the token of the load."""
+"""Token of a load -> the last step that this process has saved with ``after=`` that load."""
 
 
 class _Root:
-    """What the writer and the reader share: the tiers, and the checkpoint ids that name a step."""
+    """The base of the writer and the reader, with their tiers and the rules for a checkpoint id."""
 
     _tiers: tuple[Tier, ...]
 
     @property
     def checkpoint_id(self) -> str:
-        """The first tier, without credentials."""
+        """The URL of the first tier, without credentials."""
         return redact(self._tiers[0].url)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True if it names a step."""
+        """Return True if the last part of ``checkpoint_id`` ends with the number of a step."""
         return _NUMBER.fullmatch(os.path.basename(os.fspath(checkpoint_id))) is not None
 
 
 class CkptWriter(_Root, AsyncStager, StorageWriter):
     """A ``StorageWriter`` that saves a step of ckpt, with its checksums, tiers and atomic commit.
 
-    The step is ``step``, or the number at the end of the ``checkpoint_id`` of the call
-    (``"step-1200"``), or one more than the newest step of the first tier. A writer that was given
-    ``step`` saves once. Another one keeps its threads and memory between saves, until ``close``.
+    The number of the step is that at the end of the ``checkpoint_id`` of the call
+    (``"step-1200"``). Without a ``checkpoint_id`` it is ``step``, and without both it is one more
+    than the newest step of the tiers. A writer that was given ``step`` saves once. A writer without
+    ``step`` keeps its threads and memory between saves, until ``close``.
 
-    It is also the stager of ``dcp.async_save``. It keeps the memory of the staged state, so the
-    second save and later ones do not wait for new memory. The process executor works too; each
-    save opens the tiers again there.
+    The writer is also the stager of ``dcp.async_save``. It keeps the memory of the staged state, so
+    the second and later saves do not wait for new memory. The process executor works too, but
+    opens the tiers again for each save.
 
-    Values that are no tensors must be plain (``ckpt`` writes no pickle). Others raise
-    ``UnsupportedValue`` with their name. Where ranks differ in a plain value, DCP keeps one of
-    them.
+    Values that are no tensors must be plain, since ckpt writes no pickle. All other values raise
+    ``UnsupportedValue`` with their name. If ranks have different plain values under one name, DCP
+    keeps the value of one rank.
 
     Args:
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
-        step: The step that is saved.
-        after: The reader that has loaded the state, from one of these tiers. The steps after the
-            one that it has loaded may be saved again, as after ``CheckpointManager.restore``. A
-            reader that has loaded nothing changes nothing.
+        step: The number of the step that is saved.
+        after: The reader that has loaded the state, from one of these tiers. Steps after the loaded
+            one may then be saved again, as after ``CheckpointManager.restore``. A reader that has
+            loaded nothing has no effect.
         config: How to save (`SaveConfig`). Fields may also be given as keywords.
 
     Raises:
-        ConfigError: ``after`` has loaded from another place. From the save: a setting is wrong, or
-            the planner cached its plan for another writer. Nothing was written.
+        ConfigError: ``after`` has loaded from other tiers. A save raises it if a setting is wrong,
+            or if the planner has cached its plan for another writer. Nothing was written.
     """
 
     def __init__(
@@ -170,17 +177,21 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         self._asked: int | None = None
         self._manager: CheckpointManager | None = None
         self._world = (0, 0)  # Rank and number of ranks
-        self._attempt = ""  # The one of the manager
+        self._attempt = ""  # The attempt of the manager
         self._stager: _Stager | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy in another process, which opens the tiers itself and saves
-        once.
+        """Return the attributes for a copy in another process.
+
+        The copy opens the tiers itself, and saves once.
         """
         return {**self.__dict__, "_manager": None, "_stager": None, "_once": True}
 
     def close(self) -> None:
-        """Wait for all tiers, and give threads and memory back. The next save opens them again."""
+        """Wait until all tiers have the saves, and free threads and memory.
+
+        The next save opens the tiers again.
+        """
         self._stager = None
         self._end()
 
@@ -196,16 +207,16 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         return self._stager.stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Do nothing, since ``stage`` has ended when it returns."""
+        """Do nothing, since ``stage`` has copied the whole state when it returns."""
 
     # -- saving, in the order of DCP's calls -------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the step from ``checkpoint_id``, if there is one."""
+        """Take the number of the step from ``checkpoint_id``, unless that is None."""
         self._asked = None if checkpoint_id is None else _step_of(checkpoint_id, self._tiers)
 
     def set_up_storage_writer(self, *_: Any, **kwargs: Any) -> None:
-        """Refuse what DCP's own storage does and a checkpoint of ckpt cannot be."""
+        """Raise ``ConfigError`` for ``use_collectives=False``, which ckpt does not support."""
         if not kwargs.get("use_collectives", True):
             raise ConfigError(
                 "use_collectives=False makes one checkpoint for each rank, and a step of ckpt is "
@@ -216,7 +227,10 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Choose the step for all ranks, and give the entries of a list to one rank."""
+        """Choose the step for all ranks, and give the entries of each list to one rank.
+
+        Only DCP's coordinator rank calls this.
+        """
         step = self._chosen_step()
         moved, spread = gathered(plans)
         token = new_attempt()
@@ -226,10 +240,10 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what is this rank's, and return when all ranks' parts are one checkpoint.
+        """Save the items of ``plan``, and return a finished future after the commit of all ranks.
 
         Raises:
-            CkptError: There is no checkpoint, and no rank has one.
+            CkptError: The save has failed, and made no checkpoint.
         """
         order: _Order = plan.storage_data
         try:
@@ -242,7 +256,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Describe the checkpoint, which is committed already."""
+        """Fill in ``metadata``. Nothing is written, since the checkpoint is committed already."""
         del results
         metadata.storage_data = {}
         metadata.storage_meta = self.storage_meta()
@@ -260,7 +274,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
 
     @property
     def _own_step(self) -> int | None:
-        """The step that this rank was given, if there is one."""
+        """The step that this rank's ``checkpoint_id`` or ``step`` gives; None if neither does."""
         return self._asked if self._asked is not None else self._step
 
     def _save(self, order: _Order, plan: SavePlan, planner: SavePlanner) -> None:
@@ -316,7 +330,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         return self._manager
 
     def _note_saved(self, step: int) -> None:
-        """Note the step that the next manager continues from."""
+        """Note ``step`` as the one that the next manager with the same ``after`` continues from."""
         if self._after is not None:
             _continued[self._after.token] = StepRef(step, self._attempt)
 
@@ -327,9 +341,11 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
 
 
 class _Stager:
-    """Copies a state into memory that it keeps, for one save at a time.
+    """Copies a state into host memory that it keeps for the next save.
 
-    Thread safety: ``stage`` on the training thread, ``release`` on the one that saves.
+    Only one save at a time can use the memory: ``in_use`` is True until ``release``.
+
+    Thread safety: the training thread calls ``stage``, and the thread that saves calls ``release``.
     """
 
     def __init__(self) -> None:
@@ -344,7 +360,7 @@ class _Stager:
         return staged
 
     def release(self, saved: State) -> None:
-        """Take the memory back if it is that of ``saved``, whose save is over."""
+        """Mark the memory as free if ``saved``, a state whose save is over, is in it."""
         if not self._held.isdisjoint(_addresses(saved)):
             self.in_use = False
 
@@ -356,7 +372,7 @@ def _stage(stager: DefaultStager, state: State) -> State:
 
 
 def _addresses(state: State) -> Generator[int]:
-    """Yield the addresses of the storages of all tensors."""
+    """Yield the address of the storage of each tensor in ``state``."""
     for leaf in leaves(state):
         for tensor in leaf.tensors if isinstance(leaf, LocalShards) else (leaf,):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -367,23 +383,26 @@ def _addresses(state: State) -> Generator[int]:
 class CkptReader(_Root, StorageReader):
     """A ``StorageReader`` for a step of ckpt, written by `CkptWriter` or a ``CheckpointManager``.
 
-    Every chunk is read from the nearest tier that has it intact, and verified before it counts. A
-    module of a ``CheckpointManager`` has the entries of its ``state_dict()``, and an optimizer
-    those of ``get_optimizer_state_dict``. A load first finishes the commit of a job that died when
-    only the manifest of the step was missing, as ``CheckpointManager.restore`` does.
+    Every chunk is read from the nearest tier that has it intact, and verified before it counts. For
+    a module that a ``CheckpointManager`` has saved, the step has the entries of its
+    ``state_dict()``. For an optimizer it has those of ``get_optimizer_state_dict``. If a dead job
+    has left a step that lacks only its manifest, a load first finishes the commit, as
+    ``CheckpointManager.restore`` does.
 
     Args:
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
-        step: Which one; else the number at the end of ``checkpoint_id``, else the newest.
+        step: The number of the step to load, unless the call has a ``checkpoint_id`` that ends with
+            a number. Without both, the newest step is loaded.
 
     Attributes:
-        loaded: What the last load has read, for ``CkptWriter(after=...)``.
+        loaded: The step that the last load has read, for ``CkptWriter(after=...)``; None if there
+            was no load, or it has failed.
 
     Raises:
-        NoCheckpoint: From the load: there is no step, or not this one.
-        RestoreError: From the load: ranks found different steps to be the newest.
-        IntegrityError, StorageError: From the load: bytes are intact on no tier. Tensors may have
-            been overwritten in part.
+        NoCheckpoint: A load raises it if there is no step, or not the wanted one.
+        RestoreError: A load raises it if ranks found different steps to be the newest.
+        IntegrityError, StorageError: A load raises them if bytes are intact on no tier. Tensors may
+            have been overwritten in part.
     """
 
     def __init__(self, tiers: Tiers, *, step: int | None = None) -> None:
@@ -400,21 +419,24 @@ class CkptReader(_Root, StorageReader):
         return None if self.loaded is None else self.loaded.ref.step
 
     def latest_step(self) -> int | None:
-        """Return the newest committed step, or None if there is none. Asks the tiers."""
+        """Return the number of the newest committed step on any tier, or None if there is none."""
         return _newest(self._tiers)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the step from ``checkpoint_id``, if there is one."""
+        """Take the number of the step from ``checkpoint_id``, or from ``step`` if that is None.
+
+        Forget the step of the load before.
+        """
         asked = None if checkpoint_id is None else _step_of(checkpoint_id, self._tiers)
         self._asked = self._step if asked is None else asked
         self._ref = self._entries = self.loaded = None
 
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
-        """Return what the step holds, by the names of DCP.
+        """Find the step, and return its entries by the names of DCP.
 
-        Where this fails in a load, DCP asks with ``rank=`` for the metadata of one rank, and would
-        make an ``AssertionError`` of a second error. So that call returns none, and then
-        ``set_up_storage_reader`` raises the error.
+        If this call fails, DCP calls it again with ``rank=`` for the metadata of one rank, and
+        turns a second error into an ``AssertionError``. So the second call returns empty metadata,
+        and ``set_up_storage_reader`` raises the first error.
         """
         if "rank" in kwargs and self._fault is not None:
             return Metadata({}, planner_data={})
@@ -434,7 +456,7 @@ class CkptReader(_Root, StorageReader):
         return metadata
 
     def set_up_storage_reader(self, *_: Any) -> None:
-        """Raise the error of ``read_metadata``, which has looked for the step."""
+        """Raise the error that ``read_metadata`` met, if there was one."""
         if self._fault is not None:
             raise self._fault
 
@@ -442,7 +464,7 @@ class CkptReader(_Root, StorageReader):
         return dataclasses.replace(plan, storage_data=self._ref)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse to load a mixture. Raises ``RestoreError``."""
+        """Return ``plans``. Raise ``RestoreError`` if ranks have found different steps."""
         if len(found := {plan.storage_data for plan in plans}) > 1:
             names = " and ".join(sorted(ref.folder for ref in found if ref is not None))
             raise RestoreError(
@@ -452,7 +474,7 @@ class CkptReader(_Root, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for into the planner's tensors."""
+        """Read the items of ``plan`` into the planner's tensors, and return a finished future."""
         assert self._entries is not None, "DCP reads the metadata first"
         wanted = [
             (item, planner.resolve_tensor(item).detach())
@@ -485,7 +507,11 @@ class CkptReader(_Root, StorageReader):
 
 
 def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> int:
-    """Return the step that a ``checkpoint_id`` names. Raises ``ConfigError``."""
+    """Return the number of the step that ``checkpoint_id`` ends with.
+
+    Raises:
+        ConfigError: It ends with no number, or has another folder than that of the first tier.
+    """
     given = os.fspath(checkpoint_id).rstrip("/")
     root, _, name = given.rpartition("/")
     if (number := _NUMBER.fullmatch(name)) is None:
@@ -501,7 +527,7 @@ def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> in
 
 
 def _places(tiers: Sequence[Tier]) -> frozenset[str]:
-    """Return what is equal for tiers in the same place, however their paths are written."""
+    """Return a canonical URL or path of each tier, which is the same for all spellings of it."""
     return frozenset(
         url.rstrip("/") if "://" in url else os.path.realpath(os.path.expanduser(url))
         for url in urls_of(tiers)
@@ -509,14 +535,15 @@ def _places(tiers: Sequence[Tier]) -> frozenset[str]:
 
 
 def _newest(tiers: Sequence[Tier]) -> int | None:
-    """Return the newest committed step."""
+    """Return the number of the newest committed step, or None if there is none."""
     with opened(tiers) as readers:
         return next((reader.ref.step for reader in readers), None)
 
 
 def _packed(value: Any) -> io.BytesIO:
-    """Return a plain value in the form that a planner of DCP takes. It was never stored in that
-    form.
+    """Return a plain value as the bytes of ``torch.save``, which a planner of DCP expects.
+
+    ckpt does not store values in that form.
     """
     buffer = io.BytesIO()
     torch.save(value, buffer)

@@ -1,8 +1,8 @@
-"""The items of a DCP plan -> a state of ckpt, and a manifest -> the names and values of DCP.
+"""Conversions from the items of a DCP plan to a state, and from a manifest to DCP's names.
 
-DCP flattens nested dicts and lists to names with dots, and gives each rank some of the entries to
-write. Here the entries of a rank become nested again, so that the names in the checkpoint are those
-that a ``CheckpointManager`` would give to the same state.
+DCP flattens nested dicts and lists to names with dots, and assigns entries to the ranks that write
+them. This module nests the entries of a rank again, so the names in the checkpoint are those that a
+``CheckpointManager`` would give to the same state.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ from ckpt.plan.leaf import Leaf
 Path = tuple[str | int, ...]
 
 _BUFFER: Final = "io.BytesIO"
-"""Marks the bytes of such a buffer in a tuple. Transformer Engine keeps its extra state in one."""
+"""The first item of the tuple that an ``io.BytesIO`` is stored as; the second one is its bytes.
+
+Transformer Engine keeps its extra state in such a buffer.
+"""
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in nested containers that are no containers themselves."""
+    """Yield all values in nested containers that are no containers themselves."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple | set | frozenset):
@@ -55,25 +58,25 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def path_of(item: WriteItem, plan: SavePlan) -> Path:
-    """Return where the entry stands in the nested state.
+    """Return the path of an entry in the nested state: the dict keys and list positions.
 
-    A planner that does not flatten has no paths, and its names are the keys of the state.
+    A planner that does not flatten the state has no paths. Its names are the keys of the state.
     """
     paths = cast("Mapping[str, Path]", plan.planner_data or {})
     return paths.get(item.index.fqn, (item.index.fqn,))
 
 
 def _list_of(path: Path) -> Path | None:
-    """Return the path of the outermost list that an entry is in."""
+    """Return the path of the outermost list that contains the entry at ``path``, or None."""
     return next((path[:i] for i, part in enumerate(path) if isinstance(part, int)), None)
 
 
 def gathered(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], frozenset[Path]]:
-    """Give the entries of each list to one rank, since ranks can unite dicts only.
+    """Move all entries of each list to one rank, since a merge unites dicts and no lists.
 
     Returns:
-        The plans, and the lists that several ranks must write, because they hold sharded tensors.
-        These are stored as dicts with the positions as keys.
+        The new plans, and the paths of the lists that hold sharded tensors. Several ranks must
+        write such a list, so it is stored as a dict with the positions as keys.
     """
     ranks: dict[Path, set[int]] = defaultdict(set)
     sharded: set[Path] = set()
@@ -95,11 +98,16 @@ def gathered(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], frozenset[Path]
 
 
 def state_of(plan: SavePlan, planner: SavePlanner, spread: frozenset[Path]) -> dict[str, Any]:
-    """Return the nested state of the entries that this rank writes.
+    """Return a nested state of the entries that this rank writes.
+
+    Args:
+        plan: The plan of this rank.
+        planner: The planner, which gives the tensors and values.
+        spread: The paths of the lists that are stored as dicts: see `gathered`.
 
     Raises:
-        UnsupportedValue: An entry is a container that DCP would pickle with the tensors in it.
-        ConfigError: The planner does not give values, only bytes that it has pickled.
+        UnsupportedValue: An entry is a dict, or a container with tensors, which DCP would pickle.
+        ConfigError: The planner provides values only as pickled bytes.
     """
     state: dict[str, Any] = {}
     shards: dict[Path, list[tuple[WriteItem, torch.Tensor]]] = defaultdict(list)
@@ -146,7 +154,7 @@ def _sharded(parts: Sequence[tuple[WriteItem, torch.Tensor]]) -> LocalShards:
 
 
 def _put(state: dict[str, Any], path: Path, value: Any, spread: frozenset[Path]) -> None:
-    """Set a value of the nested state, and make the containers on the way."""
+    """Set the value at ``path`` of the nested state, and make the containers that are missing."""
     if _list_of(path) in spread:
         path = tuple(map(str, path))
     container: Any = state
@@ -165,18 +173,18 @@ def _put(state: dict[str, Any], path: Path, value: Any, spread: frozenset[Path])
 
 
 class Entries:
-    """What a checkpoint holds, by the names that DCP gives to it.
+    """The tensors and values of a checkpoint by the names that DCP gives them.
 
     Attributes:
-        names: For each tensor its name in the checkpoint.
-        values: The other values.
-        paths: For each entry its path in the nested state.
+        names: DCP's name of each tensor -> its name in the checkpoint.
+        values: DCP's name of each value that is no tensor -> the value.
+        paths: DCP's name of each entry -> its path in the nested state.
     """
 
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = manifest.tensor_map()
         stored: dict[int, str] = {}
-        kept: list[torch.Tensor] = []  # Keep them alive, so that no other tensor gets the id of one
+        kept: list[torch.Tensor] = []  # This keeps the tensors alive, so that their ids stay unique
 
         def stand_in(name: str) -> torch.Tensor:
             tensor = self._tensors[name]
@@ -195,9 +203,9 @@ class Entries:
         self.values = {name: value for name, value in flat.items() if name not in self.names}
 
     def metadata(self) -> Metadata:
-        """Return what a planner needs to know.
+        """Return the metadata that DCP's planner needs.
 
-        Each tensor is one chunk, since ckpt finds the chunks that hold a box itself.
+        Each tensor has one chunk there, since ckpt itself finds the chunks that hold a box.
         """
         known: dict[str, Any] = {name: BytesStorageMetadata() for name in self.values}
         for name, stored in self.names.items():
@@ -210,7 +218,7 @@ class Entries:
         return Metadata(known, planner_data=self.paths)
 
     def leaf(self, item: ReadItem) -> Leaf:
-        """Return the box of a tensor that a plan asks for."""
+        """Return a leaf with the box of the tensor that ``item`` reads."""
         tensor = self._tensors[self.names[item.storage_index.fqn]]
         base = item.storage_index.offset or (0,) * len(tensor.shape)
         offsets = tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True))
@@ -218,7 +226,11 @@ class Entries:
         return Leaf(tensor.name, tensor.dtype, tensor.shape, (box,))
 
     def value(self, name: str) -> Any:
-        """Return a value that is no tensor. Raises ``RestoreError`` for one with tensors in it."""
+        """Return the value with DCP's name ``name``.
+
+        Raises:
+            RestoreError: The value is a container with tensors.
+        """
         value = self.values[name]
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves(value)):
             raise RestoreError(

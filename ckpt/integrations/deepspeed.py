@@ -1,20 +1,23 @@
-"""DeepSpeed: an engine under ZeRO 1, 2 or 3 as a model and an optimizer with the names of plain
-PyTorch.
+"""DeepSpeed: the state of an engine under ZeRO 1, 2 or 3, with the names of plain PyTorch.
 
     state = {**zero_state(engine), "step": 0}          # "model" and "optimizer"
     manager.restore(state)
     ...
     manager.save_async(state)
 
-Under a parameter's name its fp32 master weights are saved, each rank its own part. The 16-bit
-weights are a rounding of them, and are computed after a restore. So a checkpoint fits any other
-stage and number of ranks, and ``{"model": model, "optimizer": AdamW(...)}`` of plain PyTorch in
-fp32, and the reverse. Parameters that are not trained are saved as they are, buffers as rank 0 has
-them. The learning rate schedule, the loss scale and the engine's counters belong to the optimizer.
+The fp32 master weights of a parameter are saved under the parameter's name, and each rank saves its
+own part of them. The 16-bit weights are not saved: a restore computes them from the master weights.
+So a checkpoint restores under any other stage and number of ranks. It also restores into
+``{"model": model, "optimizer": AdamW(...)}`` of plain PyTorch in fp32, and a checkpoint of that
+state restores into an engine. Parameters that are not trained are saved as they are, and buffers
+with the values of rank 0. The optimizer's entry contains the learning rate schedule, the loss scale
+and the engine's counters.
 
 Master weights and optimizer state are copied while training goes on: only the step of the inner
-optimizer changes them, and it waits for the copy. Everything else is copied before ``save_async``
-returns.
+optimizer changes them, and that step waits for the copy. Everything else is copied before
+``save_async`` returns. In this module, the inner optimizer is the torch optimizer inside of
+DeepSpeed's own, and a partition is a flat tensor of master weights (see
+`ckpt.integrations.zero_layout`).
 
 This module does not import deepspeed.
 """
@@ -48,17 +51,17 @@ _log = logging.getLogger("ckpt")
 
 
 def zero_state(engine: Any) -> dict[str, Any]:
-    """``{"model": ..., "optimizer": ...}`` of what ``deepspeed.initialize`` returned, to be put
-    into a state; make it once, after that call.
+    """Return ``{"model": ..., "optimizer": ...}`` for an engine, to be put into a state.
 
-    After a restore the engine goes on as if it had never been away: 16-bit weights, ZeRO-3
-    partitions, learning rate schedule, loss scale and counters are set. Every rank must
-    restore,
-    since weights are gathered for that.
+    Call this once, after ``deepspeed.initialize`` has returned ``engine``.
+
+    A restore also sets the 16-bit weights, the partitions of ZeRO 3, the learning rate schedule,
+    the loss scale and the counters of the engine. Every rank must restore, since weights are
+    gathered for that.
 
     Raises:
-        ConfigError: An engine that this cannot save, with the reason: model parallelism, experts,
-            pipelines, state on NVMe, ZenFlow, SuperOffload, MiCS.
+        ConfigError: The engine cannot be saved, for the reason that the error gives: model
+            parallelism, experts, pipelines, state on NVMe, ZenFlow, SuperOffload or MiCS.
     """
     zero = _Zero(engine)
     return {"model": ZeroModel(zero), "optimizer": ZeroOptimizer(zero)}
@@ -76,16 +79,23 @@ class _Zero:
 
     @property
     def base(self) -> Optimizer:
-        """The optimizer that steps the partitions."""
+        """The inner optimizer, which steps the partitions."""
         found: Optimizer = self.optimizer.optimizer
         return found
 
     def views(
         self, partition: Partition, key: object, flat: torch.Tensor
     ) -> tuple[LocalShards, ...]:
-        """Return what each parameter has of ``flat``, which is laid out as ``partition``.
+        """Return a view of ``flat`` for each parameter of ``partition``, in order.
 
-        The objects are the same as before while the memory is the same.
+        Args:
+            partition: A partition.
+            key: The name of the optimizer state that ``flat`` holds; None for master weights.
+            flat: A tensor with the layout of ``partition``.
+
+        Returns:
+            The views. They are the same objects as in the last call if ``flat`` has the same
+            memory.
         """
         place = (flat.data_ptr(), flat.dtype, flat.device)
         known = self._views.get((partition, key))
@@ -115,7 +125,7 @@ class ZeroModel(ModuleStandIn):
         self._known: tuple[tuple[int, ...], str, ModuleItems] | None = None
 
     def look(self) -> None:
-        """Do nothing: nothing is kept that could be out of date."""
+        """Do nothing, since ``items`` takes the present tensors of the engine each time."""
 
     def items(self, path: str) -> ModuleItems:
         module = self._zero.engine.module
@@ -136,8 +146,8 @@ class ZeroModel(ModuleStandIn):
                 for entry in reversed(found)
                 if isinstance(entry.value, LocalShards)
             }
-            # DeepSpeed never makes buffers equal. Those of its first rank count, as in its own
-            # checkpoints.
+            # DeepSpeed does not keep buffers equal on all ranks. The first rank saves its buffers,
+            # as in DeepSpeed's own checkpoints.
             buffers, is_first = set(map(id, module.buffers())), dist.get_rank() == ranks[0]
             shared = tuple(
                 entry
@@ -150,7 +160,10 @@ class ZeroModel(ModuleStandIn):
         return self._known[2]
 
     def _other(self, entry: Entry) -> Any:
-        """Return a parameter that is not trained; under ZeRO 3 this rank's part of it."""
+        """Return the value of an entry without master weights, such as a buffer.
+
+        Of a parameter that ZeRO 3 has partitioned and that is not trained, return this rank's part.
+        """
         value = entry.value
         if not hasattr(value, "ds_tensor"):
             return value
@@ -168,17 +181,17 @@ class ZeroModel(ModuleStandIn):
         return known[1]
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the named parameters of the engine."""
+        """Return the named parameters of the engine's module."""
         return self._zero.engine.module.named_parameters(*args, **options)  # type: ignore[no-any-return]
 
     def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the named buffers of the engine."""
+        """Return the named buffers of the engine's module."""
         return self._zero.engine.module.named_buffers(*args, **options)  # type: ignore[no-any-return]
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the extra states of the engine's modules."""
+        """Give ``state_dict`` to the engine's module. ckpt calls this with extra states only."""
         return self._zero.engine.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def settle(self) -> None:
@@ -187,17 +200,20 @@ class ZeroModel(ModuleStandIn):
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
             return
-        optimizer.checkpoint_event_prologue()  # Release gathered parameters, which hold old values
+        optimizer.checkpoint_event_prologue()  # This releases gathered parameters, which are stale
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
         optimizer.checkpoint_event_epilogue()
 
 
 class ZeroOptimizer(OptimizerStandIn):
-    """The optimizer of an engine, with its state by parameter."""
+    """The optimizer of an engine, with its state by parameter instead of by partition.
+
+    The views of the master weights in `ZeroModel` stand for the parameters.
+    """
 
     def __init__(self, zero: _Zero) -> None:
-        # Do not call ``Optimizer.__init__``, which takes tensors only. This optimizer never steps.
+        # ``Optimizer.__init__`` is not called, since it takes tensors only and no views of them.
         self._zero = zero
         self.defaults = {}
         self.state = {}  # type: ignore[assignment]
@@ -241,8 +257,8 @@ class ZeroOptimizer(OptimizerStandIn):
         for index, master in enumerate(masters):
             values: dict[str, Any] = {key: view[index] for key, view in views.items()}
             if step is not None:
-                # Each parameter has a step of its own, as in plain PyTorch. It stays the same
-                # tensor, so that saves find nothing new.
+                # Each parameter has a step counter of its own, as in plain PyTorch. The counter
+                # stays the same tensor, so that the plan of the last save still fits.
                 values[_STEP] = shown.get(master, {}).get(_STEP, torch.zeros(()))
                 if float(values[_STEP]) != float(step):
                     values[_STEP].fill_(float(step))
@@ -251,7 +267,10 @@ class ZeroOptimizer(OptimizerStandIn):
     def new_state(
         self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> Source:
-        """Return a part of the state that ``settle`` gives to the optimizer inside."""
+        """Return zeros for a value of a parameter's state that the inner optimizer does not have.
+
+        The memory is part of a flat tensor, which ``settle`` puts into the inner optimizer.
+        """
         if key == _STEP:
             return torch.zeros(shape, dtype=dtype)
         for partition in self._zero.partitions:
@@ -303,14 +322,14 @@ class ZeroOptimizer(OptimizerStandIn):
             )
 
     def settle(self) -> None:
-        """Give hyperparameters and state to the optimizer inside."""
+        """Set the hyperparameters and the state of the inner optimizer to the restored ones."""
         for group, base in zip(self.param_groups, self._zero.base.param_groups, strict=True):
             base.update({key: value for key, value in group.items() if key != "params"})
         for partition in self._zero.partitions:
             self._settle(partition)
         self._fresh.clear()
         if hasattr(self._zero.optimizer, "_hp_optimizer_states_linked"):
-            # DeepSpeed links the states again at the next step.
+            # With this, DeepSpeed links the new state to the parameters at the next step.
             self._zero.optimizer._hp_optimizer_states_linked = False
 
     def _settle(self, partition: Partition) -> None:
@@ -326,7 +345,7 @@ class ZeroOptimizer(OptimizerStandIn):
         flats: dict[str, Any] = {key: fresh[key] if key in fresh else held[key] for key in keys}
         for values, piece in zip(saved, partition.pieces, strict=True):
             for key in keys:
-                # DeepSpeed has zeros for parameters that have not stepped yet.
+                # In a partition, the state of a parameter without a step is zero.
                 if key not in values:
                     flats[key][piece.span.at : piece.span.at + piece.span.length].zero_()
         if steps:
@@ -340,7 +359,7 @@ class ZeroOptimizer(OptimizerStandIn):
             flats[_STEP] = _step_like(held.get(_STEP), base, partition, max(steps))
         base.state[partition.flat] = flats
 
-    # -- the fence holds back the optimizer that steps ---------------------------------------------
+    # -- hooks of the inner optimizer, for the fence -----------------------------------------------
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
         return self._zero.base.register_step_pre_hook(hook)
@@ -350,8 +369,10 @@ class ZeroOptimizer(OptimizerStandIn):
 
 
 def _step_like(held: Any, base: Optimizer, partition: Partition, step: float) -> Any:
-    """Return a step counter of the kind that the optimizer has. That of torch is a tensor, that of
-    DeepSpeed an integer.
+    """Return ``step`` as the inner optimizer ``base`` keeps it.
+
+    The counter of an optimizer of torch is a tensor, and that of one of DeepSpeed an integer.
+    ``held`` is the present counter; None if there is none.
     """
     if isinstance(held, torch.Tensor):
         return held.fill_(step)

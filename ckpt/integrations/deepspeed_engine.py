@@ -8,10 +8,10 @@
     ...
     engine.destroy()
 
-Each ``save_checkpoint`` is a step of ckpt that is saved in the background. DeepSpeed looks for
-files with names of its own before it asks for their contents, so the folder has a small file in the
-place of each. `ckpt.integrations.deepspeed.zero_state` reshards, and this does not: a checkpoint
-has the partitions that DeepSpeed gives to each rank.
+Each ``save_checkpoint`` saves a step of ckpt in the background. DeepSpeed looks for its files by
+name before it asks for their contents. So the folder has a small file in the place of each file
+whose contents a step holds. A step holds the partitions as DeepSpeed gives them to each rank, so it
+does not restore on another number of ranks. `ckpt.integrations.deepspeed.zero_state` does.
 
 This module imports deepspeed when the first `CkptEngine` is made.
 """
@@ -55,7 +55,7 @@ from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 TESTED: Final = ("0.19", "0.19")
 """The first and the last release of deepspeed that the tests ran with."""
 LATEST: Final = "latest"
-_ABOUT, _PARTS = "deepspeed", "parts"  # The two entries of a step
+_ABOUT, _PARTS = "deepspeed", "parts"  # The two entries of a state
 _NOTE: Final = "ckpt has the contents of this file of DeepSpeed"
 _MOST_NOTE_BYTES: Final = 4096
 
@@ -67,16 +67,17 @@ class CkptEngine:
 
     Every rank makes one after ``deepspeed.initialize`` and sets it as ``engine.checkpoint_engine``.
     ``engine.destroy()`` closes it, and so does the end of the process. ``engine.load_checkpoint``
-    then checks its tag first, and raises ``NoCheckpoint`` on all ranks if there is none.
+    then checks a tag that it is given, and raises ``NoCheckpoint`` on all ranks if there is no such
+    tag.
 
-    The number of a step is ``engine.global_steps``, or more, so that each save has a number above
-    all others of the root. A tag that is saved a second time names the newer step.
+    The number of a step is ``engine.global_steps``, or one more than the newest step if that is
+    higher. A tag that is saved a second time names the newer step.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned.
-        folder: The ``save_dir`` and ``load_dir`` of the script. The file ``latest`` and the small
-            files are there. What is missing there is written from the tiers.
-        tiers: As for `CheckpointManager`. None: ``folder``.
+        engine: The engine that ``deepspeed.initialize`` returned.
+        folder: The ``save_dir`` and ``load_dir`` of the script. It has the file ``latest`` and the
+            small files. Missing ones are written from the steps on the tiers.
+        tiers: As for `CheckpointManager`. None takes ``folder``.
         settings: Further arguments of the `CheckpointManager`.
 
     Attributes:
@@ -84,8 +85,8 @@ class CkptEngine:
         pending: The handle of the newest save; None before the first.
 
     Raises:
-        ConfigError: The engine saves in a way that a step of ckpt cannot be, or the tiers have
-            steps that something else has saved. Nothing was written.
+        ConfigError: The engine uses a feature that this class does not support, or the tiers have
+            steps that `CkptEngine` has not saved. Nothing was written.
     """
 
     name = "CkptEngine"
@@ -117,9 +118,10 @@ class CkptEngine:
     # -- what DeepSpeed calls to save --------------------------------------------------------------
 
     def create(self, info: Any) -> None:
-        """Begin to put a checkpoint together.
+        """Begin to collect the files of a checkpoint.
 
-        Raises ``ConfigError`` for a tag whose folder would take the place of the file ``latest``.
+        Raises:
+            ConfigError: The folder of the tag would have the path of the file ``latest``.
         """
         if os.path.normpath(info.tag).split(os.sep)[0] == LATEST:
             raise ConfigError(
@@ -133,7 +135,9 @@ class CkptEngine:
         os.makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Add a file to the checkpoint. Nothing in it may change until ``save_checkpoint`` returns.
+        """Add ``state_dict`` to the checkpoint as the contents of the file ``path``.
+
+        Nothing in ``state_dict`` may change until ``save_checkpoint`` returns.
 
         Raises:
             ConfigError: ``save_checkpoint`` was given another folder.
@@ -141,14 +145,14 @@ class CkptEngine:
         """
         assert self._call is not None, "DeepSpeed calls create first"
         if os.path.abspath(os.path.dirname(path)) != self._call.folder:
-            torch.save(state_dict, path)  # save_16bit_model writes a file for other programs
+            torch.save(state_dict, path)  # This is save_16bit_model, with a file for other programs
             return
         call, self._call = self._call, None
         try:
             _, part = self._named(path)
             call.parts[part] = packed(state_dict, f"{_PARTS}/{part}", Owned.by(self._engine))
             if not _is_note(path):
-                # An fsync of each file would hold up the training.
+                # An fsync of each file would delay the training.
                 _write(path, _note(part), sync=False)
         except BaseException as error:
             with suppress(Exception):
@@ -157,10 +161,10 @@ class CkptEngine:
         self._call = call
 
     def is_decoupled(self) -> bool:
-        """Return True: the save goes on when ``save_checkpoint`` has returned.
+        """Begin the save if all files of this rank were added, and return True.
 
-        DeepSpeed asks at the end of ``save_checkpoint``, when all files of this rank are there. The
-        save begins then.
+        DeepSpeed calls this at the end of ``save_checkpoint``. True says that the save goes on
+        after ``save_checkpoint`` returns.
         """
         if self._call is not None and len(self._call.parts) == _files_of(self._engine):
             call, self._call = self._call, None
@@ -168,14 +172,14 @@ class CkptEngine:
         return True
 
     def get_commit_info(self) -> None:
-        """Return None: DeepSpeed need not wait for a commit before the next step."""
+        """Return None, so that DeepSpeed does not wait for a commit before the next step."""
         return
 
     def set_commit_info(self, info: Any) -> None:
         """Do nothing, since DeepSpeed does not call it."""
 
     def commit(self, info: Any) -> bool:
-        """End ``save_16bit_model``, whose file is written."""
+        """End a call of ``save_16bit_model``, whose file is written, and return True."""
         del info
         self._call = None
         return True
@@ -188,25 +192,25 @@ class CkptEngine:
         return dp_rank == 0
 
     def preserves_storage_sharing(self) -> bool:
-        """Return False: DeepSpeed need not copy a part of a larger buffer first."""
+        """Return False, so that DeepSpeed does not copy tensors that are parts of larger ones."""
         return False
 
     # -- what DeepSpeed calls to load --------------------------------------------------------------
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the contents of a file, from the newest step with its tag.
+        """Return the contents of the file ``path``, from the newest step with the file's tag.
 
-        All ranks call it, each for a file of its own. Each chunk comes from the nearest tier that
+        All ranks call this, each for a file of its own. Each chunk comes from the nearest tier that
         has it intact.
 
         Raises:
             NoCheckpoint: No step has the tag.
             RestoreError: DeepSpeed's own engine has written the file, the ranks load different
-                steps, another rank has failed, or the state cannot be loaded by so many ranks.
+                steps, another rank has failed, or the state does not fit this number of ranks.
             IntegrityError, StorageError: Bytes are intact on no tier.
         """
         if self._looked_at is not None and self._looked_at[0] == path:
-            # DeepSpeed loads the first file twice, the first time only to look at one entry.
+            # DeepSpeed loads its first file twice, and needs only one entry from the first load.
             found, self._looked_at = self._looked_at[1], None
             return found
         self._looked_at = None
@@ -229,32 +233,35 @@ class CkptEngine:
         return found
 
     def _load(self, path: str, device: torch.device) -> tuple[str, StepRef, Any]:
-        """Return the tag of a file, the step that has it, and its contents."""
+        """Return the tag of the file ``path``, the newest step with that tag, and the contents."""
         if not _is_note(path):
             raise RestoreError(
                 f"{path} was written by another engine of DeepSpeed, and ckpt unpickles nothing: "
                 "call engine.load_checkpoint before you set engine.checkpoint_engine"
             )
         tag, part = self._named(path)
-        self.manager.fence()  # A copy under way must not read what is loaded
+        self.manager.fence()  # A load must not change tensors that are being copied
         if self.pending is not None:
             self.pending.wait()
         with self._tagged(tag) as step:
             return tag, step.reader.ref, _read(step, part, device)
 
     def _waits_for_ranks(self, path: str) -> bool:
-        """Return True for a file that the ranks of a node load one after the other."""
+        """Return True for a file that the ranks of a node load one after the other.
+
+        The load of such a file must not wait for other ranks.
+        """
         is_serial = self._engine._config.zero_config.pipeline_loading_checkpoint
         return bool(is_serial) and path.endswith("optim_states.pt")
 
     def export(self, tag: str, folder: str | os.PathLike[str]) -> list[str]:
         """Write the files of a tag into ``folder/tag`` as DeepSpeed's own engine does.
 
-        For ``zero_to_fp32.py``, universal checkpoints, and other tools that read DeepSpeed's files.
-        One rank is enough.
+        ``zero_to_fp32.py``, universal checkpoints and other tools read such files. One rank is
+        enough to call this.
 
         Returns:
-            The paths of the files.
+            The paths of the files, without that of ``folder/latest``, which names the tag.
 
         Raises:
             NoCheckpoint: No step has the tag.
@@ -271,14 +278,19 @@ class CkptEngine:
     # -- inside ------------------------------------------------------------------------------------
 
     def _begin(self, call: _Call, about: Any) -> None:
-        """Save what was put together, or let the other ranks know that there is nothing."""
+        """Begin to save the files of ``call``.
+
+        ``about`` is the entry with the tag, or a `Failed`, with which the save fails on all ranks.
+        """
         self._last = max(self._last + 1, int(self._engine.global_steps))
         if call.is_latest and self._latest is not None:
             self._latest.expect(self._last, call.tag)
         self.pending = self.manager.save_async({_ABOUT: about, _PARTS: call.parts}, self._last)
 
     def _named(self, path: str) -> tuple[str, str]:
-        """Return the tag of a file, and the name of the part of a step that it stands for."""
+        """Return the tag of the file ``path``, and its name without ``.pt``, which names its part
+        of a step.
+        """
         place, name = os.path.split(os.path.abspath(path))
         tag = os.path.relpath(place, self._folder)
         if tag == os.curdir or tag.split(os.sep)[0] == os.pardir:
@@ -290,7 +302,7 @@ class CkptEngine:
 
     @contextmanager
     def _tagged(self, tag: str) -> Generator[_Step]:
-        """Open the newest step that was saved with a tag."""
+        """Yield the newest step that was saved with ``tag``. Raises ``NoCheckpoint``."""
         wanted = os.path.normpath(tag)
         with opened(self._tiers) as readers:
             steps = (step for step in _steps(readers) if os.path.normpath(step.tag) == wanted)
@@ -299,7 +311,7 @@ class CkptEngine:
             yield found
 
     def _tags(self) -> list[str]:
-        """Return the tags that steps have, the newest first."""
+        """Return the tags of all steps, without repetition, the newest first."""
         with opened(self._tiers) as readers:
             return list(dict.fromkeys(step.tag for step in _steps(readers)))
 
@@ -320,7 +332,10 @@ class CkptEngine:
         return -1 if report is None else report.step
 
     def _mirror(self) -> None:
-        """Write the small files of all steps that are missing, and name the newest one."""
+        """Write the small files that the folder lacks, and let ``latest`` name the newest tag.
+
+        A step that was saved with ``save_latest=False`` does not count for ``latest``.
+        """
         if self._latest is None:
             return
         with opened(self._tiers) as readers:
@@ -334,7 +349,11 @@ class CkptEngine:
                     self._latest.name(step.reader.ref.step, step.tag)
 
     def _check_world(self, saved: int) -> None:
-        """Raise or log what DeepSpeed does not load onto another number of ranks."""
+        """Check the number of ranks that has saved the ZeRO partitions which were loaded.
+
+        If it is not the present one, raise ``RestoreError`` under ZeRO 3, and log a warning under
+        ZeRO 1 and 2, where DeepSpeed can still load the weights.
+        """
         now, stage = int(self._engine.seq_dp_world_size), self._engine.zero_optimization_stage()
         if saved == now or stage == 0:
             return
@@ -353,7 +372,10 @@ class _Call:
     """A call of ``save_checkpoint`` under way.
 
     Attributes:
-        parts: What is saved of each file.
+        save_dir: The absolute path of its ``save_dir``.
+        tag: Its tag.
+        is_latest: Whether the file ``latest`` is to name the tag.
+        parts: Name of each file without ``.pt`` -> its contents, as `packed` returns them.
     """
 
     save_dir: str
@@ -368,7 +390,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that `CkptEngine` has saved."""
+    """A step that `CkptEngine` has saved, with its tag and the names of its parts (files)."""
 
     reader: TieredReader
     tag: str
@@ -377,9 +399,9 @@ class _Step:
 
 
 class _Latest:
-    """Keeps the file ``latest``: it names the tag of the newest committed step.
+    """An observer that writes the file ``latest`` with the tag of the newest committed step.
 
-    Thread safety: any thread; ``_lock`` guards all fields.
+    Thread safety: any thread may call the methods. ``_lock`` guards all fields.
     """
 
     def __init__(self, folder: str) -> None:
@@ -389,7 +411,7 @@ class _Latest:
         self._step = -1
 
     def expect(self, step: int, tag: str) -> None:
-        """Let ``latest`` name the tag once the step is committed."""
+        """Let ``latest`` name ``tag`` once ``step`` is committed."""
         with self._lock:
             self._tags[step] = tag
 
@@ -398,14 +420,14 @@ class _Latest:
             with self._lock:
                 self._tags.pop(event.step, None)
         elif isinstance(event, SaveCommitted) and not event.tier.startswith("shm://"):
-            # A tier in memory does not count, since it is lost with the machine.
+            # A commit on a tier in memory does not count, since the step is lost with the machine.
             with self._lock:
                 tag = self._tags.pop(event.step, None)
             if tag is not None:
                 self.name(event.step, tag)
 
     def name(self, step: int, tag: str) -> None:
-        """Let ``latest`` name a step, unless it names a newer one."""
+        """Let ``latest`` name the tag of ``step``, unless it names that of a newer step."""
         with self._lock:
             if step > self._step:
                 self._step = step
@@ -415,9 +437,7 @@ class _Latest:
 
 
 def _steps(readers: Iterator[TieredReader]) -> Iterator[_Step]:
-    """Yield the steps that `CkptEngine` has saved, newest first. Steps with a damaged manifest are
-    left out.
-    """
+    """Yield the steps that `CkptEngine` has saved, newest first, without damaged manifests."""
     for reader in readers:
         try:
             manifest = reader.manifest().manifest
@@ -435,8 +455,13 @@ def _steps(readers: Iterator[TieredReader]) -> Iterator[_Step]:
 
 
 def _check_same(found: Sequence[tuple[str, StepRef]]) -> None:
-    """Compare what the ranks load. Each of them reads ``latest`` itself, and a save that is
-    committed meanwhile changes it.
+    """Raise ``RestoreError`` if ranks have loaded different steps.
+
+    Each rank reads the file ``latest`` itself, and a save that is committed in between changes that
+    file.
+
+    Args:
+        found: The tag and the step that each rank has loaded, in rank order.
     """
     other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
     if other is not None:
@@ -449,13 +474,13 @@ def _check_same(found: Sequence[tuple[str, StepRef]]) -> None:
 
 
 def _stays_inside(tag: str, parts: Iterable[str]) -> bool:
-    """Return True if files of these names are below the folder that they are put into."""
+    """Return True if the files ``tag/part`` are below the folder that they are written into."""
     first = os.path.normpath(tag).split(os.sep)[0]
     return first not in ("", os.curdir, os.pardir) and not any(os.sep in part for part in parts)
 
 
 def _read(step: _Step, part: str, device: torch.device) -> Any:
-    """Return the contents of a file."""
+    """Return the contents of the file ``part`` of a step, with its tensors on ``device``."""
     if part not in step.parts:
         raise RestoreError(
             f"the step of tag {step.tag!r} has no {part}.pt: it was saved by another number "
@@ -475,28 +500,31 @@ def _read(step: _Step, part: str, device: torch.device) -> Any:
 
 
 def _files_of(engine: Any) -> int:
-    """Return how many files ``save_checkpoint`` gives to the checkpoint engine of this rank."""
+    """Return how many files ``save_checkpoint`` adds to the checkpoint on this rank."""
     return int(engine.save_non_zero_checkpoint) + int(engine.save_zero_checkpoint)
 
 
 def _text(path: str) -> str:
-    """Return the beginning of a file, as far as it is text."""
+    """Return the first 4096 bytes of a file as text, with replacements for invalid bytes."""
     with open(path, "rb") as file:
         return file.read(_MOST_NOTE_BYTES).decode(errors="replace")
 
 
 def _is_note(path: str) -> bool:
-    """Return True if a file stands for a part of a step."""
+    """Return True if ``path`` is a small file, whose contents a step holds."""
     return os.path.isfile(path) and _text(path).startswith(_note("")[: len(_NOTE)])
 
 
 def _note(part: str) -> str:
-    """Return the text of a file that stands for a part of a step."""
+    """Return the text of the small file that stands for ``part`` of a step."""
     return json.dumps({_NOTE: part}) + "\n"
 
 
 def _write(path: str, text: str, *, sync: bool = True) -> None:
-    """Write a file, and replace it as a whole."""
+    """Write ``text`` to a new file, and let it replace the file ``path`` at once.
+
+    ``sync``: whether to fsync the new file first.
+    """
     fresh = f"{path}.{uuid.uuid4().hex}"
     with open(fresh, "w", encoding="utf-8") as file:
         file.write(text)
@@ -507,7 +535,9 @@ def _write(path: str, text: str, *, sync: bool = True) -> None:
 
 
 def _check(engine: Any) -> None:
-    """Raise ``ConfigError`` for what is outside of the files that DeepSpeed gives to its engine."""
+    """Raise ``ConfigError`` if the engine uses a feature that needs other files than those which
+    DeepSpeed gives to its checkpoint engine.
+    """
     wrong = {
         "a pipeline": type(engine).__name__ == "PipelineEngine",
         "experts": engine.has_moe_layers,

@@ -1,7 +1,7 @@
-"""The tag that ``engine.load_checkpoint`` is given, checked before DeepSpeed looks for its files.
+"""A check of the tag of ``engine.load_checkpoint``, before DeepSpeed looks for the tag's files.
 
-DeepSpeed looks for the files by their names, before it asks its checkpoint engine for anything. If
-there are none, it raises an ``AssertionError`` without text.
+DeepSpeed looks for the files by their names before it calls its checkpoint engine. If there are
+none, it raises an ``AssertionError`` without text.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ Tags = Callable[[], list[str]]
 
 
 def check_loads(engine: Any, folder: str, checkpoints: Any, tags: Tags) -> None:
-    """Let ``engine.load_checkpoint`` check its tag, while ``checkpoints`` is the engine's own.
+    """Make ``engine.load_checkpoint`` check the tag that it gets.
+
+    It checks the tag only while ``checkpoints`` is the checkpoint engine of ``engine``.
 
     Args:
-        engine: What ``deepspeed.initialize`` returned.
-        folder: The folder of ``checkpoints``.
+        engine: The engine that ``deepspeed.initialize`` returned.
+        folder: The absolute path of the folder that ``checkpoints`` was given.
         checkpoints: The checkpoint engine.
         tags: Returns the tags that can be loaded, the newest first.
     """

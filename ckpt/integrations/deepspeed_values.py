@@ -1,7 +1,8 @@
-"""The state dicts of DeepSpeed's checkpoint files <-> values that a step of ckpt may hold.
+"""Conversions between the state dicts of DeepSpeed's files and values that a step may hold.
 
-DeepSpeed pickles some objects of its own. The few types that it uses are in a table, and are stored
-as dicts of plain values with the name of the type. Nothing else is imported or made.
+DeepSpeed pickles some objects of its own. This module has a table of their few types, and stores
+such an object as a dict of plain values with the name of its type. It makes objects of no other
+types.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _WAY_OUT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Stands for a tensor that is not read yet."""
+    """Stands for the tensor ``name`` of a step, which is not read yet."""
 
     name: str
 
@@ -44,11 +45,11 @@ class StoredTensor:
 class Owned:
     """The memory that only the step of one optimizer changes.
 
-    It is copied while training goes on, and that step waits for the copy.
+    A save copies this memory while training goes on, and that step waits for the copy.
 
     Attributes:
-        optimizer: The optimizer inside of DeepSpeed's; None if there is none.
-        addresses: Those of the storages.
+        optimizer: The torch optimizer inside of DeepSpeed's own; None if there is none.
+        addresses: The addresses of the storages.
     """
 
     optimizer: Optimizer | None
@@ -56,8 +57,10 @@ class Owned:
 
     @classmethod
     def by(cls, engine: Any) -> Self:
-        """Return what the optimizer of an engine owns: its state, master weights, and the weights
-        that are computed from them after its step.
+        """Return the memory that the optimizer of ``engine`` owns.
+
+        It holds the optimizer's state, the master weights, and the trained weights that DeepSpeed
+        computes from these after a step.
         """
         optimizer = engine.optimizer
         while not isinstance(optimizer, Optimizer):
@@ -73,10 +76,15 @@ class Owned:
 
 
 def packed(value: Any, path: str, owned: Owned) -> Any:
-    """Return a value for a step of ckpt.
+    """Return ``value`` in a form that a step may hold. `unpacked` does the reverse.
+
+    Args:
+        value: A state dict of DeepSpeed, or a part of one.
+        path: The name of the value in the state, for errors.
+        owned: The memory that is copied while training goes on.
 
     Raises:
-        UnsupportedValue: A part of it would need pickle.
+        UnsupportedValue: A part of ``value`` would need pickle.
     """
     return _Packer(owned).pack(value, path)
 
@@ -114,7 +122,11 @@ class _Packer:
         return {_KIND: _STATE_DICT, _VALUE: items, _METADATA: versions}
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor | LocalShards:
-        """Return what is copied late as ``LocalShards``. The same memory gives the same object."""
+        """Return memory of the optimizer as ``LocalShards``, and any other tensor as it is.
+
+        With the optimizer as their owner, ``LocalShards`` are copied late. Tensors with the same
+        memory and layout give the same object, which is saved once.
+        """
         if not tensor.numel() or _address(tensor) not in self._owned.addresses:
             return tensor
         layout = (tuple(tensor.shape), tensor.stride())
@@ -126,14 +138,14 @@ class _Packer:
 
 
 def unpacked(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Return what ``packed`` was given.
+    """Return the value that `packed` was given.
 
     Args:
-        value: What the step holds, with a `StoredTensor` for each tensor.
-        tensor: Gives the tensor of a name.
+        value: The value in the step, with a `StoredTensor` for each tensor.
+        tensor: Returns the tensor with a given name.
 
     Raises:
-        RestoreError: It has a type that this version of ckpt does not know.
+        RestoreError: The step has an object of a type that this version of ckpt does not know.
     """
 
     def inner(item: Any) -> Any:
@@ -157,7 +169,7 @@ def unpacked(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _state_dict(items: Mapping[str, Any], metadata: Any) -> Any:
-    """Return it as ``nn.Module.state_dict`` does, with the versions of the modules."""
+    """Return the items as a state dict of a module, with the versions of the modules."""
     made: Any = OrderedDict(items)
     vars(made)["_metadata"] = metadata
     return made
@@ -175,8 +187,9 @@ def _made(kind: str, value: Any) -> Any:
 
 @functools.cache
 def _kinds() -> Mapping[str, Any]:
-    """Return the types that are stored as dicts of their attributes, by the names in a
-    checkpoint.
+    """Return the types of the objects that a step may hold: name in the step -> type.
+
+    An enum is stored by its value, and any other object by its attributes.
     """
     from deepspeed.runtime.fp16.loss_scaler import (  # pyright: ignore[reportMissingImports]
         DynamicLossScaler,

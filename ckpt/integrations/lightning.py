@@ -5,12 +5,12 @@
 
 The callback keeps the policy of ``ModelCheckpoint`` and saves through one ``CheckpointManager``. It
 makes the strategy of its trainer a `CkptStrategy`, which gives the module and the optimizers
-themselves to the manager. So nothing copies a tensor before the snapshot does, and a restore fills
+themselves to the manager. So no tensor is copied before the snapshot copies it, and a restore fills
 the tensors in place.
 
-A checkpoint holds ``model``, ``optimizers``, what Lightning puts into its own checkpoints
-(``lightning``: loops, callbacks, schedulers, precision, hyper-parameters, data module) and the
-random number generators (``rng``). The last two belong to each rank.
+A checkpoint has four entries: ``model``, ``optimizers``, ``lightning`` (the loops, callbacks,
+schedulers, precision, hyper-parameters and data module of Lightning's own checkpoints) and ``rng``
+(the random number generators). Each rank saves its own ``lightning`` and ``rng``.
 
 Importing this module imports Lightning.
 """
@@ -65,20 +65,20 @@ _REFUSED: Final = {
     "auto_insert_metric_name": "ckpt names its steps; leave auto_insert_metric_name out",
     "enable_version_counter": "ckpt names its steps; leave enable_version_counter out",
 }
-"""The options of ``ModelCheckpoint`` that ckpt has no use for, and what to do in their place."""
+"""Option of ``ModelCheckpoint`` that ckpt does not support -> what the user can do instead."""
 
 _log = logging.getLogger("ckpt")
 
 
 class _Nothing(dict[str, Any]):
-    """A checkpoint that Lightning takes for no checkpoint: it restores nothing from it."""
+    """A checkpoint that is false in a boolean context, so Lightning restores nothing from it."""
 
     def __bool__(self) -> bool:
         return False
 
 
 class _Carried:
-    """A dict that a checkpoint holds as an object: a restore replaces all of it."""
+    """A dict as an object with a state, so that a restore replaces the dict as a whole."""
 
     def __init__(self, held: dict[str, Any]) -> None:
         self.held = held
@@ -93,18 +93,18 @@ class _Carried:
 class CkptCheckpoint(ModelCheckpoint):
     """``ModelCheckpoint`` with the saves of a ``CheckpointManager``.
 
-    ``Trainer.fit(ckpt_path=...)`` takes ``"last"`` (the newest step, in a new process too),
+    ``Trainer.fit(ckpt_path=...)`` takes ``"last"`` (the newest step, also in a new process),
     ``"best"``, the folder of the checkpoints or of one step in it, and plain ``.ckpt`` files.
 
     Args:
         dirpath: A folder or URL, a `Tier`, or several of these, nearest first. A tier without
-            ``keep_last`` keeps what the policy says.
+            ``keep_last`` keeps the steps that ``save_top_k`` asks for.
         monitor: The metric that decides which steps are the best.
         mode: Whether the smallest ("min") or the largest ("max") values are the best.
-        save_top_k: How many of the best steps are kept; -1 for all steps. Without ``monitor`` it is
-            1 for the newest step. The newest step is always kept.
-        save_last: Whether each step that the triggers name is saved. Otherwise, with ``monitor``,
-            only steps that belong to the best ones are saved.
+        save_top_k: The number of best steps that are kept; -1 keeps all steps. Without ``monitor``,
+            1 keeps the newest step. The newest step is always kept.
+        save_last: Whether every step that ``every_n_train_steps`` or ``every_n_epochs`` selects is
+            saved. Otherwise, with ``monitor``, only those among the best steps are saved.
         every_n_train_steps: Save whenever the global step is a multiple of this number. If a
             validation or the end of the epoch follows the batch, the save comes after it.
         every_n_epochs: Save at the end of every n-th epoch, after its validation. The default is 1
@@ -151,8 +151,8 @@ class CkptCheckpoint(ModelCheckpoint):
         self._settings = settings
         self._manager: CheckpointManager | None = None
         self._best = ""
-        self._is_due = False  # Whether the step waits for a validation or for the epoch's end
-        self._rng: dict[str, Any] | None = None  # The restored generators, until training goes on
+        self._is_due = False  # Whether a save waits for a validation or for the epoch's end
+        self._rng: dict[str, Any] | None = None  # The restored generators, until the first batch
 
     # -- paths -------------------------------------------------------------------------------------
 
@@ -169,9 +169,10 @@ class CkptCheckpoint(ModelCheckpoint):
         return path_of(self.root, step)
 
     def which(self, path: str) -> int | str | None:
-        """Return which step of this callback's folder ``path`` means, None if it is no such path.
+        """Return the step in this callback's folder that ``path`` means.
 
-        It is a number, "newest" or "best".
+        Returns:
+            The number of the step, "newest" or "best". None if ``path`` is not in the folder.
         """
         place, _, step = path.partition("#")
         if f"{place}#" == self._path(""):
@@ -184,12 +185,12 @@ class CkptCheckpoint(ModelCheckpoint):
         return ref.step if ref else None
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Return the path if this folder holds the highest step of all ``CkptCheckpoint``.
+        """Return the path of the newest step here if no ``CkptCheckpoint`` has a higher step.
 
-        Each rank calls this by itself, and all must find the same. Of equal steps the first
-        callback's counts.
+        Otherwise return an empty set. If several callbacks have the same step, the first one
+        returns its path. Each rank calls this by itself, and all ranks must get the same result.
         """
-        # With one callback there is no choice, and the restore finds the step itself.
+        # With only one callback, the tiers are not listed here, since the restore finds the step.
         if len(trainer.checkpoint_callbacks) == 1:
             return {Candidate(self._path(NEWEST), 0.0)}
         newest = {each: found for each in _callbacks(trainer) if (found := each.newest())}
@@ -198,7 +199,11 @@ class CkptCheckpoint(ModelCheckpoint):
         return {Candidate(self._path(NEWEST), newest[self][1])}
 
     def newest(self) -> tuple[int, float] | None:
-        """Return the newest step on the farthest tier, which ranks share, and its date."""
+        """Return the newest step on the farthest tier, which ranks share; None if there is none.
+
+        Returns:
+            The number of the step, and the time of its manifest in seconds since 1970.
+        """
         tier = self._tiers[-1]
         backend = open_backend(tier.url, tier.options)
         try:
@@ -243,10 +248,10 @@ class CkptCheckpoint(ModelCheckpoint):
         self._last_checkpoint_saved = filepath
 
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        """Do nothing: the tier's retention removes the step after the next commit."""
+        """Do nothing, since the retention of each tier removes the step after the next commit."""
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Return True if the step belongs to the best ones. Of equal ones the newest does."""
+        """Return True if the step is one of the best. Of equal steps, the newest is better."""
         is_full = len(self.best_k_models) >= self.save_top_k > 0
         if current is not None and is_full and current == self.kth_value:
             return True
@@ -255,10 +260,11 @@ class CkptCheckpoint(ModelCheckpoint):
     # -- restoring ---------------------------------------------------------------------------------
 
     def load(self, trainer: Trainer, which: int | str) -> dict[str, Any]:
-        """Fill the module, and for training the optimizers and generators, from a step.
+        """Restore the module from a step, and in ``fit`` also the optimizers and generators.
 
         Returns:
-            The rest, as Lightning's own checkpoints have it. It is empty if there is no step.
+            A checkpoint for Lightning with all other entries and the module's tensors. If there is
+            no step, it is false in a boolean context.
         """
         assert self._manager is not None
         strategy, module = trainer.strategy, trainer.lightning_module
@@ -281,7 +287,9 @@ class CkptCheckpoint(ModelCheckpoint):
         return {**carried.held, MODULE: module.state_dict()}
 
     def _best_step(self) -> int:
-        """Return the best step on the tiers, for a process that has saved none itself.
+        """Return the number of the step with the best metric on the tiers.
+
+        A process that has saved no step itself calls this.
 
         Raises:
             ConfigError: No step has the metric.
@@ -306,7 +314,7 @@ class CkptCheckpoint(ModelCheckpoint):
         return min(values, key=lambda step: (sign * values[step], -step))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the best steps, if the checkpoints are where they were."""
+        """Take over the list of best steps, unless ``dirpath`` has changed since the save."""
         super().load_state_dict(state_dict)
         if state_dict["dirpath"] != self.dirpath:
             self._best = ""
@@ -317,7 +325,7 @@ class CkptCheckpoint(ModelCheckpoint):
         """Open the manager, and mix ``CkptStrategy`` into the trainer's strategy.
 
         Raises:
-            ConfigError: Another callback has the same folder, or ckpt cannot save for the strategy.
+            ConfigError: Another callback has the same folder, or the strategy is not supported.
         """
         del pl_module, stage
         if any(other.root == self.root for other in _callbacks(trainer) if other is not self):
@@ -329,10 +337,13 @@ class CkptCheckpoint(ModelCheckpoint):
             self._manager = CheckpointManager(self._tiers, **self._settings)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reserve memory for saves, and set the generators if an epoch continues.
+        """Reserve memory for saves, or continue from the step that was restored.
+
+        If the training continues within an epoch, set the restored generators, too.
 
         Raises:
-            ConfigError: The training begins at an earlier step than the newest in its folder.
+            ConfigError: No step was restored, and the folder has a step that is newer than the
+                first one of this training.
         """
         super().on_train_start(trainer, pl_module)
         if self._rng is None:
@@ -360,7 +371,7 @@ class CkptCheckpoint(ModelCheckpoint):
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the generators again if the loader begins a second time after a restore."""
+        """Set the restored generators again, if the loader starts a second time after a restore."""
         del pl_module
         loop = trainer.fit_loop
         if trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting:
@@ -373,14 +384,17 @@ class CkptCheckpoint(ModelCheckpoint):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Forget the states of the generators, since training goes on."""
+        """Forget the restored generators, since the training has changed them from now on."""
         del trainer, pl_module, batch, batch_idx
         self._rng = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save the step if it is due, but after a validation or the epoch's end that follows."""
+        """Save the step if it is due.
+
+        If a validation or the end of the epoch follows, a later hook saves the step.
+        """
         every = self._every_n_train_steps
         is_due = every > 0 and trainer.global_step % every == 0
         self._is_due = (
@@ -404,14 +418,14 @@ class CkptCheckpoint(ModelCheckpoint):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a step that is due, unless the end of the epoch follows."""
+        """Save the step that is due, unless the end of the epoch follows."""
         if not self._is_due:
             super().on_validation_end(trainer, pl_module)
         elif not ends_epoch(trainer):
             self._save_due(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a step that is due."""
+        """Save the step that is due."""
         if self._is_due:
             self._save_due(trainer)
         else:
@@ -422,7 +436,7 @@ class CkptCheckpoint(ModelCheckpoint):
         self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for copies under way before the strategy moves the module to the CPU."""
+        """Wait for copies under way, since the strategy moves the module to the CPU next."""
         super().on_train_end(trainer, pl_module)
         if self._manager is not None:
             self._manager.fence()
@@ -435,7 +449,7 @@ class CkptCheckpoint(ModelCheckpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Finish the saves under way, and let the other ranks know that this one ends."""
+        """Finish the saves under way, and notify the other ranks that this rank ends."""
         del trainer, pl_module
         self._close(exception)
 
@@ -447,7 +461,7 @@ class CkptCheckpoint(ModelCheckpoint):
 
 
 def _refuse_unknown(save_last: object, settings: Settings) -> None:
-    """Refuse what only ``ModelCheckpoint`` knows, and settings that the manager does not know."""
+    """Raise ``ConfigError`` for options of ``ModelCheckpoint`` alone, and for unknown settings."""
     for name, way in _REFUSED.items():
         if name in settings:
             raise ConfigError(f"CkptCheckpoint has no option {name}: {way}")
@@ -471,7 +485,7 @@ def _state_of_model(strategy: Strategy, carried: _Carried) -> dict[str, Any]:
     return {"model": strategy.model, "lightning": PerRank(carried, on_resize="first")}
 
 
-_EVALUATED: Final = ("model", "lightning")  # What a restore for validate, test and predict takes
+_EVALUATED: Final = ("model", "lightning")  # The entries for validate, test and predict
 
 
 def _callbacks(trainer: Trainer) -> list[CkptCheckpoint]:

@@ -1,7 +1,7 @@
-"""Where in Lightning's loops a step can be saved, and how a restored training goes on.
+"""Checks of the position in Lightning's loops, for a save and after a restore.
 
-Lightning does not run a validation, or the end of an epoch, that came after a save. So ckpt saves
-after them.
+A training that resumes from a step does not run the validation or the end of the epoch that
+followed the save. So ckpt saves after them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def ends_epoch(trainer: Trainer) -> bool:
 
 
 def begin_next_epoch(trainer: Trainer) -> None:
-    """Let a restored training begin the next epoch, if its step was saved at the end of one.
+    """Let a restored training begin the next epoch if its step was saved at the end of an epoch.
 
-    With ``max_steps``, Lightning takes each restored epoch for an unfinished one. It then trains
-    one batch too many, and gives the samplers a wrong number of the epoch.
+    With ``max_steps``, Lightning treats every restored epoch as unfinished. Without this function,
+    it would train one batch too many, and give the samplers a wrong number of the epoch.
     """
     loop = trainer.fit_loop
     total = loop.epoch_progress.total
@@ -39,20 +39,21 @@ def begin_next_epoch(trainer: Trainer) -> None:
     if total.completed != total.processed:
         loop.epoch_progress.increment_completed()
     loop.reset_restart_stage()
-    loop._restarting = False  # The setter of the property takes True only, with max_steps
+    loop._restarting = False  # With max_steps, the setter of the property only accepts True
     loop.epoch_loop.restarting = False
 
 
 def continues_epoch(trainer: Trainer) -> bool:
-    """Return True if a restored training goes on within the epoch of its step."""
+    """Return True if a restored training continues within the epoch of the step."""
     loop = trainer.fit_loop
     return loop.restarted_mid_epoch or loop.restarted_on_epoch_end
 
 
 def misses_plateau(trainer: Trainer) -> bool:
-    """Return True if a restored step lacks a step of ``ReduceLROnPlateau``.
+    """Return True if the schedule of ``ReduceLROnPlateau`` lacks an epoch after a restore.
 
-    Lightning makes that step after the last hook of an epoch, and a resume does not make it.
+    Lightning steps this scheduler after the last hook of an epoch, so a save in that hook does not
+    have the new state. A resume does not repeat the step of the scheduler.
     """
     return ends_epoch(trainer) and any(
         each.reduce_on_plateau and each.interval == "epoch" for each in trainer.lr_scheduler_configs

@@ -1,6 +1,8 @@
-"""The ``ckpt://`` paths that Lightning sees: ``ckpt://`` + the quoted folder + ``#`` + the step.
+"""The ``ckpt://`` paths that stand for steps in Lightning, and their file system for fsspec.
 
-Lightning looks for them, compares their dates and, in ``load_from_checkpoint``, opens them.
+A path is ``ckpt://``, the quoted folder, ``#``, and the number of a step, "newest" or "best".
+Lightning asks the file system whether a path exists and when it was modified.
+``load_from_checkpoint`` also opens it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ def path_of(root: str, step: int | str) -> str:
 
 
 class Candidate(str):
-    """A path that ``ckpt_path="last"`` may mean, and when its step was saved."""
+    """A path that ``ckpt_path="last"`` may mean.
+
+    ``saved_at`` is the time when its step was saved, in seconds since 1970.
+    """
 
     __slots__ = ("saved_at",)
 
@@ -43,7 +48,10 @@ class Candidate(str):
 
 
 class _Places(AbstractFileSystem):  # type: ignore[misc]
-    """Lets Lightning look for ``ckpt://`` paths. Which step one means is decided by the restore."""
+    """The file system of ``ckpt://`` paths.
+
+    Every path exists for Lightning. Only the restore looks for the step that the path means.
+    """
 
     protocol = SCHEME
 
@@ -52,14 +60,15 @@ class _Places(AbstractFileSystem):  # type: ignore[misc]
         return True
 
     def modified(self, path: str) -> datetime:
-        """Return when the step was saved: Lightning takes the youngest of its candidates."""
+        """Return when the step was saved, since Lightning takes the candidate modified last."""
         assert isinstance(path, Candidate)
         return datetime.fromtimestamp(path.saved_at, UTC)
 
     def _open(self, path: str, mode: str = "rb", *more: Any, **how: Any) -> Any:
         """Return a file with the weights and the hyper-parameters, for ``load_from_checkpoint``.
 
-        It holds no optimizer, so a trainer resumes with ``CkptCheckpoint``.
+        The file has no optimizer state, so a trainer cannot resume from it without
+        ``CkptCheckpoint``.
         """
         del more, how
         root, _, step = path.partition("#")
@@ -72,7 +81,7 @@ class _Places(AbstractFileSystem):  # type: ignore[misc]
                 "export a step with `ckpt export`"
             )
         state = _stored(unquote(root), int(step) if step.isdigit() else None)
-        carried = state["lightning"]  # Of each rank
+        carried = state["lightning"]  # A list has the value of each rank
         first = carried[0] if isinstance(carried, list) else carried
         file = io.BytesIO()
         torch.save({**first, MODULE: state["model"]}, file)
@@ -81,7 +90,7 @@ class _Places(AbstractFileSystem):  # type: ignore[misc]
 
 
 def _stored(root: str, step: int | None) -> dict[str, Any]:
-    """Return the module and Lightning's part of a step, with the tensors on the CPU."""
+    """Return the entries ``model`` and ``lightning`` of a step, with the tensors on the CPU."""
     with opened_step(as_tiers(root), step) as reader:
 
         def build(outline: Found) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""A mixin for Lightning's strategies: ckpt saves and restores the module and the optimizers
-themselves.
+"""A mixin for Lightning's strategies, with which ckpt saves and restores the module and optimizers.
 
-Without it Lightning asks the strategy for copies or for references of all tensors before it saves,
-and loads a checkpoint before the optimizers exist.
+Without the mixin, Lightning asks the strategy for the tensors of both before a save, and loads a
+checkpoint before the optimizers exist.
 """
 
 from __future__ import annotations
@@ -35,31 +34,34 @@ _OPTIMIZERS: Final = "optimizer_states"
 
 
 class Reader(Protocol):
-    """What restores the checkpoints of a folder."""
+    """An object that restores the checkpoints of a folder, such as ``CkptCheckpoint``."""
 
     def which(self, path: str) -> int | str | None:
-        """Return which step ``path`` means, None if it is no path of this reader."""
+        """Return the step that ``path`` means; None if ``path`` is not in the reader's folder."""
         ...
 
     def load(self, trainer: Trainer, which: int | str) -> dict[str, Any]:
-        """Fill the trainer's module and optimizers, and return the rest of the checkpoint."""
+        """Fill the trainer's module and optimizers, and return a checkpoint for Lightning."""
         ...
 
 
 class CkptStrategy(Strategy):
-    """A mixin for strategies: ckpt saves and restores the module and the optimizers themselves.
+    """A mixin for a strategy whose module and optimizers ckpt saves and restores.
 
-    ``CkptCheckpoint`` mixes it into the strategy of its trainer. A path that belongs to no
-    ``CkptCheckpoint`` is left to the strategy.
+    ``CkptCheckpoint`` mixes this class into the strategy of its trainer. The strategy itself loads
+    a path that is in the folder of no ``CkptCheckpoint``.
+
+    Attributes:
+        readers: The ``CkptCheckpoint`` callbacks of the trainer.
     """
 
     readers: Sequence[Reader] = ()
-    _shown: dict[str, Any] | None = None  # The tensors that the dump under way gets
-    _is_filled = False  # Whether the last load has filled module and optimizers in place
+    _shown: dict[str, Any] | None = None  # The module's tensors by name, during a dump
+    _is_filled = False  # Whether a reader did the last load, in place
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # The setup makes the optimizers, which are then filled in place
+        return True  # The setup makes the optimizers, which a restore fills
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -83,9 +85,10 @@ class CkptStrategy(Strategy):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run forward and backward before the optimizer's step, which waits for a snapshot.
+        """Run the closure (forward and backward) before the optimizer's step.
 
-        Lightning runs both inside of the step. The copy would then hold up the whole batch.
+        The step waits for a snapshot that is being copied. Lightning runs the closure within the
+        step, where it would have to wait for the snapshot, too.
         """
         first = [closure()]
         return super().optimizer_step(
@@ -114,10 +117,10 @@ class CkptStrategy(Strategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def dump(self, trainer: Trainer) -> dict[str, Any]:
-        """Return Lightning's checkpoint without the tensors of the module and the optimizers.
+        """Return Lightning's checkpoint without the states of the module and the optimizers.
 
         Raises:
-            ConfigError: A hook of the user's has changed the module's tensors in it.
+            ConfigError: A hook of the user's has changed the module's state in the checkpoint.
         """
         shown: dict[str, Any] = {}
         self._shown = shown
@@ -135,10 +138,10 @@ class CkptStrategy(Strategy):
 
 
 def mix_in(strategy: Strategy, readers: Sequence[Reader]) -> None:
-    """Make ``strategy`` a ``CkptStrategy``.
+    """Make ``strategy`` a ``CkptStrategy`` with ``readers``, by a change of its class.
 
     Raises:
-        ConfigError: ckpt supports no strategy of this class.
+        ConfigError: The class of the strategy is not supported.
     """
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
         raise ConfigError(
@@ -158,13 +161,16 @@ def _mixed(kind: type[Strategy]) -> type[Strategy]:
 
 
 def _holds_steps(path: str) -> bool:
-    """Return True for a folder of ckpt's checkpoints, or of one of them."""
+    """Return True if ``path`` is a folder with steps of ckpt, or the folder of one step."""
     names = [os.path.basename(path), *os.listdir(path)] if os.path.isdir(path) else []
     return any(map(parse_folder, names))
 
 
 def _without_exotic(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Leave out hyper-parameters that only pickle could save. A resume does not need them."""
+    """Return ``checkpoint`` without the hyper-parameters that only pickle could save.
+
+    A resume does not need hyper-parameters.
+    """
     for kind in (LightningModule, LightningDataModule):
         checkpoint.pop(kind.CHECKPOINT_HYPER_PARAMS_TYPE, None)
         hparams = checkpoint.pop(kind.CHECKPOINT_HYPER_PARAMS_KEY, {})

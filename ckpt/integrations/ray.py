@@ -1,13 +1,13 @@
-"""Ray Train: saves that Ray's controller knows of, and resumes after a failed worker.
+"""Ray Train: saves that are reported to Ray, and resumes after a worker has failed.
 
     with RayCheckpoints() as checkpoints:
         checkpoints.restore(state)
         ...
         checkpoints.report({"loss": loss}, state, step)
 
-The steps are in the folder ``ckpt`` of the run, under its ``storage_path``. What is reported to Ray
-is a reference: a folder with the file ``ckpt.json``, which holds the root and the step. It appears
-once the step is durable.
+The steps are in the folder ``ckpt`` of the run, under its ``storage_path``. Ray gets a reference to
+a step as its checkpoint: a folder with the file ``ckpt.json``, which has the root and the number of
+the step. The reference appears once the step is durable.
 
 Importing this module imports Ray Train.
 """
@@ -38,17 +38,17 @@ REFERENCE: Final = "ckpt.json"
 TESTED: Final = ("2.60", "2.60")
 _SCHEMES: Final = {"local": "", "s3": "s3://", "gcs": "gs://"}
 _MOST_BYTES: Final = 64 << 10  # The largest size of a reference
-_DRAIN_SECONDS: Final = 120.0  # How long Ray waits if a preemption has no deadline
-_LATE_SECONDS: Final = 300.0  # How long after the deadline Ray has ended all workers
+_DRAIN_SECONDS: Final = 120.0  # The assumed time to a deadline that Ray does not give
+_LATE_SECONDS: Final = 300.0  # Workers end this long after the deadline at most
 
 _log = logging.getLogger("ckpt")
 
 
 def run_root() -> str:
-    """Return the folder or URL of this run's checkpoints. Call it in a training function.
+    """Return the folder or URL of this run's steps. Call this in a training function.
 
     Raises:
-        ConfigError: The ``storage_path`` is on a store whose URL cannot be known.
+        ConfigError: The ``storage_path`` is not on a local file system, S3 or GCS.
     """
     storage = ray.train.get_context().get_storage()
     kind = storage.storage_filesystem.type_name
@@ -66,10 +66,11 @@ class RayCheckpoints:
     Every worker makes one and makes the same calls.
 
     Args:
-        tiers: As for `CheckpointManager`. None: `run_root`.
+        tiers: As for `CheckpointManager`. None takes the result of `run_root`.
         settings: Further arguments of the `CheckpointManager`.
 
     Attributes:
+        root: The farthest tier, which references name.
         manager: The `CheckpointManager` at work.
 
     Raises:
@@ -101,18 +102,18 @@ class RayCheckpoints:
 
         Args:
             state: As for `CheckpointManager.restore`.
-            checkpoint: A ``ray.train.Checkpoint`` that this class has reported, of this run or
-                another one, such as ``result.checkpoint``. None: the newest step of the run, which
-                may be newer than ``ray.train.get_checkpoint()``.
+            checkpoint: A ``ray.train.Checkpoint`` that this class has reported in this run or
+                another one, such as ``result.checkpoint``. None takes the newest step of the run,
+                which may be newer than ``ray.train.get_checkpoint()``.
             options: Further arguments of `CheckpointManager.restore`.
 
         Returns:
-            The report, or None if there is no checkpoint and Ray knows of none.
+            The report, or None if the tiers have no step and none was reported to Ray.
 
         Raises:
-            RestoreError: A step that was reported is not there, or the state does not fit.
-            ConfigError: ``checkpoint`` is none of this class, or Ray knows of a checkpoint of
-                another root and ``checkpoint`` does not name it.
+            RestoreError: The tiers lack a step that was reported, or the state does not fit.
+            ConfigError: Another class has made ``checkpoint``; or ``checkpoint`` is None, the tiers
+                have no step, and a step at another root was reported to Ray.
         """
         if checkpoint is not None:
             return self._restore_reported(state, checkpoint, options)
@@ -121,7 +122,7 @@ class RayCheckpoints:
         if reported is None:
             return report
         root, step = _read(reported)
-        if report is None:  # The tiers differ from those of the report
+        if report is None:  # A step was reported, and these tiers have none
             if root != self.root:
                 raise ConfigError(
                     f"Ray knows of step {step} at {root}, and the checkpoints of this run are at "
@@ -159,20 +160,20 @@ class RayCheckpoints:
     ) -> PendingSave | None:
         """Report ``metrics`` to Ray, and save ``state`` in the background if it is given.
 
-        All workers call it alike, as ``ray.train.report``. Ray gets the checkpoint with these
-        metrics as soon as the step is durable. A save that fails ends the run, or restarts the
-        workers as ``FailureConfig`` says.
+        All workers make the same calls, as with ``ray.train.report``. Ray gets the checkpoint with
+        these metrics as soon as the step is durable. If a save fails, Ray ends the run or restarts
+        the workers, as ``FailureConfig`` says.
 
         Args:
-            metrics: As for ``ray.train.report``. The numbers among them are kept with the step.
-            state: The state to save.
-            step: Its number, as for `CheckpointManager.save_async`.
+            metrics: As for ``ray.train.report``. The step keeps those metrics that are numbers.
+            state: The state to save; None saves nothing.
+            step: The number of the step, as for `CheckpointManager.save_async`.
 
         Returns:
-            The handle of the save.
+            The handle of the save; None without a state.
 
         Raises:
-            CkptError: As `CheckpointManager.save_async` raises.
+            CkptError: See `CheckpointManager.save_async`.
         """
         if state is None:
             ray.train.report(dict(metrics))
@@ -184,7 +185,7 @@ class RayCheckpoints:
         skipped = pending.done() and isinstance(pending.exception(), SaveSkipped)
         if context.get_world_rank() == 0 and not skipped:
             storage = context.get_storage()
-            # This stands for the reference, which `_refer` makes in the background.
+            # Ray needs a checkpoint now. `_refer` makes the true one, the reference, later.
             checkpoint = ray.train.Checkpoint(
                 storage.experiment_fs_path, storage.storage_filesystem
             )
@@ -198,11 +199,11 @@ class RayCheckpoints:
         return pending
 
     def stop_requested(self, step: int) -> bool:
-        """Return True on all workers if ``step`` is the last, since a node is going away.
+        """Return True on all workers if ``step`` is to be the last, since a node is preempted.
 
         Save that step and leave the loop. ``close`` then waits for Ray, which starts the workers
-        again on other nodes. All workers call this after the same steps: it asks Ray's workers for
-        ``ray.train.get_preemption_info()``.
+        again on other nodes. All workers must call this after the same steps, since
+        ``ray.train.get_preemption_info()`` waits for all of them.
         """
         if self._preempted_at is None and (info := ray.train.get_preemption_info()) is not None:
             known = info.deadline_ms and info.deadline_ms / 1e3 > time.time()
@@ -216,8 +217,12 @@ class RayCheckpoints:
     def close(self, timeout: float | None = None) -> None:
         """Finish every save (`CheckpointManager.close`).
 
-        After a stop for a preemption it does not return, since Ray takes a training function that
-        returns for finished. Ray ends the workers at the deadline.
+        After a stop for a preemption, this method does not return, since Ray treats a training
+        function that returns as finished. It waits until Ray ends the worker at the deadline.
+
+        Raises:
+            CkptError: Ray has not ended this worker five minutes after the deadline. For other
+                reasons see `CheckpointManager.close`.
         """
         self.manager.close(timeout)
         if self._stops and self._preempted_at is not None:
@@ -240,7 +245,10 @@ class RayCheckpoints:
 
 
 def _refer(pending: PendingSave, root: str, run: Any, name: str) -> Any:
-    """Write the reference to a step, once it is durable, to the folder ``name`` of the run."""
+    """Wait until the step of ``pending`` is durable, and return a reference to it.
+
+    Ray calls this in the background. The reference is the folder ``name`` of ``run``.
+    """
     pending.result()
     folder = posixpath.join(run.path, name)
     run.filesystem.create_dir(folder)
@@ -250,7 +258,12 @@ def _refer(pending: PendingSave, root: str, run: Any, name: str) -> Any:
 
 
 def _read(checkpoint: Any) -> tuple[str, int]:
-    """Return the root and the step that a reported checkpoint refers to."""
+    """Return the root and the number of the step that a reported checkpoint refers to.
+
+    Raises:
+        ConfigError: The checkpoint has no reference.
+        RestoreError: The reference is damaged.
+    """
     path = posixpath.join(checkpoint.path, REFERENCE)
     try:
         with checkpoint.filesystem.open_input_stream(path) as file:

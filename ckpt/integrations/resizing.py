@@ -1,4 +1,8 @@
-"""Rules of ``PerRank(on_resize=...)`` for what frameworks keep on each rank."""
+"""Rules of ``PerRank(on_resize=...)`` for values that frameworks keep on each rank.
+
+ckpt calls a rule in a restore if the number of ranks has changed since the save. The rule returns
+the rank of the save whose value a rank takes.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,16 @@ from ckpt.errors import ConfigError
 
 
 def same_or_first(rank: int, _world_size: int, saved_world_size: int) -> int:
-    """Give a rank the value it has saved, and a rank that is new the value of rank 0."""
+    """Return ``rank`` if the save had such a rank, and otherwise 0."""
     return rank if rank < saved_world_size else 0
 
 
 def refusing_resize(what: str, way: str) -> OnResize:
-    """Return the rule that refuses another number of ranks.
+    """Return a rule that raises ``ConfigError``, since the value fits no other number of ranks.
 
     Args:
-        what: What the ranks keep, in the error.
-        way: What to do about it, other than to resume with as many ranks.
+        what: The name of the value, for the error.
+        way: What the error suggests instead of a resume with as many ranks as before.
     """
 
     def refuse(_rank: int, world_size: int, saved_world_size: int) -> int:

@@ -1,4 +1,4 @@
-"""What integrations share that save files of a framework and read them one by one."""
+"""Readers of committed steps, for integrations that load without ``CheckpointManager.restore``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ _log = logging.getLogger("ckpt")
 
 
 class Failed:
-    """Raises in place of a state, so that the manager lets the other ranks know."""
+    """An entry of a state whose ``state_dict()`` raises ``error``.
+
+    A rank that cannot make its state saves this instead. The save then fails on all ranks, and no
+    rank waits for this one.
+    """
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -46,13 +50,15 @@ class Failed:
         raise self._error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing. It is never called, and makes this an object with a state."""
+        """Do nothing. ckpt never calls this method, but objects with a state must have it."""
 
 
 @contextmanager
 def opened(tiers: Sequence[Tier], step: int | None = None) -> Generator[Iterator[TieredReader]]:
-    """Open all tiers, and give a reader of each committed attempt at ``step`` (None: any), newest
-    first. A reader takes each byte from the nearest store that has it intact.
+    """Open all tiers, and yield an iterator over the readers of committed attempts, newest first.
+
+    Only attempts at ``step`` count; None means any step. A reader takes each byte from the nearest
+    tier that has it intact. The tiers are closed at the end of the block.
     """
     with _opened(tiers, step) as (_, readers):
         yield readers
@@ -66,11 +72,19 @@ def opened_step(
     *,
     finishes: bool = False,
 ) -> Generator[TieredReader]:
-    """Open all tiers, and give a reader of the newest attempt at ``step``, or of ``ref``.
+    """Open all tiers, and yield a reader of the newest committed attempt at ``step``.
 
-    With ``finishes``, a step of a dead job that lacks only its manifest gets it, as in a restore.
+    The tiers are closed at the end of the block.
 
-    Raises ``NoCheckpoint`` if there is none.
+    Args:
+        tiers: The tiers, nearest first.
+        step: The number of the step; None for the newest.
+        ref: The only attempt that counts; None for any.
+        finishes: Whether the commit of a dead job is finished first if its step lacks only the
+            manifest, as in a restore.
+
+    Raises:
+        NoCheckpoint: No tier has such an attempt.
     """
     with _opened(tiers, step, finishes=finishes) as (stores, readers):
         found = next((each for each in readers if ref in (None, each.ref)), None)
@@ -104,7 +118,7 @@ def _opened(
 
 
 def _instead(store: StorageBackend, step: int | None) -> str:
-    """Return what there is in the place of ``step`` (None: any)."""
+    """Return a phrase for an error that says what ``store`` has instead of ``step`` (None: any)."""
     with suppress(StorageError):
         return instead_of(store, attempts(store), step)
     return "" if step is None else f"step {step} is not there"
@@ -113,9 +127,13 @@ def _instead(store: StorageBackend, step: int | None) -> str:
 def fill(
     reader: TieredReader, outline: Found, leaves: Sequence[Leaf], targets: Sequence[Source]
 ) -> None:
-    """Read the boxes of ``leaves`` into ``targets``, inside of ``TieredReader.whole``.
+    """Read the boxes of ``leaves`` into ``targets``, one for each leaf.
 
-    Raises ``RestoreError`` if targets share memory that cannot hold what was saved.
+    Call this function only in the work of ``TieredReader.whole``, which provides ``outline``.
+
+    Raises:
+        RestoreError: Targets share memory that cannot hold what was saved.
+        IntegrityError, StorageError: Some bytes are intact on no tier.
     """
     manifest = reader.filled(outline, leaves).manifest
     memory = list(targets)
@@ -132,8 +150,16 @@ def built(
     build: Callable[[MakeTensor], T],
     device: torch.device | str = "cpu",
 ) -> T:
-    """Return what ``build`` makes of tensors on ``device``, which it asks for by their names, once
-    they are read. It is called inside of ``TieredReader.whole``.
+    """Call ``build``, read the tensors that it has asked for, and return its result.
+
+    Call this function only in the work of ``TieredReader.whole``, which provides ``outline``.
+
+    Args:
+        reader: The reader of the step.
+        outline: The manifest of the step.
+        build: Gets a function that returns the tensor with a given name. The tensors are not
+            filled before ``build`` returns.
+        device: The device of the tensors.
     """
     stored = outline.manifest.tensor_map()
     made: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Warnings that are logged once: among them that of a framework's release without tests."""
+"""Warnings that are logged once in a process, such as that a framework's release is not tested."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _warned: Final[set[str]] = set()
 
 
 def warn_once(text: str, *args: object) -> None:
-    """Log a warning, once in a process."""
+    """Log ``text % args`` as a warning, unless this process has logged the same line before."""
     if (line := text % args) not in _warned:
         _warned.add(line)
         _log.warning("%s", line)
 
 
 def warn_of_untested(package: str, tested: tuple[str, str], *, advice: str) -> None:
-    """Log a warning, once in a process, if the tests did not run with the release of a framework.
+    """Log a warning, once in a process, if the installed release of a framework is not tested.
 
     Args:
-        package: The name of its distribution.
+        package: The name of the framework's distribution.
         tested: The first and the last release that were tested, such as ``("2.6", "2.6")``.
-        advice: What to do before relying on it.
+        advice: What the user is to do before relying on this release.
     """
     installed = version(package)
     first, last = map(_release, tested)

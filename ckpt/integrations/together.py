@@ -1,4 +1,4 @@
-"""What the ranks of the default process group find out together."""
+"""Results and errors that all ranks of the default process group share."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ T = TypeVar("T")
 
 
 def of_all(failure: str, look: Callable[[], T]) -> list[T]:
-    """Return on all ranks what ``look`` returns on each of them, by rank.
+    """Call ``look`` on every rank, and return the results of all ranks on each, in rank order.
 
-    If it raises on a rank, all ranks raise, so that none waits for a rank that has failed.
+    All ranks must call this function. If ``look`` raises on a rank, all ranks raise, so that no
+    rank waits for one that has failed.
 
     Args:
-        failure: What a rank has not done, in the error of the other ranks.
+        failure: The end of "rank 3 ..." in the error of the other ranks: it says what the rank that
+            failed could not do.
+        look: The function.
 
     Raises:
-        RestoreError: Another rank has failed. A rank that has failed raises its own error.
+        RestoreError: ``look`` has failed on another rank.
+        Exception: ``look`` has failed on this rank, and this is its error.
     """
     if not dist.is_initialized():
         return [look()]
@@ -39,13 +43,19 @@ def of_all(failure: str, look: Callable[[], T]) -> list[T]:
 
 
 def of_first(failure: str, look: Callable[[], T]) -> T:
-    """Return on all ranks what ``look`` returns on rank 0, which alone calls it.
+    """Call ``look`` on rank 0 only, and return its result on all ranks.
 
-    Ranks that list a folder by themselves may find different steps, and would wait for each other
-    in different collectives.
+    All ranks must call this function.
+
+    If each rank listed a folder by itself, the ranks might find different steps, and then wait for
+    each other in different collectives.
+
+    Args:
+        failure: As for `of_all`.
+        look: The function.
 
     Raises:
-        RestoreError: Rank 0 has failed. It raises its own error.
+        RestoreError: ``look`` has failed on rank 0, which raises the error of ``look`` itself.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     found = of_all(failure, look if first else lambda: None)

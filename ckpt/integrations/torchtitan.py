@@ -2,12 +2,12 @@
 
     config.checkpoint = CkptManager.Config(enable=True, folder="s3://bucket/run42", interval=100)
 
-The policy stays torchtitan's: when to save, what the last step holds, what is loaded first, and
-Hugging Face folders. The bytes go through a ``CheckpointManager`` of ckpt.
+torchtitan still decides when to save, what the last step holds and what is loaded first, and it
+still reads and writes Hugging Face folders. A ``CheckpointManager`` of ckpt saves and restores.
 
 A checkpoint holds ``model``, ``optimizer``, ``lr_scheduler``, ``dataloader``, ``train_state`` and
-``rng``. Parameters have the names of ``named_parameters()``. No hook of ``state_dict()`` runs,
-since those of a fused attention gather its weights on every rank.
+``rng``. Parameters have the names of ``named_parameters()``. No hooks of ``state_dict()`` run,
+since the hooks of a fused attention gather its weights on every rank.
 
 Importing this module imports torchtitan.
 """
@@ -54,7 +54,7 @@ TESTED: Final = ("0.3", "0.3")
 _RNG: Final = "rng"
 _NOT_FOUND: Final = "has not found the step to load"
 _DCP: Final = "dcp"
-"""Stands for the attempt of a step of DCP, which has none."""
+"""The attempt in the `StepRef` of a step that DCP has saved, since DCP has no attempts."""
 _STEP: Final = re.compile(r"step-([0-9]+)")
 _log = logging.getLogger("ckpt")
 _REFUSE_RESIZE: Final = refusing_resize(
@@ -66,8 +66,8 @@ _REFUSE_RESIZE: Final = refusing_resize(
 class CkptManager(CheckpointManager):  # type: ignore[misc]
     """torchtitan's checkpoint manager with the saves of ckpt.
 
-    ``folder`` may be a folder or any URL of ckpt. Checkpoints of DCP in a local ``folder`` are
-    found as before, and loaded if they are newer.
+    ``folder`` may be a folder or any URL of ckpt. A checkpoint of DCP in a local ``folder`` is
+    still found, and is loaded if it is newer than the steps of ckpt.
 
     Attributes:
         manager: The ``CheckpointManager`` of ckpt at work.
@@ -90,7 +90,8 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
 
     def __init__(self, config: Any, **parts: Any) -> None:
         warn_of_untested("torchtitan", TESTED, advice="resume once and compare the losses")
-        # DCP's own process group and its thread that removes folders are not needed.
+        # With these values, torchtitan starts no process group for DCP and no thread that removes
+        # folders.
         super().__init__(replace(config, async_mode="disabled", keep_latest_k=0), **parts)
         if not self.enable:
             return
@@ -126,7 +127,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         is_here, step, has_model_only = of_first(_NOT_FOUND, lambda: self._find(step))
         if not is_here:
             loaded: bool = super()._load(step)
-            if is_asked:  # ckpt may have later steps, which are given up then
+            if is_asked:  # Later steps of ckpt may be saved again
                 self.manager.continue_from(StepRef(step, _DCP))
             return loaded
         everything = self._state().keys() - set(self.exclude_from_loading)
@@ -135,10 +136,15 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         return True
 
     def _find(self, step: int) -> tuple[bool, int, bool]:
-        """Return whether ckpt has the step to load, which one it is, and whether it is a seed
-        checkpoint, which holds the model alone.
+        """Find the step to load.
 
-        The step is -1 for the newest one of ckpt, and if there is no step at all.
+        Args:
+            step: The number of the step that is asked for; -1 for the newest.
+
+        Returns:
+            Whether ckpt (and not DCP) has the step; its number; and whether it is a seed
+            checkpoint, which holds the model alone. The number is -1 for the newest step of ckpt,
+            and if there is no step at all.
 
         Raises:
             FileNotFoundError: Neither ckpt nor DCP has the step that is asked for.
@@ -166,7 +172,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         return step in steps, step, step == 0
 
     def _steps_of_dcp(self) -> set[int]:
-        """Return the steps in the folder that torchtitan's own manager has saved."""
+        """Return the numbers of the steps in ``folder`` that torchtitan's own manager has saved."""
         names = filesystem.listdir(self.folder) if filesystem.isdir(self.folder) else []
         return {int(found[1]) for name in names if (found := _STEP.fullmatch(name)) is not None}
 
@@ -175,7 +181,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         pending.result()
 
     def _maybe_wait_for_staging(self) -> None:
-        """Do nothing: the step of each optimizer waits for the copy of its own tensors."""
+        """Do nothing, since the fence holds each optimizer's step until its tensors are copied."""
 
     def _close(self) -> None:
         if hasattr(self, "manager"):
@@ -184,7 +190,9 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load the ``initial_load_path``: a folder of ckpt, of DCP or of Hugging Face."""
+        """Load the ``initial_load_path``, which has steps of ckpt, or a checkpoint of DCP or
+        Hugging Face.
+        """
         if not from_hf:
             with manager.CheckpointManager(checkpoint_id) as source:
                 if of_first(_NOT_FOUND, lambda: bool(source.steps())):
@@ -197,7 +205,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     # -- inside ------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return everything that is saved, by the names that ``exclude_from_loading`` uses."""
+        """Return the state to save. ``exclude_from_loading`` uses the names of its entries."""
         shared = {LR_SCHEDULER: self.states[LR_SCHEDULER]}
         own = {
             name: PerRank(value, on_resize=_REFUSE_RESIZE if name == DATALOADER else same_or_first)
@@ -234,7 +242,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
 
 
 class _Parts(ModuleStandIn):
-    """The parts of a model on this rank as one module, without the hooks of ``state_dict()``."""
+    """The model parts of this rank as one module, whose items need no hooks of ``state_dict()``."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -242,12 +250,10 @@ class _Parts(ModuleStandIn):
         self._items: ModuleItems | None = None
 
     def look(self) -> None:
-        """Do nothing: nothing is kept that could be out of date, since FSDP2 keeps its sharded
-        parameters.
-        """
+        """Do nothing, since the sharded parameters of FSDP2 stay the same objects."""
 
     def settle(self) -> None:
-        """Do nothing: a restore fills the tensors of the parts."""
+        """Do nothing, since a restore fills the tensors of the parts themselves."""
 
     def items(self, path: str) -> ModuleItems:
         """Return the parameters and persistent buffers of all parts."""
@@ -270,7 +276,7 @@ class _Parts(ModuleStandIn):
         return self._items
 
     def cast(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Return the values by name, those of floating point in ``dtype``."""
+        """Return the items by name, with floating point tensors converted to ``dtype``."""
         return {
             entry.fqn: entry.value.detach().to(dtype)
             if isinstance(entry.value, torch.Tensor) and entry.value.is_floating_point()
@@ -280,7 +286,7 @@ class _Parts(ModuleStandIn):
 
 
 def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
-    """Return the only optimizer, or all by the names of their classes."""
+    """Return the only optimizer, or a dict of all by class name, with a number if it repeats."""
     if len(optimizers) == 1:
         return optimizers[0]
     seen: Counter[str] = Counter()

@@ -1,7 +1,8 @@
 """The folders ``checkpoint-N`` that stand for committed steps in the ``output_dir`` of a Trainer.
 
-Each has ``trainer_state.json`` and a pointer, ``ckpt.json``. A folder appears whole or not at all.
-Folders without a pointer are not ours, and nothing here changes or removes them.
+Each folder has ``trainer_state.json`` and a pointer, ``ckpt.json``, with the number of the step. A
+folder appears with both files or not at all. This module changes and removes no folder without a
+pointer, since ckpt has not written it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ _NAME: Final = re.compile(r"checkpoint-([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Which steps ``save_total_limit`` keeps: the newest ones, and the best among them.
+    """The rule of ``save_total_limit``: which steps are kept.
+
+    The newest steps and the best step are kept.
 
     Attributes:
-        limit: How many in all, if that is not less than the newest and the best; None for all.
-        has_best: Whether there is a best step, which counts among the limit.
+        limit: The number of steps that are kept; None for all. The newest step and the best step
+            are kept even if they are more.
+        has_best: Whether the Trainer has a best step.
     """
 
     limit: int | None
@@ -38,11 +42,14 @@ class Kept:
 
     @classmethod
     def of(cls, limit: int | None, *, has_best: bool) -> Self:
-        """Read a limit as transformers does, for which 0 is none."""
+        """Return the rule for a ``save_total_limit``. As in transformers, 0 is no limit."""
         return cls(None if limit is None or limit <= 0 else limit, has_best)
 
     def apply(self, output_dir: str, step: int, best: str | None) -> None:
-        """Remove the folders that go now that ``step`` is committed."""
+        """Remove the folders beyond the limit, after ``step`` was committed.
+
+        ``best`` is the folder of the best step, if there is one.
+        """
         if self.limit is not None:
             steps, kept = sorted(_folders(output_dir)), best and step_named(best)
             is_older = kept is not None and kept in steps[: -self.limit]
@@ -51,21 +58,21 @@ class Kept:
 
 
 def folder_of(output_dir: str, step: int) -> str:
-    """Return the folder of a step."""
+    """Return the path of the folder for ``step``."""
     return os.path.normpath(os.path.join(output_dir, f"checkpoint-{step}"))
 
 
 def step_named(folder: str) -> int | None:
-    """Return the step that the name of a folder says, if it says one."""
+    """Return N if the name of the folder is ``checkpoint-N``, and else None."""
     found = _NAME.fullmatch(os.path.basename(os.path.normpath(folder)))
     return int(found[1]) if found else None
 
 
 def pointed_step(folder: str) -> int | None:
-    """Return the step that a folder points to; None for a folder of transformers' own format.
+    """Return the number of the step that a folder points to; None if the folder has no pointer.
 
     Raises:
-        ConfigError: The pointer cannot be read.
+        ConfigError: The pointer cannot be read, or has no number.
     """
     path = os.path.join(folder, POINTER)
     try:
@@ -83,14 +90,16 @@ def pointed_step(folder: str) -> int | None:
 
 
 def check_is_checkpoint(asked: object, output_dir: str, steps: Sequence[int]) -> None:
-    """Refuse a value to resume from that is not the folder of a checkpoint.
+    """Raise ``ConfigError`` if a value to resume from is not the folder of a checkpoint.
 
     Args:
-        asked: The value.
-        steps: The steps that ``output_dir`` has, in ascending order.
+        asked: The value of ``resume_from_checkpoint``.
+        output_dir: The ``output_dir`` of the Trainer.
+        steps: The steps of this run on its tiers, in ascending order.
 
     Raises:
-        ConfigError: The value has no ``trainer_state.json``. The error names a value that resumes.
+        ConfigError: The value is no folder with ``trainer_state.json``. The error suggests a value
+            to resume from.
     """
     if isinstance(asked, str | os.PathLike):
         folder = os.fspath(cast("str | os.PathLike[str]", asked))
@@ -107,7 +116,10 @@ def check_is_checkpoint(asked: object, output_dir: str, steps: Sequence[int]) ->
 
 
 def steps_lost(output_dir: str, places: str) -> NoCheckpoint:
-    """Return the error for folders that point to steps, while ``places`` have none."""
+    """Return the error for a run whose folders point to steps, while its tiers have none.
+
+    ``places`` is a text with the URLs of the tiers.
+    """
     names = [os.path.basename(folder) for _, folder in sorted(_folders(output_dir).items())]
     return NoCheckpoint(
         places,
@@ -118,7 +130,7 @@ def steps_lost(output_dir: str, places: str) -> NoCheckpoint:
 
 
 def write_folder(output_dir: str, step: int, text: str) -> None:
-    """Write the folder of ``step``, with ``text`` as its state. The step is committed."""
+    """Write the folder of ``step``, which is committed, with ``text`` as ``trainer_state.json``."""
     folder = folder_of(output_dir, step)
     fresh = os.path.join(output_dir, f".checkpoint-{step}.{uuid.uuid4().hex}")
     os.makedirs(fresh)
@@ -130,13 +142,13 @@ def write_folder(output_dir: str, step: int, text: str) -> None:
     try:
         os.rename(fresh, folder)
     except OSError:
-        # An older folder is there. Its files belong to the same step, so they may be replaced one
+        # The folder exists already. Its files belong to the same step, so they may be replaced one
         # after the other.
         try:
             for name in (STATE, POINTER):
                 os.replace(os.path.join(fresh, name), os.path.join(folder, name))
         except OSError:
-            # Another node writes the same folder.
+            # This is no error if another node has just written the same folder.
             if not all(os.path.isfile(os.path.join(folder, name)) for name in (STATE, POINTER)):
                 raise
         finally:
@@ -144,17 +156,17 @@ def write_folder(output_dir: str, step: int, text: str) -> None:
 
 
 def remove_folders(output_dir: str, *, keep: Collection[object]) -> None:
-    """Remove the folders of ours whose steps are not in ``keep``."""
+    """Remove the folders that have a pointer and whose steps are not in ``keep``."""
     for step, folder in _folders(output_dir).items():
         if step not in keep:
             gone = os.path.join(output_dir, f".checkpoint-{step}.gone")
-            with contextlib.suppress(OSError):  # Another node may have renamed it
+            with contextlib.suppress(OSError):  # Another node may have renamed the folder
                 os.rename(folder, gone)
             shutil.rmtree(gone, ignore_errors=True)
 
 
 def _folders(output_dir: str) -> dict[int, str]:
-    """Return our folders by step."""
+    """Return the folders that have a pointer: number of the step -> path."""
     found: dict[int, str] = {}
     for name in os.listdir(output_dir):
         step, folder = step_named(name), os.path.join(output_dir, name)

@@ -1,15 +1,15 @@
-"""The ``Trainer`` of transformers, and the trainers of TRL that derive from it::
+"""Saves by ckpt in the ``Trainer`` of transformers and in the trainers of TRL derived from it::
 
     trainer = make_ckpt_trainer(Trainer)(model=model, args=args, train_dataset=data)
     trainer.train(resume_from_checkpoint="auto")
 
-`CkptTrainerMixin` takes over the saving that ``TrainingArguments`` asks for. A step holds the model
-(of a PEFT model not what is frozen), optimizer, scheduler, scaler, the random
-generators of every rank and the text of ``trainer_state.json``. ``checkpoint-N/`` has that text and
-a pointer to the step, and appears after the commit. So the folder that transformers finds by its
-number is always one that restores.
+`CkptTrainerMixin` makes the saves that ``TrainingArguments`` asks for. A step holds the model
+(without the frozen parameters of a PEFT model), the optimizer, the scheduler, the scaler, the
+random generators of every rank and the text of ``trainer_state.json``. The folder ``checkpoint-N``
+has that text and a pointer to the step, and appears after the commit. So transformers only finds
+folders whose steps are committed.
 
-This file imports transformers: import it after you have installed the extra ``hf``.
+This module imports transformers, so install the extra ``hf`` first.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ from ckpt.storage.tiers import Tiers, as_tiers
 
 TESTED: Final = ("5.23", "5.23")  # The first and the last release that every test ran with
 BEST_STEP: Final = "trainer_best_step"
-"""The metric of a save that was the best so far: its step. The largest is the Trainer's best."""
+"""The name of a metric that a step gets if it is the best so far. Its value is the step's number.
+
+So the step with the largest value is the best step of the Trainer.
+"""
 _FOLDER: Final = "ckpt"
 
 _log = logging.getLogger("ckpt")
@@ -62,17 +65,18 @@ _Trainer: Any = object
 
 
 class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
-    """Comes before ``Trainer`` in the bases of a class: ``class Mine(CkptTrainerMixin, Trainer)``.
+    """A mixin that saves and resumes the steps of a trainer with ckpt.
 
-    The constructor takes what the trainer takes, and
+    It comes before the trainer in the bases of a class: ``class Mine(CkptTrainerMixin, Trainer)``.
+    The constructor takes the arguments of the trainer and these:
 
-    * ``ckpt_tiers``: where steps go, as `CheckpointManager` takes it; ``output_dir/ckpt`` by
-      default. A tier without a ``keep_last`` of its own follows ``save_total_limit``.
-    * ``ckpt_config``: how saves are made.
-    * ``ckpt_observers``: called with `ckpt.events`.
+    * ``ckpt_tiers``: the tiers, as for `CheckpointManager`; ``output_dir/ckpt`` by default. A tier
+      without a ``keep_last`` of its own follows ``save_total_limit``.
+    * ``ckpt_config``: the `SaveConfig` of the saves.
+    * ``ckpt_observers``: functions that are called with each event (see `ckpt.events`).
 
     Raises:
-        ConfigError: The arguments ask for a way of training or saving that this does not support.
+        ConfigError: The arguments ask for a kind of training or saving that is not supported.
     """
 
     def __init__(
@@ -109,10 +113,11 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Train as the trainer does. On return every save is durable, or its error is raised.
+        """Train as the trainer does. On return, every save is durable, or its error is raised.
 
-        ``resume_from_checkpoint="auto"`` resumes from the newest step if there is one, where True
-        raises an error if there is none. Both go to the step before if the newest is damaged.
+        ``resume_from_checkpoint="auto"`` resumes from the newest step if there is one, and True
+        raises an error if there is none. If the newest step is damaged, both values resume from the
+        newest intact step before it.
         """
         if trial is not None:
             raise ConfigError(
@@ -134,7 +139,14 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return CheckpointManager(self._ckpt_tiers, config=self._ckpt_config, observers=observers)
 
     def _ckpt_resume(self, manager: CheckpointManager, asked: Any) -> Any:
-        """Return what the trainer is to resume from, after its folder was written from the step."""
+        """Return the value of ``resume_from_checkpoint`` for the trainer itself.
+
+        If that is the folder of a step of ckpt, write the folder first.
+
+        Args:
+            manager: The manager of the run.
+            asked: The value that ``train`` got.
+        """
         if asked in (True, "auto"):
             found = self._ckpt_newest(manager) or (True if asked is True else None)
             if isinstance(found, str) and pointed_step(found) is not None:
@@ -166,12 +178,13 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return asked
 
     def _ckpt_newest(self, manager: CheckpointManager) -> str | None:
-        """Return the folder of the newest step, unless transformers itself has saved a newer one.
+        """Write and return the folder of the newest step.
 
-        None: there is none.
+        If transformers itself has saved a newer checkpoint, return the folder of that one. Return
+        None if there is neither a step nor a checkpoint.
 
         Raises:
-            NoCheckpoint: The newest folder points to a step, and there is none at all.
+            NoCheckpoint: The newest folder points to a step, and the tiers have no step at all.
         """
         folder = self.args.output_dir
         step = self._ckpt_restore_text(manager)
@@ -186,8 +199,10 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return folder_of(folder, step)
 
     def _ckpt_restore_text(self, manager: CheckpointManager, step: int | None = None) -> int | None:
-        """Write the folder of a step (None: the newest) for all ranks, and remove those of steps
-        that are gone. Returns the step.
+        """Write the folder of ``step`` (None: the newest), and return the number of the step.
+
+        Remove the folders of steps that the tiers no longer have. All ranks must call this. Return
+        None if there is no step.
         """
         text = {"trainer": ""}
         if (report := manager.restore(text, step, only="trainer")) is None:
@@ -199,7 +214,11 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return report.step
 
     def _ckpt_check_history(self, manager: CheckpointManager, asked: str | None) -> None:
-        """Refuse a run whose steps a restart would not take, since others have higher numbers."""
+        """Raise ``ConfigError`` if the tiers have a step after that of the folder ``asked``.
+
+        A restart would take that step instead of the steps of this run. None stands for a run that
+        begins at step 0.
+        """
         first = (step_named(asked) if asked else None) or 0
         if newer := [step for step in manager.steps() if step > first]:
             way = "or give this run another output_dir"
@@ -220,7 +239,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def _inner_training_loop(
         self, *args: Any, resume_from_checkpoint: str | None = None, **options: Any
     ) -> Any:
-        """Train, from a step before if the one to resume from is damaged."""
+        """Train. If the step to resume from is damaged, take the newest intact one before it."""
         found = resume_from_checkpoint
         while True:
             try:
@@ -229,7 +248,10 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 found = self._ckpt_before(damaged)
 
     def _ckpt_before(self, damaged: _StepDamaged) -> str:
-        """Return the folder of the newest step before that one, on all ranks the same."""
+        """Write and return the folder of the newest step before the damaged one.
+
+        It is the same on all ranks. If there is none, raise the error of the damaged step.
+        """
         assert self._ckpt_run is not None
         manager = self._ckpt_run.manager
         held = [[step for step in manager.steps() if step < damaged.step]]
@@ -238,7 +260,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             try:
                 self._ckpt_restore_text(manager, step)
             except NoCheckpoint:
-                continue  # All ranks meet this error, and it is logged
+                continue  # This error is the same on all ranks, and was logged
             _log.warning("ckpt: step %d is damaged, resuming from step %d", damaged.step, step)
             return folder_of(self.args.output_dir, step)
         raise damaged.error
@@ -252,11 +274,11 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return found
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        del model, trial  # The model is that of the trainer, and train() refuses trials
+        del model, trial  # train() raises for trials, and the model is self.model
         if (run := self._ckpt_run) is None:
             raise ConfigError("a checkpoint is saved within train() only: call save_model() here")
         step, before = self.state.global_step, self.state.best_model_checkpoint
-        if run.saved == step:  # A callback has asked for a save as well
+        if run.saved == step:  # The step is saved, since a callback asked for it
             if self.state.best_global_step == step:
                 self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
                 run.manager.add_metrics(step, {BEST_STEP: float(step)})
@@ -268,14 +290,14 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             metrics = {**metrics, BEST_STEP: float(step)}
         text = self._ckpt_text()
         state = self._ckpt_state()
-        if self.is_world_process_zero():  # Other ranks have figures of their own, such as run times
+        if self.is_world_process_zero():  # Other ranks have other texts, such as run times
             state["trainer"] = text
         run.expect(step, text, self.state.best_model_checkpoint)
         if not run.save(state, step, metrics, self._ckpt_frozen()):
             self.state.best_model_checkpoint = before
 
     def _ckpt_text(self) -> str:
-        """Return ``trainer_state.json`` as it is now."""
+        """Return the text of ``trainer_state.json`` for the present state of the trainer."""
         held: list[Any] = [*self.callback_handler.callbacks, self.control]
         able: list[Any] = [each for each in held if isinstance(each, ExportableState)]
         kept = TrainerState(stateful_callbacks=able)
@@ -294,7 +316,10 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return state
 
     def _ckpt_frozen(self) -> list[str]:
-        """Return the names of what a PEFT model does not train, which is not saved."""
+        """Return the names of the frozen parameters of a PEFT model, which are not saved.
+
+        The list is empty for another model.
+        """
         if getattr(self.model, "peft_config", None) is None:
             return []
         named = self.model.named_parameters()
@@ -365,8 +390,9 @@ def make_ckpt_trainer(cls: type[Any]) -> type[Any]:
 
 
 class _HeldRng:
-    """The random generators. A restore holds them back, since the trainer sets them after it has
-    skipped the batches.
+    """The random number generators, which a restore does not set at once.
+
+    ``set`` sets them later, when the trainer has skipped the batches before the step.
     """
 
     def __init__(self) -> None:
@@ -385,7 +411,7 @@ class _HeldRng:
 
 
 class _StepDamaged(Exception):
-    """The step to resume from is damaged, on all ranks, and one before it may be taken."""
+    """The step to resume from is damaged, and an earlier one may be taken. All ranks raise this."""
 
     def __init__(self, step: int, error: NoCheckpoint) -> None:
         self.step, self.error = step, error
@@ -393,10 +419,15 @@ class _StepDamaged(Exception):
 
 
 class _Run:
-    """The saves of one ``train()``; as an observer it writes the folder of each committed step.
+    """The saves of one ``train()``. As an observer, it writes the folder of each committed step.
 
-    Thread safety: the training thread uses it, and background threads do for events. The text of a
-    step is added before its save begins, and taken out once.
+    Thread safety: the training thread calls the methods, and background threads deliver events. The
+    text of a step is added before the save begins, and only one event takes it.
+
+    Attributes:
+        manager: The manager of the saves.
+        falls_back: Whether an earlier step may be taken if the step to resume from is damaged.
+        saved: The number of the last step that was saved; None if there is none.
     """
 
     manager: CheckpointManager
@@ -409,13 +440,16 @@ class _Run:
         self._pending: list[Any] = []
 
     def expect(self, step: int, text: str, best: str | None) -> None:
-        """Note ``text`` for the folder of ``step``, which is written once the step is committed."""
+        """Note the text for the folder of ``step``, which is written once the step is committed.
+
+        ``best`` is the folder of the best step so far, if there is one.
+        """
         self._texts[step] = (text, best)
 
     def save(
         self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], left: Sequence[str]
     ) -> bool:
-        """Save without the names in ``left``, and return False if the save was skipped."""
+        """Begin a save without the names in ``left``. Return False if the save was skipped."""
         try:
             pending = self.manager.save_async(state, step, metrics=metrics, exclude=left or None)
         except BaseException:
@@ -430,22 +464,26 @@ class _Run:
 
     def __call__(self, event: Event) -> None:
         if not isinstance(event, SaveCommitted) or event.tier.startswith("shm://"):
-            return  # Memory is lost with the machine
+            return  # A step in memory is lost with the machine
         if (found := self._texts.pop(event.step, None)) is not None and self._writes:
             text, best = found
             write_folder(self._output_dir, event.step, text)
             self._kept.apply(self._output_dir, event.step, best)
 
     def finish(self) -> None:
-        """Return when every save has ended, and every folder is there."""
+        """Wait until every save has ended, and every folder is written.
+
+        Raises:
+            CkptError: A save has failed, and no call has raised its error yet.
+        """
         for pending in self._pending:
             pending.wait()
-            if pending.unreported is not None:  # Otherwise it is logged, and training goes on
+            if pending.unreported is not None:  # Other errors were raised or logged
                 pending.result()
 
 
 def _limited(tier: Tier, kept: Kept) -> Tier:
-    """Return ``tier`` with the retention that the arguments ask for, beside its own."""
+    """Return ``tier`` with the retention of ``kept``, as far as the tier has none of its own."""
     keep_last = tier.keep_last or kept.limit
     if keep_last is None or tier.url == "memory":
         return tier
@@ -456,7 +494,7 @@ def _limited(tier: Tier, kept: Kept) -> Tier:
 
 
 def _check_best(args: Any, tiers: Sequence[Tier]) -> None:
-    """Refuse tiers that may remove the step that the trainer loads at its end."""
+    """Raise ``ConfigError`` if a tier may remove the best step, which the trainer loads last."""
     for tier in tiers:
         if args.load_best_model_at_end and tier.keep_best is not None:
             raise ConfigError(
@@ -467,7 +505,7 @@ def _check_best(args: Any, tiers: Sequence[Tier]) -> None:
 
 
 def _check_arguments(args: Any) -> None:
-    """Refuse what the arguments alone say, before the trainer acts on them."""
+    """Raise ``ConfigError`` for arguments that are not supported, before the trainer uses them."""
     for name in [name for name in ("FSDP", "DeepSpeed") if getattr(args, name.lower(), None)]:
         raise _unsupported(name)
     if args.save_only_model:
@@ -493,7 +531,10 @@ def _check_arguments(args: Any) -> None:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Refuse what only the trainer knows: accelerate may have its settings from elsewhere."""
+    """Raise ``ConfigError`` if the trainer is of a kind that is not supported.
+
+    Its arguments alone do not say this, since accelerate may take settings from other places.
+    """
     sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
     refused = {
         "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,

@@ -1,9 +1,9 @@
 """The elements of each parameter in a rank's flat partition, under ZeRO 1, 2 and 3.
 
-ZeRO 1 and 2 lay the parameters of a group one behind the other, and cut the whole into one equal
-part per rank. ZeRO 3 cuts every parameter by itself, and lays a rank's parts one behind the other.
-The address of a parameter shows its position. DeepSpeed's own tables have another order under
-``round_robin_gradients``.
+ZeRO 1 and 2 put all parameters of a group one after the other into a flat buffer, and cut the
+buffer into one equal part per rank. ZeRO 3 cuts every parameter by itself, and puts the parts of a
+rank one after the other. Under ZeRO 1 and 2, this module computes the position of a parameter from
+its address, since DeepSpeed's own tables have another order with ``round_robin_gradients``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from ckpt.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A range of a flat parameter in a partition, in elements.
+    """The range of a parameter that a partition holds.
 
-    ``length`` elements from ``start`` on are at ``at`` of the partition.
+    Attributes:
+        start: The index of its first element in the flattened parameter.
+        at: The index of that element in the partition.
+        length: The number of elements; 0 if the partition holds none.
     """
 
     start: int
@@ -32,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """The part of a parameter that a partition holds, perhaps nothing."""
+    """A parameter, its whole shape, and the span of it that a partition holds."""
 
     parameter: torch.nn.Parameter
     shape: tuple[int, ...]
@@ -41,11 +44,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """A flat tensor of master weights which this rank's optimizer steps.
+    """A flat tensor of master weights that this rank's optimizer steps.
 
     Attributes:
-        group: Index of its parameter group in that optimizer.
-        pieces: One for each parameter that its ranks share, in DeepSpeed's order.
+        flat: The tensor.
+        group: The index of its parameter group in that optimizer.
+        pieces: A piece for each parameter of the group, or of the sub-group under ZeRO 3, in
+            DeepSpeed's order.
     """
 
     flat: torch.Tensor
@@ -54,18 +59,19 @@ class Partition:
 
 
 def span_within(begin: int, numel: int, first: int, size: int) -> Span:
-    """Return the part of a parameter that a partition of a whole group holds.
+    """Return the span of a parameter that a partition of a flat buffer holds.
 
-    The parameter begins at ``begin``; the partition has ``size`` elements from ``first`` on.
+    In the buffer, the parameter has ``numel`` elements from ``begin`` on, and the partition has
+    ``size`` elements from ``first`` on.
     """
     low, high = max(begin, first), min(begin + numel, first + size)
     return Span(low - begin, low - first, high - low) if low < high else Span(0, 0, 0)
 
 
 def span_of_rank(numel: int, rank: int, size: int, at: int) -> Span:
-    """Return the part of ``rank`` of a parameter that is cut into parts of ``size`` elements.
+    """Return the span of ``rank`` in a parameter that is cut into parts of ``size`` elements.
 
-    The last part is padded.
+    The part begins at ``at`` of the partition. The padding of the last part is not in its span.
     """
     start = min(rank * size, numel)
     return Span(start, at, min(size, numel - start))
@@ -78,7 +84,7 @@ def partitions_of(optimizer: Any) -> tuple[Partition, ...]:
         optimizer: ``engine.optimizer``.
 
     Raises:
-        ConfigError: The parameters are elsewhere at the moment.
+        ConfigError: Parameters are not in their flat buffers, as after ``offload_states()``.
     """
     match type(optimizer).__name__:
         case "DeepSpeedZeroOptimizer":
@@ -109,8 +115,13 @@ def _cut_groups(
     masters: Sequence[torch.Tensor],
     process_groups: Sequence[Any],
 ) -> Iterator[Partition]:
-    """Return the parts under ZeRO 1 and 2: ``whole[i]`` holds all parameters of ``groups[i]``, and
-    ``masters[i]`` this rank's part of them.
+    """Yield the partitions under ZeRO 1 and 2.
+
+    Args:
+        groups: The parameters of each group.
+        whole: The flat buffer of each group, with all its parameters.
+        masters: This rank's partition of each buffer, as master weights.
+        process_groups: The process group of each group, whose ranks share the buffer.
     """
     for index, (group, flat, master) in enumerate(zip(groups, whole, masters, strict=True)):
         first = dist.get_rank(process_groups[index]) * master.numel()
@@ -128,7 +139,7 @@ def _cut_groups(
 
 
 def _cut_parameters(optimizer: Any) -> Iterator[Partition]:
-    """Return the parts under ZeRO 3, with one partition per sub-group."""
+    """Yield the partitions under ZeRO 3, one for each sub-group."""
     for index, (group, master) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
@@ -141,6 +152,9 @@ def _cut_parameters(optimizer: Any) -> Iterator[Partition]:
 
 
 def span_of_shard(parameter: Any, at: int = 0) -> Span:
-    """Return the part that this rank's ``ds_tensor`` of a ZeRO-3 parameter holds of it."""
+    """Return the span of a ZeRO 3 parameter that this rank's ``ds_tensor`` holds.
+
+    The span begins at ``at`` of the partition.
+    """
     rank = dist.get_rank(parameter.ds_process_group)
     return span_of_rank(parameter.ds_numel, rank, parameter.ds_tensor.ds_numel, at)
