@@ -1,4 +1,4 @@
-"""One save on its way into the background, and what becomes of it."""
+"""The state of one save in the background, and the report of its outcome."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from ckpt.staging.snapshot import Snapshot
 
 _log = logging.getLogger("ckpt")
 SKIPPED = "skipped: no slot was free"
-"""The reason a rank gives for a save it had no slot for."""
+"""The failure that a rank reports to the other ranks if it skips a save for lack of a free slot."""
 EARLIER_FAILED = "an earlier save had failed there"
-"""The reason a rank gives for a save that it did not begin, because the call raised the error of an
-earlier one.
+"""The failure that a rank reports to the other ranks if its ``save_async`` raised the error of an
+earlier save, instead of beginning the new one.
 """
 
 
 class MemoryNotices:
-    """Log lines about steps that a tier in memory does not keep.
+    """Logs the steps that a tier which is not required does not keep.
 
-    The first step that is not kept there costs a warning, later ones do not, until one is kept
-    again.
+    For a tier in memory, the first such step is logged as a warning, and later ones at debug level
+    until the tier keeps a step again. For any other tier, each such step is logged as a warning.
 
     Args:
-        urls: The tiers in memory. For other tiers there is a warning for each step.
+        urls: The URLs of the tiers in memory.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_absent``.
     """
@@ -45,7 +45,7 @@ class MemoryNotices:
         self._lock = threading.Lock()
 
     def missed(self, step: int, url: str, error: CkptError) -> None:
-        """Note that ``step`` did not get to ``url``, where it was not required."""
+        """Log that the tier ``url``, which is not required, does not keep ``step``."""
         with self._lock:
             known, more = url in self._absent, ""
             if url in self._urls:
@@ -55,7 +55,7 @@ class MemoryNotices:
         _log.log(level, "ckpt: step %d is not kept in %s: %s%s", step, url, error, more)
 
     def kept(self, step: int, url: str) -> None:
-        """Note that ``step`` is at ``url``."""
+        """Note that the tier ``url`` keeps ``step``, and log it if an earlier step was missed."""
         with self._lock:
             back = url in self._absent
             self._absent.discard(url)
@@ -65,7 +65,7 @@ class MemoryNotices:
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Where the outcomes of saves go. It is made before the threads that report them."""
+    """The objects that get the outcomes of saves. They are made before the threads of the saves."""
 
     ledger: SaveLedger
     observers: Observers
@@ -73,15 +73,16 @@ class Reports:
 
 
 class SaveOutcome:
-    """What becomes of one save on its tiers, for its handle and the observers.
+    """Reports the outcome of one save on each of its tiers to its handle, the ledger and the
+    observers.
 
-    The save ends when it has ended on all tiers and its slot is free again, so that a caller that
-    waited for it finds a free slot.
+    The save ends when it has ended on all tiers and its slot is free again. So a caller that has
+    waited for the save finds a free slot.
 
     Args:
         pending: The handle of the save.
-        reports: Where its outcome goes.
-        slot_bytes: The size of all slots of this rank.
+        reports: The objects that get the outcome.
+        slot_bytes: The size of all slots of this rank together, in bytes.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_outcome``,
     ``_free`` and ``_missed``.
@@ -90,8 +91,8 @@ class SaveOutcome:
     def __init__(self, pending: SaveRecord, reports: Reports, slot_bytes: int) -> None:
         self.pending = pending
         self.staged = Event()
-        """Set once the observers know that the state is in host memory, so that events come in
-        order.
+        """Set once the observers have been notified that the state is in host memory, or once its
+        copy has failed. Later events wait for this, so that observers get events in order.
         """
         self._reports, self._slot_bytes = reports, slot_bytes
         self._lock = threading.Lock()
@@ -112,7 +113,9 @@ class SaveOutcome:
         self._reports.observers.notify(event)
 
     def written(self, nbytes: int) -> None:
-        """Report that ``nbytes`` more are on some tier."""
+        """Add ``nbytes`` to the bytes written so far. A negative number takes bytes back, since a
+        file may be written again from its start.
+        """
         self.pending.add_written(nbytes)
 
     def committed(self, url: str) -> None:
@@ -127,7 +130,13 @@ class SaveOutcome:
         self._end(url, None, required=True)
 
     def failed(self, url: str, error: BaseException, *, required: bool) -> None:
-        """Report that the step did not become a checkpoint on the tier ``url``, and never will."""
+        """Report that this process does not make the step a checkpoint on the tier ``url``.
+
+        Args:
+            url: The tier.
+            error: The reason. `LeftToAgent` does not count as a failure.
+            required: Whether ``error`` fails the save.
+        """
         if not isinstance(error, CkptError):
             wrapped = CkptError(f"step {self.pending.step} failed: {error!r}")
             wrapped.__cause__ = error
@@ -142,14 +151,16 @@ class SaveOutcome:
         left = LeftToAgent(self.pending.step)
         if isinstance(error, PeerFailed) and set(error.failures.values()) == {str(left)}:
             error = left  # Another rank has detached, and this one is about to
-        if isinstance(error, LeftToAgent):  # The agent takes the step there
+        if isinstance(error, LeftToAgent):  # The agent copies the step to this tier
             self._end(url, error, required=False)
             return
         if not required:
             self._reports.notices.missed(self.pending.step, url, error)
         with self._lock:
             self._missed.append(TierMissed(step=self.pending.step, tier=url, error=error))
-        if self.staged.is_set():  # Do not wait for it: the copying may wait for this thread
+        # If it is not set, ``slot_is_free`` reports later. To wait here could deadlock, because the
+        # copying thread may wait for this thread.
+        if self.staged.is_set():
             self._report_missed()
         self._end(url, error, required=required)
 
@@ -173,21 +184,23 @@ class SaveOutcome:
             self._end_if_over()
 
     def _end_if_over(self) -> None:
-        """End the save if nothing is left of it. The caller holds ``_lock``."""
+        """End the save if it has ended on all tiers and its slot is free. The caller holds
+        ``_lock``.
+        """
         if self._free and self._outcome is not True:
             self._reports.ledger.end(self.pending, self._outcome or None)
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveSave:
-    """A save as long as a tier is served from its image.
+    """A save whose image is still in its slot, because some tier is yet to be written from it.
 
     Attributes:
-        job: What the tiers need to know.
-        snapshot: The copying of the state into the image.
+        job: The description of the save for the tier writers.
+        snapshot: The copy of the state into the image.
         slot: The memory of the image. The saver releases it when no tier needs the image any more.
-        outcome: What becomes of the save.
-        trained: What the optimizers train; None if that is not looked at.
+        outcome: Reports the outcome of the save.
+        trained: The tensors that the optimizers train; None if they are not checked.
     """
 
     job: SaveJob
@@ -197,7 +210,7 @@ class ActiveSave:
     trained: Trained | None
 
     def copy_late(self) -> None:
-        """Copy what is left of the state, and report it."""
+        """Copy the late sources into the image, and report when the state is in host memory."""
         try:
             self.snapshot.copy_late()
             with contextlib.suppress(CkptError):  # The streaming thread reports the error
@@ -207,8 +220,8 @@ class ActiveSave:
             self.outcome.staged.set()
 
     def await_copies(self) -> None:
-        """Return when no copy into the slot is under way. No copy waits for room in the image any
-        more.
+        """Return when no copy into the slot is under way. Copies that wait for room in the image
+        are abandoned.
         """
         self.snapshot.window.abandon()
         self.snapshot.wait_ended()
@@ -216,14 +229,14 @@ class ActiveSave:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """A save on its way into the background: the copying that is left, and the streaming.
+    """Hands a save to the threads that copy and stream it.
 
     Attributes:
         save: The save.
-        streamer: The thread that streams.
-        copier: The thread that copies.
+        streamer: The thread that calls ``stream``.
+        copier: The thread that calls ``stage``.
         stream: Streams the image to the tiers.
-        stage: Copies what is left.
+        stage: Copies the late sources into the image.
 
     Thread safety: only the training thread may call the methods.
     """
@@ -235,9 +248,11 @@ class HandOver:
     stage: Once
 
     def begin(self) -> None:
-        """Copy what is left, and stream. The slot is released when both are over.
+        """Start to stream the image and to copy the late sources. The slot is released when both
+        have ended.
 
-        It returns at once unless the snapshot says ``foreground``.
+        The call returns at once, unless ``snapshot.foreground`` is set: then this thread copies the
+        late sources before the call returns.
         """
         self.streamer.submit(self.stream)
         if self.save.snapshot.foreground:
@@ -246,14 +261,15 @@ class HandOver:
             self.copier.submit(self.stage)
 
     def call_off(self, error: BaseException) -> bool:
-        """Stop the save after an exception, Ctrl-C included, that came when the fence knew the
-        snapshot.
+        """Stop the save because ``error``, such as Ctrl-C, has interrupted its hand-over.
 
-        No step of an optimizer waits for the save any more.
+        If the late sources are not being copied yet, they never are, and no optimizer's step waits
+        for them.
 
         Returns:
-            Whether the save had not begun. Then the slot belongs to the caller. Otherwise the save
-            fails by itself, releases the slot, and lets the other ranks know.
+            True if the save was stopped before it was streamed; the slot then belongs to the
+            caller. False if the streaming has begun. The save then ends by itself and releases its
+            slot. It fails on all ranks if its late sources were not copied.
         """
         snapshot = self.save.snapshot
         if self.stage.revoke():

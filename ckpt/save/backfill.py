@@ -1,12 +1,13 @@
-"""Takes the steps that the job before had committed on a near tier, and not on farther ones, to the
-farther tiers.
+"""Copies the steps that an earlier job committed on the nearest durable tier, and not on farther
+tiers, to the farther tiers.
 
-It begins after the first commit of this job, because only then the roots belong to this job, and
-only if this job has restored a step of the job before: the steps up to that one are its own
-history, later ones were given up. The leader copies the files of all ranks as the near tier has
-them, newest step first. It copies no more than ``backlog`` of them, and only what the farther tier
-would keep. Steps of the running job go first. If a job has an agent, the agent does the same right
-after the end of the job (``agent.finish``).
+The backfill begins after the first commit of this job, because the roots belong to this job only
+from then on. It copies nothing unless this job has restored a step of the earlier job. The steps up
+to the restored one are the history of this job too; later ones were given up. The leader copies the
+files of all ranks from the near tier, newest step first. To each farther tier it copies at most
+``backlog`` steps, and only steps that this tier would keep. Steps of the running job go first. If
+the earlier job had an agent, that agent has done the same right after the end of its job
+(``ckpt.agent.finish``).
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ _log = logging.getLogger("ckpt")
 
 
 class Backfill:
-    """Copies steps of the job before from the nearest durable tier to farther ones, on a thread of
-    its own.
+    """Copies the steps of the earlier job from the nearest durable tier to the farther tiers, on a
+    thread of its own.
 
     Args:
         near: The writer of the nearest durable tier.
         far: The writers of farther tiers, nearest first.
-        earlier: The steps to copy. The backfill fills it, and the pruner of the near tier reads it.
+        earlier: Gets the steps to copy, so that the pruner of the near tier keeps them meanwhile.
         steps: The steps of the running job.
-        config: How to copy.
+        config: The threads to use, the backlog, and how long to retry requests.
 
     Thread safety: ``begin`` may be called from any thread; ``close`` from the owner, once. All
     fields are set once, or guard themselves.
@@ -65,15 +66,18 @@ class Backfill:
         self._watcher = Workers("backfill", 1, nice=config.nice, cpus=config.cpus)
 
     def begin(self) -> None:
-        """Start to copy. The job calls it when it has committed a step.
+        """Start to copy in the background, and return at once.
 
-        Only the first call has an effect. It returns at once.
+        The saver calls this after each commit of a step on a durable tier. Only the first call has
+        an effect.
         """
         if (restored := self._earlier.begin()) is not None:
             self._watcher.submit(self._run, restored)
 
     def close(self) -> None:
-        """Finish copying what was found missing. From now on, no request is retried longer than
+        """Return when the steps that farther tiers lack are copied.
+
+        From now on, the backfill does not wait for other saves, and retries no request longer than
         usual.
         """
         self._hurry.set()
@@ -105,10 +109,10 @@ class Backfill:
             )
         finally:
             self._earlier.set_left([])
-            self._near.prune_later()  # What was kept for farther tiers need not stay any more
+            self._near.prune_later()  # The near tier need not keep these steps any more
 
     def _go(self, writer: TierWriter, line: Sequence[StoredStep]) -> None:
-        """Copy those of ``line`` that the tier of ``writer`` lacks."""
+        """Copy the steps of ``line`` that the tier of ``writer`` lacks."""
         near, far = self._near.url, writer.url
         others = [self._near.tier, *(other.tier for other in self._far if other is not writer)]
         durable = [other.backend for other in others if not other.in_memory]
@@ -141,7 +145,7 @@ class Backfill:
             writer.prune_later()
 
     def _take(self, copier: StepCopier, held: StoredStep) -> None:
-        """Copy one step. A failure is logged and costs no other step."""
+        """Copy the step ``held``. A failure is logged, and does not stop the other copies."""
         config, began = self._config, time.perf_counter()
         try:
             with Workers("backfill", config.threads, nice=config.nice, cpus=config.cpus) as workers:

@@ -1,4 +1,4 @@
-"""The end of a manager's work, which begins once however often a caller asks for it."""
+"""The work that closes a manager. It runs once, however often ``close`` is called."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from ckpt.coordination.leaving import Leaving
 from ckpt.pipeline.workers import Workers, workers_at_exit
 
 _LIST_SECONDS: Final = 1.0
-"""How long a close waits for listings that a restore has given up."""
+"""How long a close waits for listings of tiers that a restore no longer waits for."""
 _LEAVE_SECONDS: Final = 2.0
-"""How long a rank that leaves waits for the job's store."""
+"""How long a rank that leaves the others waits for the job's store to answer."""
 
 
 class Closing:
-    """Ends the work of a manager in the background.
+    """Runs the work that closes a manager, in the background.
 
-    Ctrl-C may interrupt the thread that waits for it, at any instruction. A later ``begin`` then
-    begins nothing again, and its caller waits for the same end.
+    Ctrl-C may interrupt the caller of ``begin`` at any instruction. A later call of ``begin`` does
+    not run the work again, and its caller waits for the same ``done``.
 
     Args:
-        listers: The threads that list tiers. They end beside the rest.
+        listers: The threads that list tiers. They are stopped while the work runs.
+
+    Attributes:
+        done: The future of the work.
 
     Thread safety: the owner's thread calls the methods. ``_begun`` lets one thread do the work.
     """
@@ -37,31 +40,34 @@ class Closing:
         self.done: Future[None] = Future()
 
     def begin(self, work: Callable[[], None], *, detaches: bool) -> bool:
-        """Begin ``work``, which may take long, unless an earlier call has given other work.
-
-        ``done`` has the outcome.
+        """Begin ``work`` in the background, unless an earlier call has begun other work.
 
         Args:
-            work: What ends the work of the manager.
-            detaches: Whether ``work`` leaves the rest to the agent.
+            work: Closes the manager. It may take long.
+            detaches: Whether ``work`` leaves unfinished steps to the agent.
 
         Returns:
-            Whether the work that was begun does so.
+            ``detaches`` as it was given with the work that was begun.
         """
         if self._work is None:
             self._work = work, detaches
-        if self._listed is None:  # A tier that does not answer may keep one thread, and not two
+        if self._listed is None:  # A tier that does not answer must not block two of the threads
             self._listed = self._workers.submit(self._listers.close)
         self._workers.submit(self._run)
         return self._work[1]
 
     def leave(self, coordinator: Leaving, reason: str) -> None:
-        """Leave the other ranks. Threads that wait for them end then, and this waits for that."""
+        """Leave the other ranks, and wait some seconds for the work to end.
+
+        Threads of this rank that wait for other ranks stop waiting then.
+        """
         wait([self._workers.submit(coordinator.leave, reason)], _LEAVE_SECONDS)
         wait([self.done], coordinator.look_seconds + _LEAVE_SECONDS)
 
     def end(self) -> None:
-        """End the threads. A tier that does not answer may keep a listing thread busy, which then
+        """Stop the threads.
+
+        If a tier does not answer, a listing may still be under way after a second. Its thread then
         ends by itself.
         """
         if self._listed is not None and wait([self._listed], _LIST_SECONDS).done:
@@ -77,7 +83,7 @@ class Closing:
             self.done.set_exception(error)
         else:
             self.done.set_result(None)
-        self._work = _do_nothing, detaches  # Otherwise this and the manager keep each other
+        self._work = _do_nothing, detaches  # Drop ``work``, which refers to the manager
 
 
 def _do_nothing() -> None: ...

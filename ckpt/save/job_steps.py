@@ -1,7 +1,7 @@
-"""What the threads of one job know about its steps.
+"""The state of the steps of one job, which its threads share.
 
 These objects are made before the tier writers, the queues and the backfill. The threads of a save
-meet here and nowhere else, so each class guards its fields with a lock of its own.
+share no other state, and each class guards its fields with a lock of its own.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 
 _IMAGE: Final = ""
-"""The place of a step that is served from its image. The other places are the URLs of tiers."""
+"""The key for steps whose images are in use, among keys that are URLs of tiers."""
 
 
 class EarlierSteps:
-    """The steps of the job before that farther tiers do not have yet. The backfill copies them.
+    """The steps of the earlier job that the backfill has yet to copy to farther tiers.
 
     Args:
         near: The nearest durable tier, which has the steps.
-        own: The running attempt.
+        own: The attempt of the running job.
         patience_seconds: How long ``needed`` waits for the backfill to list the steps.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards all fields.
@@ -44,7 +44,7 @@ class EarlierSteps:
         self._listed = threading.Event()
 
     def set_restored(self, ref: StepRef) -> None:
-        """Note that the job continues from ``ref``."""
+        """Note that the job has restored ``ref`` and continues from it."""
         with self._lock:
             self._restored = ref
 
@@ -52,7 +52,8 @@ class EarlierSteps:
         """Note that this job has committed its first step. Only the first call has an effect.
 
         Returns:
-            The step that the job has restored, if there is something to copy; else None.
+            The step that the job has restored. None if it has restored none, or if this is not the
+            first call: then there is nothing to copy.
         """
         with self._lock:
             if self._begun:
@@ -63,16 +64,16 @@ class EarlierSteps:
             return self._restored
 
     def set_left(self, refs: Sequence[StepRef]) -> None:
-        """Replace the steps that are still to be read from the near tier."""
+        """Set the steps that the backfill has yet to read from the near tier."""
         with self._lock:
             self._left = frozenset(refs)
         self._listed.set()
 
     def needed(self) -> frozenset[StepRef]:
-        """Return the steps that are still to be read from the near tier.
+        """Return the steps that the backfill has yet to read from the near tier.
 
-        Before ``begin`` these are all steps of other jobs that the near tier has. After ``begin``
-        this waits until the backfill has listed them.
+        Before ``begin`` these are all steps of other jobs on the near tier, or none if this job has
+        restored no step. After ``begin`` this waits until the backfill has listed them.
         """
         with self._lock:
             begun, restored = self._begun, self._restored
@@ -85,12 +86,13 @@ class EarlierSteps:
 
 
 class JobSteps:
-    """The steps of one job: which are under way, which are committed, and which was restored.
+    """Records which steps of one job are under way, which are committed, and which was restored.
 
     Args:
         tiers: All tiers, nearest first.
         earlier: The steps that the backfill copies, if this rank has a backfill.
-        copied: Returns the steps of a tier whose files this node keeps for other nodes.
+        copied: Returns the steps that must stay on a tier because later steps may lack their copies
+            on other nodes; None if no tier has replicas.
 
     Attributes:
         restored: The step that the job has restored; None if it has restored none.
@@ -121,8 +123,8 @@ class JobSteps:
     # -- the state of the job ----------------------------------------------------------------------
 
     def set_restored(self, ref: StepRef) -> None:
-        """Note that the job continues from ``ref``. Later steps are no part of its history any
-        more.
+        """Note that the job has restored ``ref`` and continues from it. Later steps do not belong
+        to its history any more.
         """
         with self._changed:
             self.restored, self.durable_step = ref.step, min(self.durable_step, ref.step)
@@ -147,7 +149,9 @@ class JobSteps:
         self.begin_waiting(ref, _IMAGE)
 
     def end_image(self, ref: StepRef) -> bool:
-        """Note that ``ref`` does not need its image any more. Returns True at the first call."""
+        """Note that ``ref`` does not need its image any more. Return True at the first such call
+        for ``ref``.
+        """
         return self.end_waiting(ref, _IMAGE)
 
     def wait_images(self) -> None:
@@ -161,7 +165,7 @@ class JobSteps:
             self._waiting.setdefault(url, set()).add(ref)
 
     def end_waiting(self, ref: StepRef, url: str) -> bool:
-        """Note that ``ref`` does not wait for the tier ``url`` any more. Returns whether it did
+        """Note that ``ref`` does not wait for the tier ``url`` any more. Return True if it did
         until now.
         """
         with self._changed:
@@ -172,20 +176,20 @@ class JobSteps:
             return found
 
     def waiting(self) -> frozenset[StepRef]:
-        """Return the steps that a nearer tier must keep for a farther one."""
+        """Return the steps that are served from their image, or that wait for a farther tier."""
         with self._changed:
             return frozenset().union(*self._waiting.values())
 
     def wait_idle(self, url: str, stop: threading.Event) -> None:
-        """Return when no step of this job waits for the tier ``url``, or ``stop`` is set.
+        """Return when no step of this job waits for the tier ``url``, or when ``stop`` is set.
 
-        The caller that sets ``stop`` calls ``wake`` afterwards.
+        A thread that sets ``stop`` must call ``wake`` afterwards.
         """
         with self._changed:
             self._changed.wait_for(lambda: stop.is_set() or not self._waiting.get(url))
 
     def wake(self) -> None:
-        """Let ``wait_idle`` look at its ``stop`` again."""
+        """Let ``wait_idle`` check its ``stop`` again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -195,7 +199,7 @@ class JobSteps:
         """Return the steps that no retention rule may remove from ``tier`` yet.
 
         Raises:
-            StorageError: The steps of an earlier job are to be listed, and the store does not
+            StorageError: The near tier, on which steps of an earlier job must be listed, does not
                 answer.
         """
         earlier = self._earlier.needed() if self._earlier is not None else frozenset[StepRef]()
@@ -203,11 +207,11 @@ class JobSteps:
         return self.waiting() | earlier | copied
 
     def is_on_other_tier(self, here: OpenTier, ref: StepRef) -> bool:
-        """Return whether a durable tier other than ``here`` has ``ref`` or a newer step of this
+        """Return True if a durable tier other than ``here`` has ``ref``, or a newer step of this
         job.
 
-        A store is asked only while this job has committed nothing there. It may be down, and a
-        nearer tier waits for the answer.
+        A tier's store is asked only as long as this job has committed nothing there. The caller
+        waits for the answer, and a store may be down.
         """
         return any(self._has(tier, ref) for tier in self._durable if tier.index != here.index)
 
@@ -224,7 +228,7 @@ class JobSteps:
 
 @dataclass(frozen=True, slots=True)
 class TierSteps:
-    """The steps of a job as one of its tiers sees them. It is the `StepGuard` of that tier.
+    """The `StepGuard` of one tier: answers, from the steps of the job, which steps must stay there.
 
     Thread safety: see `JobSteps`.
     """
@@ -242,13 +246,13 @@ class TierSteps:
         self.steps.set_committed(self.tier, ref)
 
     def waiting(self) -> frozenset[StepRef]:
-        """Return the steps that a farther tier still reads from this tier."""
+        """Return the steps that are served from their image, or that wait for a farther tier."""
         return self.steps.waiting()
 
     def protected(self) -> frozenset[StepRef]:
-        """Return the steps that no retention rule may remove."""
+        """Return the steps that no retention rule may remove from this tier yet."""
         return self.steps.protected(self.tier)
 
     def is_elsewhere(self, ref: StepRef) -> bool:
-        """Return whether another durable tier has ``ref``."""
+        """Return True if another durable tier has ``ref``, or a newer step of this job."""
         return self.steps.is_on_other_tier(self.tier, ref)

@@ -1,4 +1,4 @@
-"""What the writers of tiers need to know about a save, from what the training thread has found."""
+"""Makes the description of a save for the tier writers, on the training thread."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ckpt.staging.snapshot import Snapshot
 
 
 class Jobs:
-    """The jobs of one manager.
+    """Makes a `SaveJob` for each save of one manager.
 
     Args:
-        metadata: The user's, for every manifest.
+        metadata: The user's metadata, which every manifest gets.
 
     Raises:
         UnsupportedValue: The metadata is not made of plain values.
-        ConfigError: It has a name that ckpt uses itself.
+        ConfigError: The metadata has a name that ckpt uses itself.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -46,7 +46,7 @@ class Jobs:
         collected: Collected,
         notes: Metadata,
     ) -> SaveJob:
-        """Return the job of one save. ``notes`` are kept beside the user's metadata."""
+        """Return the description of one save. ``notes`` are added to the user's metadata."""
         if collected.left_out:
             notes = {**notes, LEFT_OUT: collected.left_out}
         return SaveJob(

@@ -1,4 +1,4 @@
-"""The saves of one manager: which steps they were for, and which errors no call has raised yet."""
+"""Records the saves of one manager, and the errors of saves that no call has raised yet."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from ckpt.pending import PendingSave, SaveRecord, missing_at_the_end
 
 _log = logging.getLogger("ckpt")
 _OF_THE_CALL: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)
-"""Errors that say what the caller has to correct."""
+"""Errors that the caller must correct. They are raised even with ``on_error="warn"``."""
 _GOES_ON: Final = '; training goes on (on_error="warn")'
 
 
 class SaveLedger:
-    """The saves of one manager. It is made before the threads that end them.
+    """Records the saves of one manager. It is made before the threads of the saves.
 
     Args:
-        observers: They get a `SaveFailed` for each save that ends with an error.
-        config: Whether later calls raise the errors of saves that have failed or are suspicious.
+        observers: The observers, which get a `SaveFailed` for each save that ends with an error.
+        config: Says whether later calls raise the errors of saves that have failed or are
+            suspicious.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards all fields.
     """
@@ -54,13 +55,13 @@ class SaveLedger:
 
     @property
     def skipped(self) -> int:
-        """How many saves were not made because no slot was free."""
+        """The number of saves that ended with `SaveSkipped`, such as for lack of a free slot."""
         with self._lock:
             return self._skipped
 
     @property
     def failed(self) -> int:
-        """How many saves have failed."""
+        """The number of saves that have failed. Skipped saves do not count."""
         with self._lock:
             return len(self._failed)
 
@@ -71,12 +72,12 @@ class SaveLedger:
             return list(self._pending)
 
     def has(self, step: int) -> bool:
-        """Return whether ``step`` was saved, or its save is under way."""
+        """Return True if ``step`` was saved, or if its save is under way."""
         with self._lock:
             return step in self._saved
 
     def next_trial(self, step: int) -> int:
-        """Return how many saves of ``step`` were tried before, and count this one."""
+        """Return the number of earlier tries to save ``step``, and count a further try."""
         with self._lock:
             trial = self._trials.get(step, 0)
             self._trials[step] = trial + 1
@@ -86,7 +87,7 @@ class SaveLedger:
         """Add a save.
 
         Args:
-            pending: Its handle.
+            pending: The handle of the save.
             owner: The manager. The ledger keeps it alive until the save has ended, so that the end
                 of the process finds the manager and closes it.
         """
@@ -104,7 +105,12 @@ class SaveLedger:
             self._pending = [save for save in self._pending if save.step != step]
 
     def give_up(self, reason: str, timeout: float | None) -> None:
-        """Forget all saves, since ``reason`` ends the process, and log what tiers lack."""
+        """Give up all saves, because ``reason`` ends the process, and log what the tiers lack.
+
+        Args:
+            reason: The exception that ends the process, as text.
+            timeout: How many seconds ``close`` has waited, for the log line.
+        """
         missing = missing_at_the_end(self.pending, timeout)
         _log.error("ckpt: %s: this process ends: %s; older checkpoints are whole", reason, missing)
         with self._lock:
@@ -131,7 +137,13 @@ class SaveLedger:
         del owner  # Outside of the lock, since this may be the last reference
 
     def suspect(self, error: SuspiciousState, *, logs: bool) -> None:
-        """Report a step that is committed and suspicious; ``logs``: in the log too."""
+        """Report a committed step that is suspicious to the observers, and to a later call if
+        ``on_suspicious="raise"``.
+
+        Args:
+            error: The report.
+            logs: Whether to log a warning too.
+        """
         if logs:
             _log.warning("ckpt: %s", error)
         self._observers.notify(SaveSuspicious(step=error.step, error=error))
@@ -140,8 +152,13 @@ class SaveLedger:
                 self._suspicions.append(error)
 
     def not_made(self, step: int, error: CkptError, *, begun: bool = False) -> SaveRecord:
-        """Return the handle of a save that is not made for ``error``, or has ``begun`` and fails by
-        itself.
+        """Return the handle of a save whose call ended with ``error``.
+
+        Args:
+            step: The step.
+            error: The error, which the handle gets.
+            begun: Whether the save has begun all the same. Then its own handle is returned, and the
+                save ends by itself.
         """
         for pending in self.pending if begun else ():
             if pending.step == step:
@@ -151,12 +168,15 @@ class SaveLedger:
         return pending
 
     def warns_of(self, error: BaseException) -> TypeGuard[CkptError]:
-        """Return True if a log line is all that comes of an error of a save."""
+        """Return True if ``error`` of a save is only logged, so that no call raises it."""
         return self._warns and isinstance(error, CkptError) and not isinstance(error, _OF_THE_CALL)
 
     def end_all(self, missing: StepsMissing | None) -> CkptError | None:
-        """Return the error to be raised at the end: what is ``missing``, or a suspicious step. If
-        failures are only warned of, log what is missing and how many saves have failed.
+        """Return the error that ``close`` must raise: ``missing``, or else that of a suspicious
+        step, or None.
+
+        With ``on_error="warn"``, ``missing`` is logged and not returned, and the number of failed
+        saves is logged too.
         """
         suspicion = next(iter(self._suspicions), None)
         if not self._warns:
@@ -179,11 +199,11 @@ class SaveLedger:
         """Raise the first error that no call has raised yet.
 
         Args:
-            kept: Whether errors of saves count that some tier has, and suspicious steps.
-            but: A save whose error does not count, since the caller has its handle.
+            kept: Whether to raise the errors of saves that some tier has, and of suspicious steps.
+            but: A save whose error is not raised, since the caller has its handle.
 
         Raises:
-            CkptError: That error.
+            CkptError: The error.
         """
         for pending in self.pending:
             if pending is but or (pending.kept and not kept):

@@ -1,7 +1,7 @@
-"""What happens when the store of a tier is full: room is made, and the work is tried once more.
+"""Makes room when the store of a tier is full, and tries the work once more.
 
-If there is no room to make, `OutOfSpace` fails the step on this tier. Other tiers, and the
-checkpoints that are there, are not touched.
+If no step can be removed, `OutOfSpace` fails the save on this tier. The save goes on on other
+tiers, and the checkpoints on this tier stay.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class RoomMaker:
     """Makes room on one tier.
 
     Attributes:
-        quota: That of a tier with a capacity.
-        pruner: That of a durable tier.
+        quota: The quota of the tier; None if the tier has no capacity.
+        pruner: The pruner of the tier; None if the tier is in memory.
         steps: The steps of the job on the tier.
     """
 
@@ -35,15 +35,21 @@ class RoomMaker:
     steps: TierSteps
 
     def write_step(self, job: SaveJob, write: Callable[[], T]) -> T:
-        """Call ``write``, which writes the files of ``job``; once more if room was made."""
+        """Call ``write``, which writes the files of ``job``, and return its result.
+
+        If the store is full and room was made, call ``write`` once more.
+        """
         return _once_more(write, partial(self._free_for, job))
 
     def request(self, work: Callable[[], T]) -> T:
-        """Call ``work``, a small request; once more if room was made."""
+        """Call ``work``, which needs little room, and return its result.
+
+        If the store is full and room was made, call ``work`` once more.
+        """
         return _once_more(work, self._prune)
 
     def _free_for(self, job: SaveJob) -> bool:
-        """Free room for a step. Returns whether ``job`` may be tried again."""
+        """Remove steps to make room for ``job``. Return True if ``job`` may be written again."""
         restored = self.steps.restored
         if self.quota is not None:
             return not job.passes_by and self.quota.evict(job.ref, job.plan.size, restored=restored)

@@ -44,17 +44,27 @@ _log = logging.getLogger("ckpt")
 
 
 class FileCopier(Protocol):
-    """Lets another process copy the data files of this rank to one tier. One thread at a time."""
+    """Lets another process, the agent, copy the data files of this rank to one tier.
+
+    Thread safety: one thread at a time.
+    """
 
     def copy(self, ref: StepRef, source: OpenTier, on_bytes: OnBytes) -> tuple[int, ...]:
-        """Copy the file of a step from ``source``, and wait until it is durable. ``on_bytes`` may
-        end the copy by an exception.
+        """Copy this rank's file of the step ``ref`` from ``source``, and return when the copy is
+        durable.
+
+        Args:
+            ref: The step.
+            source: The tier to copy from.
+            on_bytes: Called with the number of bytes just copied. An exception that it raises ends
+                the copy.
 
         Returns:
-            The lengths of the chunks on the tier, if they are encoded there.
+            The length of each chunk on the tier in bytes, if the chunks are encoded there; else an
+            empty tuple.
 
         Raises:
-            AgentError: It could not be copied in this way. No other process writes to it any more.
+            AgentError: The agent has not copied the file, and does not write to it any more.
             StorageError: The store has failed.
         """
         ...
@@ -63,30 +73,32 @@ class FileCopier(Protocol):
 
 
 class Copiers(Protocol):
-    """Makes a `FileCopier` for a tier, or returns None if there is none for it."""
+    """Makes the `FileCopier` for a tier, or returns None if the agent does not serve the tier."""
 
     def copier(self, target: OpenTier) -> FileCopier | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """What the writers of tiers need to know about one save.
+    """Describes one save for the tier writers.
 
     Attributes:
         ref: The step.
-        trial: Counts the tries at one step.
-        plan: What the image consists of.
-        image: The bytes, on loan until the save has ended.
-        tied: Names of tensors that share memory with another -> that other.
+        trial: The number of earlier tries to save this step.
+        plan: The save plan of the image.
+        image: The bytes of the image, which may still be landing. They are valid until the save has
+            ended.
+        tied: Name of a tensor that shares memory with another one -> the name of that other one.
         tree: The plain values of the state, encoded.
         per_rank: The plain values that only this rank has, encoded.
-        replicas: Returns the digests of replicas once all of the image has landed; raises if it
-            never does.
+        replicas: Waits until the whole image has landed, and returns the digests of replicas.
+            Raises the error of the copy if it has failed.
         metadata: The metadata of the manifest, encoded.
-        created_at: When the save began.
-        confirm: Raises if the image is not what it should be. It is called before each commit.
-        known: The chunk table, once the image has been written.
-        source: The tier whose files the image is read from; None if it is in memory.
+        created_at: When the save began, in seconds since 1970.
+        confirm: Raises an error if the image does not hold the state as it was at the call. Called
+            before each commit.
+        known: The chunk table of the image; empty until the image has been written to a tier.
+        source: The tier whose files ``image`` reads; None if the image is in memory.
     """
 
     ref: StepRef
@@ -105,11 +117,11 @@ class SaveJob:
 
     @property
     def passes_by(self) -> bool:
-        """Whether the image goes through memory in parts, so that it cannot be read twice."""
+        """Whether the image passes through memory in waves, so that it cannot be read twice."""
         return self.image.capacity < self.image.size
 
     def from_files(self, image: StoredImage, source: OpenTier) -> SaveJob:
-        """Return this job for a farther tier, which reads ``image`` instead of the slot."""
+        """Return this job for a farther tier. It reads ``image`` from ``source``, not the slot."""
         return replace(
             self,
             image=image,
@@ -120,13 +132,13 @@ class SaveJob:
 
 
 def _intact() -> None:
-    """The files of a nearer tier were confirmed when they were committed there."""
+    """Do nothing: the image was confirmed before its commit on a nearer tier."""
 
 
 class _Written:
-    """Counts the bytes of a file that may be begun again.
+    """Counts the bytes written to a file, and takes them back if the file is begun again.
 
-    Thread safety: ``add`` from any thread.
+    Thread safety: ``add`` may be called from any thread.
     """
 
     def __init__(self, on_bytes: OnBytes) -> None:
@@ -145,12 +157,13 @@ class RankFiles:
     """Writes the files of one rank on one tier.
 
     Args:
-        copier: Copies files of nearer tiers. This process does what it cannot do.
+        copier: Lets the agent copy the data file from a nearer tier. If that fails, this process
+            copies the file. None if there is no agent.
 
     Attributes:
         names: The names of the fragment file and of the data file.
 
-    Thread safety: one save at a time. The tier writer that owns it holds a lock meanwhile.
+    Thread safety: one save at a time. The tier writer holds a lock while it calls a method.
     """
 
     def __init__(
@@ -164,7 +177,7 @@ class RankFiles:
     ) -> None:
         self._backend, self._rank, self._world_size = tier.backend, rank, world_size
         self._chunk_bytes, self._workers = config.chunk_bytes, workers
-        # Every node has the manifest, but each fragment is on one node only.
+        # Let the manifest hold the fragments too: each node has it, but only its own fragments.
         self._in_manifest = config.copies == "per_node"
         self._frames: tuple[SavePlan, Frames] | None = None
         self._encoder = encoder_of(tier.tier.codec)
@@ -174,8 +187,8 @@ class RankFiles:
         self._copier, self._is_alone = copier, False
 
     def stored(self, job: SaveJob, retry: RetryPolicy) -> StoredImage:
-        """Return the image of ``job`` as it is stored here. The job is the last that was written
-        from memory.
+        """Return the image of ``job`` as this tier stores it. ``job`` must be the last job that was
+        written from memory.
         """
         file = File(self._data_name, self._rank, job.plan.size, job.known)
         return StoredImage.of(self._backend, StoredFile.of(job.ref, file, self._streamed), retry)
@@ -183,17 +196,17 @@ class RankFiles:
     def write(
         self, job: SaveJob, on_bytes: OnBytes, retry: RetryPolicy
     ) -> tuple[tuple[Chunk, ...], Encoding | None]:
-        """Make the image durable.
+        """Write the data file of ``job``, and return when it is durable.
 
-        An image that is read from another tier is written again from its start if the store fails
-        for longer than a request is retried. Another process may copy it at the first try.
+        An image that is read from a nearer tier is written again from its start if the store fails
+        for longer than a single request is retried. The agent may copy it at the first try.
 
         Returns:
-            The chunk table, and how the chunks are encoded.
+            The chunk table, and how the chunks are encoded; None if they are not encoded.
 
         Raises:
-            ChecksumMismatch: What was read back from the nearer tier is not what was written there.
-            StorageError: Nothing is visible then.
+            ChecksumMismatch: The nearer tier has returned other bytes than were written to it.
+            StorageError: The store has failed. The file is not visible.
         """
         written = _Written(on_bytes)
         if job.source is None:
@@ -210,29 +223,31 @@ class RankFiles:
     def put_fragment(
         self, job: SaveJob, chunks: tuple[Chunk, ...], encoding: Encoding | None, retry: RetryPolicy
     ) -> FragmentRef:
-        """Write the fragment, which describes the image. The image is durable by now."""
+        """Write the fragment of ``job``. Its data file must be durable."""
         name, _ = self.names
         data = pack(pack_fragment(self._fragment(job, chunks, encoding), self._frames_of(job.plan)))
         retry.call(lambda: self._backend.put(job.ref.key(name), [data]))
         return FragmentRef(name, self._rank, len(data), checksum(data))
 
     def discard_unfinished(self, ref: StepRef) -> None:
-        """Discard the unfinished writes of this rank for ``ref``. No listing shows them, and a
-        store may charge for them.
+        """Discard the unfinished writes of this rank for ``ref``. A listing of objects does not
+        show them, but a store may charge for them.
         """
         own = {ref.key(name) for name in self.names}
         cut = unfinished_of(self._backend, ref)
         discard(self._backend, [one for one in cut if one.key in own])
 
     def close(self) -> None:
-        """End the copier. No write is under way."""
+        """Close the copier. No write may be under way."""
         if self._copier is not None:
             self._copier.close()
 
     def _ask(
         self, job: SaveJob, written: _Written
     ) -> tuple[tuple[Chunk, ...], Encoding | None] | None:
-        """Do as ``write`` by another process. Returns None if this one must do it."""
+        """Let the agent copy the file, and return what ``write`` returns. Return None if this
+        process must write the file.
+        """
         copier, source, encoder = self._copier, job.source, self._encoder
         if copier is None or source is None or not job.plan.size:
             return None
@@ -252,7 +267,7 @@ class RankFiles:
                 error,
             )
             self._is_alone = True
-            # This raises if the agent has taken over the step, with its unfinished writes.
+            # This raises ``LeftToAgent`` if the step and its unfinished writes are the agent's now.
             written.restart()
             with suppress(CkptError):
                 self.discard_unfinished(job.ref)
@@ -301,8 +316,8 @@ class RankFiles:
         )
 
     def _frames_of(self, plan: SavePlan) -> Frames:
-        """Return the frames of the last save if the plan is the same, since Python needs some time
-        to make them.
+        """Return the frames of ``plan``. Those of the last save are used again if the plan is the
+        same, since they take some time to make.
         """
         if self._frames is None or self._frames[0] is not plan:
             self._frames = plan, frames_of(plan.tensors, plan.chunks)

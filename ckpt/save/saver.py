@@ -1,9 +1,9 @@
 """The background half of a save: from an image that is landing to a checkpoint on every tier.
 
-Writing follows the copying. The tiers in memory and the nearest durable tier are served in turn on
-the streaming thread, from the image itself; then its memory is free. Farther tiers read the files
-of that tier, each at its own pace on a thread of its own, so that none delays a nearer tier, nor
-training.
+The image is written while the state is still copied into it. The streaming thread writes it to the
+tiers in memory and then to the nearest durable tier. After that the slot is free. Each farther tier
+gets its files from the nearest durable tier, on a thread of its own, so that no farther tier delays
+a nearer tier or the training.
 
 All steps for a farther tier go through its queue, also those that no nearer durable tier takes.
 These keep their image until the queue comes to them. Two threads that served one tier at once would
@@ -46,7 +46,7 @@ from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
 _DETACH_SECONDS: Final = 2.0
-"""How long a detach waits for stores: to take its record, and to remove what is being removed."""
+"""How long a detach waits for removals under way, and for stores to take the record of the job."""
 _DETACHES: Final = "save/detach"
 _DETACHES_SECONDS: Final = 5.0
 """How long the leader waits for the other ranks to detach."""
@@ -54,7 +54,9 @@ _DETACHES_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _FromImage:
-    """Serve ``save`` from its image on the first of ``writers``; the others follow."""
+    """The task to write the image of ``save`` to the tier of the first of ``writers``. The tiers of
+    the other writers follow.
+    """
 
     writers: Sequence[TierWriter]
     save: ActiveSave
@@ -62,7 +64,7 @@ class _FromImage:
 
 @dataclass(frozen=True, slots=True)
 class _FromFiles:
-    """Take ``job`` to the tier of ``writer``, from the files of a nearer tier."""
+    """The task to copy ``job`` to the tier of ``writer`` from the files of a nearer tier."""
 
     writer: TierWriter
     job: SaveJob
@@ -71,7 +73,9 @@ class _FromFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Abort:
-    """Vote on the tier of ``writer`` that this rank has failed a step, in the turn of that step."""
+    """The task to vote on the tier of ``writer`` that this rank has failed a step. It takes the
+    place of that step in the queue.
+    """
 
     writer: TierWriter
     ref: StepRef
@@ -89,15 +93,15 @@ class Saver:
     """Owns the threads of a manager's saves, the slots, and the queues before farther tiers.
 
     One thread copies (``ckpt-copy``), one streams (``ckpt-save``), one makes slots ahead
-    (``ckpt-slots``), and one for each farther tier takes what its queue gives out (``ckpt-queue1``,
-    ...). One of `Suspicions` waits for other ranks (``ckpt-alarm``). A `TierWriter` owns a step on
-    one tier.
+    (``ckpt-slots``), and one for each farther tier serves its queue (``ckpt-queue1``, ...). The
+    thread ``ckpt-alarm`` of `Suspicions` waits for other ranks. Each tier has a `TierWriter`, which
+    writes and commits the steps there.
 
     Args:
         tiers: All tiers, nearest first.
         coordinator: The connection to the other ranks.
-        config: How to save.
-        reports: Where the outcomes of saves go.
+        config: The settings of saves.
+        reports: The objects that get the outcomes of saves.
         copiers: Lets the agent copy files to farther tiers; None if there is no agent.
 
     Raises:
@@ -122,7 +126,7 @@ class Saver:
         self._coordinator, self._config, self._reports = coordinator, config, reports
         self._is_leader = coordinator.rank == LEADER
         durable = [tier for tier in tiers if not tier.in_memory]
-        # If each node has a tier of its own, the leader sees only a part of it.
+        # On a tier that is local to each node, the leader sees only the files of its own node.
         fills = self._is_leader and len(durable) > 1 and not durable[0].nodes
         patience = config.commit_timeout_seconds
         earlier = EarlierSteps(durable[0].backend, coordinator.attempt, patience) if fills else None
@@ -183,7 +187,7 @@ class Saver:
         Args:
             nbytes: The size of an image.
             warm: Called with the slots when they are made.
-            devices: The slots are pinned for copies from these.
+            devices: The devices to pin the slots for, because the state is copied from them.
         """
         self._reserver.submit(self.slots.reserve, nbytes)
         self._reserver.submit(self._pin, devices)
@@ -191,7 +195,9 @@ class Saver:
             self._reserver.submit(lambda: warm(self.slots.made))
 
     def reserve_quietly(self, nbytes: int, devices: Devices = ()) -> None:
-        """Do as ``reserve``, where a save makes the slots itself if this does not."""
+        """Make the slots as ``reserve`` does, but log an error instead of raising it. The next save
+        then makes the slots that it needs.
+        """
         if self.slots.has_all(nbytes):
             return
         try:
@@ -200,9 +206,10 @@ class Saver:
             _log.debug("ckpt: no slot is made ahead: %s", error)
 
     def acquire(self, nbytes: int, *, wait: bool, devices: Devices = ()) -> Slot | None:
-        """Return a slot to fill from ``devices``; None if none is free (see ``SlotPool.acquire``).
+        """Return a slot for an image of ``nbytes``, pinned for copies from ``devices``; None if no
+        slot is free (see ``SlotPool.acquire``).
 
-        A step that was kept in the slot is removed.
+        If a tier in memory keeps a step in the slot, the step is removed from that tier.
         """
         slot = self.slots.acquire(nbytes, wait=wait)
         if slot is not None:
@@ -225,23 +232,25 @@ class Saver:
         return [writer for writer in self._writers if last or writer.tier.takes(step)]
 
     def names_of(self, step: int) -> dict[str, str]:
-        """Return where ``step``, which is asked for now, goes, nearest first: URL -> what the user
-        calls it.
+        """Return the tiers that the save of ``step`` goes to, nearest first: URL -> the URL as the
+        user gave it.
+
+        If no tier takes ``step``, remember that for a warning in ``finish``.
         """
         names = {writer.url: writer.tier.tier.url for writer in self.writers_of(step)}
         self._untaken = None if names else step
         return names
 
     def set_restored(self, ref: StepRef) -> None:
-        """Note that the job continues from ``ref``. Older steps of an earlier job in memory are not
-        needed any more.
+        """Note that the job continues from ``ref``, and free the memory of older steps of earlier
+        jobs.
         """
         self.steps.set_restored(ref)
         self._slot_steps.set_restored(ref)
         if self._replicas is not None:
             for writer in self._writers:
                 if self._replicas.keeps_earlier(writer.tier):
-                    writer.root.bring(ref)  # A node that lacks files of it gets them now
+                    writer.root.bring(ref)  # A node that lacks files of ``ref`` gets them now
             self._replicas.set_restored(ref)
         self.suspicions.forget()
         for writer in self._writers:
@@ -255,7 +264,9 @@ class Saver:
         slot: Slot,
         trained: Trained | None,
     ) -> HandOver:
-        """Return what takes a save into the background. Nothing happens until its ``begin``."""
+        """Return the object that hands a save to the background threads. Nothing starts before its
+        ``begin`` is called.
+        """
         outcome = SaveOutcome(pending, self._reports, self.slots.nbytes)
         job = self.suspicions.scanned(job, trained)
         save = ActiveSave(job, snapshot, slot, outcome, trained)
@@ -263,7 +274,7 @@ class Saver:
         return HandOver(save, self._streamer, self._copier, stream, stage)
 
     def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
-        """Let the other ranks know, in the background, that this one has no part in a save."""
+        """Let the other ranks know, in the background, that this rank has no part in a save."""
         aborts = [_Abort(writer, ref, trial, reason) for writer in self.writers_of(ref.step)]
         self._streamer.submit(partial(self._abort_all, aborts, awaited=True))
 
@@ -273,7 +284,8 @@ class Saver:
         The slots stay until ``slots.close``, because a caller may hold views of them.
 
         Args:
-            leaves: Whether this rank leaves the others. It waits for no copies on other nodes then.
+            leaves: Whether this rank leaves the other ranks. Then the call does not wait for copies
+                on other nodes.
         """
         self._finish_images()
         if self._untaken is not None:
@@ -289,32 +301,33 @@ class Saver:
         self.suspicions.close()
         if self._backfill is not None:
             self._backfill.close()
-        # What these tiers kept for a farther tier need not stay any more.
+        # These tiers need not keep steps for a farther tier any more.
         for writer in self._durable[: 0 if self._left.is_set() else -1]:
             writer.prune_later()
         logs = self._is_leader and not self._left.is_set()
         if logs and self._warn_of_steps_in_memory():
-            logs = False  # One line of this is enough
+            logs = False  # The writers would log a similar warning
         for writer in self._writers:
             writer.close(self.steps.durable_step, logs=logs)
         if self._replicas is not None:
             self._replicas.close(wait=not leaves)
             with self._lock:
-                # A rank that leaves may do so since a node is lost, before a step has its copies.
+                # A rank may leave because a node is lost. This job's steps may lack copies then.
                 sweeps = self._writers if self._swept and not leaves else ()
             for writer in sweeps:
                 writer.sweep()
 
     def detach(self, *, leaves: bool) -> None:
-        """Finish what only this process can, and leave the rest to the agent. ``finish`` follows.
+        """Finish the work that only this process can do, and leave the other work to the agent.
+        Call ``finish`` afterwards.
 
-        On return the nearest durable tier has every step that it is to have, and no step needs its
-        image any more. Steps that wait for a farther tier, and are on a nearer one, are given up
-        here. One that is being written there ends soon, by itself. The leader has waited until the
-        other ranks have done the same, at most for some seconds.
+        On return the nearest durable tier has every step that it takes, and no step needs its image
+        any more. This process gives up steps that wait for a farther tier and that a nearer tier
+        has. A copy to a farther tier that is under way ends soon, by itself.
 
         Args:
-            leaves: Whether this rank leaves the others, which go on.
+            leaves: Whether this rank leaves the other ranks, which go on. If not, the leader waits
+                some seconds for the other ranks to detach too.
         """
         self._finish_images()
         self._left.set()
@@ -328,14 +341,15 @@ class Saver:
         for writer in self._writers:
             writer.await_cleaned(max(0.0, until - time.monotonic()))
         if not leaves:
-            # Otherwise a rank could remove files that the agent copies.
+            # Without this wait, a rank could remove files that the agent copies.
             await_detaches(self._coordinator)
         self._leave_roots()
 
     def _leave_roots(self) -> None:
         """Leave the roots that this rank has taken to the agent.
 
-        A store that does not answer soon keeps its record, which the agent removes later.
+        If a store does not answer soon, the record of the job stays there. The agent removes it
+        later.
         """
         leaving = Workers("detach", len(self._writers))
         left = [leaving.submit(writer.detach) for writer in self._writers]
@@ -347,15 +361,17 @@ class Saver:
             leaving.close()
 
     def _finish_images(self) -> None:
-        """Finish what is served from images by the streaming thread."""
+        """Finish the work of the copying and the streaming thread, and stop making slots."""
         self.slots.stop()
         self._copier.close()
         self._reserver.close(cancel=True)
         self._streamer.close()
 
     def _warn_of_steps_in_memory(self) -> bool:
-        """Log a warning if only memory has the step that this job continued from, or all steps of
-        this job. Returns whether it did.
+        """Log a warning if memory has steps, and no durable tier has a step at least as new as the
+        one that this job continued from (any step, if it continued from none).
+
+        Return True if the warning was logged.
         """
         durable, in_memory = self._durable, any(writer.in_memory for writer in self._writers)
         durable_step = self.steps.durable_step
@@ -365,7 +381,7 @@ class Saver:
             return False
         try:
             newest = max(durable_step, *(writer.newest_committed() for writer in durable))
-        except CkptError:  # The log has shown before that the store does not answer
+        except CkptError:  # The store does not answer, which was logged before
             return False
         if newest >= max(restored, 0):
             return False
@@ -386,8 +402,8 @@ class Saver:
     # -- on the streaming thread, and on those of the queues ---------------------------------------
 
     def _stream(self, save: ActiveSave) -> None:
-        """Commit a save to the nearest durable tier, and to those in memory before it; farther ones
-        follow.
+        """Commit a save to the tiers in memory, and then to the nearest durable tier. Farther tiers
+        follow by their queues.
 
         All ranks see the same outcome on every tier, because they get the same verdicts.
         """
@@ -395,7 +411,9 @@ class Saver:
         self._serve(self.writers_of(save.job.ref.step), save)
 
     def _serve(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
-        """Serve the first of ``writers`` from the image: now, or when its queue comes to it."""
+        """Write the image to the tier of the first of ``writers``: now, or when the queue of that
+        tier gives out the step. The tiers of the other writers follow.
+        """
         if (queue := self._queues.get(writers[0].url)) is not None:
             if queue.shared:
                 for farther in writers[1:]:
@@ -428,14 +446,16 @@ class Saver:
             self._end_image(save)
 
     def _miss(self, writers: Sequence[TierWriter], save: ActiveSave, error: BaseException) -> None:
-        """Serve the other ``writers``, or end the save: the first one does not get the step."""
+        """After the first of ``writers`` has failed, go on with the others, or end the use of the
+        image.
+        """
         if self._goes_on(writers, save, error):
             self._serve(writers[1:], save)
         else:
             self._end_image(save)
 
     def _end_image(self, save: ActiveSave) -> None:
-        """Release the slot of a save, once."""
+        """Release the slot of ``save``. Only the first call for a save has an effect."""
         for queue in self._queues.values():
             queue.expect_no_more(save.job.ref)
         if not self.steps.end_image(save.job.ref):
@@ -450,15 +470,15 @@ class Saver:
     def _goes_on(
         self, writers: Sequence[TierWriter], save: ActiveSave, error: BaseException
     ) -> bool:
-        """Return whether the second of ``writers`` may have the image, after the first has failed.
+        """Return True if the image may go to the second of ``writers``, after the first has failed.
 
-        If not, the save has failed everywhere, and the queues of farther tiers get a vote that
-        aborts it.
+        If it may not, the save has failed on the tiers of all ``writers``. The queues of farther
+        tiers then get a vote that aborts it.
         """
         writer, farther, job = writers[0], writers[1:], save.job
-        # An image that passes by cannot be read again.
+        # An image that passes through memory in waves cannot be read again.
         passing = job.passes_by and not writer.in_memory
-        # Other ranks see the failure of a peer, whatever the error is here.
+        # Other ranks see `PeerFailed`, whatever the error is on this rank, and decide by that.
         others_go_on = not writer.tier.required
         goes_on = others_go_on and not isinstance(error, TensorChanged)
         if goes_on and farther and not passing:
@@ -483,8 +503,8 @@ class Saver:
 
         Args:
             aborts: The votes.
-            awaited: Whether the other ranks come to the first tier. They come to the next one after
-                a tier that is not required.
+            awaited: Whether the other ranks commit the step on the first tier, and so wait for the
+                vote. They go on to the next tier only after a tier that is not required.
         """
         for abort in aborts:
             queue = self._queues.get(abort.writer.url)
@@ -505,7 +525,7 @@ class Saver:
         self.slots.look_again()
         with self._lock:
             first, self._swept = not self._swept, True
-        if first:  # What an earlier job left in memory is outdated now
+        if first:  # The steps that earlier jobs left in memory are outdated now
             for each in self._writers:
                 if self._replicas is None or not self._replicas.keeps_earlier(each.tier):
                     each.sweep()
@@ -513,7 +533,9 @@ class Saver:
         writer.prune_later()
 
     def _sweep(self, writer: TierWriter) -> None:
-        """Free what earlier jobs have left on a tier in memory."""
+        """If the tier is in memory, free the slots that earlier jobs left there. Then let the slot
+        pool decide again which memory it uses.
+        """
         writer.sweep()
         self.slots.reconsider()
 
@@ -530,14 +552,14 @@ class Saver:
                 self._lose(writer.url, queue.lose_all(error))
 
     def _serve_queue(self, url: str) -> None:
-        """Take what the queue of a tier gives out, until no step waits."""
+        """Perform the tasks that the queue of the tier ``url`` returns, until no step waits."""
         while (turn := self._queues[url].take()) is not None:
             self._lose(url, turn.lost)
             if turn.next is not None:
                 try:
                     self._perform(turn.next.task)
                 finally:
-                    # Otherwise the agent still reads the files.
+                    # After a detach, the agent still reads the files, so they stay protected.
                     if turn.next.held or not self._left.is_set():
                         self.steps.end_waiting(turn.next.ref, url)
 
@@ -562,8 +584,9 @@ class Saver:
             self._fail(task, error)
 
     def _written(self, ref: StepRef, outcome: SaveOutcome, nbytes: int) -> None:
-        """Report that bytes of a step, which a nearer tier has, are on a farther one. End the copy
-        if it is left to the agent.
+        """Count ``nbytes`` more that are written to a farther tier.
+
+        After a detach, raise `LeftToAgent` to end the copy.
         """
         outcome.written(nbytes)
         if self._left.is_set():

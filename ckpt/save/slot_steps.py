@@ -1,4 +1,4 @@
-"""Which steps the tiers in memory keep in which slots."""
+"""Records which steps the tiers in memory keep in which slots."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ckpt.storage.tiers import OpenTier
 
 
 class SlotSteps:
-    """The steps of this rank that stay in the slots they were staged in.
+    """Records the steps of this rank that stay in the slots in which they were staged.
 
-    The slot pool asks it before it fills a slot again, and the writers of tiers in memory report
-    to it what they keep. It is made before both.
+    The slot pool asks this object before it fills a slot again. The writers of tiers in memory
+    report to this object which steps they keep. It is made before both.
 
     Args:
-        rank: This rank, whose files a step consists of.
-        job: Knows which steps durable tiers have.
+        rank: This rank, which names the files in the slots.
+        job: The steps of the job, which say which step is durable.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_steps``,
     ``_in_doubt`` and ``_committed``. No request to a store is made under the lock; only the owner
@@ -31,6 +31,7 @@ class SlotSteps:
         self._steps: dict[str, dict[str, tuple[OpenTier, StepRef]]] = {}
         """Path of the slot -> URL -> the tier, and the step that it keeps there."""
         self._in_doubt: set[int] = set()
+        """The steps that this rank has voted for without having seen the verdict."""
         self._committed = -1
 
     def keep(self, path: str, tier: OpenTier, ref: StepRef) -> None:
@@ -39,8 +40,8 @@ class SlotSteps:
             self._steps.setdefault(path, {})[tier.url] = tier, ref
 
     def set_voted(self, ref: StepRef) -> None:
-        """Note that this rank is about to vote for ``ref``, which a slot holds. If this rank sees
-        no verdict then, other ranks may have seen one.
+        """Note that this rank is about to vote for ``ref``, which a slot holds. From now on other
+        ranks may commit ``ref``, even if this rank sees no verdict.
         """
         with self._lock:
             self._in_doubt.add(ref.step)
@@ -52,7 +53,7 @@ class SlotSteps:
             self._in_doubt = {step for step in self._in_doubt if step > ref.step}
 
     def set_restored(self, ref: StepRef) -> None:
-        """Note that the job goes on from ``ref``. Later steps are not needed any more."""
+        """Note that the job continues from ``ref``. Later steps are not needed any more."""
         with self._lock:
             self._committed, self._in_doubt = ref.step, set()
 
@@ -67,12 +68,12 @@ class SlotSteps:
             self._steps.get(path, {}).pop(tier.url, None)
 
     def evict(self, path: str) -> None:
-        """Remove the step in the slot ``path`` from its tier, manifest first.
+        """Remove the step in the slot ``path`` from the tiers that keep it there, manifest first.
 
         The slot is about to be filled with other bytes.
 
         Raises:
-            StorageError: The tier did not delete a file. The step still counts as kept.
+            StorageError: A tier did not delete a file. The step still counts as kept there.
         """
         with self._lock:
             kept = dict(self._steps.get(path, {}))
@@ -83,27 +84,29 @@ class SlotSteps:
                 self._steps[path].pop(url, None)
 
     def step_in(self, path: str) -> int:
-        """Return the step that the slot ``path`` holds; -1 if it holds none."""
+        """Return the number of the step in the slot ``path``; -1 if the slot holds none."""
         with self._lock:
             return max((ref.step for _, ref in self._steps.get(path, {}).values()), default=-1)
 
     def is_needed(self, path: str) -> bool:
-        """Return whether the slot ``path`` holds the newest step that is committed in memory, or a
-        newer one that may be, and durable tiers have only older ones.
+        """Return True if a restart may need the slot ``path``.
+
+        It holds the newest step that is committed in memory, or a step that may be committed there
+        although this rank has seen no verdict. Durable tiers have only older steps.
         """
         step, durable = self.step_in(path), self._job.durable_step
         with self._lock:
             return (step == self._committed or step in self._in_doubt) and step > durable
 
     def kept_by(self, tier: OpenTier) -> dict[str, StepRef]:
-        """Return the steps that ``tier`` keeps: path of the slot -> step."""
+        """Return the steps that ``tier`` keeps, by the paths of their slots."""
         with self._lock:
             return {
                 path: steps[tier.url][1] for path, steps in self._steps.items() if tier.url in steps
             }
 
     def newest(self) -> int:
-        """Return the newest step of this job that is in memory; -1 if there is none."""
+        """Return the number of the newest step in a slot; -1 if there is none."""
         with self._lock:
             refs = [ref.step for steps in self._steps.values() for _, ref in steps.values()]
         return max(refs, default=-1)

@@ -1,10 +1,11 @@
-"""Whether the tensors that are saved show that training is dead.
+"""Detects, from the tensors that are saved, that training is dead.
 
-Training is dead if the step has advanced and none of the trained tensors has changed since the
-save before, or if one of them holds NaN or Inf. A rank sees that of its own part of the image, from
-the checksums of its chunks. The alarm is raised if no rank has seen a change. Each rank posts what
-it has seen when it commits, and waits for nothing there. A rank that has seen no change waits for
-the others on a thread of its own, so neither commits nor slots wait for a rank that has died.
+Training counts as dead if the step has advanced and no trained tensor has changed since the save
+before, or if a trained tensor holds NaN or Inf. Each rank checks its own part of the image. It
+compares the checksums of its chunks with those of the save before. A step without changes is
+reported if no rank has seen a change. Each rank posts its finding when it commits, and does not
+wait for other ranks in the commit. A rank that has seen no change waits for their findings on a
+thread of its own, so that neither commits nor slots wait for a rank that has died.
 """
 
 from __future__ import annotations
@@ -35,24 +36,27 @@ from ckpt.save.trained import Chunks, ScannedImage, Trained
 
 _log = logging.getLogger("ckpt")
 _WAIT_SECONDS: Final = 60.0
-"""How long ranks wait for each other. If that is too short, there is no alarm for the step."""
+"""How long ranks wait for each other's findings. After that the step is not checked."""
 _END_SECONDS: Final = 5.0
-"""How long ``close`` waits for the comparisons that are left. They take milliseconds if all ranks
-live.
+"""How long ``close`` waits for comparisons under way. They take milliseconds if all ranks are
+alive.
 """
 _KEPT_MESSAGES: Final = 2
-"""When a further step commits, all ranks have posted for this one, and the leader reads it soon."""
+"""For how many steps the message of this rank is kept. When a step commits, all ranks have posted
+for the step before, and the leader reads their messages soon.
+"""
 _MOST_NAMES: Final = 8
 
 
 class _Finding(msgspec.Struct, frozen=True):
-    """What a rank has seen of a step, or all ranks together.
+    """What one rank has found out about a step, or all ranks together.
 
     Attributes:
-        changed: Whether a trained tensor has changed, or may have; None if this rank writes none.
-        since: The step that it was compared with.
-        unchanged: Some of the trained tensors.
-        not_finite: Tensors that hold NaN or Inf.
+        changed: True if a trained tensor has changed, or may have; False if none has; None if the
+            rank writes no trained tensor.
+        since: The step of the save before; -1 if there is none.
+        unchanged: The names of some of the trained tensors, if none has changed.
+        not_finite: The names of some of the tensors that hold NaN or Inf.
     """
 
     changed: bool | None
@@ -66,18 +70,21 @@ _decoder: Final = msgspec.json.Decoder(_Finding)
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The newest save: its chunk table, and where the trained tensors are in it."""
+    """The chunk table of the newest save, and the indices of its trained tensors in that table."""
 
     step: int
     chunks: Chunks
     table: Sequence[Chunk]
 
     def changed(self, before: _Seen) -> bool | None:
-        """Return whether a tensor of the optimizers has changed since ``before``, or may have.
+        """Return True if a tensor of the optimizers has changed since ``before``, or may have;
+        False if none has.
 
-        One that was trained between the saves may not be trained now, as the two models of a GAN.
+        Tensors that are not trained now are compared too. They may have been trained between the
+        saves, as with the two models of a GAN.
 
-        None if this rank writes none of those that are trained now and that both saves have.
+        Return None if nothing has changed and this rank writes no tensor that was trained at both
+        saves.
         """
         mine, other = self.chunks, before.chunks
         if not (mine.whole and other.whole and mine.trained.era == other.trained.era):
@@ -89,20 +96,21 @@ class _Seen:
         return False if both & mine.places.keys() & other.places.keys() else None
 
     def of(self, places: Sequence[int]) -> list[str]:
-        """Return the checksums of some of this rank's chunks."""
+        """Return the checksums of the chunks with the indices ``places``."""
         return [self.table[index].checksum for index in places]
 
 
 class Suspicions:
-    """Looks at the saves of one manager, and reports those that show that training is dead.
+    """Checks the saves of one manager, and reports those that show that training is dead.
 
     Args:
-        coordinator: A connection to the other ranks of its own.
-        ledger: Where an alarm is reported.
-        config: Whether there is an alarm, and whether numbers are looked at.
+        coordinator: The connection to the other ranks, used by this object alone.
+        ledger: Gets the reports.
+        config: Says whether saves are checked (``on_suspicious``), and whether their tensors are
+            scanned for NaN and Inf (``check_finite``).
 
-    Thread safety: ``trained``, ``scanned`` and ``forget`` are for the training thread, ``examine``
-    for any, and ``close`` for one thread after the last ``examine``. ``_lock`` guards ``_seen``,
+    Thread safety: the training thread may call ``trained``, ``scanned`` and ``forget``, any thread
+    ``examine``, and one thread ``close``, after the last ``examine``. ``_lock`` guards ``_seen``,
     ``_posted`` and ``_newest``.
     """
 
@@ -118,27 +126,28 @@ class Suspicions:
         self._newest: Future[None] | None = None
 
     def trained(self, collected: Collected) -> Trained | None:
-        """Return what is to be looked at when ``collected`` is committed; None for nothing."""
+        """Return the tensors that ``examine`` is to check; None if saves are not checked."""
         return Trained.of(collected, self._era) if self._on else None
 
     def scanned(self, job: SaveJob, trained: Trained | None) -> SaveJob:
-        """Return ``job`` so that its numbers are looked at while its image is hashed, if they are
-        to be.
+        """Return ``job`` with an image that is scanned for NaN and Inf while it is hashed. Return
+        ``job`` itself if ``check_finite`` is not set.
         """
         if trained is None or not self._scans:
             return job
         return replace(job, image=ScannedImage.of(job.image, job.plan, trained))
 
     def forget(self) -> None:
-        """Compare later saves with no earlier ones, since a restore has changed the trained
+        """Do not compare later saves with earlier ones, since a restore has changed the trained
         tensors.
         """
         self._era += 1
 
     def examine(self, job: SaveJob, trained: Trained | None) -> None:
-        """Look at a save that is committed on its first tier. It never raises.
+        """Check a save that is committed on its first tier, and report it if it is suspicious.
 
-        It waits for no other rank: an alarm that needs their answers comes later.
+        The call never raises, and does not wait for other ranks. A report that needs their findings
+        comes later, from another thread.
         """
         if trained is None:
             return
@@ -154,8 +163,8 @@ class Suspicions:
         self._report(job.ref, own)
 
     def close(self) -> None:
-        """Finish the comparisons that are left, and give up those that take more than some seconds,
-        since a rank has died.
+        """Return when the comparisons under way have ended. Those that take more than some seconds
+        are given up, since a rank has died.
         """
         if self._newest is not None:
             wait([self._newest], _END_SECONDS)
@@ -163,9 +172,10 @@ class Suspicions:
         self._waiter.close(cancel=True)
 
     def _exchange(self, ref: StepRef, own: _Finding) -> None:
-        """Post what this rank has seen, and compare it on the waiting thread if that is not enough.
+        """Post the finding of this rank, and compare it with those of other ranks on the waiting
+        thread if it does not show a change.
 
-        Holds the lock.
+        The caller holds ``_lock``.
         """
         subject = f"trained/{ref.folder}"
         self._coordinator.post(subject, msgspec.json.encode(own))
@@ -193,7 +203,7 @@ class Suspicions:
             self._ledger.suspect(found, logs=self._coordinator.rank == LEADER)
 
     def _own(self, job: SaveJob, trained: Trained) -> _Finding:
-        """Return what this rank sees, and remember the save."""
+        """Return the finding of this rank, and remember the save for the next comparison."""
         before, step = self._seen, job.ref.step
         bad = _few([job.image.found]) if isinstance(job.image, ScannedImage) else ()
         same_plan = before is not None and before.chunks.is_of(job.plan, trained)
@@ -208,7 +218,7 @@ class Suspicions:
         return _Finding(changed, before.step if before else -1, unchanged, bad)
 
     def _agreed(self, ref: StepRef, subject: str) -> _Finding:
-        """Return what all ranks together have seen."""
+        """Return the finding of all ranks together."""
         coordinator = self._coordinator
         patience = Wait(_WAIT_SECONDS, "the comparison with the last save", ref.step)
         if not self._scans and coordinator.rank != LEADER:

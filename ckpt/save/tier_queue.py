@@ -1,12 +1,13 @@
 """The queue before a farther tier: newest first, bounded, and in the same order on all ranks.
 
-A step that a nearer tier has costs no memory but its name while it waits. A step that no nearer
-tier has holds its image. It goes before the others, the oldest first, and is never given up.
+A waiting step that a nearer tier has costs almost no memory. A waiting step that no nearer tier has
+holds its image in a slot. Steps that hold their images go first, the oldest first, and are never
+given up.
 
-The newest step is always next, so a tier that is slow, or down for a while, becomes current by
-itself. When more than ``backlog`` steps wait, the oldest are given up, because newer ones will be
-there sooner. The leader says which, because ranks that took different steps would wait for each
-other.
+Of the steps that a nearer tier has, the newest goes first. So a tier that is slow, or was down for
+a while, gets current steps again by itself. When more than ``backlog`` such steps wait, the oldest
+are given up. The leader decides the order for all ranks, because ranks that took different steps
+would wait for each other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ckpt.model.keys import StepRef
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
 _PAUSE_SECONDS: Final = 10.0
-"""The pause before the leader is asked again. A store that is gone raises its error at once."""
+"""The pause before the leader is asked again. The job's store may fail without any delay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class QueuedStep(Generic[T]):
 
     Attributes:
         ref: The step.
-        task: What to do with it, for the owner of the queue.
-        held: Whether it holds its image on some rank, since no nearer tier has it.
+        task: The work on the step. The queue returns it to its owner and does not use it.
+        held: Whether the step holds its image on some rank, because no nearer tier has the step.
     """
 
     ref: StepRef
@@ -46,12 +47,12 @@ class QueuedStep(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Turn(Generic[T]):
-    """What a queue gives out at a time.
+    """What one call of `TierQueue.take` returns.
 
     Attributes:
-        next: The step to take to the tier now; None if the order could not be agreed on, or if it
-            was given up meanwhile.
-        lost: The steps that never get to the tier, each with the error that says why.
+        next: The step to write to the tier now; None if the ranks could not agree on an order, or
+            if the step was given up meanwhile.
+        lost: The steps that never get to the tier, each with the error that is the reason.
     """
 
     next: QueuedStep[T] | None
@@ -59,24 +60,25 @@ class Turn(Generic[T]):
 
 
 class _Order(msgspec.Struct, frozen=True):
-    """What the leader posts. Folders: the step that is taken next, and those that are given up."""
+    """The leader's order: the folder of the next step, and the folders of steps to give up."""
 
     next: str
     dropped: tuple[str, ...] = ()
 
 
 class TierQueue(Generic[T]):
-    """The steps that wait for one tier. It has no thread: its owner runs one that takes turns.
+    """The steps that wait for one farther tier. Its owner runs the thread that calls ``take``.
 
     Args:
-        index: Counts the tier from the nearest. All ranks use the same.
+        index: The index of the tier, counted from the nearest. It is the same on all ranks.
         coordinator: The connection of this queue to the other ranks.
-        backlog: How many steps that a nearer tier has may wait beside the next one.
-        timeout: How many seconds to wait for the leader, or for a step the leader has taken.
+        backlog: How many steps that a nearer tier has may wait, not counting the next one.
+        timeout: How many seconds to wait for the leader's order, and for a step in that order to
+            come to this queue.
 
     Thread safety: ``push`` and ``close`` may be called from any thread; ``take`` from one thread at
     a time. ``_changed`` guards all fields, except for ``_serial``, which belongs to the thread that
-    takes. ``_closing`` is set once, and may be read without it.
+    calls ``take``. ``_closing`` is set once, and may be read without ``_changed``.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class TierQueue(Generic[T]):
             backlog,
             timeout,
         )
-        # None keeps the place of an expected step
+        # Folder of a step -> the step; None keeps the place of an expected step.
         self._steps: dict[str, QueuedStep[T] | None] = {}
         self._given_up: set[str] = set()
         self._serial = 0
@@ -97,30 +99,31 @@ class TierQueue(Generic[T]):
 
     @property
     def shared(self) -> bool:
-        """Whether other ranks have a queue like this."""
+        """Whether other ranks have a queue for the same tier."""
         return self._coordinator.world_size > 1
 
     def expect(self, ref: StepRef) -> None:
         """Keep a place for a step that holds its image in the queue of a nearer tier.
 
-        The step comes here with its image if that tier fails. A later step that holds its image
-        waits behind that place, because a rank with fewer slots cannot begin the later step before.
+        If that tier fails, the step comes to this queue with its image. A later step that holds its
+        image waits behind that place, because a rank with fewer slots cannot begin the later step
+        before it has released the slot of this one.
         """
         with self._changed:
             self._steps.setdefault(ref.folder, None)
 
     def expect_no_more(self, ref: StepRef) -> None:
-        """Give up the place of a step that does not come."""
+        """Remove the place of an expected step that does not come to this queue."""
         with self._changed:
             if self._steps.get(ref.folder, self) is None:
                 del self._steps[ref.folder]
                 self._changed.notify_all()
 
     def push(self, step: QueuedStep[T]) -> bool:
-        """Queue a step, in its place if it was expected.
+        """Add a step to the queue, in its place if it was expected.
 
         Returns:
-            Whether the caller has to start a thread that calls ``take`` until it returns None.
+            True if the caller must start a thread that calls ``take`` until that returns None.
         """
         with self._changed:
             self._steps[step.ref.folder] = step
@@ -129,7 +132,9 @@ class TierQueue(Generic[T]):
             return start
 
     def take(self) -> Turn[T] | None:
-        """Return what is to be done next. It waits for expected steps and for the leader's order.
+        """Return the step to write next, and the steps that are given up.
+
+        The call waits for expected steps and for the leader's order.
 
         Returns:
             The next turn; None if no step waits. Then the next ``push`` asks for a thread again.
@@ -175,7 +180,9 @@ class TierQueue(Generic[T]):
             return stored
 
     def close(self) -> None:
-        """Do not wait for a leader that does not answer. Steps that wait are still taken."""
+        """Let ``take`` give up on a leader that does not answer, instead of asking again, and not
+        wait for expected steps. It still returns the steps that wait.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -200,7 +207,8 @@ class TierQueue(Generic[T]):
         return turn
 
     def _can_go_on(self) -> bool:
-        """Return whether there is a step to take or, on a rank that follows, to wait for.
+        """Return True if there is a step to take or, on a rank other than the leader, a step whose
+        order is to be awaited.
 
         The caller holds ``_changed``.
         """
@@ -209,22 +217,22 @@ class TierQueue(Generic[T]):
         return bool(held or stored or (follows and any(self._steps.values())))
 
     def _takable(self) -> tuple[list[str], list[str]]:
-        """Return the steps that every rank can reach without another slot.
+        """Return the folders of the steps that every rank can reach without another slot.
 
         The caller holds ``_changed``.
 
         Returns:
-            Those that hold their images, and those that a nearer tier has.
+            The steps that hold their images, and the steps that a nearer tier has.
         """
         stored = [name for name, step in self._steps.items() if step is not None and not step.held]
         before = takewhile(lambda each: each[1] is not None, self._steps.items())
         return [name for name, step in before if step is not None and step.held], stored
 
     def _choose(self) -> _Order | None:
-        """Choose the oldest step that holds its image, or else the newest step.
+        """Return the order of the leader; None if all steps have been given up meanwhile.
 
-        Every rank can reach the oldest one without another slot. Return None if all steps have been
-        given up meanwhile.
+        The next step is the oldest one that holds its image, since every rank can reach that one
+        without another slot. If no step holds its image, it is the newest step.
         """
         with self._changed:
             held, stored = self._takable()
@@ -236,10 +244,11 @@ class TierQueue(Generic[T]):
         return _Order(held[0] if held else stored[-1], tuple(dropped))
 
     def _take(self, order: _Order) -> Turn[T]:
-        """Remove what ``order`` names, except for steps that have been given up meanwhile.
+        """Remove the steps of ``order`` from the queue, and return them. Steps that have been given
+        up meanwhile are left out.
 
-        The leader may be ahead. Its steps come here too, because the outcome of a save on a nearer
-        tier is the same for all ranks.
+        The leader may be ahead of this rank. The call then waits for the steps, which come to this
+        queue too, because the outcome of a save on a nearer tier is the same for all ranks.
         """
 
         def are_known() -> bool:

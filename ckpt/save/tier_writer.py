@@ -1,4 +1,4 @@
-"""A step on one tier: write the image, then the fragment, then vote and wait for the verdict.
+"""Commits steps to one tier: writes the image, then the fragment, votes, and awaits the verdict.
 
 A rank that fails votes too, so that no other rank waits for it. Files are removed only if the step
 was aborted for good, and no manifest is seen on the tier.
@@ -51,9 +51,9 @@ from ckpt.storage.tiers import OpenTier
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
 _MANY: Final = 16
-"""From this number of ranks on, threads for the merge save more time than they cost."""
+"""From this number of ranks on, the leader reads fragments for the merge on several threads."""
 _READERS: Final = 8
-"""Threads that fetch fragments for the merge. Requests take the time: one for each rank."""
+"""The most threads that read fragments for the merge. There is one request for each rank."""
 _LEAVING: Final = RetryPolicy(attempts=3)
 
 
@@ -63,14 +63,14 @@ class TierWriter:
     Args:
         tier: The tier.
         coordinator: The connection of this writer to the other ranks.
-        config: How to save.
+        config: The settings of saves.
         steps: The state of the job's steps on this tier: committed, waiting or restored.
         slots: The steps that stay in slots. Only a tier in memory uses them.
-        copier: Copies files of nearer tiers.
+        copier: Lets the agent copy files of nearer tiers to this tier; None if there is no agent.
 
     Attributes:
-        in_memory: Whether images stay where they are staged.
-        root: The job's hold on the root of the tier.
+        in_memory: Whether the tier keeps images in the slots in which they were staged.
+        root: The claim of the job on the root of the tier.
 
     Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
     methods may be called from any thread. ``_turn`` guards ``_retry``, ``_known``, ``_taken``,
@@ -122,7 +122,8 @@ class TierWriter:
         self._files = RankFiles(
             tier, coordinator.rank, coordinator.world_size, config, self._workers, copier
         )
-        # Several nodes may share the tier, and one of them may be lost
+        # If nodes share the tier, an agent of another node may bring the files of this rank. So
+        # this rank puts a marker before it removes them (see ``claim_marker``).
         alone = tier.local or coordinator.world_size == 1
         self._marked = None if alone else coordinator.rank
         self._known = Known()
@@ -131,14 +132,14 @@ class TierWriter:
         self._detached = False
 
     def commit(self, job: SaveJob, *, on_bytes: OnBytes) -> tuple[Chunk, ...]:
-        """Make ``job`` a checkpoint on this tier.
+        """Make ``job`` a checkpoint on this tier, together with the other ranks.
 
         Args:
             job: The save. Its ``confirm`` is called before the commit.
             on_bytes: Called with the number of bytes just written, from the writing threads.
 
         Returns:
-            The chunk table.
+            The chunk table of the image.
 
         Raises:
             CkptError: The step did not become a checkpoint here.
@@ -168,7 +169,7 @@ class TierWriter:
             raise
         if self.in_memory:
             self._slots.set_voted(job.ref)
-        # This raises if there is no verdict. The files may yet become a checkpoint.
+        # This raises if there is no verdict. The files stay, since they may become a checkpoint.
         verdict = committer.commit(job.ref, vote)
         if self.in_memory:
             self._slots.set_decided(job.ref)
@@ -220,20 +221,21 @@ class TierWriter:
             self._take_over()
 
     def sweep(self, restored: StepRef | None = None) -> None:
-        """Free the memory that an earlier job has left here. Only the leader of the node does so.
+        """If the tier is in memory, free the slots that earlier jobs left there. Only the leader of
+        the node does so.
 
-        A job that may be alive keeps what it has.
+        The slots of a job that may be alive stay.
 
         Args:
-            restored: The step that the job continues from, while it has committed none. It stays,
-                and so does what may still be needed.
+            restored: The step that this job continues from, as long as it has committed no step.
+                That step stays, and so does the newest step on the tier.
         """
         if self.in_memory and self._node.rank == LEADER:
             with contextlib.suppress(CkptError):
                 sweep(self._backend, self.root, restored=restored, part=self.tier.nodes is not None)
 
     def abort(self, ref: StepRef, trial: int, reason: str) -> None:
-        """Vote that this rank has failed ``ref``. On the leader this is the verdict, too."""
+        """Vote that this rank has failed ``ref``. On the leader, this also aborts the step."""
         with self._turn:
             if self._quota is not None:
                 with contextlib.suppress(CkptError):
@@ -248,23 +250,23 @@ class TierWriter:
             _log.debug("ckpt: step %d on %s: %s", ref.step, self.url, error)
 
     def stored(self, job: SaveJob) -> StoredImage:
-        """Return the image of ``job`` as this tier stores it. The job is the last that was
+        """Return the image of ``job`` as this tier stores it. ``job`` must be the last job that was
         committed from memory.
         """
         return self._files.stored(job, self._retry)
 
     def hurry(self) -> None:
-        """Do not wait longer for a store that is down than a request does anyway."""
+        """From now on, retry no request to the store for longer than usual."""
         self._hurry.set()
 
     def leave(self) -> None:
-        """Clear no step away from now on, since the agent may work at it."""
+        """Remove no files of failed saves from now on, since the agent may work on the steps."""
         self._left.set()
         self.hurry()
 
     def await_cleaned(self, seconds: float) -> None:
-        """Return when no step is being cleared away, at most after ``seconds``. ``leave`` was
-        called before.
+        """Return when no files of a failed save are being removed, at most after ``seconds``. Call
+        ``leave`` first.
         """
         if self._cleaning.acquire(timeout=seconds):
             self._cleaning.release()
@@ -272,14 +274,16 @@ class TierWriter:
             _log.info("ckpt: %s does not answer while a step is cleared away there", self.url)
 
     def prune_later(self) -> None:
-        """Remove what need not be kept, on a thread of its own. Only the leader of the node does
-        so, and only for a job that has taken the root.
+        """Let the pruner remove, on its own thread, the steps that retention does not keep.
+
+        This has an effect only on the leader of the node, and only after the job has claimed the
+        root.
         """
         if self._pruner is not None and self.root.claimed:
             self._pruner.ask()
 
     def newest_committed(self) -> int:
-        """Return the newest step of any job in the store; -1 if there is none.
+        """Return the number of the newest committed step of any job; -1 if there is none.
 
         Raises:
             StorageError: The store does not answer.
@@ -288,10 +292,12 @@ class TierWriter:
         return next((ref.step for ref in refs if is_committed(self._backend, ref)), -1)
 
     def detach(self) -> None:
-        """Leave the root, and the steps that only memory has, to the agent. ``close`` follows.
+        """Leave the root, and the steps that only memory has, to the agent. Call ``close``
+        afterwards.
 
         Raises:
-            StorageError: The store does not answer. The agent removes the record of the job there.
+            StorageError: The store does not answer. The agent then removes the job's record from
+                the root.
         """
         self._detached = True
         _LEAVING.call(self.root.detach)
@@ -300,7 +306,7 @@ class TierWriter:
         """Stop the threads and release the root.
 
         Args:
-            durable_step: Steps up to this one need not stay in memory.
+            durable_step: The newest durable step. Steps up to it are removed from memory.
             logs: Whether a log line names the newest step that stays in memory alone.
         """
         self._files.close()
@@ -346,8 +352,8 @@ class TierWriter:
         )
 
     def _reason_to_abort(self, job: SaveJob) -> CkptError | None:
-        """Return the reason to abort ``job`` before anything is written: the leader's objection,
-        or a lack of room.
+        """Return the reason to abort ``job`` before anything is written, or None. The reason is an
+        objection of the leader, or a lack of room.
         """
         abort = self._objection(job.ref) if self._node.rank == LEADER else None
         if self._quota is not None:
@@ -364,12 +370,12 @@ class TierWriter:
         return abort
 
     def _objection(self, ref: StepRef) -> CkptError | None:
-        """Return why ``ref`` cannot be saved: another job has the root, or the step exists, or a
-        newer step hides it.
+        """Return the error if ``ref`` cannot be saved, or None. Either another job has the root, or
+        the step exists, or a newer step hides it.
         """
         try:
             if self._taken is not None and not self._retry.call(self.root.confirm):
-                # Another job had taken the root and has closed, so there may be other steps.
+                # Another job has had the root meanwhile, and may have saved steps there.
                 self._taken = None
             taken = self._take_over()
         except CkptError as error:
@@ -384,11 +390,12 @@ class TierWriter:
         """Claim the root, if this job has not yet.
 
         Returns:
-            The steps of other jobs that were there then, up to the step that this job has restored.
+            The numbers of the steps of other jobs that the tier had at that time, up to the step
+            that this job has restored. If it has restored none, all of them.
         """
         if self._taken is None:
             there = self._call(self.root.take)
-            if self._node.world_size > 1:  # Ranks that must make room ask for it
+            if self._node.world_size > 1:  # Ranks that must make room read this list
                 self._found.post(there)
             if self._pruner is not None:
                 self._pruner.clear(self._steps.restored)

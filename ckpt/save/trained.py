@@ -1,4 +1,4 @@
-"""The tensors of a save that its optimizers train: their names, checksums and numbers."""
+"""Finds the tensors of a save that its optimizers train, their chunks, and NaN or Inf in them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ _EXPONENTS: Final[Mapping[str, np.unsignedinteger[Any]]] = {
     "complex128": np.uint64(0x7FF0_0000_0000_0000),
     "complex64": np.uint32(0x7F80_0000),
 }
-"""The bits of the exponent, which are all set in NaN and Inf alone."""
+"""The bits of the exponent, by dtype. Only NaN and Inf have all of them set."""
 _BLOCK_BYTES: Final = 256 << 10
-"""How much of a chunk is looked at together: it stays in the cache of a core."""
+"""How many bytes of a chunk are scanned at a time, so that they stay in the cache of a core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What the optimizers of a state train. It keeps no tensor alive.
+    """The tensors in the parameter groups of a state's optimizers. It keeps no tensor alive.
 
     Attributes:
-        era: Counts the restores before the save.
-        still: The identities of the tensors of their groups that they do not train now: with a
-            learning rate of zero, or without a gradient.
-        moving: Those of the other tensors.
-        seen: Identity -> the name that the bytes are stored under, for each part of the state.
+        era: The number of restores before the save.
+        still: The ``id`` of each tensor that is not trained now, because its group has a learning
+            rate of zero or it needs no gradient.
+        moving: The ``id`` of each tensor that is trained now.
+        seen: For each part of the state: ``id`` of a tensor -> the name under which its bytes are
+            stored.
     """
 
     era: int
@@ -49,11 +50,12 @@ class Trained:
 
     @classmethod
     def of(cls, collected: Collected, era: int) -> Trained:
-        """Return what the optimizers of ``collected`` train. On the training thread."""
+        """Return the tensors of the optimizers in ``collected``. Call it on the training thread."""
         still: list[int] = []
         moving: list[int] = []
         for optimizer in collected.optimizers:
-            if isinstance(optimizer, OptimizerStandIn):  # The state does not hold what it trains
+            # The state has no name for this id, so ``Chunks.whole`` is False.
+            if isinstance(optimizer, OptimizerStandIn):
                 moving.append(id(optimizer))
                 continue
             for group in optimizer.param_groups:
@@ -76,7 +78,7 @@ class Trained:
         return cls(era, tuple(still), tuple(moving), (*seen, alone))
 
     def names(self, identities: Sequence[int]) -> set[str]:
-        """Return the names of those tensors among ``identities`` that are saved."""
+        """Return the names of the saved tensors whose ``id`` is among ``identities``."""
         return {
             known[identity] for identity in identities for known in self.seen if identity in known
         }
@@ -89,19 +91,19 @@ def _moves(group: Mapping[str, Any]) -> bool:
     try:
         return float(group["lr"]) != 0.0
     except (KeyError, TypeError, ValueError):
-        # The optimizer finds its own rate, or has several.
+        # The optimizer has no single learning rate: assume that it trains.
         return True
 
 
 class _Piece(NamedTuple):
-    """The tensor that a chunk belongs to; without a name it is the header."""
+    """The tensor that a chunk belongs to. The header of the file has an empty name."""
 
     name: str
     dtype: str
 
 
 def _pieces(plan: SavePlan) -> list[_Piece]:
-    """Return the tensor of each chunk."""
+    """Return the tensor of each chunk of the file, in order."""
     starts = {
         item.offset: _Piece(plan.tensors[item.leaf].name, plan.tensors[item.leaf].dtype)
         for item in plan.items
@@ -117,14 +119,14 @@ def _pieces(plan: SavePlan) -> list[_Piece]:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Where the chunks of the tensors of optimizers are in the file of this rank.
+    """The chunks of this rank's file that belong to tensors of optimizers.
 
     Attributes:
-        plan: The plan of the file.
-        trained: What is trained.
-        places: Name -> the indices of its chunks, of those that move.
-        still: The same of the others.
-        whole: Whether all that moves is saved.
+        plan: The save plan of the file.
+        trained: The tensors of the optimizers.
+        places: Name of a tensor that is trained now -> the indices of its chunks.
+        still: Name of a tensor that is not trained now -> the indices of its chunks.
+        whole: Whether all tensors that are trained now are saved.
     """
 
     plan: SavePlan
@@ -135,7 +137,7 @@ class Chunks:
 
     @classmethod
     def of(cls, plan: SavePlan, trained: Trained) -> Chunks:
-        """Find them."""
+        """Return the chunks of the tensors of ``trained`` in the file of ``plan``."""
         moving, others = trained.names(trained.moving), trained.names(trained.still)
         places: dict[str, list[int]] = {}
         still: dict[str, list[int]] = {}
@@ -148,16 +150,18 @@ class Chunks:
         return cls(plan, trained, places, still, whole)
 
     def is_of(self, plan: SavePlan, trained: Trained) -> bool:
-        """Return True if this is what ``of`` would return."""
+        """Return True if ``of`` would return an equal object for these arguments."""
         return self.plan is plan and self.trained == trained
 
 
 @dataclass(frozen=True, slots=True)
 class ScannedImage:
-    """An image that notes which trained tensors hold NaN or Inf, while its chunks are hashed.
+    """An image that is scanned for NaN and Inf while its chunks are hashed.
 
     Attributes:
         image: The image itself.
+        masks: Offset of a chunk in the image -> the name of its tensor, and the bits of the
+            exponent of its dtype. Only these chunks are scanned.
         found: The names of the tensors that hold NaN or Inf. It is complete when the image has been
             written once.
 
@@ -170,7 +174,7 @@ class ScannedImage:
 
     @classmethod
     def of(cls, image: Source, plan: SavePlan, trained: Trained) -> ScannedImage:
-        """Return ``image`` so that the tensors of ``trained`` are looked at."""
+        """Return ``image`` with a scan of the tensors of ``trained``."""
         names = trained.names((*trained.still, *trained.moving))
         edges = pairwise(accumulate(plan.chunks, initial=0))
         masks = {
@@ -199,7 +203,7 @@ class ScannedImage:
         self.image.written(start, end)
 
     def hashed(self, start: int, end: int) -> None:
-        """Look at the chunk before the image may take its memory back."""
+        """Scan the chunk before the image may take its memory back."""
         if (known := self.masks.get(start)) is not None:
             name, mask = known
             if not all_finite(self.image.view(start, end), mask):
@@ -211,7 +215,7 @@ class ScannedImage:
 
 
 def all_finite(data: memoryview, mask: np.unsignedinteger[Any]) -> bool:
-    """Return False if a number in ``data`` has all bits of ``mask`` set."""
+    """Return False if a number in ``data`` has all bits of ``mask`` set, so is NaN or Inf."""
     bits = np.frombuffer(data, mask.dtype)
     step = _BLOCK_BYTES // mask.itemsize
     block = np.empty(min(step, len(bits)), mask.dtype)
