@@ -34,12 +34,14 @@ _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
 
 
 class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
-    """The save gets no manifest.
+    """The verdict that a save gets no manifest, with the reason.
 
     Attributes:
-        reason: The reason as text, or a part of it that ``kind`` gives a meaning.
+        reason: The reason as text, or the field of the error that ``rebuild`` expects for ``kind``.
         failures: The reasons of the ranks that have failed, by rank.
-        kind: The class of the error that ``rebuild`` returns.
+        kind: The name of the class of the error that ``rebuild`` returns.
+        names: Names in the error, such as that of a tensor or of a root.
+        ranks: Ranks in the error, or another number that ``rebuild`` expects for ``kind``.
     """
 
     reason: str
@@ -85,7 +87,7 @@ def abort_reason(error: CkptError) -> Aborted:
 
 
 def rebuild(verdict: Aborted, step: int) -> CkptError:
-    """Return the error that a verdict carries."""
+    """Return the error that ``verdict`` carries, for ``step``."""
     if kind := _STORAGE_ERRORS.get(verdict.kind):
         key, root = verdict.names
         return placed(kind(key, verdict.reason), root)

@@ -58,11 +58,13 @@ class Coordinator(Protocol):
         ...
 
     def forget(self, subject: str) -> None:
-        """Remove the message of this rank on ``subject``. Never raises."""
+        """Remove the message of this rank on ``subject``. The call never raises."""
         ...
 
     def clone(self) -> Coordinator:
-        """Return an equal coordinator whose waits do not delay calls on this one."""
+        """Return a coordinator for the same rank and job with its own connection, so that a call
+        that waits there does not delay calls on this one.
+        """
         ...
 
     def close(self) -> None: ...

@@ -28,7 +28,7 @@ from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend, is_there
 
 _REMOVE: Final = b""
-"""An empty object: it fits on a full disk."""
+"""The content of the marker of a rank that removes its files. Empty, to fit on a full disk."""
 _REMOVED: Final = b"removed\n"
 _FINISHED: Final = b"finished from outside of its job\n"
 _BROUGHT: Final = b"brought from a copy on another node\n"
@@ -36,17 +36,19 @@ _TRIES: Final = 10
 
 
 def claim_for_finish(backend: StorageBackend, ref: StepRef) -> bool:
-    """Put the marker of a finisher, and return whether it stands.
+    """Put the marker of a finisher. Return True if the step now has a marker of this kind.
 
-    If it stands, no rank of the job removes files of the save. Look for the files after this call.
+    No rank of the job then removes files of the save. The caller must look for the files after this
+    call, not before.
     """
     return _claim(backend, ref.claim_marker, _FINISHED)
 
 
 def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
-    """Put the marker of a removal, and return whether it stands.
+    """Put the marker of the removal of a save. Return True if the step now has a marker of this
+    kind.
 
-    If it stands, the save is no checkpoint and never becomes one.
+    The save is then no checkpoint, and never becomes one.
     """
     if not _claim(backend, ref.claim_marker, _REMOVE):
         return False
@@ -58,36 +60,39 @@ def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
 
 
 def claim_committed_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
-    """Return whether a checkpoint may be removed: no process finishes it, or copies it here, from
-    now on.
+    """Put the marker of the removal of a checkpoint. Return True if the step now has a marker of
+    this kind.
 
-    The marker comes before the manifest goes. A removal that is cut off leaves the marker, and the
-    next removal completes it.
+    From then on no process finishes the step or copies it to this tier, and the caller may remove
+    it, manifest first. A removal that is cut off leaves the marker, and the next removal completes
+    it.
     """
     return _claim(backend, ref.claim_marker, _REMOVED)
 
 
 def is_removal_marker(marker_bytes: int) -> bool:
-    """Return True if a marker of this size is that of a removal."""
+    """Return True if a marker of this size is that of the removal of a checkpoint."""
     return marker_bytes == len(_REMOVED)
 
 
 def claim_rank_to_bring(backend: StorageBackend, ref: StepRef, rank: int) -> bool:
-    """Put the marker of an agent that brings a rank's files from a copy, and return whether it
-    stands.
+    """Put a rank's marker for an agent that brings the rank's files from a copy. Return True if the
+    rank now has a marker of this kind.
 
-    If it stands, the rank does not remove its files of the save from now on. The marker stays.
+    The rank then does not remove its files of the save. The marker stays.
     """
     return _claim(backend, ref.rank_marker(rank), _BROUGHT)
 
 
 def is_marker_to_bring(marker_bytes: int) -> bool:
-    """Return True if a rank's marker of this size is that of an agent."""
+    """Return True if a rank's marker of this size is that of an agent that brings files."""
     return marker_bytes == len(_BROUGHT)
 
 
 def claim_rank_to_remove(backend: StorageBackend, ref: StepRef, rank: int) -> bool:
-    """Put the marker of a rank that removes its files, and return whether it stands."""
+    """Put a rank's marker for the removal of its files. Return True if the rank now has a marker of
+    this kind.
+    """
     return _claim(backend, ref.rank_marker(rank), _REMOVE)
 
 
@@ -116,8 +121,8 @@ def release_marker(backend: StorageBackend, ref: StepRef) -> None:
 
 
 def _release(backend: StorageBackend, key: str, contents: tuple[bytes, ...]) -> None:
-    """Delete the marker if it is one of ``contents``. The process that put it may have ended, and
-    another kind may be there since.
+    """Delete the marker ``key`` if it has the size of one of ``contents``. Another process may have
+    put a marker of another kind since.
     """
     with contextlib.suppress(CkptError):
         if backend.head(key).size in map(len, contents):
@@ -127,12 +132,12 @@ def _release(backend: StorageBackend, key: str, contents: tuple[bytes, ...]) -> 
 def clear_away(
     backend: StorageBackend, ref: StepRef, fragment: str, data: str, *, rank: int | None = None
 ) -> bool:
-    """Remove the files of one rank from a save that was aborted, or that the rank takes no part in.
+    """Remove the files of one rank of a save that was aborted, or in which the rank has no part.
 
     No file is removed that a manifest names, or may name later.
 
     Args:
-        rank: The rank, if an agent of another node may bring its files.
+        rank: The rank, if an agent of another node may bring its files; else None.
 
     Returns:
         True if the files are gone. False if another process finishes the save, or brings the files.

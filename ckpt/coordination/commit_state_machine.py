@@ -8,10 +8,10 @@ one value stands, whichever rank proposes it:
    the manifest) or ``Aborted``. No rank acts against an intent that stands.
 2. The *outcome* is ``Committed``, ``Aborted`` or ``Unknown``. All ranks receive it.
 
-The leader proposes. If the leader is silent, the other ranks look, lowest rank first, and do what
-is left to do, with the same votes and the same bytes. After ``Go``, only its proposer may put the
-manifest until another rank has *taken* the turn. A proposer whose put has certainly failed may
-*withdraw* until then. One compare-and-set decides between the two. No step is a collective, and
+The leader proposes. If the leader is silent, the other ranks step in, lowest rank first, and
+complete the commit from the same votes and the same bytes. After ``Go``, only its proposer may
+put the manifest until another rank has *taken* the turn. A proposer whose put has certainly failed
+may *withdraw* until then. One compare-and-set decides between the two. No step is a collective, and
 every wait ends.
 """
 
@@ -29,42 +29,42 @@ from ckpt.errors import CommitTimeout, PeerFailed
 from ckpt.model.manifest import FragmentRef
 
 _FEW: Final = 8
-"""Ranks below this number look for work by themselves when the leader is late."""
+"""Ranks below this number step in when the leader is late. Of the others, powers of two do."""
 
 
 class Durable(msgspec.Struct, frozen=True, tag="durable"):
-    """This rank's file and fragment are on the tier."""
+    """The vote that this rank's file and fragment are on the tier."""
 
     fragment: FragmentRef
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """This rank has no part to contribute."""
+    """The vote that this rank has no part to contribute."""
 
     reason: str
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """The save gets a manifest with this checksum, and rank ``by`` may put it."""
+    """The intent that the save gets a manifest with this checksum. Rank ``by`` may put it."""
 
     by: int
     checksum: str
 
 
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """Any rank may put the manifest, and none may withdraw. ``by`` has taken the turn."""
+    """Rank ``by`` has taken the turn. Any rank may put the manifest now, and none may withdraw."""
 
     by: int
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
-    """The manifest exists, and its bytes have this checksum."""
+    """The outcome that the manifest exists, and that its bytes have this checksum."""
 
     checksum: str
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """The fate of the manifest is not known. No rank may remove files."""
+    """The outcome that it is not known whether the manifest exists. No rank may remove files."""
 
     reason: str
 
@@ -89,19 +89,19 @@ def encode(message: Vote | Intent | Turn | Verdict) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Wait for the outcome until the given time. The event is `Outcome`."""
+    """Wait for the outcome until the time ``until``. The event is `Outcome`."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """See whether there is an intent. The event is `Intended`."""
+    """Read the intent, if there is one. The event is `Intended`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Wait for votes of ``ranks`` until the given time.
+    """Wait for votes of ``ranks`` until the time ``until``.
 
     The event is `VotesArrived`, or `Outcome` if other ranks were faster.
     """
@@ -112,7 +112,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Make the manifest, and confirm that the job owns the root.
+    """Merge ``fragments`` into the manifest, and confirm that the job owns the root.
 
     The event is `Merged` or `Spoiled`.
     """
@@ -134,7 +134,10 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Turning:
-    """Take the turn or withdraw, if no rank has. The event is `Turned`."""
+    """Set ``turn`` if no rank has: `Taken` takes the turn, `Aborted` withdraws the intent.
+
+    The event is `Turned`.
+    """
 
     turn: Turn
 
@@ -148,26 +151,26 @@ class Conclude:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The end. All ranks that reach an end reach this verdict."""
+    """End with ``verdict``, which is the same for all ranks that reach an end."""
 
     verdict: Verdict
 
 
 Action = Await | Look | Gather | Merge | Propose | Put | Turning | Conclude | Done
 
-# -- events: what came of it -----------------------------------------------------------------------
+# -- events: the results of actions ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome that stands, or None."""
+    """The outcome that stands; None if there is none yet."""
 
     verdict: Verdict | None
 
 
 @dataclass(frozen=True, slots=True)
 class Intended:
-    """The intent that stands, or None."""
+    """The intent that stands; None if there is none yet."""
 
     intent: Intent | None
 
@@ -181,7 +184,7 @@ class VotesArrived:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The manifest was made."""
+    """The manifest was made, and its bytes have this checksum."""
 
     checksum: str
 
@@ -224,8 +227,9 @@ class Bounds:
     Attributes:
         timeout: How long a rank waits, once its own part is durable, before it aborts the save and
             names the silent ranks.
-        takeover: When rank 1 looks for work that the leader has left. Rank *r* looks after as many
-            times that as *r* has bits, so that few ranks do the same work at once.
+        takeover: After how many seconds rank 1 checks whether the leader is silent. Rank *r* checks
+            after this time multiplied by the number of bits of *r*, so that few ranks step in at
+            once.
     """
 
     timeout: float
@@ -236,9 +240,10 @@ class Bounds:
 
 
 class CommitMachine:
-    """One rank's view of one save on one tier.
+    """The commit of one save on one tier, as a state machine of one rank.
 
-    Each event answers the last action, and carries the current time. A rank waits at most
+    ``begin`` returns the first action. ``handle`` takes the result of the last action as an event,
+    with the current time, and returns the next action. A rank waits at most
     ``timeout + stagger`` until there is an intent, and as long again for an outcome that it cannot
     bring about itself.
     """
@@ -321,11 +326,12 @@ class CommitMachine:
                 return self._step_in(now)
 
     def _step_in(self, now: float) -> Action:
-        """Look for work in the place of a leader that is late or dead.
+        """Act in the place of a leader that is late or dead.
 
-        That takes the votes of all ranks. If all ranks asked for them, one late rank would cost the
-        square of the world size. So only the first few ranks and one of each power of two ask, on
-        nodes far apart. The others ask when time is up.
+        This rank needs the votes of all ranks for that. If all ranks asked for all votes, one late
+        rank would cost as many requests as the square of the world size. So only the first few
+        ranks, and ranks whose number is a power of two, ask at once. The latter are on nodes far
+        apart. The other ranks ask when their time is up.
         """
         if self._rank >= _FEW and self._rank & (self._rank - 1) and now < self._last:
             return self._follow(now)
@@ -367,7 +373,9 @@ class CommitMachine:
         return Turning(aborted) if aborted is not None else Conclude(Unknown(reason))
 
     def _follow(self, now: float) -> Action:
-        """Wait for what other ranks do while there is time."""
+        """Wait for other ranks while there is time. After that, conclude `Unknown` if the intent is
+        `Go`, and propose to abort otherwise.
+        """
         if now < self._last:
             until, self._pause = min(now + self._pause, self._last), self._pause * 2
             return Await(until)

@@ -1,5 +1,5 @@
-"""The commit protocol, driven: one call per rank, from a background thread, once its part is
-durable (or lost).
+"""Carries out the commit protocol. Each rank calls it on a background thread, once its part of the
+save is durable or has failed.
 """
 
 from __future__ import annotations
@@ -78,25 +78,25 @@ def _at_once(work: Callable[[], T], /) -> T:
 
 
 ReadAll = Callable[[Iterable[Callable[[], Packed]]], Iterator[Packed]]
-"""Calls all functions, perhaps on several threads. Results come in order, and only few of them are
-kept until they are taken.
+"""Calls all functions, perhaps on several threads, and yields their results in order. It holds only
+few results that were not taken yet.
 """
 
 
 def in_turn(reads: Iterable[Callable[[], Packed]]) -> Iterator[Packed]:
-    """Read one after the other, on this thread."""
+    """Yield the result of each function in ``reads``, called one after the other on this thread."""
     return (read() for read in reads)
 
 
 class Place(Protocol):
-    """Where fragments come from and where the manifest goes."""
+    """The store from which fragments are read, and to which the manifest is put."""
 
     @property
     def url(self) -> str: ...
 
     def read(self, ref: StepRef, fragment: FragmentRef) -> bytes:
-        """Return a fragment's bytes. Their size is right, and their checksum is not compared
-        yet.
+        """Return the bytes of ``fragment``. Their size is right. The caller must compare their
+        checksum.
         """
         ...
 
@@ -107,22 +107,24 @@ class Place(Protocol):
     def put(self, ref: StepRef, manifest: bytes) -> None:
         """Put the manifest if absent, if this job may still commit here.
 
-        It is no error if the same manifest is there already.
+        It is no error if the same manifest exists already.
         """
         ...
 
     def is_absent(self, ref: StepRef) -> bool:
-        """Return True if the manifest is known not to be there."""
+        """Return True if the manifest is known not to exist."""
         ...
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
-        """Let others read the fragment. It is called before this rank votes that its fragment is
-        durable.
+        """Let other ranks read the fragment of this rank. Called before this rank votes that its
+        part is durable.
         """
         ...
 
     def attend(self, ref: StepRef, until: float) -> None:
-        """Do what falls to this rank while others commit, and no longer."""
+        """Do this rank's part of a commit that another rank carries out, such as to put the
+        manifest on this node. Return at the latest at the time ``until``.
+        """
         ...
 
     def forget(self, ref: StepRef) -> None:
@@ -158,12 +160,15 @@ class OneTier:
         self._retry(self._confirm)
 
     def put(self, ref: StepRef, manifest: bytes) -> None:
-        """Put the manifest. Each try checks the owner of the root again: between two tries another
-        job may take the root over and evict the step, if the first try has arrived.
+        """Put the manifest if absent, with retries.
+
+        Each try checks again that this job owns the root. If the first try has put the manifest
+        without an answer, another job may take the root over and evict the step before the next
+        try.
 
         Raises:
-            TransientStorageError: A try had no answer. It may have arrived, whatever later tries
-                say.
+            TransientStorageError: A try had no answer. The manifest may exist, whatever the results
+                of later tries.
         """
         unanswered: list[TransientStorageError] = []
 
@@ -188,13 +193,13 @@ class OneTier:
         return not is_there(self._backend, ref.manifest)
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
-        """Do nothing, since the others read it from the tier."""
+        """Do nothing, since the other ranks read the fragment from the tier."""
 
     def attend(self, ref: StepRef, until: float) -> None:
-        """Do nothing: one rank puts the manifest for all."""
+        """Do nothing, since one rank puts the manifest for all ranks."""
 
     def forget(self, ref: StepRef) -> None:
-        """Do nothing, since nothing was sent."""
+        """Do nothing, since no messages were sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,10 +208,10 @@ class Committer:
 
     Attributes:
         coordinator: The connection to the other ranks.
-        place: Where fragments and manifests are.
+        place: The store of the fragments and manifests.
         name: Distinguishes the subjects of this tier from those of other tiers.
         bounds: How long ranks wait for each other.
-        known: What the last merge found, so that the next one need not find it again.
+        known: The parts of the last merge that the next merge can use again.
         read_all: Reads the fragments. See `ReadAll`.
 
     Thread safety: one background thread at a time.
@@ -233,16 +238,16 @@ class Committer:
         return _Commit(self, ref).run(vote, abort)
 
     def offer(self, ref: StepRef, vote: Durable) -> None:
-        """Let others read the fragment of ``vote``, before ``commit`` with that vote.
+        """Let other ranks read the fragment of ``vote``. Call this before ``commit``.
 
         Raises:
-            CkptError: Others cannot read it.
+            CkptError: The fragment could not be sent to the other ranks.
         """
         self.place.offer(ref, vote.fragment)
 
 
 class _Commit:
-    """One save: it carries out the actions of the commit machine."""
+    """Carries out the actions of the commit machine for one save."""
 
     def __init__(self, committer: Committer, ref: StepRef) -> None:
         self._coordinator, self._place = committer.coordinator, committer.place
@@ -299,7 +304,7 @@ class _Commit:
     def _gather(self, ranks: frozenset[int], until: float) -> Event:
         """Wait for votes of ``ranks``, or for the outcome.
 
-        Ranks that have read the outcome remove their votes, so this looks for the outcome too.
+        Ranks that have read the outcome remove their votes, so this checks for the outcome too.
         """
         while True:
             left = max(0.0, until - time.monotonic())
@@ -332,7 +337,7 @@ class _Commit:
         return Merged(checksum(self._manifest))
 
     def _read(self, fragment: FragmentRef) -> Packed:
-        """Return a fragment as it was written. The merge checks its contents."""
+        """Return ``fragment`` after a check of its checksum. The merge checks its contents."""
         key = self._ref.key(fragment.name)
         try:
             data = self._place.read(self._ref, fragment)
@@ -353,8 +358,9 @@ class _Commit:
         return PutEnded()
 
     def _after(self, error: Exception) -> PutEnded:
-        """Return the event for a put that failed. The manifest never appears only if it is not
-        there and the store has refused the put.
+        """Return the event for a put that failed with ``error``.
+
+        The manifest certainly never appears only if it is absent and the store has refused the put.
         """
         text = f"{type(error).__name__}: {error}"
         aborted = abort_reason(error) if isinstance(error, CkptError) else Aborted(repr(error), {})
@@ -375,11 +381,11 @@ def _vote_of(data: bytes) -> Vote:
 
 
 def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
-    """Put if absent. It is no error if the same bytes are there already, since a reply may be lost,
-    and two ranks may merge the same fragments.
+    """Put the object ``key`` if it is absent. It is no error if the object exists with the same
+    bytes, since a reply may be lost, and two ranks may merge the same fragments.
 
     Raises:
-        CommitError: Something else is there.
+        CommitError: The object exists with other bytes.
     """
     try:
         backend.put(key, [data], if_absent=True)

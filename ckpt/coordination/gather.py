@@ -1,5 +1,4 @@
-"""The exchanges that ranks make over a coordinator: gather a message of each rank, and let the
-leader decide for all.
+"""Exchanges between ranks: gather a message of each rank, and let the leader decide for all ranks.
 
 Every wait is bounded. A rank that does not answer in time is named in the error.
 """
@@ -21,11 +20,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How long to wait, and what the error says if that was too short.
+    """How long to wait for other ranks, and what the error says if they do not answer in time.
 
     Attributes:
-        seconds: For all of what is waited for.
-        what: What is waited for, as the error names it: "the size".
+        seconds: How long to wait for all ranks together.
+        what: What the ranks must post, as the error names it, such as "the size".
         step: The step that the wait belongs to; -1 if there is none.
     """
 
@@ -34,7 +33,7 @@ class Wait:
     step: int = -1
 
     def missed(self, ranks: Collection[int]) -> CommitTimeout:
-        """Return the error that names ``ranks``, which did not answer."""
+        """Return the error which says that ``ranks`` did not answer."""
         return CommitTimeout(self.step, sorted(ranks), self.seconds, self.what)
 
 
@@ -71,12 +70,12 @@ def gather(
 def leader_decides(
     coordinator: Coordinator, subject: str, decide: Callable[[], T], wait: Wait, kind: type[T]
 ) -> T:
-    """Return on all ranks what ``decide`` returns on the leader. All ranks call it.
+    """Return, on all ranks, what ``decide`` returns on the leader. All ranks must call this.
 
     Args:
-        decide: Called on the leader only. If it raises, the other ranks wait in vain: an error
-            that they must learn of is part of what it returns.
-        kind: What it returns. It travels as JSON.
+        decide: Called on the leader only. If it raises, the other ranks wait until their time is
+            over. So an error that they must learn of has to be part of the result.
+        kind: The type of the result of ``decide``, which is sent as JSON.
 
     Raises:
         CommitTimeout: The leader has not decided in time.

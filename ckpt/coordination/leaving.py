@@ -1,6 +1,6 @@
-"""A rank whose process ends by an exception leaves the job's exchanges at once.
+"""Lets a rank whose process ends by an exception leave the exchanges of the job at once.
 
-The other ranks learn that this rank posts nothing more, so they do not wait for it.
+The other ranks learn that this rank posts nothing more, so that they do not wait for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOOKS: Final = 256
 
 
 def reason_of(error: BaseException | None) -> str:
-    """Return the failure that ends the process as text, or an empty string if it is none."""
+    """Return ``error``, which ends the process, as text; an empty string if it is no failure."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
     return f"{type(error).__name__}: {error}"[:200]
@@ -45,11 +45,11 @@ _decoder: Final = msgspec.json.Decoder(Gone)
 
 
 class Leaving:
-    """A coordinator that a rank can leave.
+    """A coordinator with a method ``leave``, by which this rank leaves the exchanges of the job.
 
     After ``leave``, every other call raises ``CommitError``, and a wait that is under way raises it
-    within ``look_seconds``. A part that this rank has not reported as durable by then never becomes
-    part of a checkpoint.
+    within ``look_seconds``. The clones of this coordinator leave with it. A part that this rank has
+    not reported as durable by then never becomes part of a checkpoint.
 
     Thread safety:
         ``leave`` may be called once, from any thread. The other methods are as safe as those of the
@@ -62,7 +62,7 @@ class Leaving:
         self.look_seconds = min(_MOST_LOOK_SECONDS, max(_LOOK_SECONDS, whole.world_size / _LOOKS))
 
     def leave(self, reason: str) -> None:
-        """Stop posting, and let the other ranks know. It never raises."""
+        """Post nothing more, and let the other ranks know. It raises no ``CkptError``."""
         self._left.set()
         with suppress(CkptError):
             self._whole.set_once(_SUBJECT, msgspec.json.encode(Gone(self.rank, reason)))
@@ -93,8 +93,8 @@ class Leaving:
         self._whole.close()
 
     def _wait(self, ask: Callable[[float], T], timeout: float) -> T:
-        """Call ``ask``, which waits for the given seconds, until it has an answer or time is
-        over.
+        """Call ``ask``, which waits for the seconds that it gets, until it returns an answer or
+        ``timeout`` seconds are over. Return its last result.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -110,6 +110,6 @@ class Leaving:
 
 
 def who_left(coordinator: Coordinator) -> Gone | None:
-    """Return the first rank that has left, or None. Costs one request."""
+    """Return the first rank that has left, or None. The call costs one request to the store."""
     message = coordinator.verdict(_SUBJECT, timeout=0.0)
     return None if message is None else _decoder.decode(message)

@@ -24,7 +24,7 @@ def send(coordinator: Coordinator, subject: str, data: bytes) -> int:
     pieces = [text[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES)]
     for number, piece in enumerate(pieces[1:], 1):
         coordinator.post(f"{subject}/{number}", piece)
-    # The first piece is posted last, so that a rank that gets it finds the others.
+    # The first piece is posted last, so that a rank that has received it finds the other pieces.
     coordinator.post(f"{subject}/0", b"%d:" % len(pieces) + pieces[0])
     return len(pieces)
 
@@ -32,11 +32,11 @@ def send(coordinator: Coordinator, subject: str, data: bytes) -> int:
 def receive(
     coordinator: Coordinator, subject: str, rank: int, *, limit: int, timeout: float
 ) -> bytes:
-    """Return what ``rank`` sent on ``subject``.
+    """Return the data that ``rank`` sent on ``subject``.
 
     Args:
         limit: The most bytes that the message may have.
-        timeout: How many seconds to wait for it.
+        timeout: How many seconds to wait for the message.
 
     Raises:
         CommitError: The message has not arrived, is damaged, or has more than ``limit`` bytes.
@@ -58,7 +58,7 @@ def receive(
 
 
 def drop(coordinator: Coordinator, subject: str, pieces: int) -> None:
-    """Remove the pieces of a message. Never raises."""
+    """Remove the pieces of a message that this rank sent. The call never raises."""
     for number in range(pieces):
         coordinator.forget(f"{subject}/{number}")
 

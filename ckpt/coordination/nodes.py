@@ -45,7 +45,13 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class _Rank(msgspec.Struct, frozen=True):
-    """A rank: the identities of its local tiers, whether it has TLS, and why it cannot use it."""
+    """The message of a rank at its start.
+
+    Attributes:
+        tiers: The identities of its local tiers.
+        tls: Whether ``tls`` is set.
+        fault: Why its TLS files cannot be used; empty if they can.
+    """
 
     tiers: list[str]
     tls: bool
@@ -53,7 +59,12 @@ class _Rank(msgspec.Struct, frozen=True):
 
 
 class _Decided(msgspec.Struct, frozen=True):
-    """The node of each rank for each local tier; or what is wrong with the ranks' TLS."""
+    """The leader's decision for all ranks.
+
+    Attributes:
+        nodes: For each local tier the node of each rank.
+        fault: Why the ranks cannot encrypt alike; empty if they can.
+    """
 
     nodes: list[tuple[int, ...]]
     fault: str
@@ -62,9 +73,10 @@ class _Decided(msgspec.Struct, frozen=True):
 def agree(
     tiers: Sequence[OpenTier], coordinator: Coordinator, tls: Tls | None = None
 ) -> tuple[OpenTier, ...]:
-    """Return ``tiers``, each local one with the nodes of the job if there are several.
+    """Find out which ranks share a node, and return ``tiers``. If the job has several nodes, each
+    local tier has them as its ``nodes``.
 
-    All ranks call it once, with the same tiers. They may have different files of ``tls``.
+    All ranks must call this once, with the same tiers. The files of ``tls`` may differ.
 
     Raises:
         ConfigError: Some rank has no ``tls`` where others have it, or cannot use its files. All
@@ -97,7 +109,7 @@ def agree(
 
 
 def _ranks(coordinator: Coordinator, count: int) -> list[_Rank]:
-    """Return what each rank has posted, with ``count`` local tiers."""
+    """Return the posts of all ranks, after a check that each has ``count`` local tiers."""
     found: list[_Rank] = []
     messages = gather(coordinator, "nodes", Wait(_START_SECONDS, "the manager"))
     for rank, message in messages.items():
@@ -122,7 +134,7 @@ def _fault(ranks: Sequence[_Rank]) -> str:
             f"tls is set on rank(s) {_named(having)} and not on rank(s) {_named(lacking)}: set it "
             "on all ranks, or on none"
         )
-    # Ranks of one node have the same files, so that only the first such rank is quoted.
+    # Ranks of one node have the same files, so the fault of the first rank is enough.
     faulty = [number for number, rank in enumerate(ranks) if rank.fault]
     return f"{ranks[faulty[0]].fault} (on rank(s) {_named(faulty)})" if faulty else ""
 
@@ -132,7 +144,12 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _number(identities: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
-    """Return of each tier the node of each rank: equal identities get the same number."""
+    """Return, for each tier, the node of each rank. Ranks whose tier has the same identity get the
+    same number.
+
+    Args:
+        identities: For each rank the identities of its local tiers.
+    """
     found: list[tuple[int, ...]] = []
     for of_tier in zip(*identities, strict=True):
         numbers: dict[str, int] = {}
@@ -150,9 +167,9 @@ def _identity(backend: StorageBackend) -> str:
 
 
 def on_node(coordinator: Coordinator, nodes: Nodes | None) -> Coordinator:
-    """Return a coordinator for the ranks of this node, counted from 0.
+    """Return a coordinator for the ranks of this node alone, numbered from 0.
 
-    Without ``nodes`` it is the coordinator of the whole job.
+    If ``nodes`` is None, return ``coordinator``.
     """
     return coordinator if nodes is None else _OnNode(coordinator, nodes)
 
@@ -191,7 +208,7 @@ class _OnNode:
 
 
 class _Merged(msgspec.Struct, frozen=True):
-    """``rank`` sends the manifest."""
+    """The announcement that ``rank`` has sent the manifest, with its size and checksum."""
 
     rank: int
     size: int
@@ -202,14 +219,17 @@ _decoder: Final = msgspec.json.Decoder(_Merged)
 
 
 class ManyNodes:
-    """The `Place` of a local tier: fragments come from all nodes, and the manifest goes to all.
+    """The `Place` of a tier that each node has for itself: fragments come from all nodes, and the
+    manifest goes to all nodes.
 
     Args:
-        store: The tier of this node.
-        name: The name of the committer.
+        store: The tier on this node.
+        coordinator: The connection to the other ranks.
+        nodes: The node of each rank.
+        name: The name of the committer, which distinguishes its subjects.
 
     Thread safety:
-        As `Committer`.
+        The same as for `Committer`.
     """
 
     def __init__(
@@ -244,18 +264,18 @@ class ManyNodes:
         return self._receive(ref, "fragment", fragment.rank, fragment.size)
 
     def confirm(self) -> None:
-        """Confirm the claim of this node. Each other node confirms its own before it puts."""
+        """Confirm that the job owns the root on this node. Other nodes do so before they put."""
         self._store.confirm()
 
     def put(self, ref: StepRef, manifest: bytes) -> None:
-        """Put the manifest on this node, and let the other nodes put it.
+        """Put the manifest on this node, send it to the other nodes, and wait until they put it.
 
         Raises:
             CommitError: The manifest is on this node, but not on all nodes.
         """
         self._store.put(ref, manifest)
         self._attended = True
-        # If this rank dies now, the rank that takes its turn needs this answer.
+        # If this rank dies now, the rank that takes its turn waits for this answer.
         if self._coordinator.rank in self._nodes.firsts:
             self._coordinator.post(self._subject(ref, "put"), b"")
         pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)
@@ -270,14 +290,15 @@ class ManyNodes:
             raise CommitError(f"the manifest was put on one node, but not on all: {text}")
 
     def is_absent(self, ref: StepRef) -> bool:
-        """Return whether the manifest is absent on this node.
-
-        It is sent to the other nodes only after it was put here.
+        """Return True if the manifest is absent on this node. It is then absent on all nodes that
+        would get it from this one, since it is sent only after it was put here.
         """
         return self._store.is_absent(ref)
 
     def attend(self, ref: StepRef, until: float) -> None:
-        """Put the manifest as soon as there is one, on the lowest rank of each node."""
+        """Put the manifest on this node as soon as another rank has sent it. Only the lowest rank
+        of each node does so.
+        """
         while not self._attended and (left := until - time.monotonic()) > 0:
             if self._coordinator.verdict(f"{self._name}/{ref.folder}", timeout=0) is not None:
                 return
@@ -297,7 +318,7 @@ class ManyNodes:
         self._coordinator.forget(self._subject(ref, "put"))
 
     def _faults(self, ref: StepRef) -> dict[int, str]:
-        """Return the reasons why other nodes have not put the manifest, by their lowest rank."""
+        """Return why other nodes have not put the manifest: lowest rank of the node -> reason."""
         here = self._nodes.of[self._coordinator.rank]
         missing = {first for first in self._nodes.firsts if self._nodes.of[first] != here}
         faults: dict[int, str] = {}
@@ -309,7 +330,7 @@ class ManyNodes:
         return faults | dict.fromkeys(missing, f"no answer within {_PUT_SECONDS:.0f} s")
 
     def _put_here(self, ref: StepRef, merged: _Merged) -> str:
-        """Put the manifest on this node, and return the reason if that fails."""
+        """Put the manifest on this node. Return the reason if that fails, or an empty string."""
         try:
             data = self._receive(ref, "manifest", merged.rank, merged.size)
             if checksum(data) != merged.checksum:

@@ -2,8 +2,8 @@
 
 ``writer.json`` names the owner's attempt and process. A new attempt takes the root over, unless the
 owner is alive on the same machine; then ``RootInUse`` is raised. An owner that has lost the root
-finds another name in the file at its next commit and fails that save. There is no heartbeat, so a
-restarted job never waits for a dead one.
+finds another attempt in the file at its next commit, and that save fails. There is no heartbeat, so
+a restarted job never waits for a dead one.
 
 An owner on another machine, or in another process namespace, may be alive or dead. Its files are
 removed only if it is known to have ended (see ``Owner.has_ended``).
@@ -24,7 +24,7 @@ from ckpt.storage.api import Rooted, StorageBackend
 
 _LIMIT = 64 << 10
 NO_PROCESS: Final = 0
-"""The process of a job that has closed, and has left its root to the agent."""
+"""The ``pid`` in the record of a job that has closed and has left its root to the agent."""
 _MOST_ENDED: Final = 64
 """The most ended attempts that an owner remembers."""
 _ended: Final[set[str]] = set()
@@ -35,9 +35,12 @@ class Owner(msgspec.Struct, frozen=True):
     """The job that owns a root.
 
     Attributes:
+        attempt: The id of the attempt.
+        host: The name of the host, for messages.
         machine: Identifies the boot of the host and the process namespace.
         started: When the process started, in clock ticks since boot. With ``machine`` and ``pid``
             it identifies a process, since no other process ever has all three.
+        pid: The id of the process; ``NO_PROCESS`` if the job has left the root to the agent.
         run: The name that torchrun gave the run; empty without torchrun.
         restart: How often torchrun has restarted all ranks.
         ended: Attempts that owned the root before and whose processes are known to have ended.
@@ -69,27 +72,27 @@ class Owner(msgspec.Struct, frozen=True):
 
     @property
     def alive(self) -> bool:
-        """Whether the process is known to live. False if it is on another machine."""
+        """Whether the process is known to be alive. False if it is on another machine."""
         return self.machine == machine() and Process(self.pid, self.started).lives
 
     def went_before(self, other: Owner) -> bool:
-        """Return True if ``other`` is of a later start of the same run.
+        """Return True if ``other`` belongs to a later start of the same torchrun run.
 
         torchrun ends all processes of a start, on every machine, before it begins the next one.
         """
         return self.run == other.run != "" and self.restart < other.restart
 
     def is_predecessor(self, job: Owner) -> bool:
-        """Return True if its processes are known to have ended, and to have begun before those of
-        ``job``.
+        """Return True if the processes of this owner are known to have ended, and to have begun
+        before those of ``job``.
         """
         if self.machine != machine():
             return self.went_before(job)
         return not self.alive and self.machine == job.machine and self.started < job.started
 
     def has_ended(self, other: Owner) -> bool:
-        """Return True if ``other``, the owner of this process, knows that its processes have
-        ended.
+        """Return True if the processes of this owner are known to have ended. ``other`` is the
+        owner that stands for this process.
         """
         return (
             self.attempt in _ended or self.went_before(other) or not (self.alive or self.is_unknown)
@@ -97,12 +100,12 @@ class Owner(msgspec.Struct, frozen=True):
 
     @property
     def here_too(self) -> bool:
-        """Whether it is this process."""
+        """Whether this owner is the running process."""
         return self.alive and self.pid == os.getpid()
 
     @property
     def is_unknown(self) -> bool:
-        """Whether it is on another machine, so that this process cannot know if it lives."""
+        """Whether this owner is on another machine, so that it may be alive or dead."""
         return self.machine != machine()
 
     def __str__(self) -> str:
@@ -113,9 +116,9 @@ _decoder: Final = msgspec.json.Decoder(Owner)
 
 
 def claim(backend: StorageBackend, me: Owner) -> Owner:
-    """Make the root ours.
+    """Make ``me`` the owner of the root.
 
-    Returns the owner as it was written, with the attempts that are known to have ended.
+    Return the record that was written, with the attempts that are known to have ended.
 
     Raises:
         RootInUse: The root's owner is alive on this machine.
@@ -127,9 +130,7 @@ def claim(backend: StorageBackend, me: Owner) -> Owner:
 
 
 def succeed(backend: StorageBackend, me: Owner) -> Owner:
-    """Return ``me`` as the next owner of the root, with the attempts that are known to have ended.
-
-    Nothing is written.
+    """Return the record that ``claim`` would write for ``me``, and write nothing.
 
     Raises:
         RootInUse: The root's owner is alive on this machine.
@@ -146,9 +147,8 @@ def succeed(backend: StorageBackend, me: Owner) -> Owner:
 
 
 def confirm(backend: StorageBackend, me: Owner) -> bool:
-    """Return whether ``writer.json`` names this job.
-
-    There is no such file if a job that took the root over has closed since.
+    """Return True if ``writer.json`` names this job. Return False if there is no such file, because
+    a job that took the root over has closed since.
 
     Raises:
         RootInUse: Another attempt has taken the root over.
@@ -162,14 +162,14 @@ def confirm(backend: StorageBackend, me: Owner) -> bool:
 def detach(backend: StorageBackend, me: Owner) -> None:
     """Leave the root to the agent, if this job still owns it.
 
-    The record names the job, and no process: the next job takes the root as from a dead one.
+    The record then names the job and no process, so the next job takes the root as from a dead job.
     """
     if (owner := _leave(backend, me)) is not None:
         backend.put(OWNER, [msgspec.json.encode(msgspec.structs.replace(owner, pid=NO_PROCESS))])
 
 
 def release(backend: StorageBackend, me: Owner) -> None:
-    """Give the root back if this job still owns it.
+    """Delete the record of the owner if this job still owns the root.
 
     Later managers of this process may use the root even if the store fails now.
     """
@@ -178,17 +178,17 @@ def release(backend: StorageBackend, me: Owner) -> None:
 
 
 def _leave(backend: StorageBackend, me: Owner) -> Owner | None:
-    """Note that the attempt is over, and return the owner of the root if it is still this job."""
+    """Note that the attempt is over. Return the record of the root if it names it, else None."""
     _ended.add(me.attempt)
     owner = read_owner(backend)
     return owner if owner is not None and owner.attempt == me.attempt else None
 
 
 def _owner_of(backend: StorageBackend) -> Owner | None:
-    """Return what ``read_owner`` returns, for a job that writes to the root.
+    """Return the owner of the root, or None, and check that the root was not replaced.
 
     Raises:
-        RootLost: The root has no owner since another folder has taken its place.
+        RootLost: The root has no owner, because another folder has taken its place.
     """
     owner = read_owner(backend)
     if owner is None and isinstance(backend, Rooted) and backend.is_replaced():

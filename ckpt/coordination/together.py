@@ -1,5 +1,5 @@
-"""The rounds of a restore: the leader chooses a step, each rank does its part, all learn the
-result.
+"""The rounds of a restore: the leader chooses a step, each rank does its part, and all ranks learn
+the result.
 
 All ranks make the same calls in the same order. Each call waits for all ranks, within a bound. No
 process group is used.
@@ -22,18 +22,18 @@ _GRACE_SECONDS: Final = 60.0
 """How much longer than the leader the other ranks wait, so that its timeout error reaches them."""
 
 _PARTED_SECONDS: Final = 10.0
-"""How long the leader waits for the reason of a rank that lost touch with others."""
+"""How long the leader waits for more answers, after a rank that has lost touch with others."""
 _GRAVITY: Final = {"ok": 0, "damaged": 1, "parted": 2, "stop": 3}
 
 T = TypeVar("T")
 
 
 class Damaged(Exception):
-    """Some rank met damaged data, and all ranks know it."""
+    """Some rank has met damaged data. All ranks raise this."""
 
 
 class Parted(Exception):
-    """This rank has lost touch with other ranks; the cause is on one of them or on the way."""
+    """This rank has lost touch with other ranks. The cause is on one of them, or in the network."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -42,7 +42,8 @@ class _Answer(msgspec.Struct, frozen=True):
     Attributes:
         outcome: ``ok``, ``damaged`` (try the next step), ``parted`` (the rank has lost touch with
             another one, which may know the reason) or ``stop``.
-        names: What the rank's ``work`` is known by to the other ranks.
+        reason: Why the outcome is not ``ok``.
+        names: The names that the rank reports (see `Together.do`).
     """
 
     outcome: str
@@ -74,14 +75,16 @@ class Together:
         return f"{self._subject}/{self._round}"
 
     def next(self, choices: Iterator[T], kind: type[T]) -> T | None:
-        """Begin a round, and return the leader's next choice on all ranks.
+        """Begin a round, and return the leader's next choice on all ranks. Return None if the
+        leader has no more choices.
 
         Args:
-            choices: Only those of the leader are used.
+            choices: The choices. Only those on the leader are used.
+            kind: The type of a choice.
 
         Raises:
             StorageError: The leader failed to choose.
-            CommitTimeout: It did not choose in time.
+            CommitTimeout: The leader did not choose in time.
         """
         self._round += 1
         subject = f"{self.subject}/proposal"
@@ -106,9 +109,17 @@ class Together:
     def do(
         self, what: str, step: int, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
     ) -> tuple[T, tuple[str, ...]]:
-        """Do ``work`` on all ranks, and return its result and the names that all ranks gave.
+        """Do ``work`` on all ranks, and wait until all ranks have done it.
 
-        Names are paths with slashes, and a name stands for all names below it.
+        Args:
+            what: The name of this work in the subject of the exchange.
+            step: The step, for errors.
+            work: The work of this rank.
+            names: Returns, for the result of ``work``, the names that this rank reports. Names are
+                paths with slashes, and a name stands for all names below it.
+
+        Returns:
+            The result of ``work`` on this rank, and the names that all ranks have reported.
 
         Raises:
             Damaged: Some rank met damaged data.
@@ -138,7 +149,7 @@ class Together:
         return result, answer.names
 
     def _poll(self, subject: str, step: int, mine: _Answer) -> _Answer:
-        """Return the worst answer of all ranks, on all ranks."""
+        """Post the answer of this rank, and return, on all ranks, the worst answer of all ranks."""
         self._coordinator.post(subject, msgspec.json.encode(mine))
         wait = Wait(self._patience + _GRACE_SECONDS, "the end of the restore", step)
         return leader_decides(
@@ -175,7 +186,7 @@ class Together:
 
 
 def common(one: Collection[str], two: Collection[str]) -> set[str]:
-    """Return the names in both collections, where a name stands for all names below it."""
+    """Return the names in both collections. A name stands for all names below it."""
     return {name for name in {*one, *two} if _holds(one, name) and _holds(two, name)}
 
 
