@@ -1,10 +1,10 @@
-"""Does the error that is being handled around a call end the process?
+"""Finds out whether the error that is being handled around a call ends the process.
 
-Python lets a function know that an error is being handled, and not what its caller does with it.
-The source of the callers shows that: an ``except`` clause that raises nothing handles the error,
-and the process goes on. In a ``finally`` clause, and in an ``except`` clause that raises or exits,
-the error goes on. Where no source can be read, as in ``python -c``, the error counts as one that
-goes on.
+A function can see that an error is being handled, but not what its callers do with the error. This
+module reads the source of the callers. An ``except`` clause that raises nothing handles the error,
+and the process goes on. After a ``finally`` clause, and after an ``except`` clause that raises or
+exits, the error goes on. If no source can be read, as in ``python -c``, the error counts as one
+that goes on.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _WITH_EXIT: Final = opmap["WITH_EXCEPT_START"]
 
 
 def ending_error(*, but: BaseException | None) -> BaseException | None:
-    """Return the error that is being handled around the caller's caller and goes on.
+    """Return the error that is being handled around the caller's caller, and goes on after that.
 
-    None for ``but``, and for an error that ends there.
+    Return None if no error is being handled, if it is ``but``, or if an ``except`` clause ends it.
     """
     error = sys.exception()
     if error is None or error is but or is_handled(error, sys._getframe(2)):
@@ -39,8 +39,8 @@ def is_handled(error: BaseException, frame: FrameType | None) -> bool:
     """Return True if ``frame``, or one of its callers, is in an ``except`` clause at which
     ``error`` ends.
 
-    If ``error`` was raised while another one was handled, that one's clauses count too: it may go
-    on after this one.
+    If ``error`` was raised while another error was handled, the clauses of that other error count
+    too, since it may go on after ``error`` has ended.
     """
     found = False
     sources: dict[str, _Source] = {}
@@ -57,7 +57,7 @@ def is_handled(error: BaseException, frame: FrameType | None) -> bool:
 
 
 class _Source:
-    """A file that the code of a frame comes from. It is empty if it cannot be read as Python."""
+    """The syntax tree of a frame's source file; empty if the file cannot be read as Python."""
 
     def __init__(self, frame: FrameType) -> None:
         try:
@@ -76,15 +76,15 @@ class _Source:
                 self._functions.setdefault(first, node)
 
     def body(self, frame: FrameType) -> ast.AST:
-        """Return the function that the frame runs, or the module."""
+        """Return the syntax tree of the function that ``frame`` runs, or of the module."""
         if frame.f_code.co_name == "<module>":
             return self.tree
         return self._functions.get(frame.f_code.co_firstlineno, self.tree)
 
 
 def _passed(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Yield each frame that the error, or one that was handled when it was raised, has reached,
-    with the line there.
+    """Yield each frame that ``error`` has passed through, with the line in that frame. The frames
+    of errors that were being handled when it was raised are included.
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -97,8 +97,8 @@ def _passed(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 def _clauses(
     frame: FrameType, sources: dict[str, _Source], passed: list[tuple[FrameType, int]]
 ) -> Iterator[bool]:
-    """Yield for each clause around the frame's line, the innermost first, whether an error goes on
-    after it.
+    """Yield, for each clause around the current line of ``frame``, True if an error goes on after
+    the clause. The innermost clause comes first.
 
     A ``finally`` clause counts if an error goes through it, and so does the end of a ``with``
     block.
@@ -123,8 +123,8 @@ def _clauses(
 
 
 def _of_this_frame(function: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes that run in the frame of ``function``, without the bodies of functions
-    inside.
+    """Yield all syntax nodes that run in the frame of ``function``, without the bodies of functions
+    that are defined inside of it.
     """
     waiting = list(ast.iter_child_nodes(function))
     while waiting:
@@ -139,7 +139,7 @@ def _holds(body: list[ast.stmt], line: int) -> bool:
 
 
 def _goes_on(body: list[ast.stmt]) -> bool:
-    """Return True if a clause raises, or ends the process."""
+    """Return True if the statements of a clause may raise an error or end the process."""
     for node in _of_this_frame(ast.Module(body, [])):
         if isinstance(node, ast.Raise):
             return True

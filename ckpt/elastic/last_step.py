@@ -23,14 +23,14 @@ from ckpt.locks import Event
 
 _LISTEN_SECONDS: Final = 3600.0
 _PARTED: Final = b"0"
-"""The message to this rank's own listener when it stops listening."""
+"""The message by which this rank ends its own ``listen``."""
 
 
 class _Agreed(msgspec.Struct, frozen=True):
     """What the ranks have agreed on.
 
     Attributes:
-        step: The last step.
+        step: The number of the last step.
         missing: The ranks that have not answered. If there are any, ``step`` has no meaning.
     """
 
@@ -42,7 +42,7 @@ _decoder: Final = msgspec.json.Decoder(_Agreed)
 
 
 class LastStep:
-    """One decision of one manager. All ranks make one.
+    """The agreement of all ranks on the last step. Each rank makes one object for its manager.
 
     Thread safety: the training thread calls ``requested``, one background thread each calls
     ``listen`` and ``agree``, and the owner calls ``part``.
@@ -53,7 +53,7 @@ class LastStep:
     """
 
     def __init__(self, coordinator: Coordinator, *, patience: float) -> None:
-        # Each of the two waits on a connection of its own.
+        # ``agree`` and ``listen`` each wait on a connection of their own.
         self._coordinator, self._bell = coordinator.clone(), coordinator.clone()
         self._rank, self._world = coordinator.rank, set(range(coordinator.world_size))
         self._patience = patience
@@ -67,8 +67,8 @@ class LastStep:
     def requested(self, step: int) -> bool:
         """Return True if ``step``, which is over, is the last step or a later one.
 
-        After this rank has promised a step, the call waits until all ranks have agreed. It waits
-        without a bound if they do not.
+        After this rank has promised a step, a call for that step or a later one waits until all
+        ranks have agreed. The wait has no bound.
         """
         with self._lock:
             if self._promise is None:
@@ -87,7 +87,7 @@ class LastStep:
 
         Raises:
             CommitTimeout: Some rank did not promise in time. There is no last step.
-            CommitError: The store is gone.
+            CommitError: The job's store is gone.
         """
         self._make_promise()
         caller = int(self._coordinator.set_once("stop/caller", str(self._rank).encode()))
@@ -109,9 +109,9 @@ class LastStep:
         return self._step
 
     def listen(self) -> bytes | None:
-        """Wait until another rank calls, and return its message.
+        """Wait until a rank calls ``agree``, and return its message.
 
-        Returns None if this rank leaves first, or if the store is gone.
+        Return None if this rank calls ``part`` first, or if the job's store is gone.
         """
         with contextlib.suppress(CkptError):
             while not self._over:
@@ -121,8 +121,8 @@ class LastStep:
         return None
 
     def part(self) -> None:
-        """Leave: post the promise of this rank in case other ranks are called later, and end
-        ``listen``.
+        """Take no part from now on: end ``listen``, and post the promise of this rank, in case
+        another rank calls ``agree`` later.
         """
         self._over = True
         with contextlib.suppress(CkptError):

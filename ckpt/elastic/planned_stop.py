@@ -33,7 +33,7 @@ _PATIENCE_SECONDS: Final = 5.0
 _CLOSE: Final = 0  # No signal has this number
 _REQUEST: Final = 255  # No signal has this number either
 _REQUESTED: Final = b"request"
-"""What a rank that is asked to stop sends to the others, with the deadline behind it."""
+"""The message that announces a request to stop to the other ranks. A deadline may follow it."""
 _POLL_SECONDS: Final = 3600.0
 _OVER: Final = "the deadline of the request is over"
 P = ParamSpec("P")
@@ -45,13 +45,17 @@ _active: StopSignals | None = None
 def one_at_a_time(
     name: str,
 ) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """Decorate a method of a manager that may not begin inside of another such method in the same
-    thread: raises ``ConfigError``.
+    """Return a decorator for methods of a manager that must not be called inside of each other.
 
-    A signal handler makes such calls. What it has interrupted holds locks and slots until the
-    handler returns, and a state that is being restored is of no step at all. The error is logged
-    too, since it is raised wherever the signal has struck, and a loop may handle it as another
-    error. A manager that is closed, or closes, answers as always.
+    If a decorated method is called while another one runs in the same thread, it raises
+    ``ConfigError``. A signal handler could make such a call. The interrupted method holds locks and
+    slots until the handler returns, and a state that is only partly restored belongs to no step.
+    The error is logged too, since it is raised in whatever code the signal has interrupted, and
+    that code may handle it as an error of its own. A manager that is closed, or is being closed,
+    refuses no call here.
+
+    Args:
+        name: The name of the method in the error.
     """
 
     def guarded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -86,11 +90,13 @@ def check_alone(manager: Any, name: str) -> None:
 
 
 def as_deadline(value: object) -> float:
-    """Return when ``value`` is over, in seconds since 1970: a number of seconds from now, or a
-    datetime with a time zone. None: never.
+    """Return the deadline ``value`` in seconds since 1970; infinity if ``value`` is None.
+
+    Args:
+        value: A number of seconds from now, a datetime with a time zone, or None for no deadline.
 
     Raises:
-        ConfigError: It is neither, or is over already.
+        ConfigError: ``value`` is of another kind, or the deadline is over already.
     """
     if value is None:
         return math.inf
@@ -117,13 +123,14 @@ class StopSignals:
 
     ``CheckpointManager.request_stop`` does as a signal does, but no signal is raised in the end.
 
-    If the grace time or the deadline is over before that, or some rank does not answer, the default
-    action of the signal (SIGTERM after a request) ends the process at once. The save under way is
-    lost, and older checkpoints are intact. A repeated signal changes nothing, since launchers often
-    send several. A second SIGINT goes to the earlier handler, which raises ``KeyboardInterrupt``.
+    If the grace time or the deadline is over before ``close`` ends, or some rank does not answer,
+    the default action of the signal (SIGTERM after a request) ends the process at once. The save
+    under way is lost, and older checkpoints are intact. A repeated signal changes nothing, since
+    launchers often send several. A second SIGINT goes to the earlier handler, which raises
+    ``KeyboardInterrupt``.
 
     Attributes:
-        signal: The signal that arrived on this rank or on another one; None so far.
+        signal: The signal that has arrived on this rank or on another one; None if there is none.
 
     Thread safety:
         Create and close it in the main thread, unless it handles no signals. Call ``requested``
@@ -139,7 +146,11 @@ class StopSignals:
         reraise: bool = True,
         owner: object = None,
     ) -> None:
-        """``owner`` closes this, and stays alive as long as the handlers do."""
+        """Install the handlers of ``signals``.
+
+        ``owner`` is the manager that closes this object. It is kept alive as long as the handlers
+        are installed.
+        """
         _check(signals, grace_seconds)
         self.signal: signal.Signals | None = None
         self._signals, self._grace, self._reraise, self._owner = (
@@ -166,10 +177,11 @@ class StopSignals:
             self._install()
 
     def request(self, ends: float) -> None:
-        """Stop all ranks after the same step, as after a signal, and end this one by the time
-        ``ends``.
+        """Stop all ranks after the same step, as after a signal.
 
-        A second request can only bring the end of its own rank forward.
+        Args:
+            ends: When this process ends at the latest, in seconds since 1970. A further request can
+                only move that time forward, and only for this rank.
         """
         with self._pipe_lock:
             if self._is_pipe_closed:
@@ -179,7 +191,7 @@ class StopSignals:
                 os.write(self._mouth, bytes([_REQUEST]))
 
     def requested(self, step: int) -> bool:
-        """Return True if ``step``, which is over, is the last step.
+        """Return True if ``step``, which is over, is the last step or a later one.
 
         The answer is the same on all ranks if all of them ask after the same steps, in rising
         order. The call costs about a microsecond until there is a signal. After that it waits once
@@ -213,7 +225,7 @@ class StopSignals:
                 os.close(self._mouth)
                 os.close(self._ear)
         if self.signal is not None and self._reraise and error is None:
-            # The default action discards what they have buffered.
+            # The default action of the signal discards the buffers of the streams.
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
@@ -233,7 +245,7 @@ class StopSignals:
             signal.set_wakeup_fd(other)
 
     def uninstall(self) -> None:
-        """Give the signals back to the handlers that were there before."""
+        """Put back the handlers that were installed before."""
         global _active
         _active = None if _active is self else _active
         if self._wakes and (other := signal.set_wakeup_fd(-1)) != self._mouth:
@@ -298,7 +310,9 @@ class StopSignals:
             os.write(self._mouth, bytes([int(word)]))
 
     def _next(self, seconds: float | None) -> int:
-        """Return the next signal number; -1 if there is none within ``seconds``."""
+        """Return the next byte in the pipe: a signal, ``_CLOSE`` or ``_REQUEST``. Return -1 if none
+        comes within ``seconds``.
+        """
         poll = select.poll()
         poll.register(self._ear, select.POLLIN)
         if not poll.poll(None if seconds is None else seconds * 1e3):
