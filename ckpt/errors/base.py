@@ -1,4 +1,4 @@
-"""The root of the tree, and what is wrong before anything was started."""
+"""The base class of all errors, and errors that are not about one save, restore or store."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ThreadLimit(CkptError):
 
 
 def both(name: str, source: str) -> str:
-    """Return a name of the state, and what it is called in the checkpoint."""
+    """Return ``name`` for a message, with its name in the checkpoint, ``source``, if different."""
     return repr(name) if source == name else f"{source!r} (which {name!r} is renamed to)"
 
 

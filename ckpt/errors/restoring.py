@@ -1,4 +1,4 @@
-"""A checkpoint does not fit, or there is none."""
+"""Errors of restores: a checkpoint does not fit the state, or there is none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RestoreError(CkptError):
 
 
 class NoCheckpoint(RestoreError):
-    """Nothing restorable was found."""
+    """No checkpoint was found that can be restored."""
 
     def __init__(self, root: str, detail: str = "") -> None:
         self.root, self.detail = root, detail
@@ -22,9 +22,9 @@ class NoCheckpoint(RestoreError):
 
 
 class EntryMissing(RestoreError):
-    """The target wants names that the checkpoint does not have.
+    """The target has names that the checkpoint does not have.
 
-    ``sources`` are the names in the checkpoint that were looked for, by the names in the state.
+    ``sources`` maps names in the state to the names that the checkpoint should have had.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class EntryMissing(RestoreError):
         "take it out of the state, restore another step, or let it keep what it has "
         "(strict=False)",
     ) -> None:
-        """``way`` is what to do about it, if no state is restored."""
+        """``way`` says in the message what to do. The default is for the restore of a state."""
         self.names, self.step, self.sources = tuple(names), step, dict(sources or {})
         listed = [both(name, self.sources.get(name, name)) for name in self.names]
         super().__init__(f"step {step} has no {few(listed, quote=False)}: {way}")
 
 
 class EntryUnexpected(RestoreError):
-    """The checkpoint has names that the target does not want."""
+    """The checkpoint has names that the target does not have."""
 
     def __init__(self, names: Sequence[str], step: int) -> None:
         self.names, self.step = tuple(names), step
@@ -55,7 +55,7 @@ class EntryUnexpected(RestoreError):
 
 
 class ShapeMismatch(RestoreError):
-    """Same name, another shape."""
+    """A tensor has another shape in the checkpoint than in the target."""
 
     def __init__(
         self, name: str, saved: Sequence[int], wanted: Sequence[int], source: str = ""
@@ -75,7 +75,7 @@ class ShapeMismatch(RestoreError):
 
 
 class DtypeMismatch(RestoreError):
-    """Same name, another dtype."""
+    """A tensor has another dtype in the checkpoint than in the target."""
 
     def __init__(self, name: str, saved: str, wanted: str, source: str = "", way: str = "") -> None:
         self.name, self.saved, self.wanted, self.source = name, saved, wanted, source or name
@@ -84,7 +84,7 @@ class DtypeMismatch(RestoreError):
 
 
 class KindMismatch(RestoreError):
-    """Same name, another kind of value."""
+    """A name has another kind of value in the checkpoint than in the target."""
 
     def __init__(self, name: str, saved: str, wanted: str) -> None:
         self.name, self.saved, self.wanted = name, saved, wanted

@@ -1,4 +1,4 @@
-"""A save did not become a checkpoint."""
+"""Errors of saves."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class CommitError(CkptError):
 
 
 class StepExists(CommitError):
-    """Steps are immutable: one step is saved once."""
+    """The step is already saved. Steps are immutable, so each step is saved once."""
 
     def __init__(self, step: int, root: str, *, earlier: bool = False) -> None:
-        """``earlier``: an earlier job saved the step, so another number may hide that job's run."""
+        """``earlier`` says whether an earlier job saved the step. The message then differs."""
         self.step, self.root, self.earlier = step, root, earlier
         super().__init__(
             f"step {step} is already saved in {root} by an earlier job: restore first and save the "
@@ -29,8 +29,8 @@ class StepExists(CommitError):
 
 
 class HistoryHidden(CommitError):
-    """The root holds newer steps of earlier jobs: a restore would take those, not what is saved
-    now.
+    """The root holds newer steps of earlier jobs. A restore would take one of them, and not the
+    step that is to be saved.
     """
 
     def __init__(self, step: int, newest: int, root: str) -> None:
@@ -65,13 +65,13 @@ class CommitTimeout(CommitError):
 
 
 class StepsMissing(CommitError):
-    """The manager was closed, and a tier does not have steps that were to go there.
+    """The manager was closed, and a tier lacks steps that were to go there.
 
     ``missing`` has the steps of each tier, by URL.
     """
 
     def __init__(self, missing: Mapping[str, Sequence[int]], reason: str, *, nearer: bool) -> None:
-        """``nearer``: whether each of them is on a nearer tier."""
+        """``nearer`` says whether a nearer tier has each of the missing steps."""
         self.missing = {tier: tuple(sorted(steps)) for tier, steps in missing.items()}
         self.nearer = nearer
         text = "; ".join(
@@ -108,7 +108,7 @@ class RootInUse(CommitError):
     """Another job writes to this root, or has taken it over."""
 
     def __init__(self, root: str, owner: str, *, here: bool = False) -> None:
-        """``here``: the other lives in this very process."""
+        """``here`` says whether the other job runs in this process."""
         self.root, self.owner = root, owner
         text = (
             f"{root} is written by another manager ({owner}): give each job a root of its own, or "
@@ -136,7 +136,7 @@ class TierNotShared(CommitError):
 
 
 class JobUnseen(CommitError):
-    """The job of an unfinished save ran where this process cannot see whether it still runs."""
+    """The job of an unfinished save may still run: it ran where this process cannot see it."""
 
     def __init__(self, step: int, owner: str) -> None:
         self.step, self.owner = step, owner
@@ -178,7 +178,8 @@ class SaveSkipped(StagingError):
     """A save was not begun, and nothing was written.
 
     No slot was free and ``on_busy="skip"`` is set, here or on another rank; or no tier takes this
-    step; or another rank raised the error of an earlier save instead.
+    step; or another rank raised the error of an earlier save instead; or only memory was to keep
+    the step, and could not.
     """
 
     def __init__(

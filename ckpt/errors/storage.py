@@ -1,4 +1,4 @@
-"""A store refused, or what it gave is not what was written."""
+"""Errors of stores: a store has failed, or the stored bytes are not those that were written."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ckpt.errors.text import clean
 class StorageError(CkptError):
     """A store refused or failed.
 
-    ``key`` is relative to ``root``, the tier's URL; a backend leaves that to its callers (see
-    ``placed``).
+    ``key`` names the object, relative to ``root``, the URL of the tier. A backend does not set
+    ``root``: its callers do (see ``placed``).
     """
 
     exit_code = 3
@@ -40,7 +40,7 @@ class ObjectNotFound(StorageError):
 
 
 class ObjectExists(StorageError):
-    """``put(if_absent=True)`` found the key taken. What was there is untouched."""
+    """``put(if_absent=True)`` found the key taken. The existing object is untouched."""
 
     what = "object already exists"
 
@@ -63,7 +63,7 @@ class LinkRefused(AccessDenied):
 
 class RootLost(StorageError):
     """The root is not the folder that it was when the manager was built, or when its first save
-    began. Nothing is written to what stands there now.
+    began. Nothing is written to the folder that is there now.
     """
 
     what = "the root is gone"
@@ -83,7 +83,7 @@ class OutOfSpace(StorageError):
 
 
 class TransientStorageError(StorageError):
-    """Time-outs, resets, 5xx, SlowDown: worth another try."""
+    """A time-out, a reset connection, a 5xx or SlowDown: another try of the request may succeed."""
 
     what = "storage did not answer properly"
 
@@ -95,7 +95,7 @@ class IntegrityError(CkptError):
 
 
 class ChecksumMismatch(IntegrityError):
-    """A run of bytes differs from what was staged."""
+    """A range of bytes in a file differs from the bytes that were written."""
 
     def __init__(self, key: str, offset: int, nbytes: int) -> None:
         self.key, self.offset, self.nbytes = key, offset, nbytes
@@ -122,7 +122,7 @@ class FormatUnsupported(IntegrityError):
 
 
 class FormatTooNew(FormatUnsupported):
-    """A later ckpt wrote it."""
+    """A later version of ckpt wrote the record."""
 
     def __init__(self, key: str, found: int, supported: int) -> None:
         self.found, self.supported = found, supported
@@ -131,7 +131,7 @@ class FormatTooNew(FormatUnsupported):
 
 
 class FormatTooOld(FormatUnsupported):
-    """An earlier ckpt wrote it, in a format that is no longer read."""
+    """An earlier version of ckpt wrote the record, in a format that is no longer read."""
 
     def __init__(self, key: str, found: int, supported: int) -> None:
         self.found, self.supported = found, supported
@@ -140,7 +140,7 @@ class FormatTooOld(FormatUnsupported):
 
 
 class CodecMissing(FormatUnsupported):
-    """The codec of its data files is not installed here."""
+    """The codec of the data files is not installed here."""
 
     def __init__(self, key: str, codec: str) -> None:
         self.codec = codec
@@ -155,7 +155,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 def placed(error: E, root: str) -> E:
-    """Return ``error``. An error of a store names the tier ``root`` from now on."""
+    """Set ``root`` of ``error`` if that is a `StorageError` without one, and return ``error``."""
     if isinstance(error, StorageError) and not error.root:
         error.root = root
     return error
@@ -163,7 +163,7 @@ def placed(error: E, root: str) -> E:
 
 @contextmanager
 def about(root: str) -> Generator[None]:
-    """Let errors of a store inside of the block name the tier at ``root``."""
+    """Set ``root`` of each `StorageError` that the ``with`` block raises without one."""
     try:
         yield
     except StorageError as error:

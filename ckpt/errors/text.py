@@ -1,4 +1,4 @@
-"""Text on its way out: into a message, a log, or a terminal.
+"""Cleans text that goes into a message, a log or a terminal.
 
 A string that comes from a store, a file or a URL may hold anything. It is cleaned where it is
 shown, and nowhere else: the fields of an error and the values that functions return stay as they
@@ -17,7 +17,7 @@ _SECRET: Final = re.compile(
     r"(?i)key|token|secret|signature|password|credential|GoogleAccessId|\bsig="
 )
 _VALUE: Final = re.compile(r"[^&\s'\"]++")
-# A client may show the headers of a request, and a token server answers with tokens.
+# An error text may quote the headers of a request, or the answer of a token server.
 _HEADER: Final = re.compile(
     r"""(?ix) ( \bBearer\s++ | (?: (?<![a-z-])X-(?:Amz|Goog)-[a-z-]++
     | \b(?:(?:access|refresh|id)_token | client_secret) ) ["']?+ \s*+ : \s*+ ["']?+ ) [^&\s"',]++"""
@@ -28,7 +28,7 @@ def clean(text: str) -> str:
     """Return ``text`` without credentials, and with an escape in place of every character that is
     not printable.
 
-    What is left is one line that no terminal obeys.
+    The result is one line, without characters that control a terminal.
     """
     text = redact(text)
     if text.isprintable():
@@ -62,6 +62,6 @@ class CleanLog(logging.Filter):
     """Cleans every line that is logged."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Put the clean message in the place of the format and its arguments."""
+        """Replace the format and its arguments by the clean message, and let the record pass."""
         record.msg, record.args = clean(record.getMessage()), ()
         return True
