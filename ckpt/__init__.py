@@ -50,7 +50,7 @@ _HOMES = {
     "trainable": "ckpt.adapters.walk.trainable",
     "watch": "ckpt.catalog.watching",
 }
-_ALIASES = {"open": "open_checkpoint"}  # In its own file, ``open`` would hide Python's
+_ALIASES = {"open": "open_checkpoint"}  # A function ``open`` would hide Python's in its module
 
 __all__ = [
     "CheckpointManager",

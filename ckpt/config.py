@@ -96,8 +96,8 @@ _BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Which steps are the best: those with the ``count`` smallest ("min") or largest ("max")
-    values of ``metric``.
+    """The rule of ``Tier(keep_best=...)``: the best steps are the ``count`` steps with the smallest
+    ("min") or largest ("max") values of ``metric``.
     """
 
     metric: str
@@ -106,10 +106,11 @@ class Best:
 
     @classmethod
     def of(cls, value: object) -> Best:
-        """Return a user's value: a metric, "min" or "max", and how many steps if more than one.
+        """Return the rule that ``value``, a user's ``keep_best``, describes: the metric, "min" or
+        "max", and, optionally, the number of steps.
 
         Raises:
-            ConfigError: The value has another form.
+            ConfigError: ``value`` has another form.
         """
         match value:
             case [str(metric), ("min" | "max") as mode] if metric:
@@ -125,10 +126,10 @@ class Best:
 
 
 def check_retention(keep_last: object, keep_every: object, keep_best: object) -> None:
-    """Check what a tier is to keep, wherever it was written.
+    """Check the retention settings of a tier or of a command.
 
     Raises:
-        ConfigError: A number is out of bounds, or ``keep_last`` is missing.
+        ConfigError: A number is out of bounds, or ``keep_last`` is missing beside another setting.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None:
@@ -146,22 +147,22 @@ class Tier:
 
     Attributes:
         url: A folder, a URL, or "memory": the memory of this machine, which outlives the process.
-        options: The options of its backend.
+        options: The options of the tier's backend.
         every: Only steps that are multiples of this number go to the tier.
-        keep_last: How many of the newest steps it keeps; None for all.
-        keep_every: Beside those, it keeps every step that is a multiple of this number.
-        keep_best: Beside those, it keeps the steps with the best metric of
+        keep_last: How many of the newest steps the tier keeps; None for all.
+        keep_every: The tier also keeps every step that is a multiple of this number.
+        keep_best: The tier also keeps the steps with the best metric of
             ``save_async(metrics=...)``: ("loss", "min") for one step, ("accuracy", "max", 3) for
             three.
         best_counts: Whether the best steps count among ``keep_last``, instead of beside them. The
             newest step stays in any case.
         capacity: The most bytes that checkpoints may take, such as "200GB" or 200 << 30. Before a
             save would exceed it, the oldest steps are removed. The newest step is removed only if
-            another tier has it. A step that a farther tier waits for is never removed.
+            another tier has it. A step that is yet to be copied to a farther tier is never removed.
         local: Whether each node has a folder of its own under this path. None: only memory is
             local.
-        codec: "zstd" compresses the files ("zstd:3": with level 3, slower), "none" leaves them as
-            safetensors.
+        codec: "zstd" compresses the files ("zstd:3" uses level 3, which is slower), "none" leaves
+            them as safetensors.
         required: Whether a save fails if it does not reach the tier. Otherwise the log says so.
             None: every tier but memory is required.
         replicas: On how many other nodes the files of each node are kept, too, so that a step
@@ -182,8 +183,8 @@ class Tier:
     best_counts: bool = False
 
     def __new__(cls, *args: object, **fields: object) -> Self:
-        """Raise the error of ``ckpt.toml`` for unknown fields. The fields are set as for any
-        dataclass.
+        """Check the names of the keyword arguments. An unknown one raises the same `ConfigError` as
+        an unknown name in ``ckpt.toml``.
         """
         known_only("Tier.", fields, tuple(cls.__dataclass_fields__))
         del args
@@ -224,23 +225,24 @@ class Tier:
 
     @property
     def best(self) -> Best | None:
-        """``keep_best``, its parts named."""
+        """``keep_best`` as a `Best`; None if it is not set."""
         return None if self.keep_best is None else Best.of(self.keep_best)
 
     @property
     def capacity_bytes(self) -> int | None:
-        """``capacity`` as a number."""
+        """``capacity`` in bytes; None if it is not set."""
         return None if self.capacity is None else as_bytes("capacity", self.capacity)
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """The files, all in PEM form, with which nodes encrypt what they exchange. The paths are the
-    same on each node or not; the content of the first two is that of the node.
+    """The files, all in PEM form, with which nodes encrypt what they exchange. Each node has its
+    own certificate and key. The paths may differ between nodes.
 
     Attributes:
-        certificate: The certificate of this node, and those between it and the authority.
-        key: Its private key, without a passphrase.
+        certificate: The certificate of this node, and any certificates between it and the
+            authority.
+        key: The private key of the certificate, without a passphrase.
         authority: The certificates that the other nodes' certificates must be signed by. Any
             process that has such a certificate counts as a node.
     """
@@ -250,7 +252,7 @@ class Tls:
     authority: str | os.PathLike[str]
 
     def __new__(cls, *args: object, **fields: object) -> Self:
-        """Raise the error of ``ckpt.toml`` for unknown fields, as ``Tier`` does."""
+        """Check the names of the keyword arguments, as `Tier` does."""
         known_only("Tls.", fields, tuple(cls.__dataclass_fields__))
         del args
         return object.__new__(cls)
@@ -263,13 +265,13 @@ class Tls:
 
     @property
     def paths(self) -> dict[str, str]:
-        """The path of each file, by what it holds."""
+        """The path of each file by the name of its field, with ``~`` expanded."""
         return {name: os.path.expanduser(getattr(self, name)) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveConfig:
-    """How saves are made. Every field has a default that suits most jobs.
+    """The settings of saves. Every field has a default that suits most jobs.
 
     Attributes:
         on_busy: What ``save_async`` does when no slot is free: wait for one, or skip this save.
@@ -281,10 +283,10 @@ class SaveConfig:
         on_suspicious: What happens when the step has advanced and no trained tensor has changed
             since the last save: "warn" logs a warning; "raise" also raises `SuspiciousState` from
             the next call of the manager; "ignore" compares nothing. The step is committed in any
-            case. With several ranks the alarm may come after the end of the save, since it needs
-            what all of them have seen.
-        overlap: "auto" copies while training goes on until the optimizer steps; "off" has copied
-            everything on return.
+            case. With several ranks the warning may come after the end of the save, since it needs
+            the findings of all ranks.
+        overlap: "auto" copies while training goes on, until the optimizer steps; "off" copies
+            everything before ``save_async`` returns.
         check: How a save makes sure that the copy is the state at the call, also after changes that
             move no version counter (``parameter.data``, NumPy views). "sampled" compares 256 bytes
             of every 255 KiB, at least once in each tensor, for less than 1 % of the time of the
@@ -299,26 +301,26 @@ class SaveConfig:
         slots: The most images in host memory; with two, one streams while the next one fills.
         backlog: How many steps may wait for a farther tier that is slow. Older ones are given up
             there, unless no nearer tier has them.
-        staging_bytes: The host memory that each rank may use for images; None for what the machine,
-            the memory cgroup and /dev/shm can spare.
+        staging_bytes: The host memory that each rank may use for images; None for as much as the
+            machine, the memory cgroup and /dev/shm can spare.
         threads: The number of threads per rank that write and compute checksums.
-        nice: Added to the niceness of these threads, 0 to 19. The default is 0: see
+        nice: The number to add to the niceness of these threads, 0 to 19. The default is 0: see
             docs/decisions/0006-no-nice-by-default.md.
         cpus: The cores that these threads may use; None for all cores of the process.
         copies: Whether data that several ranks hold is written once ("one"), or once on each node
             that has local tiers ("per_node"), so that these outlive the loss of other nodes.
         replicate_mb_per_s: The rate in MB/s at which each node copies the files of other nodes
-            (``Tier(replicas=...)``); None for as fast as it goes.
-        exit_seconds: How long the end of a script waits for what ``close(detach=True)`` left under
-            way, and how long ``close`` continues the saves under way while an exception ends the
-            process.
-        agent: Whether an agent of this node copies files to farther tiers, and finishes what the
-            job leaves when it ends or dies. "auto" starts one, and goes on without it if that
-            fails; "required" raises `AgentError` then.
+            (``Tier(replicas=...)``); None for no limit.
+        exit_seconds: How long the end of a script waits for work that ``close(detach=True)`` has
+            left under way, and how long ``close`` continues the saves under way while an exception
+            ends the process.
+        agent: Whether an agent of this node copies files to farther tiers, and finishes the steps
+            that the job leaves unfinished when it ends or dies. "auto" starts an agent, and goes on
+            without one if that fails; "required" raises `AgentError` if it fails.
         scrub_mb_per_s: The rate in MB/s at which the agent verifies the steps of the job, when it
             has nothing else to do; 0 for not at all.
-        tls: The files with which nodes that have tiers of their own encrypt what they exchange, in
-            restores too; None: they do not encrypt it.
+        tls: The files with which nodes that have local tiers encrypt what they exchange, in
+            restores too. If None, they exchange it without encryption.
     """
 
     on_busy: OnBusy = "wait"
@@ -400,7 +402,7 @@ def with_settings(config: SaveConfig, settings: Settings) -> SaveConfig:
     """Return ``config`` with ``settings``, the keywords of a manager.
 
     Raises:
-        ConfigError: One of them is unknown, or has a wrong value.
+        ConfigError: A setting is unknown, or has a wrong value.
     """
     if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
         way = f"there are {', '.join(Settings.__annotations__)}"
@@ -413,9 +415,13 @@ def with_settings(config: SaveConfig, settings: Settings) -> SaveConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A whole ``ckpt.toml``.
+    """The contents of a ``ckpt.toml``.
 
-    ``path`` is where it was read, None if there is none; ``tiers`` are nearest first, perhaps none.
+    Attributes:
+        tiers: The tiers, nearest first. There may be none.
+        save: The settings of saves.
+        metadata: The JSON values that every manifest keeps.
+        path: The path of the file; None if there is no file.
     """
 
     tiers: tuple[Tier, ...] = ()
@@ -427,7 +433,8 @@ class Config:
 def load_config(path: str | os.PathLike[str] | None = None) -> Config:
     """Return the configuration in ``path``, or in ``./ckpt.toml`` if that exists.
 
-    Without a file it is the defaults without tiers. Relative folders in a file are relative to it.
+    If there is no file, return the defaults, which have no tiers. Relative folders in a file are
+    relative to the folder of the file.
 
     Raises:
         ConfigError: ``path`` cannot be read, or the file has an unknown name or an invalid value.
@@ -449,16 +456,18 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
 
 
 def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
-    """Return the place that a command works on.
+    """Return the tier that a command works on.
 
-    It is ``flag``, else ``CKPT_ROOT``, else the first tier in ``./ckpt.toml`` that outlives a
-    process. A flag or variable that names a tier of ``ckpt.toml`` gets that tier's options.
+    It is the tier at ``flag``, else at the variable ``CKPT_ROOT``, else the first durable tier in
+    ``./ckpt.toml``. If the flag or the variable names a tier of ``ckpt.toml``, the result has that
+    tier's options.
 
     Args:
-        config: Another file, which goes before the variable.
+        flag: The URL that the user gave to the command, if any.
+        config: The path of another ``ckpt.toml``. If it is given, the variable is not used.
 
     Raises:
-        ConfigError: None of the three exists.
+        ConfigError: None of the three exists, or the URL is "memory".
     """
     tiers = load_config(config).tiers
     if root := flag or (None if config else os.environ.get(ROOT_VARIABLE)):
@@ -478,13 +487,14 @@ def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
 
 
 def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tuple[Tier, ...]:
-    """Return the places that a command works on, nearest first.
+    """Return the tiers that a command works on, nearest first.
 
     Each of ``flags`` is resolved as by ``resolve_tier``. Without flags and without ``CKPT_ROOT``,
-    the places are all tiers of ``./ckpt.toml`` that outlive a process.
+    the result is all tiers of ``./ckpt.toml`` that outlive a process.
 
     Args:
-        config: Another file, which goes before the variable.
+        flags: The URLs that the user gave to the command, if any.
+        config: The path of another ``ckpt.toml``. If it is given, the variable is not used.
     """
     if flags:
         return tuple(resolve_tier(flag, config) for flag in flags)
@@ -496,9 +506,8 @@ def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tup
 
 
 def ranks_on_this_node() -> int:
-    """Return the number of ranks that the launcher names (torchrun, Slurm, MPI, Horovod).
-
-    It is 1 if none does.
+    """Return the number of ranks on this node, from the variables of the launcher (torchrun, Slurm,
+    MPI, Horovod). Return 1 if no variable is set.
     """
     found = _numbers(
         "LOCAL_WORLD_SIZE",
@@ -510,23 +519,23 @@ def ranks_on_this_node() -> int:
 
 
 def rank_of_this_process() -> int:
-    """Return the rank that the launcher names (torchrun, Slurm, MPI); 0 if none does."""
+    """Return the rank, from the variables of the launcher; 0 if no variable is set."""
     return next(_numbers("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"), 0)
 
 
 def local_rank_of_this_process() -> int:
-    """Return the rank within the node that the launcher names; 0 if none does."""
+    """Return the rank within the node, from the variables of the launcher; 0 if none is set."""
     return next(_numbers("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"), 0)
 
 
 def _numbers(*variables: str) -> Iterator[int]:
-    """Yield the values of those variables that are set to a whole number."""
+    """Return the values of those of ``variables`` that are set to a whole number, in order."""
     found = (os.environ.get(variable, "") for variable in variables)
     return (int(text) for text in found if text.isdecimal())
 
 
 def job_address() -> tuple[str, int] | None:
-    """Return the host and port at which the launcher says that rank 0 is reached."""
+    """Return the host and port of rank 0, from the variables of the launcher, or None."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return (host, int(port)) if host and port.isdigit() else None
 
@@ -542,30 +551,32 @@ def agent_folder() -> str:
 
 
 def agent_idle_seconds() -> float:
-    """Return how long an agent without a job waits for one before it ends."""
+    """Return how many seconds an agent without a job waits for a job before it ends."""
     return _seconds(AGENT_IDLE_VARIABLE, 600.0)
 
 
 def agent_memory_seconds() -> float:
-    """Return how long the agent leaves a step in memory once a durable tier has it, so that a
-    trainer that is started again restores from memory.
+    """Return for how many seconds the agent leaves a step in memory after a durable tier has it, so
+    that a trainer that is started again restores from memory.
     """
     return _seconds(AGENT_MEMORY_VARIABLE, 300.0)
 
 
 def agent_scrub_seconds() -> float:
-    """Return the time between two verifications of a step by the agent."""
+    """Return the seconds between two verifications of a step by the agent."""
     return _seconds(AGENT_SCRUB_VARIABLE, 86400.0)
 
 
 def failure_domain() -> str:
-    """Return what this node shares with the nodes that fail together with it, such as its rack."""
+    """Return the name of what nodes that fail together share, such as a rack; empty if not set."""
     return os.environ.get(DOMAIN_VARIABLE, "")
 
 
 def environment_for_agent() -> dict[str, str]:
-    """Return the environment that the clients of object stores need, without the variables of
-    launchers and devices, and without those that are not UTF-8, which no message can hold.
+    """Return the environment variables that the agent gets, for its clients of object stores.
+
+    Variables of launchers and devices are left out, and so are variables that are not UTF-8, since
+    messages cannot hold them.
     """
     return {
         name: value
@@ -594,7 +605,7 @@ def _seconds(variable: str, default: float) -> float:
 
 
 def debug_wanted() -> bool:
-    """Return True if an unexpected error shows its traceback."""
+    """Return True if the user wants the traceback of an unexpected error."""
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
 
 

@@ -14,15 +14,15 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStaged:
-    """The state is in host memory, ``nbytes`` of this rank.
-
-    ``stall_seconds`` is what it has cost the training thread: the call, and the wait at the fence
-    if there was one.
+    """The state of a save is in host memory.
 
     Attributes:
+        nbytes: The size of this rank's image.
+        stall_seconds: Seconds that the save has cost the training thread: the call, and the waits
+            of the optimizer's step.
         tiers: The URLs of the tiers that the step goes to, nearest first. For each of them there is
             a `SaveCommitted` or a `TierMissed` later.
-        slot_bytes: The size of all slots of this rank.
+        slot_bytes: The size of all slots of this rank together.
     """
 
     step: int
@@ -34,7 +34,7 @@ class SaveStaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCommitted:
-    """The checkpoint exists on the tier.
+    """The step is a checkpoint on the tier now.
 
     Attributes:
         nbytes: The size of this rank's image.
@@ -49,12 +49,12 @@ class SaveCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReplicated:
-    """This node has copies of other nodes' files of the step (``Tier(replicas=...)``).
+    """This node has copies of the files that other nodes have of the step (``Tier(replicas=...)``).
 
     Only the lowest rank of each node gets this event.
 
     Attributes:
-        nbytes: The size of these files.
+        nbytes: The size of the copied files.
         seconds: The seconds that the copying took.
     """
 
@@ -78,7 +78,7 @@ class TierMissed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
-    """The save is lost, was skipped (`SaveSkipped`), or was given up on a tier that is behind
+    """The save has failed, was skipped (`SaveSkipped`), or was given up on a tier that is behind
     (`TierBehind`); older checkpoints are whole.
     """
 
@@ -98,9 +98,11 @@ class SaveSuspicious:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDamaged:
-    """A restore found a step that is whole on no tier and goes on with the one before.
+    """A restore has found a step that is intact on no tier, and goes on with the step before.
 
-    ``tier`` is the nearest that lists it.
+    Attributes:
+        tier: The nearest tier that lists the step.
+        error: What is damaged.
     """
 
     step: int
@@ -110,8 +112,15 @@ class StepDamaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repaired:
-    """A restore took from a farther tier what ``tier`` should have had intact: ``nbytes`` of the
-    file ``key`` (empty: the tier did not answer at all). ``mended``: it is whole there again.
+    """A restore has read data from a farther tier, because ``tier`` should have had it intact and
+    did not.
+
+    Attributes:
+        tier: The tier that did not have the data intact.
+        key: The file; empty if the tier did not answer at all.
+        reason: What was wrong with the file or the tier.
+        nbytes: How many bytes of the file were read from a farther tier.
+        mended: Whether the file on ``tier`` is intact again.
     """
 
     step: int
@@ -124,7 +133,7 @@ class Repaired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitFinished:
-    """A restore has completed a save whose leader had died before it put the manifest.
+    """A restore has completed the commit of a save whose leader died before it put the manifest.
 
     Every rank gets this event.
     """
@@ -135,10 +144,12 @@ class CommitFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """A restore has landed.
+    """A restore has ended, and the state is complete.
 
-    ``nbytes`` in this rank's state; seconds of the whole call; ``tier`` is the URL that most of it
-    came from.
+    Attributes:
+        tier: The URL of the tier from which most of the bytes were read.
+        nbytes: The bytes that were restored into this rank's state.
+        seconds: The seconds that the whole call took.
     """
 
     step: int
@@ -154,10 +165,11 @@ class StepVerified:
     Only the leader gets this event, and only while its manager is open.
 
     Attributes:
-        nbytes: The bytes that were right in the end.
-        seconds: What it took, at the rate of ``scrub_mb_per_s``.
+        nbytes: The bytes that were intact at the end.
+        seconds: The seconds that it took, at the rate of ``scrub_mb_per_s``.
         mended: The files that were written again, with the bytes of another tier.
-        damage: What stays damaged, because it is intact on no tier; empty if the step is intact.
+        damage: The damage that stays, because no tier has the data intact; empty if the step is
+            intact.
     """
 
     step: int
@@ -194,7 +206,7 @@ class Observers:
         self._observers = tuple(observers)
 
     def notify(self, event: Event) -> None:
-        """Call every observer with ``event``. An observer that raises costs one log entry."""
+        """Call every observer with ``event``. If an observer raises, its error is only logged."""
         for observer in self._observers:
             try:
                 observer(event)

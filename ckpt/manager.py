@@ -1,4 +1,4 @@
-"""The facade: ``CheckpointManager``, where all packages meet."""
+"""The facade ``CheckpointManager``, which connects all packages."""
 
 from __future__ import annotations
 
@@ -63,21 +63,22 @@ _READERS: Final = 4  # A restore has the machine to itself, so it may use more t
 class CheckpointManager:
     """Saves a training state while training goes on, and restores the newest intact state.
 
-    Under ``torch.distributed`` every rank builds one after ``init_process_group``, and all ranks
-    call ``save_async``, ``restore`` and ``close`` alike. It uses no process group: ranks exchange
-    messages through the job's store.
+    Under ``torch.distributed`` every rank builds a manager after ``init_process_group``, and all
+    ranks call ``save_async``, ``restore`` and ``close`` alike. A manager uses no process group:
+    ranks exchange messages through the job's store.
 
     Args:
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
-        config: How to save (`SaveConfig`). Fields may also be given as keywords:
+        config: The settings of saves (`SaveConfig`). Its fields may also be given as keywords:
             ``on_busy="skip"``.
         metadata: JSON values that every manifest keeps.
         observers: Called with `ckpt.events`, also from background threads. They must not block.
-        coordinator: How ranks exchange messages; found automatically.
+        coordinator: Carries messages between ranks. By default the manager finds one for the job.
 
     Raises:
         ConfigError: A setting or URL is wrong. Nothing was written.
-        CommitTimeout: There is a local tier or an agent, and some rank did not come within 300 s.
+        CommitTimeout: There is a local tier or an agent, and some rank did not build
+            its manager within 300 s.
         AgentError: ``agent="required"``, and there is no agent.
         ManagerClosed: The main thread has ended, so that no thread may be started.
 
@@ -120,7 +121,7 @@ class CheckpointManager:
         self._fence, self._memory = Fence(), Memory()
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._last_step: int | None = None
-        self._begun: StepRef | None = None  # The saver lets the other ranks know how this save ends
+        self._begun: StepRef | None = None  # The newest save that the saver has begun
         self._restores, self._closed, self._ended = 0, False, False
         self._stop: StopSignals | None = None
         # These threads outlive a restore, which must not wait for a tier that does not answer.
@@ -135,21 +136,24 @@ class CheckpointManager:
 
     @property
     def skipped(self) -> int:
-        """Saves that were not made because no slot was free (``on_busy="skip"``)."""
+        """The number of saves that were skipped, such as for lack of a free slot
+        (``on_busy="skip"``). See `SaveSkipped`.
+        """
         return self._ledger.skipped
 
     @property
     def failed(self) -> int:
-        """Saves that have failed. Those that were skipped do not count."""
+        """The number of saves that have failed. Skipped saves do not count."""
         return self._ledger.failed
 
     @classmethod
     def from_config(
         cls, path: str | os.PathLike[str] | None = None, **settings: Unpack[Settings]
     ) -> Self:
-        """Return a manager as ``path``, or ``./ckpt.toml``, describes it.
+        """Return a manager as the file ``path``, or ``./ckpt.toml``, describes it.
 
-        Raises ``ConfigError`` if it names no tier.
+        Raises:
+            ConfigError: The file is not valid, or names no tier.
         """
         config = load_config(path)
         if not config.tiers:
@@ -162,12 +166,12 @@ class CheckpointManager:
         """Reserve host memory for saves of ``state`` in the background, so that the first save is
         as fast as the later ones.
 
-        ``restore`` does it by itself for a state with an optimizer, whether it found a checkpoint
-        or not. Optimizer state that does not exist yet counts, too.
+        ``restore`` does this by itself for a state with an optimizer, whether it found a checkpoint
+        or not. Memory for optimizer state that does not exist yet is reserved too.
 
         Raises:
-            HostMemoryExhausted: Not even one image fits. Without this call, the first save raises
-                it.
+            HostMemoryExhausted: Not even one image fits into memory. Without this call, the first
+                save raises this error.
         """
         self._check_open()
         self._prepare(self._collect(state, lasting=True))
@@ -194,9 +198,10 @@ class CheckpointManager:
         self._saver.reserve(nbytes, None if growth else warm, devices=prepared.devices)
 
     def _prepare_quietly(self, state: Mapping[str, Any]) -> None:
-        """Prepare for saves after a restore, and only log errors.
+        """Prepare for saves after a restore, if the state has an optimizer.
 
-        The first save raises what is wrong with the state. A job that only evaluates saves nothing.
+        Errors are only logged: the first save raises them, and a job that only evaluates never
+        saves.
         """
         if not any(isinstance(value, Optimizer) for _, value in walk_objects(state)):
             return
@@ -229,11 +234,11 @@ class CheckpointManager:
                 plus one.
             metrics: Numbers by name, such as ``{"loss": 1.2}``, for ``Tier(keep_best=...)``. Those
                 of rank 0 count.
-            only: What of ``state`` is saved: names (with all names below them), or patterns such as
-                ``"model/*lora*"``, as for ``restore``. Give the same ones on all ranks. The
+            only: The part of ``state`` to save: names (with all names below them), or patterns like
+                ``"model/*lora*"``, as for ``restore``. Give the same on all ranks. The
                 settings of an optimizer are saved with any of its state.
-            exclude: Names and patterns of what is left out. The state that an optimizer has of a
-                parameter goes with the parameter.
+            exclude: Names and patterns to leave out. The state that an optimizer has of a parameter
+                is left out with the parameter.
 
         Returns:
             The handle of the save.
@@ -259,9 +264,9 @@ class CheckpointManager:
         only: Names,
         exclude: Names,
     ) -> PendingSave:
-        """Begin a save.
+        """Begin a save, and return its handle.
 
-        An error means that it was not begun; this rank lets the other ranks know.
+        If an error prevents the save, this rank lets the other ranks know.
         """
         began = time.perf_counter()
         self._check_open()
@@ -275,11 +280,11 @@ class CheckpointManager:
             )
         if self._stop is not None and self._stop.requested(step):
             self._saver.steps.last_step = step
-            if self._ledger.has(step):  # The loop has just saved it, since its turn had come
+            if self._ledger.has(step):  # The loop has just saved this step by its own schedule
                 return self._ledger.pending[-1]
         trial = self._ledger.next_trial(step)
-        # Each further try at a step has a folder of its own, since what may be committed is never
-        # written again.
+        # Each further try at a step has a folder of its own, since a folder that may be committed
+        # is never written to again.
         ref = StepRef(step, self._coordinator.attempt + (f"t{trial}" if trial else ""))
         reason = EARLIER_FAILED
         try:
@@ -310,10 +315,10 @@ class CheckpointManager:
         exclude: Names = None,
         timeout: float | None = None,
     ) -> PendingSave:
-        """Save and wait for the commit.
+        """Save ``state`` as ``save_async`` does, wait for the commit, and return the handle.
 
-        Raises what ``save_async`` and ``PendingSave.result`` raise. With ``on_error="warn"`` it
-        raises no error of a save: ``PendingSave.exception`` has it.
+        The call raises the errors of ``save_async`` and ``PendingSave.result``. With
+        ``on_error="warn"`` it raises no error of a save: ``PendingSave.exception`` returns it.
         """
         pending = self._begin(state, step, metrics, only, exclude)
         if self._config.on_error == "warn":
@@ -349,7 +354,7 @@ class CheckpointManager:
         add_metrics(durable, step, found, own=self._coordinator.attempt)
 
     def fence(self) -> None:
-        """Return when any code may change any tensor of the saves under way.
+        """Wait until the saves under way have copied their tensors. Any code may change them then.
 
         Raises:
             CkptError: An earlier save has failed and its error was not raised yet.
@@ -380,8 +385,9 @@ class CheckpointManager:
         """Fill ``state`` with ``step``, or with the newest intact step.
 
         Each chunk comes from the nearest tier that has it intact. If a chunk of a step is intact on
-        no tier, the step is skipped for the one before. Both leave a log line and an entry in the
-        report. All ranks restore the same step or none.
+        no tier, the restore takes the step before instead. A file that a tier should have had
+        intact, and a step that is passed over, each cause a log line and an entry in the report.
+        All ranks restore the same step or none.
 
         Args:
             state: The state in the form in which it was saved.
@@ -410,7 +416,7 @@ class CheckpointManager:
             RestoreError: State and checkpoint do not fit, and nothing was changed; or no step is
                 intact, and the message says whether tensors were overwritten.
             StorageError: The tiers cannot be listed.
-            CommitTimeout: Some ranks did not come in time.
+            CommitTimeout: Some ranks did not answer in time.
             FormatUnsupported: The step is in another format.
             ConfigError: ``only`` or a rule of ``rename`` matches nothing, or an argument is
                 invalid.
@@ -440,10 +446,11 @@ class CheckpointManager:
         return report
 
     def continue_from(self, ref: StepRef) -> None:
-        """Note that the state is that of ``ref``. Later steps may be saved again.
+        """Note that the training continues from the state of ``ref``. Later steps may be saved
+        again.
 
-        For integrations that load a step without ``restore``. All ranks call it, before their next
-        save.
+        This is for integrations that load a step without ``restore``. All ranks must call it before
+        their next save.
         """
         self._last_step = ref.step
         self._saver.set_restored(ref)
@@ -451,7 +458,7 @@ class CheckpointManager:
     def steps(self) -> list[int]:
         """Return the committed steps on any tier, ascending.
 
-        Asks the tiers: for people and scripts, not for every training step.
+        The call lists all tiers, so it is too slow for every training step.
         """
         self._check_open()
         return sorted({ref.step for tier in self._tiers for ref in committed(tier.backend)})
@@ -473,7 +480,8 @@ class CheckpointManager:
         the latest after ``grace_seconds``. See `ckpt.elastic.planned_stop.StopSignals`.
 
         Raises:
-            ConfigError: The call is not in the main thread.
+            ConfigError: The call is not in the main thread, an argument is invalid, or a manager
+                already listens for a stop.
         """
         self._check_open()
         if self._stop is not None:
@@ -491,7 +499,7 @@ class CheckpointManager:
         """Listen for ``request_stop`` on any rank, and handle no signal. All ranks call this.
 
         It may be called in any thread, for loops that do not run in the main thread. After
-        ``on_signals`` it is not needed. ``requested(step)`` of the returned object is that of
+        ``on_signals`` it is not needed. ``requested(step)`` of the returned object works as after
         ``on_signals``.
         """
         self._check_open()
@@ -526,12 +534,13 @@ class CheckpointManager:
 
     def close(self, timeout: float | None = None, *, detach: bool = False) -> None:
         """Finish every save, and free memory and threads. A second call does nothing, unless Ctrl-C
-        has interrupted the first one: then it does the rest, in the way that the first one chose.
+        has interrupted the first call. Then it completes the first call, with the ``detach`` of the
+        first.
 
         If it takes more than two seconds, one log line for each tier says what it waits for. While
         an exception ends the process, ``timeout`` defaults to ``exit_seconds``, and saves that are
         given up are logged and not raised (`ckpt.elastic.ending_error`). A job with an agent is
-        left to it then, as with ``detach``.
+        then left to the agent, as with ``detach``.
 
         Args:
             timeout: How many seconds to wait. Saves that are not finished then are given up.
@@ -555,13 +564,16 @@ class CheckpointManager:
     def close_after(
         self, error: BaseException | None, timeout: float | None = None, *, detach: bool = False
     ) -> None:
-        """Close, since ``error`` ends the process or the ``with`` block.
+        """Close the manager as ``close`` does.
 
-        None: nothing went wrong. With ``detach``, an agent finishes what farther tiers lack.
+        Args:
+            error: The error that ends the process or the ``with`` block; None if there is none.
+            timeout: See ``close``.
+            detach: See ``close``.
         """
         check_alone(self, "close")
         thread = threading.get_ident()
-        if self._inside.get(thread) == "close":  # A signal handler has interrupted it
+        if self._inside.get(thread) == "close":  # A signal handler has interrupted ``close``
             return
         try:
             self._inside[thread] = "close"
@@ -595,14 +607,15 @@ class CheckpointManager:
             lacking = None if left else missing_at_the_end(self._ledger.pending, timeout)
             if (error := self._ledger.end_all(lacking)) is not None:
                 raise error
-        finally:  # As in ``one_at_a_time``, which would be one more frame in each traceback
+        finally:  # Does what ``one_at_a_time`` does, without its frame in each traceback
             self._inside.pop(thread, None)
 
     def _detach(self, reason: str) -> None:
-        """Finish what only this process can, and leave the rest to the agent.
+        """Finish the work that only this process can do, and leave the other work to the agent.
 
-        Work that is left here, such as a part of a file on its way to a slow tier, ends on a thread
-        of its own. Only the end of the script waits for it, at most for ``exit_seconds``.
+        Work that this process still has to end, such as the copy of a part of a file to a slow
+        tier, ends on a thread of its own. Only the end of the script waits for that thread, at most
+        for ``exit_seconds``.
         """
         assert self._agent is not None
         try:
@@ -614,10 +627,10 @@ class CheckpointManager:
             await_at_exit(Workers("end", 1).submit(self._finish, reason), self._config.exit_seconds)
 
     def _finish(self, reason: str) -> None:
-        """Do all of ``close`` that may take long.
+        """Do the part of ``close`` that may take long.
 
         Args:
-            reason: Why this rank leaves the others; empty if it does not.
+            reason: Why this rank leaves the other ranks; empty if it does not.
         """
         self._saver.finish(leaves=bool(reason))
         self._fence.remove()

@@ -22,17 +22,17 @@ _SILENT_SECONDS: Final = 2.0
 
 
 class PendingSave:
-    """A save that was asked for: staged first, durable later.
+    """The handle of a save. The state is staged in host memory first, and durable on tiers later.
 
     Attributes:
         step: The step that is saved.
-        call_seconds: Seconds that ``save_async`` cost the calling thread. With the wait of the
-            optimizer's step they are ``stall_seconds``.
+        call_seconds: Seconds that ``save_async`` has cost the calling thread. Together with the
+            waits of the optimizer's step they make ``stall_seconds``.
         nbytes: Bytes of this rank's image.
-        durable_seconds: Seconds from the call to the commit on the last of its tiers; None until
-            then.
+        durable_seconds: Seconds from the call until the save had ended on all its tiers; None
+            before that, and if the save has failed.
 
-    Thread safety: all methods may be called from any thread. ``_changed`` guards what changes.
+    Thread safety: all methods may be called from any thread. ``_changed`` guards all changes.
     Single fields are read without it, because they change once.
     """
 
@@ -52,7 +52,7 @@ class PendingSave:
             nbytes: Bytes of this rank's image.
             snapshot: The copying of the state; None for a save that is not made.
             began: ``time.perf_counter()`` at the call.
-            tiers: Where the save goes: URL -> what the user calls it.
+            tiers: The tiers that the save goes to: URL -> the URL as the user gave it.
         """
         self.step, self.nbytes = step, nbytes
         self.call_seconds = 0.0
@@ -73,7 +73,7 @@ class PendingSave:
 
     @property
     def progress(self) -> float:
-        """Part of this rank's bytes that have been written, 0 to 1."""
+        """The part of this rank's bytes that has been written to the tiers, from 0 to 1."""
         return min(1.0, self._written / self._total) if self._total else 1.0
 
     @property
@@ -83,34 +83,34 @@ class PendingSave:
 
     @property
     def stall_seconds(self) -> float:
-        """What the save has cost the training thread: the call, and the wait of the optimizer's
-        step.
+        """Seconds that the save has cost the training thread so far: the call, and the waits of the
+        optimizer's step.
         """
         return self.call_seconds + sum(self._held)
 
     @property
     def age(self) -> float:
-        """The seconds since the call."""
+        """Seconds since the call."""
         return time.perf_counter() - self._began
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Return when the state is in host memory: anything may be changed from then on.
+        """Wait until the state is in host memory. Any code may change any tensor from then on.
 
         Raises:
-            TimeoutError: Not yet.
-            StagingError: The copy failed; this save is lost.
+            TimeoutError: The state is not in host memory after ``timeout`` seconds.
+            StagingError: The copy has failed, and this save is lost.
         """
         if (snapshot := self._snapshot) is not None:  # ``finish`` may clear it meanwhile
             snapshot.wait_landed(timeout)
             snapshot.settle()
 
     def result(self, timeout: float | None = None, *, tier: str | None = None) -> PendingSave:
-        """Wait until the checkpoint is committed on all its tiers, or on ``tier``, and return this.
+        """Wait until the step is committed on all its tiers, or on ``tier``. Return this handle.
 
         Raises:
-            TimeoutError: It is not committed yet. The save goes on.
-            CkptError: The save failed.
-            ConfigError: It does not go to ``tier``.
+            TimeoutError: The step is not committed after ``timeout`` seconds. The save goes on.
+            CkptError: The save has failed.
+            ConfigError: The save does not go to ``tier``.
         """
         if (error := self.exception(timeout, tier=tier)) is not None:
             raise error
@@ -119,7 +119,7 @@ class PendingSave:
     def exception(
         self, timeout: float | None = None, *, tier: str | None = None
     ) -> CkptError | None:
-        """Return the error, or None if the step was committed. It waits as ``result`` does."""
+        """Wait as ``result`` does, and return the error, or None if the step was committed."""
         if tier is not None:
             return self._wait_for_tier(tier, timeout)
         if not self._await(lambda: self._finished, timeout):
@@ -141,7 +141,7 @@ class PendingSave:
         return self._ends.get(url, self._error)
 
     def _await(self, over: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until ``over`` returns True. Returns whether it did in time."""
+        """Wait until ``over`` returns True. Return False if ``timeout`` seconds pass before."""
         check_timeout(timeout, "; a tier is named by tier=...")
         if os.getpid() != self._pid and not over():  # The copy in a fork is not notified
             raise ConfigError(
@@ -152,7 +152,7 @@ class PendingSave:
             return self._changed.wait_for(over, timeout)
 
     def wait(self) -> None:
-        """Return when the save is over. Its error stays for a call that raises it."""
+        """Wait until the save is over. Its error counts as not raised yet."""
         self._await(lambda: self._finished, None)
 
     def done(self) -> bool:
@@ -161,7 +161,7 @@ class PendingSave:
 
     @property
     def unreported(self) -> CkptError | None:
-        """The error, if no call has raised it."""
+        """The error of a save that is over, if no call has raised the error; else None."""
         return None if self._reported or not self.done() else self._error
 
     def __repr__(self) -> str:
@@ -172,13 +172,13 @@ class PendingSave:
 
 
 class SaveRecord(PendingSave):
-    """What the manager has of a save: the handle, and the means to end it.
+    """The handle of a save with the methods by which the manager ends the save.
 
-    A caller sees the handle only.
+    A user of the manager sees it as a `PendingSave`.
     """
 
     def add_written(self, nbytes: int) -> None:
-        """Count bytes of this rank that have been written."""
+        """Add ``nbytes`` to the bytes of this rank that were written. It may be negative."""
         with self._changed:
             self._written += nbytes
 
@@ -187,8 +187,14 @@ class SaveRecord(PendingSave):
     ) -> CkptError | bool | None:
         """Note that the save has ended on ``tier``.
 
+        Args:
+            tier: The URL of the tier.
+            error: Why the step is no checkpoint there; None if it is one.
+            required: Whether ``error`` fails the save.
+
         Returns:
-            True while other tiers are left; else the first error of a required tier, or None.
+            True if the save has yet to end on other tiers. Otherwise the first error that fails the
+            save, or None.
         """
         with self._changed:
             self._ends[tier] = error
@@ -206,8 +212,8 @@ class SaveRecord(PendingSave):
         """End the save.
 
         Args:
-            error: Why there is no checkpoint, if there is none.
-            reported: Whether no later call needs to raise the error.
+            error: The error that fails the save; None if it has succeeded.
+            reported: Whether ``error`` counts as raised, so that no later call raises it.
         """
         with self._changed:
             self._reported = reported
@@ -224,28 +230,29 @@ class SaveRecord(PendingSave):
         return None in self._ends.values()
 
     def lacking(self) -> dict[str, CkptError | None]:
-        """Return the URLs of tiers that do not have the step, with the error, or None if it is on
-        its way.
+        """Return the tiers that lack the step: URL -> the error, or None while the step is on its
+        way. Tiers that have failed without failing the save are left out.
         """
         with self._changed:
             return {**self._refused, **dict.fromkeys(sorted(self._left))}
 
 
 def check_timeout(timeout: float | None, hint: str = "") -> None:
-    """Check a time to wait.
+    """Check that ``timeout`` is a number of seconds, or None.
 
     Raises:
-        ConfigError: It is no number of seconds.
+        ConfigError: ``timeout`` has another type. ``hint`` ends its message.
     """
     if timeout is not None and not is_number(timeout):
         raise ConfigError(f"timeout={timeout!r}: give seconds{hint}")
 
 
 def wait_and_log(done: Future[Any], saves: Sequence[SaveRecord], timeout: float | None) -> bool:
-    """Wait until ``done``, which ends ``saves``, and log once which tiers it waits for.
+    """Wait for ``done``, the work that ends ``saves``. If that takes more than two seconds, log
+    once which tiers it waits for.
 
     Returns:
-        Whether it was done in time.
+        True if ``done`` has ended within ``timeout`` seconds.
     """
     first = _SILENT_SECONDS if timeout is None else min(timeout, _SILENT_SECONDS)
     if wait([done], first).done:
@@ -257,10 +264,10 @@ def wait_and_log(done: Future[Any], saves: Sequence[SaveRecord], timeout: float 
 
 
 def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> StepsMissing | None:
-    """Return one error for all of ``saves`` that some tier lacks, unless a call has raised their
-    error.
+    """Return one error for all of ``saves`` that some tier lacks; None if there are none.
 
-    Saves that are under way count as given up.
+    Saves whose error a call has raised do not count. Saves that are under way are given up: they
+    end with the returned error. ``timeout`` is how long the caller has waited for them.
     """
     lost: list[tuple[SaveRecord, str, str]] = []
     for save in saves:
@@ -287,7 +294,7 @@ def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> St
 
 
 def _under_way(saves: Sequence[SaveRecord]) -> dict[str, list[int]]:
-    """Return the steps under way: URL of the tier -> steps."""
+    """Return the steps that are on their way to a tier: URL of the tier -> steps."""
     found: dict[str, list[int]] = {}
     for save in saves:
         for tier, error in save.lacking().items():
