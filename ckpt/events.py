@@ -66,9 +66,9 @@ class NodeReplicated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierMissed:
-    """The step did not become a checkpoint on the tier, and never will.
+    """The step has not become a checkpoint on the tier, and its save does not try again.
 
-    The save may succeed on other tiers all the same.
+    The save may still succeed on other tiers.
     """
 
     step: int

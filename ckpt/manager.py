@@ -331,10 +331,10 @@ class CheckpointManager:
     def add_metrics(self, step: int, metrics: Metrics) -> None:
         """Keep ``metrics`` that arrive after the save of ``step``, for ``Tier(keep_best=...)``.
 
-        One rank is enough. Several may call it with the same numbers, and with local tiers a rank
-        of each node must. On return they are durable on each durable tier that has the step. If the
-        save of the step is under way, the call waits for its end. Metrics that came with the save
-        stay, and a metric is written once.
+        It is enough if one rank calls this. Several ranks may call it with the same numbers. With
+        local tiers, one rank of each node must call it. On return the metrics are durable on each
+        durable tier that has the step. If the save of the step is under way, the call waits for its
+        end. Metrics that were given to the save stay, and no metric can be changed later.
 
         Args:
             step: A step that is on a tier, of this job or of an earlier one.
@@ -510,9 +510,9 @@ class CheckpointManager:
     def request_stop(self, deadline: float | datetime | None = None) -> None:
         """Stop all ranks after the same step, as a signal to ``on_signals`` does.
 
-        It is for preemptions that no signal announces. One rank is enough, and more do no harm. The
-        call returns at once: ``requested(step)`` becomes True, and ``close`` returns after the last
-        save. It may be called from any thread.
+        It is for preemptions that no signal announces. It is enough if one rank calls this, and
+        further calls do no harm. The call returns at once: ``requested(step)`` becomes True, and
+        ``close`` returns after the last save. It may be called from any thread.
 
         Args:
             deadline: Seconds from now, or a datetime with a time zone. At that time every rank that

@@ -97,24 +97,25 @@ def claim_rank_to_remove(backend: StorageBackend, ref: StepRef, rank: int) -> bo
 
 
 def release_rank(backend: StorageBackend, ref: StepRef, rank: int) -> None:
-    """Delete the marker of a rank that has removed its files. Never raises."""
+    """Delete the marker of a rank that has removed its files. It raises no ``CkptError``."""
     _release(backend, ref.rank_marker(rank), (_REMOVE,))
 
 
 def release_finish(backend: StorageBackend, ref: StepRef) -> None:
-    """Delete the marker of a finisher. See ``release_marker``."""
+    """Delete the marker of the step if it is that of a finisher. It raises no ``CkptError``."""
     _release(backend, ref.claim_marker, (_FINISHED,))
 
 
 def release_removal(backend: StorageBackend, ref: StepRef) -> None:
-    """Delete the marker of a removal. See ``release_marker``."""
+    """Delete the marker of the step if it is that of a removal. It raises no ``CkptError``."""
     _release(backend, ref.claim_marker, (_REMOVE, _REMOVED))
 
 
 def release_marker(backend: StorageBackend, ref: StepRef) -> None:
-    """Delete the marker of any process. Never raises.
+    """Delete the marker of the step, whichever process put it. It raises no ``CkptError``.
 
-    A marker that stays only delays the removal of remains by some days (``retention.removal``).
+    A marker that stays only delays the removal of the files of failed saves by some days (see
+    ``ckpt.retention.removal``).
     """
     with contextlib.suppress(CkptError):
         backend.delete(ref.claim_marker)

@@ -177,7 +177,7 @@ class Intended:
 
 @dataclass(frozen=True, slots=True)
 class VotesArrived:
-    """Votes by rank. The first vote of a rank counts."""
+    """The votes that have arrived, by rank. Only the first vote of a rank counts."""
 
     votes: Mapping[int, Vote]
 
@@ -191,7 +191,7 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class Spoiled:
-    """This rank cannot make the manifest. If ``certain``, no other rank can make it either."""
+    """This rank cannot make the manifest. If ``certain`` is True, no other rank can either."""
 
     aborted: Aborted
     certain: bool
@@ -199,7 +199,7 @@ class Spoiled:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """The turn that stands."""
+    """The turn that stands: `Taken`, or `Aborted` if the proposer has withdrawn."""
 
     turn: Turn
 
@@ -264,7 +264,8 @@ class CommitMachine:
         """Return the first action.
 
         Args:
-            abort: The leader's reason to abort the save, whatever the votes are.
+            now: The current time.
+            abort: The leader's reason to abort the save, whatever the votes are; else None.
         """
         if abort is not None:
             return Propose(abort)
@@ -275,7 +276,7 @@ class CommitMachine:
         )
 
     def handle(self, event: Event, now: float) -> Action:
-        """Return the action that follows."""
+        """Return the next action after ``event``, at the time ``now``."""
         match event:
             case Outcome(verdict):
                 return Look() if verdict is None else Done(verdict)

@@ -128,7 +128,7 @@ class Place(Protocol):
         ...
 
     def forget(self, ref: StepRef) -> None:
-        """Forget the messages of a save whose outcome is known. Never raises."""
+        """Remove the messages of a save whose outcome is known. The call never raises."""
         ...
 
 
@@ -230,7 +230,7 @@ class Committer:
         Args:
             ref: The step.
             vote: The vote of this rank.
-            abort: On the leader: a reason to abort whatever the votes are.
+            abort: The leader's reason to abort the save, whatever the votes are; else None.
 
         Raises:
             CommitError: There is no verdict, because the job's store is gone.

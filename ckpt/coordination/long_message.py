@@ -1,4 +1,4 @@
-"""Messages that are too long for one request to the job's store: they are compressed and split.
+"""Sends messages that are too long for one request to the job's store, compressed and in pieces.
 
 torch's store closes the connection of a client that sends more than 8 MiB at once.
 """

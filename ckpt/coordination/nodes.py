@@ -1,9 +1,9 @@
 """Commits on local tiers of several nodes, where no rank sees all files of a step.
 
-Nodes are not declared. Each rank posts once what its local tiers are (machine, device and inode of
-the root), and ranks that post the same share the tiers. If two ranks that share a tier are taken
-for two nodes, as processes of two containers may be, the same work is done twice and the result is
-correct.
+Nodes are not declared. Each rank posts once the identities of its local tiers (machine, device and
+inode of the root). Ranks with equal identities share the tiers. If two ranks that share a tier
+count as two nodes, as processes of two containers may, the same work is done twice and the result
+is correct.
 
 On a local tier each rank writes its file and its fragment on its own node. The fragments travel to
 the committer as messages. The manifest travels back as the same bytes, and the lowest rank of each
@@ -250,7 +250,7 @@ class ManyNodes:
         return self._store.url
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
-        """Send the fragment of this rank, before its vote."""
+        """Send the fragment of this rank to the other ranks, before this rank votes."""
         self._pieces = send(
             self._coordinator, self._subject(ref, "fragment"), self._store.read(ref, fragment)
         )
@@ -313,7 +313,7 @@ class ManyNodes:
                     self._coordinator.post(self._subject(ref, "put"), message.encode())
 
     def forget(self, ref: StepRef) -> None:
-        """Remove the messages of a save that is decided, or that this rank takes no part in."""
+        """Remove the messages of this rank about a save whose outcome is known."""
         drop(self._coordinator, self._subject(ref, "fragment"), self._pieces)
         self._coordinator.forget(self._subject(ref, "put"))
 

@@ -57,7 +57,7 @@ class Owner(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls, attempt: str) -> Owner:
-        """Return the owner that stands for this process."""
+        """Return the record of this process as the owner, for ``attempt``."""
         me = Process.of(os.getpid())
         return cls(
             attempt=attempt,
@@ -92,7 +92,7 @@ class Owner(msgspec.Struct, frozen=True):
 
     def has_ended(self, other: Owner) -> bool:
         """Return True if the processes of this owner are known to have ended. ``other`` is the
-        owner that stands for this process.
+        record of this process.
         """
         return (
             self.attempt in _ended or self.went_before(other) or not (self.alive or self.is_unknown)

@@ -33,7 +33,7 @@ def _again(kind: type[CkptError], args: tuple[Any, ...], fields: dict[str, Any])
 
 
 class ConfigError(CkptError):
-    """A setting is wrong. Nothing was started."""
+    """A setting or an argument is wrong. Nothing was started."""
 
     exit_code = 2
 
@@ -75,7 +75,7 @@ class ManagerClosed(CkptError):
 
 
 class AgentError(CkptError):
-    """The agent of this node cannot be reached or started, refuses what it is asked, or was stopped
+    """The agent of this node cannot be reached or started, refuses a request, or was stopped
     with unfinished jobs.
     """
 

@@ -8,7 +8,7 @@ from ckpt.errors.base import CkptError, few
 
 
 class CommitError(CkptError):
-    """A save did not become a checkpoint. Older checkpoints are whole, training may go on."""
+    """A save did not become a checkpoint. Older checkpoints are intact, and training may go on."""
 
     exit_code = 5
 
@@ -43,7 +43,7 @@ class HistoryHidden(CommitError):
 
 
 class PeerFailed(CommitError):
-    """Another rank could not make its part durable."""
+    """Some rank could not make its part durable. ``failures`` has the reasons by rank."""
 
     def __init__(self, step: int, failures: dict[int, str]) -> None:
         self.step, self.failures = step, failures
@@ -54,7 +54,8 @@ class PeerFailed(CommitError):
 class CommitTimeout(CommitError):
     """Some ranks did not answer in time.
 
-    ``step`` is -1 if there is none yet: at the start, or while a restore looks for a step.
+    ``missing`` has these ranks. ``step`` is -1 if the wait belongs to no step, as at the start of a
+    manager, or while a restore looks for a step.
     """
 
     def __init__(self, step: int, missing: Sequence[int], seconds: float, what: str) -> None:
@@ -147,7 +148,7 @@ class JobUnseen(CommitError):
 
 
 class StagingError(CkptError):
-    """The copy to host memory failed. That save is lost, training may go on."""
+    """The copy to host memory has failed. The save is lost, and training may go on."""
 
     exit_code = 6
 

@@ -77,7 +77,7 @@ class RootLost(StorageError):
 
 
 class OutOfSpace(StorageError):
-    """The store is full. Free space or prune; older checkpoints are whole."""
+    """The store is full. Free space or prune. Older checkpoints are intact."""
 
     what = "no space left"
 
@@ -89,7 +89,7 @@ class TransientStorageError(StorageError):
 
 
 class IntegrityError(CkptError):
-    """The bytes are not what was written."""
+    """The stored bytes are not those that were written."""
 
     exit_code = 4
 

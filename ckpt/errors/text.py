@@ -59,7 +59,7 @@ def redact(text: str) -> str:
 
 
 class CleanLog(logging.Filter):
-    """Cleans every line that is logged."""
+    """A filter that cleans every line that a logger logs."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Replace the format and its arguments by the clean message, and let the record pass."""

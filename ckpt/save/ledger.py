@@ -156,7 +156,7 @@ class SaveLedger:
 
         Args:
             step: The step.
-            error: The error, which the handle gets.
+            error: The error. The returned handle has it, unless the save has begun.
             begun: Whether the save has begun all the same. Then its own handle is returned, and the
                 save ends by itself.
         """

@@ -1,7 +1,7 @@
 """Makes room when the store of a tier is full, and tries the work once more.
 
-If no step can be removed, `OutOfSpace` fails the save on this tier. The save goes on on other
-tiers, and the checkpoints on this tier stay.
+If no step can be removed, `OutOfSpace` fails the save on this tier. Other tiers, and the
+checkpoints on this tier, stay as they are.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The files that one rank puts on one tier: its image, encoded or raw, and the fragment that
-describes it.
+"""Writes the files of one rank to one tier: the data file, which is its image, raw or encoded, and
+the fragment that describes it.
 """
 
 from __future__ import annotations

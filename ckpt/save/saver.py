@@ -446,8 +446,8 @@ class Saver:
             self._end_image(save)
 
     def _miss(self, writers: Sequence[TierWriter], save: ActiveSave, error: BaseException) -> None:
-        """After the first of ``writers`` has failed, go on with the others, or end the use of the
-        image.
+        """After the first of ``writers`` has failed with ``error``, write the image to the tiers of
+        the others, or release its slot if the save has failed on all of them.
         """
         if self._goes_on(writers, save, error):
             self._serve(writers[1:], save)
