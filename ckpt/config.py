@@ -129,7 +129,8 @@ def check_retention(keep_last: object, keep_every: object, keep_best: object) ->
     """Check the retention settings of a tier or of a command.
 
     Raises:
-        ConfigError: A number is out of bounds, or ``keep_last`` is missing beside another setting.
+        ConfigError: A number is out of bounds, or ``keep_last`` is missing and another setting
+            needs it.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None:
@@ -568,7 +569,7 @@ def agent_scrub_seconds() -> float:
 
 
 def failure_domain() -> str:
-    """Return the name of what nodes that fail together share, such as a rack; empty if not set."""
+    """Return the name of the failure domain of this node, such as its rack; empty if not set."""
     return os.environ.get(DOMAIN_VARIABLE, "")
 
 

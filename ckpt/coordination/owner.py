@@ -178,7 +178,7 @@ def release(backend: StorageBackend, me: Owner) -> None:
 
 
 def _leave(backend: StorageBackend, me: Owner) -> Owner | None:
-    """Note that the attempt is over. Return the record of the root if it names it, else None."""
+    """Note that the attempt is over. Return the record of the root if it still names ``me``."""
     _ended.add(me.attempt)
     owner = read_owner(backend)
     return owner if owner is not None and owner.attempt == me.attempt else None
