@@ -1,4 +1,4 @@
-"""Committed checkpoints on a tier: find, verify, fetch.
+"""Find, read, verify, repair and copy the checkpoints on a tier.
 
-The command line uses this package, which does not import torch.
+This package does not import torch, so the commands that use it start fast.
 """

@@ -1,8 +1,9 @@
-"""The steps that a restore may choose, newest first, whichever stores have them.
+"""The candidates for a restore: the committed attempts on all stores, newest step first.
 
-All stores are listed at once, since any of them may have the newest step. A store that does not
-answer is not waited for if a nearer store has a checkpoint. The nearest store that has the folder
-of an attempt is asked whether it is committed, and only when it is the attempt's turn.
+All stores are listed at once, since any of them may have the newest step. If a nearer store has a
+checkpoint, a store that does not answer is left out after a bounded wait. A store is asked whether
+an attempt is committed only when the iteration reaches that attempt. Of the stores that have its
+folder, the nearest one is asked first.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 
 LISTING_SECONDS: Final = 15.0
-"""How long a store may take to list its steps once a nearer one is known to have a checkpoint.
+"""How long a store may take to list its steps once a nearer store is known to have a checkpoint.
 
-It is long, since the store may have a newer step.
+The limit is long, since the farther store may have a newer step.
 """
 ANSWER_SECONDS: Final = 3.0
-"""How long it may then take to answer a small request.
+"""How long a store may show no sign of life once a nearer store is known to have a checkpoint.
 
-A store that does not answer counts as down, and is not waited for any longer.
+A store that has not been listed after a third of this time gets one more small request. If it
+answers neither request in time, it counts as down. Otherwise it has ``LISTING_SECONDS`` in all.
 """
 
 Finish = Callable[[StorageBackend, StepRef], bool]
-"""Tries to finish an attempt on a store. Returns whether it is committed now."""
+"""Tries to finish an uncommitted attempt on a store. Returns True if it is committed now."""
 Lists = Callable[[StorageBackend], list[StepRef]]
 """Returns the attempts that a store has."""
 
@@ -46,12 +48,12 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A committed attempt.
+    """A committed attempt that a restore may choose.
 
     Attributes:
-        nearest: Position of the nearest store that lists it.
-        answering: Positions of the stores that could be listed; the others are left out of this
-            restore.
+        nearest: The position of the nearest store on which the attempt is committed.
+        answering: The positions of the stores that have not failed so far. The restore leaves out
+            all other stores.
     """
 
     ref: StepRef
@@ -67,22 +69,22 @@ def candidates(
     finish: Finish = lambda _store, _ref: False,
     lists: Lists = attempts,
 ) -> Iterator[Candidate]:
-    """Yield the committed attempts at ``step`` (None: any), newest step first.
+    """Yield the committed attempts at ``step`` (None: at any step), newest step first.
 
-    Of several attempts at a step, the youngest comes first. After the last attempt, the stores are
-    listed once more, since a job may have removed these steps and saved newer ones. Attempts that
-    only the second listing finds follow then.
+    Of several attempts at a step, the one with the youngest manifest comes first. If the caller
+    takes all of them, the stores are listed once more, since a job may have removed these steps and
+    saved newer ones meanwhile. Attempts that only the second listing finds come last.
 
     Args:
         stores: The stores, nearest first.
         step: The step that is wanted.
-        workers: One thread for each store. Some threads may still wait for an answer when the
-            iterator ends.
-        finish: Called for each attempt at a step that has no committed attempt.
-        lists: Lists a store.
+        workers: Threads, one for each store. Some of them may still wait for the answer of a store
+            when the iterator ends.
+        finish: Called for the attempts at a step of which no attempt is committed.
+        lists: Lists the attempts on a store.
 
     Raises:
-        StorageError: A store could not be listed, and the others have no step.
+        StorageError: A store has failed, and no other store has a committed attempt.
     """
     seen: set[StepRef] = set()
     for found in _Listing(stores, workers, lists).candidates(step, finish):
@@ -90,13 +92,15 @@ def candidates(
         yield found
     if not seen:
         return
-    with suppress(StorageError):  # The caller knows what was wrong with each attempt
+    with suppress(StorageError):  # The caller already knows why it could not use the first ones
         for found in _Listing(stores, workers, lists).candidates(step, finish):
             if found.ref not in seen:
                 yield found
 
 
 class _Listing:
+    """One listing of all stores. Stores that fail later are left out from then on."""
+
     def __init__(self, stores: Sequence[StorageBackend], workers: Workers, lists: Lists) -> None:
         self._stores = stores
         self._failure: StorageError | None = None
@@ -110,6 +114,7 @@ class _Listing:
                     self._holders.setdefault(ref, []).append(position)
 
     def candidates(self, step: int | None, finish: Finish) -> Iterator[Candidate]:
+        """Yield the candidates at ``step`` (None: at any step) that this listing has."""
         none = True
         for number in sorted({ref.step for ref in self._holders}, reverse=True):
             if step not in (None, number):
@@ -132,6 +137,7 @@ class _Listing:
             raise self._failure
 
     def _nearest(self, ref: StepRef) -> int | None:
+        """Return the position of the nearest store on which ``ref`` is committed; None if none."""
         for position in self._holders[ref]:
             if position in self._answering:
                 try:
@@ -142,11 +148,16 @@ class _Listing:
         return None
 
     def _finished(self, ref: StepRef, finish: Finish) -> int | None:
+        """Return the position of the nearest store on which ``finish`` commits ``ref``, or None."""
         places = [position for position in self._holders[ref] if position in self._answering]
         return next((position for position in places if finish(self._stores[position], ref)), None)
 
     def _age(self, ref: StepRef, rivals: int) -> float:
-        """Return when an attempt was committed; 0 if it has no rivals, or if that is not known."""
+        """Return when the manifest of an attempt was made, in seconds since 1970.
+
+        Returns 0 if the time is not known, or if there is no other attempt at the step to compare
+        it with. ``rivals`` is the number of committed attempts at the step.
+        """
         if rivals < 2:
             return 0.0
         for position in self._holders[ref]:
@@ -159,8 +170,9 @@ class _Listing:
         return 0.0
 
     def _drop(self, position: int, error: StorageError) -> None:
+        """Leave a store out from now on, because of ``error``."""
         placed(error, self._stores[position].url)
-        if len(self._stores) > 1:  # With one store, the error is raised
+        if len(self._stores) > 1:  # With a single store, ``candidates`` raises the error
             _log.warning(
                 "ckpt: the tier %s cannot be listed: %s", self._stores[position].url, error
             )
@@ -171,6 +183,7 @@ class _Listing:
 def _list_all(
     stores: Sequence[StorageBackend], workers: Workers, lists: Lists
 ) -> list[list[StepRef] | StorageError]:
+    """Return for each store its attempts, or the error of a store that failed or is too slow."""
     futures = [workers.submit(_attempts, store, lists) for store in stores]
     waiting = set(futures)
     while waiting:
@@ -198,7 +211,7 @@ def _list_all(
 
 
 def _answers(store: StorageBackend) -> bool:
-    """Return True if the store answers a request, whatever the answer is."""
+    """Return True if the store answers a small request, even with an error."""
     try:
         store.head(OWNER)
     except CkptError as error:

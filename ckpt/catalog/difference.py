@@ -1,4 +1,4 @@
-"""The differences between two checkpoints. Data is read only where checksums give no answer."""
+"""Compare the tensors of two checkpoints. Data is read only where checksums cannot decide."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ _PIECE_BYTES: Final = 32 << 20
 
 @dataclass(slots=True)
 class Difference:
-    """Names of tensors.
+    """The result of a comparison of two checkpoints.
 
     Attributes:
-        kinds: name -> dtype and shape in each.
-        values: Same dtype and shape, other bytes.
-        equal: How many are the same to the bit.
-        read_names: How many had to be read for that.
-        unread: Those whose data has to be read for an answer.
+        only_one: The names of tensors that only the first checkpoint has.
+        only_two: The names of tensors that only the second checkpoint has.
+        kinds: For each name with another dtype or shape, the tensors of both checkpoints.
+        values: The names of tensors with the same dtype and shape, but different bytes.
+        equal: The number of tensors that are equal bit for bit.
+        read_names: The number of tensors whose data was read.
+        unread: The names of tensors that were not compared, since that takes reading their data.
     """
 
     only_one: list[str] = field(default_factory=list[str])
@@ -36,7 +38,7 @@ class Difference:
 
     @property
     def compared(self) -> int:
-        """Tensors of the same dtype and shape in both."""
+        """Return the number of tensors whose bytes were compared, by checksum or by reading."""
         return self.equal + len(self.values)
 
     @property
@@ -51,16 +53,18 @@ def compare(
     on_name: Callable[[int, int], None] = lambda _done, _total: None,
     read: bool = True,
 ) -> Difference:
-    """Compare all tensors, tied names by what they stand for.
+    """Compare all tensors of two checkpoints. A tied name stands for the tensor it is tied to.
 
     Args:
-        one: A checkpoint.
-        two: Another one.
-        on_name: Called with how many names are done, of how many.
-        read: Whether tensors are read where checksums do not tell.
+        one: The first checkpoint.
+        two: The second checkpoint.
+        on_name: Called after each tensor whose bytes were compared, with the number of common names
+            that are done and the number of all common names.
+        read: Whether to read the data of a tensor if checksums cannot decide. Otherwise its name
+            goes to ``unread``.
 
     Raises:
-        IntegrityError, StorageError: What had to be read cannot be.
+        IntegrityError, StorageError: The data of a tensor cannot be read.
     """
     found = Difference(
         only_one=sorted(one.tensors.keys() - two.tensors.keys()),
@@ -88,9 +92,10 @@ def compare(
 
 
 def _by_checksums(one: StepReader, two: StepReader, name: str) -> bool | None:
-    """Compare checksums: equal boxes with equal checksums have equal bytes.
+    """Return True if a tensor is equal in both checkpoints, judged by the checksums of its chunks.
 
-    Returns None if the boxes differ, and no difference is known.
+    Returns None if checksums cannot decide: the boxes of the chunks differ, and all boxes that both
+    checkpoints have are equal.
     """
     a, b = one.checksums(name), two.checksums(name)
     if any(b[box] != a[box] for box in a.keys() & b.keys()):
@@ -103,7 +108,7 @@ def _by_bytes(one: StepReader, two: StepReader, name: str) -> bool:
 
 
 def pairs(one: StepReader, two: StepReader, name: str) -> zip[tuple[Piece, Piece]]:
-    """Yield the same piece of a tensor from both, one piece after another."""
+    """Yield all pieces of a tensor in order, each as a pair from the two checkpoints."""
     a, b = one.tensors[name], two.tensors[name]
     return zip(
         one.stream([a], most_bytes=_PIECE_BYTES),

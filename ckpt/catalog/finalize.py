@@ -1,21 +1,23 @@
-"""Finish a commit whose leader died: all ranks have made their parts durable, and the manifest is
-missing.
+"""Finish a commit whose leader died after all ranks had made their parts durable, but before the
+manifest was put.
 
-The manifest is the one that the leader would have put, to the byte: the same merge of the same
-fragments, put if absent. What a leader may still decide, or has decided, is left alone. A store
-holds no record of a refusal, so the evidence is what a leader does after its verdict:
+The manifest is the one that the leader would have put, byte for byte: it is the same merge of the
+same fragments, and is put only if there is none. A save is not finished if its leader may still
+decide on it, or has refused it. A store has no record of a refusal, so it is inferred from what a
+leader and its ranks do after a verdict:
 
-1. It gives the root back when its manager is closed: ``writer.json`` must still name this attempt,
-   so the leader has died in the middle of its work.
-2. It goes on to the next save: it must not have written to a later step, or to another try at this
-   one.
-3. Each rank of a refused save removes its own files. So every fragment must be there, also after
-   our claim marker (``coordination.claim_marker``) keeps the ranks from removing any. Every byte of
-   data is compared with its checksum too, unless the caller reads it all anyway: then only the size
-   of every file is compared.
+1. A leader gives the root back when its manager is closed. So ``writer.json`` must still name this
+   attempt, which shows that the leader died in the middle of its work.
+2. A leader goes on to the next save. So it must not have written to a later step, or to another try
+   at this step.
+3. Each rank of a refused save removes its own files. So every fragment must exist, and must still
+   exist after the claim marker (``coordination.claim_marker``) of this process keeps the ranks from
+   removing any. Every byte of data is compared with its checksum too. If the caller reads all data
+   anyway, only the size of each file is compared.
 
-One case is not excluded: a save was refused, and all ranks died before one of them had removed a
-file. Such a save is whole, and of one attempt.
+One case cannot be detected: a save was refused, and all ranks died before any of them removed a
+file. Such a save is finished although it was refused. Its data is complete, and all of it is from
+one attempt.
 """
 
 from __future__ import annotations
@@ -76,16 +78,22 @@ def finalize(
         backend: The store.
         ref: The attempt.
         workers: The threads that read.
-        job_is_dead: Whether the caller knows that the job's processes have ended, or a function
-            that says so of an owner. It counts if the job ran on another machine.
-        read_data: Whether every byte is compared with its checksum. Otherwise only sizes are, as
-            the leader does.
+        job_is_dead: Whether the processes of the job are known to have ended, or a function that
+            returns this for the owner of the root. It is used only if the job ran on another
+            machine, where this process cannot see it.
+        read_data: Whether every byte is compared with its checksum. Otherwise only the sizes of the
+            files are compared, as the leader does.
         on_progress: Called as bytes are read.
 
+    Returns:
+        The manifest.
+
     Raises:
-        RootInUse: Its job is alive, and commits by itself.
-        CommitError: It cannot become a checkpoint, for the reason in the error.
-        IntegrityError: What its ranks have written is damaged.
+        RootInUse: The job of the attempt is alive, and commits the attempt itself.
+        JobUnseen: The job ran on another machine, and ``job_is_dead`` does not tell that it has
+            ended.
+        CommitError: The attempt cannot become a checkpoint, for the reason in the error.
+        IntegrityError: A file or a fragment of the attempt is damaged.
     """
     folder = StepFolder(backend, ref, workers)
     ask = partial(folder.retry.call, partial(_check_owner, backend, ref, job_is_dead=job_is_dead))
@@ -102,7 +110,7 @@ def finalize(
         faults = size_faults(folder, files)
     if faults:
         raise faults[0].error()
-    # The leader asks the same right before it puts the manifest.
+    # The leader, too, checks the owner right before it puts the manifest.
     if ask() != owner:
         raise CommitError(
             f"step {ref.step}: another process took the root over meanwhile: try again"
@@ -112,9 +120,9 @@ def finalize(
 
 
 def _put(folder: StepFolder, manifest: Manifest) -> None:
-    """Put the manifest after a last look at the files.
+    """Put the claim marker, check that all files are there, and put the manifest.
 
-    The look comes after the claim marker is put. From then on no file is removed.
+    While the claim marker stands, no rank of the job removes a file of the save.
     """
     backend, ref, retry = folder.backend, folder.ref, folder.retry
     if not retry.call(partial(claim_for_finish, backend, ref)):
@@ -129,6 +137,13 @@ def _put(folder: StepFolder, manifest: Manifest) -> None:
 def _check_owner(
     backend: StorageBackend, ref: StepRef, *, job_is_dead: bool | Callable[[Owner], bool]
 ) -> Owner:
+    """Return the owner of the root if it is the job of ``ref``, and is known to have ended.
+
+    Raises:
+        CommitError: The root has another owner or none, so the leader of ``ref`` may have decided.
+        RootInUse: The owner is alive.
+        JobUnseen: The owner is on another machine, and may be alive.
+    """
     owner = read_owner(backend)
     if owner is None:
         raise CommitError(
@@ -150,7 +165,10 @@ def _check_owner(
 
 
 def _trial(ref: StepRef, attempt: str) -> int | None:
-    """Return which try at the step it is; None if it belongs to another attempt."""
+    """Return which try of the job ``attempt`` at the step ``ref`` is, counted from 0.
+
+    Returns None if ``ref`` belongs to another job.
+    """
     if ref.attempt == attempt:
         return 0
     match = (
@@ -162,7 +180,9 @@ def _trial(ref: StepRef, attempt: str) -> int | None:
 
 
 def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
-    """Check that the step is the last that the leader has worked at."""
+    """Raise ``CommitError`` if the leader has written to a later step, or in a later try at this
+    step.
+    """
     mine = (ref.step, _trial(ref, owner.attempt) or 0)
     for other in attempts(backend):
         trial = _trial(other, owner.attempt)
@@ -181,6 +201,7 @@ def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
 
 
 def _of_leader(name: str) -> bool:
+    """Return True if a file of this name may be from the leader: a file of rank 0 or of no rank."""
     if is_about_rank(name):
         return False
     return name.startswith(fragment_name(LEADER).removesuffix("json")) or not name.startswith(
@@ -189,15 +210,15 @@ def _of_leader(name: str) -> bool:
 
 
 def read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
-    """Return the fragments of all ranks.
+    """Return the fragments of all ranks, each with the reference that a manifest has for it.
 
     Raises:
-        CommitError: Some are missing.
-        ManifestCorrupt: One is damaged, or not of this save.
+        CommitError: The fragment of some rank is missing.
+        ManifestCorrupt: A fragment is damaged, or belongs to another save.
     """
     ref = folder.ref
     names = [info.key.rpartition("/")[2] for info in own_objects(folder.backend, ref)]
-    # The manifest may be there by now, since other processes may finish the step too.
+    # The names may include the manifest, since other processes may finish the step too.
     found = sorted(filter(is_fragment, names))
     if not found:
         raise CommitError(
@@ -212,7 +233,7 @@ def read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
 def _read_fragment(folder: StepFolder, name: str) -> tuple[Packed, FragmentRef]:
     ref, key = folder.ref, folder.ref.key(name)
     data = folder.read(key)
-    fragment = unpack(data, Packed, key=key)  # The merge checks its contents
+    fragment = unpack(data, Packed, key=key)  # The merge checks the contents of the fragment
     if (fragment.step, fragment.attempt, fragment_name(fragment.rank)) != (
         ref.step,
         ref.attempt,
@@ -232,19 +253,19 @@ def _check_world(ref: StepRef, fragments: Sequence[Packed]) -> None:
 
 
 class Finisher:
-    """Finishes the commits of jobs that have ended, for a restore.
+    """Finishes the commits of jobs that have ended, at the start of a restore.
 
-    Cheap checks come first: the owner, the later steps, the fragments, and the sizes of the files.
-    The data is not read here: the restore that follows reads all of it, compares it with its
-    checksums, and takes the step before if it is damaged.
+    Only the owner, the later steps, the fragments and the sizes of the files are checked. The data
+    is not read: the restore that follows reads the data that it needs and compares it with its
+    checksums. If the data is damaged, the restore takes the step before.
 
     Thread safety: one thread.
 
     Args:
-        me: This job. An earlier start of the same torchrun run is known to have ended.
+        me: The job that restores. Earlier starts of the same torchrun run are known to have ended.
 
     Attributes:
-        finished: (step, URL), in the order in which they were finished.
+        finished: A pair (step, URL of the store) for each commit that was finished, in order.
     """
 
     def __init__(self, me: Owner, workers: Workers) -> None:
@@ -253,9 +274,10 @@ class Finisher:
         self.finished: list[tuple[int, str]] = []
 
     def finish(self, backend: StorageBackend, ref: StepRef) -> bool:
-        """Return True if ``ref``, which has no manifest on ``backend``, is a checkpoint now.
+        """Try to finish ``ref``, which has no manifest on ``backend``, and return True on success.
 
-        It never raises a `CkptError`, since there may be other steps to restore.
+        Each attempt is tried once for each store. No `CkptError` is raised, since there may be
+        other steps to restore.
         """
         if (backend.url, ref) in self._tried:
             return False
@@ -271,7 +293,7 @@ class Finisher:
         except (IntegrityError, StorageError) as error:
             _log.warning("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
         except CkptError as error:
-            # The step is refused or incomplete, or its job is at work.
+            # The save was refused or is incomplete, or its job is alive. None of this is unusual.
             _log.debug("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
         else:
             _log.warning(

@@ -1,4 +1,4 @@
-"""Fragments of a committed step, proven by checksum against its manifest."""
+"""Read the fragments of a committed step, and verify them by the checksums in its manifest."""
 
 from __future__ import annotations
 
@@ -21,17 +21,27 @@ from ckpt.plan.leaf import Leaf
 from ckpt.storage.api import StorageBackend
 
 _THREADS: Final = 16
-"""Requests take most of the time: fragments are small, and there may be thousands."""
+"""How many threads read fragments.
+
+Fragments are small and there may be thousands of them, so the latency of requests dominates.
+"""
 
 
 def load_fragment(
     backend: StorageBackend, ref: StepRef, manifest: Manifest, named: FragmentRef, file: File | None
 ) -> tuple[Fragment, bytes]:
-    """Return a fragment that the manifest was merged from, and its bytes.
+    """Read one fragment that ``manifest`` was merged from.
+
+    Args:
+        named: The reference to the fragment in the manifest.
+        file: The data file of the fragment's rank in the manifest; None if the rank has none.
+
+    Returns:
+        The fragment, and the bytes of its record.
 
     Raises:
-        ObjectNotFound: It is missing.
-        ChecksumMismatch, ManifestCorrupt: It is another, or damaged.
+        ObjectNotFound: The fragment is missing.
+        ChecksumMismatch, ManifestCorrupt: The fragment is damaged, or belongs to another save.
     """
     key = ref.key(named.name)
     size = backend.head(key).size
@@ -66,13 +76,16 @@ def filled(
     *,
     key: str,
 ) -> Manifest:
-    """Return the manifest with the fragments of ``ranks``, or of all (None), filled in.
+    """Return the manifest with the fragments of ``ranks`` (None: of all ranks) filled in.
+
+    A manifest that is filled already is returned as it is.
 
     Args:
-        read: Gives a fragment that the manifest does not carry. Called on any thread.
+        read: Reads a fragment of which the manifest has no copy. Several threads call it.
+        key: The key of the manifest, for errors.
 
     Raises:
-        ManifestCorrupt: The fragments are not those of this manifest.
+        ManifestCorrupt: The fragments are not the ones that the manifest was merged from.
     """
     if manifest.is_filled:
         return manifest
@@ -91,15 +104,21 @@ def filled(
 
 
 Read = Callable[[Manifest, FragmentRef, File | None], Fragment]
-"""Gives a fragment of a manifest. Any thread may call it."""
+"""Reads a fragment of a manifest. Any thread may call it.
+
+The arguments are the manifest, its reference to the fragment, and the data file of the rank (None
+if the rank has none).
+"""
 
 
 class Parts:
-    """Thread safety: the thread of the owner uses it.
+    """A manifest, and its fragments, which are read when they are needed and then remembered.
+
+    Thread safety: only the owner's thread may use it.
 
     Attributes:
-        manifest: As it was read.
-        ranks: Whose fragments were filled in.
+        manifest: The manifest as it was read, without fragments filled in.
+        ranks: The ranks whose fragments ``filled`` has filled in.
     """
 
     def __init__(self, manifest: Manifest, read: Read) -> None:
@@ -109,12 +128,12 @@ class Parts:
 
     @property
     def outline(self) -> Manifest:
-        """Return the manifest with the ``PerRank`` values of all ranks, read when they are used."""
+        """Return the manifest with a mapping of ``PerRank`` values that reads them on access."""
         return replace(self.manifest, per_rank=_PerRank(self))
 
     def filled(self, wanted: Sequence[Leaf] | None, *, key: str) -> Manifest:
-        """Return the manifest with the fragments that hold some of ``wanted``, or with all (None),
-        filled in.
+        """Return the manifest with the fragments filled in that hold a part of ``wanted`` (None:
+        with all fragments).
         """
         if wanted is None:
             self.ranks = set(range(self.manifest.world_size))
@@ -135,7 +154,10 @@ class Parts:
 
 
 class _PerRank(Mapping[str, msgspec.Raw]):
-    """Reads what is asked for: a rank needs its own alone."""
+    """The ``PerRank`` values of all ranks, by rank.
+
+    A value is read from the fragment of its rank on access, since a rank mostly needs only its own.
+    """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts

@@ -1,4 +1,7 @@
-"""Which steps does a tier hold? A step is listed if and only if its manifest is there."""
+"""List the attempts and the committed steps of a store, and read manifests.
+
+A step is committed if and only if its manifest exists.
+"""
 
 from __future__ import annotations
 
@@ -37,37 +40,44 @@ T = TypeVar("T")
 
 _RETRY: Final = RetryPolicy()
 _LOOKED_AT: Final = 8
-"""How many attempts an error asks for to name steps that are there. A store may be far."""
+"""How many attempts an error message checks for a manifest, to name the newest committed steps.
+
+Each check is a request, and a store may be slow to answer.
+"""
 _NAMED: Final = 5
-_STRANGERS: Final = 1000  # How many files of others are looked at
+_STRANGERS: Final = 1000  # How many objects are listed to tell what else is below a root
 
 
 def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
-    """Return the answer of a store. It is asked again as often as is worthwhile, and an error says
-    which store it was.
+    """Return the result of ``work``, which sends a request to a store.
+
+    Transient errors are retried. A storage error names the store.
     """
     with about(backend.url):
         return _RETRY.call(work)
 
 
 def attempts(backend: StorageBackend) -> list[StepRef]:
-    """Return every attempt at a step, committed or not, newest step first.
+    """Return every attempt at a step on a store, committed or not, newest step first.
 
-    Folders that are not ours are left alone.
+    Folders whose names are not those of steps are ignored.
     """
     found = map(parse_folder, ask(backend, lambda: list(backend.folders(""))))
     return sorted((ref for ref in found if ref is not None), reverse=True)
 
 
 def own_objects(backend: StorageBackend, ref: StepRef) -> list[ObjectInfo]:
-    """Return the files in the folder of an attempt that are named as ours."""
+    """Return the objects in the folder of an attempt that have names of checkpoint files."""
     folder = f"{ref.folder}/"
     listed = ask(backend, lambda: list(backend.list(folder)))
     return [info for info in listed if is_file_name(info.key.removeprefix(folder))]
 
 
 def unfinished_of(backend: StorageBackend, ref: StepRef) -> tuple[Unfinished, ...]:
-    """Return the unfinished writes to files of an attempt that have names of ours."""
+    """Return the unfinished writes to objects of an attempt that have names of checkpoint files.
+
+    The result is empty if the store does not keep unfinished writes.
+    """
     if not isinstance(backend, KeepsUnfinished):
         return ()
     folder = f"{ref.folder}/"
@@ -76,6 +86,7 @@ def unfinished_of(backend: StorageBackend, ref: StepRef) -> tuple[Unfinished, ..
 
 
 def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
+    """Return True if the store has a manifest for ``ref``."""
     return ask(backend, partial(is_there, backend, ref.manifest))
 
 
@@ -91,7 +102,8 @@ def read_manifest(
 
     Raises:
         ObjectNotFound: The step is not committed here, or a fragment is missing.
-        ManifestCorrupt, ChecksumMismatch, FormatUnsupported: It cannot be trusted.
+        ManifestCorrupt, ChecksumMismatch: The manifest or a fragment is damaged.
+        FormatUnsupported: This ckpt cannot read the format of the checkpoint.
     """
     manifest = read_packed(backend, ref, retry=retry)[0]
 
@@ -105,9 +117,9 @@ def read_manifest(
 def read_packed(
     backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY
 ) -> tuple[Manifest, bytes]:
-    """Return the manifest as it is stored, checked, and its bytes. Reads no fragment.
+    """Return the manifest as it is stored, checked, and the bytes of its record.
 
-    Raises as ``read_manifest`` does.
+    No fragment is read. Raises the errors of ``read_manifest``.
     """
     with about(backend.url):
         data = retry.call(partial(read_object, backend, ref.manifest, limit=MAX_RECORD_BYTES))
@@ -117,10 +129,14 @@ def read_packed(
 
 
 def check_place(named: StepRef, ref: StepRef) -> None:
-    """Check that the manifest in the folder of ``ref``, which names ``named``, belongs there.
+    """Check that a manifest is in the folder that it belongs to.
+
+    Args:
+        named: The attempt that the manifest names.
+        ref: The attempt in whose folder it was found.
 
     Raises:
-        ManifestCorrupt: It is that of another step.
+        ManifestCorrupt: The manifest is that of another attempt.
     """
     if named != ref:
         raise ManifestCorrupt(
@@ -129,13 +145,14 @@ def check_place(named: StepRef, ref: StepRef) -> None:
 
 
 def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
-    """Return the committed attempts to try for ``step`` (None: any), best first.
+    """Return the committed attempts at ``step`` (None: at any step), newest step first.
 
-    Where a step was saved by two attempts, the one whose manifest is younger comes first; damaged
-    ones come last.
+    Of several attempts at a step, the one with the youngest manifest comes first. An attempt whose
+    manifest is damaged comes after the others at its step.
 
     Raises:
-        NoCheckpoint: There is none; its ``detail`` says what there is instead.
+        NoCheckpoint: There is no such attempt. The ``detail`` of the error describes what the store
+            has instead.
     """
     everything = attempts(backend)
     refs = [ref for ref in everything if step in (None, ref.step) and is_committed(backend, ref)]
@@ -147,9 +164,9 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
 
 
 def born(backend: StorageBackend, ref: StepRef) -> float:
-    """Return when a manifest was made.
+    """Return when the manifest of an attempt was made, in seconds since 1970.
 
-    It is 0 for a manifest that is damaged or was pruned meanwhile. A later read reports the reason.
+    Returns 0 if the manifest is damaged or missing. A later read of the manifest raises the reason.
     """
     try:
         return read_packed(backend, ref)[0].created_at
@@ -162,7 +179,10 @@ def born(backend: StorageBackend, ref: StepRef) -> float:
 
 
 def _newest_there(backend: StorageBackend, refs: Sequence[StepRef]) -> str:
-    """Return the newest committed steps as words; empty if none of the newest is committed."""
+    """Return a clause that names the newest committed steps.
+
+    The clause is empty if none of the newest ``_LOOKED_AT`` attempts in ``refs`` is committed.
+    """
     newest = dict.fromkeys(ref.step for ref in refs[:_LOOKED_AT] if is_committed(backend, ref))
     if not newest:
         return ""
@@ -171,13 +191,15 @@ def _newest_there(backend: StorageBackend, refs: Sequence[StepRef]) -> str:
 
 
 def _is_of_dcp(key: str) -> bool:
+    """Return True if an object has the name of a file of torch.distributed.checkpoint."""
     name = key.rpartition("/")[2]
     return name == ".metadata" or name.endswith(".distcp")
 
 
 def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -> str:
-    """Return what there is in the place of ``step`` (None: any). ``refs`` are the attempts
-    there.
+    """Return a text that describes what a store has instead of ``step`` (None: of any step).
+
+    ``refs`` are all attempts on the store.
     """
     if step is not None and any(ref.step == step for ref in refs):
         return f"step {step} was begun, but never committed"

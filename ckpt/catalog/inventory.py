@@ -1,7 +1,8 @@
-"""The inventory of a tier: which steps are whole, how big they are, and since when.
+"""The inventory of a tier: its steps with their states, sizes and ages.
 
-Of each manifest only what is cheap to decode is read, and no data file. A manifest without its
-files is no reason to remove an older step that is whole, so each file is looked for.
+Only the fields of a manifest that are cheap to decode are decoded, and no data file is read. But
+each file that a manifest names is looked up: a step that has lost files must not count as newer
+than an older step that is complete, since retention would then remove the older step.
 """
 
 from __future__ import annotations
@@ -44,30 +45,35 @@ State = Literal["committed", "damaged", "incomplete", "unsupported"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredStep:
-    """One attempt at a step on the tier.
+    """One attempt at a step, as an inventory describes it.
+
+    The attributes from ``created_at`` to ``staged_bytes`` come from the manifest. They are empty or
+    0 unless the state is "committed".
 
     Attributes:
-        objects: Our files in its folder.
-        unfinished: Writes to such files that were cut off or are under way. They are listed only
-            for a step that is not "committed".
-        state: "committed" has a manifest and all files that it names (if other nodes have theirs:
-            all that belong to the fragments here); their bytes were not read. "damaged" has a
-            manifest that cannot be trusted or names missing files. "incomplete" has no manifest.
-            "unsupported" has a manifest in another format.
-        reason: Why it is "damaged" or "unsupported".
-        created_at: When its manifest was made. This and what follows are those of a manifest, and
-            empty if the step is not "committed".
+        objects: The files in the folder of the step that have names of checkpoint files.
+        state: A "committed" step has a manifest and all files that the manifest names. On a tier
+            that holds only a part of each step, it has all files of the ranks whose fragments are
+            on the tier. The bytes of the files were not read. A "damaged" step has a manifest that
+            is damaged or names missing files. An "incomplete" step has no manifest. An
+            "unsupported" step has a manifest in a format that this ckpt cannot read.
+        reason: Why the step is "damaged" or "unsupported".
+        created_at: When the manifest was made, in seconds since 1970.
+        ranks: The number of ranks that saved the step.
+        tensors: The number of tensors.
+        codecs: The names of the codecs of the data files.
         metadata: The user's metadata, with the metrics that were added later.
         metrics: The metrics in ``metadata``.
-        staged_bytes: The size of its data files before any codec.
-        is_part: Whether it is "incomplete" here and may be a checkpoint all the same: if nodes have
-            their own tiers, another node may have put the manifest. The fragment of a data file is
-            here, so a rank of this node had its part durable. Other files may be a copy that a
-            restore was making when it was killed.
-        is_cut: Whether its removal was begun. No process makes it a checkpoint again.
-        touched: When the youngest of its files was put; None if neither the store nor a fragment
-            says, or if it is "committed".
-        pins: The pins that hold it.
+        staged_bytes: The size of the data files before any codec.
+        touched: When the youngest file of the step was put, in seconds since 1970. None if neither
+            the store nor a fragment has a date, or if the step is "committed".
+        unfinished: The unfinished writes to files of the step. They are listed only for a step
+            that is not "committed".
+        is_part: Whether the step is "incomplete" on this tier, but may be a checkpoint: if nodes
+            have tiers of their own, another node may have the manifest. The data file and the
+            fragment of some rank are on this tier, so that rank has made its part durable.
+        is_cut: Whether its removal was begun. No process makes such a step a checkpoint again.
+        pins: The pins on the step that have not ended.
     """
 
     ref: StepRef
@@ -89,33 +95,35 @@ class StoredStep:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, unfinished writes included."""
+        """Return how many bytes the step takes on the tier, including unfinished writes."""
         return sum(info.size for info in self.objects) + sum(cut.size for cut in self.unfinished)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of its data files on the tier."""
+        """Return the size of the data files on the tier, in bytes."""
         return sum(info.size for info in self.objects if _is_data(info.key))
 
     @property
     def finished_ranks(self) -> int:
-        """How many ranks have their fragments here."""
+        """Return the number of ranks whose fragments are on the tier."""
         return sum(is_fragment(info.key.rpartition("/")[2]) for info in self.objects)
 
 
 class Inventory:
-    """The steps of a tier.
+    """The steps of a tier with their states, sizes and ages.
 
-    It remembers committed steps. Only their metrics and the copies of other nodes' files change.
-    Each look costs a listing of the root, a listing of the pins, and one request for every known
-    step.
+    An inventory remembers committed steps from one ``look`` to the next, since a committed step
+    changes only by metrics that are added and by copies of files of other nodes. Each ``look``
+    costs a listing of the root, a listing of the pins, and one request for each remembered step.
 
     Args:
-        part: Whether other nodes may have the rest of each step.
-        late_metrics: Whether known steps are looked at again for metrics that were added since,
-            for a listing each. With ``part`` they always are.
-        shown: Whether the steps are only shown to people. Then a known step costs no request, new
-            ones are read at once, and one that cannot be read is damaged.
+        part: Whether the tier may have only a part of each step, because each node has a tier of
+            its own.
+        late_metrics: Whether remembered steps are listed again, to find metrics that were added
+            since. That costs one listing for each step. With ``part`` they always are.
+        shown: Whether the steps are only shown to people. Then a remembered step costs no request,
+            several threads read the new steps, and a step that cannot be read is reported as
+            "damaged".
 
     Thread safety:
         One thread at a time.
@@ -134,20 +142,23 @@ class Inventory:
         readers = min(_READERS, backend.capabilities.max_concurrency) if shown else 1
         self._workers = Workers("list", max(1, readers))
         self._known: dict[StepRef, StoredStep] = {}
-        self.pins: list[Pin] = []  # Pins of the last look, including ended ones
+        self.pins: list[Pin] = []  # All pins that the last ``look`` found, including ended ones
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:
-        """The metrics of the committed steps of the last look."""
+        """Return the metrics of each committed step that the last ``look`` found."""
         return [held.metrics for held in self._known.values()]
 
     def look(self, *, begun: bool = False) -> list[StoredStep]:
-        """Return all attempts, newest step first; or only those that were ``begun`` and never
-        committed.
+        """Return all attempts on the tier, newest step first.
+
+        Args:
+            begun: Return only the attempts without a manifest.
 
         Raises:
-            StorageError: The tier cannot be listed, or, unless the steps are only ``shown``, one of
-                its steps cannot be.
+            StorageError: The tier cannot be listed, or a step cannot be read. If the inventory is
+                ``shown``, a step that cannot be read raises only if the store denies access or
+                does not answer.
         """
         refs = attempts(self._backend)
         if begun:
@@ -174,6 +185,7 @@ class Inventory:
             return StoredStep(ref=ref, objects=(), state="damaged", reason=_reason(error))
 
     def _step(self, ref: StepRef) -> StoredStep:
+        """Return one attempt with its state. A remembered step is not read again."""
         there = is_committed(self._backend, ref)
         if there and ref in self._known:
             return self._again(self._known[ref])
@@ -210,10 +222,10 @@ class Inventory:
     def _committed(
         self, ref: StepRef, objects: tuple[ObjectInfo, ...], outline: _Outline
     ) -> StoredStep:
-        """Return a step with a manifest.
+        """Return a step that has a manifest, after a check of its files and its metadata.
 
         Raises:
-            IntegrityError: Files that the manifest names are gone, or its metadata is damaged.
+            IntegrityError: Files that the manifest names are missing, or its metadata is damaged.
         """
         files = self._here(objects, outline)
         if gone := self._missing(ref, objects, outline, files):
@@ -231,13 +243,13 @@ class Inventory:
             ranks=outline.world_size,
             tensors=len(outline.layout_of),
             codecs=tuple(sorted({encoding.codec for encoding in outline.encoded})),
-            metadata=outline.metadata.copy(),  # A view keeps the whole manifest in memory
+            metadata=outline.metadata.copy(),  # A view would keep the whole manifest in memory
             staged_bytes=sum(file.size for file in files),
         )
         return self._with_late(held, objects)
 
     def _again(self, held: StoredStep) -> StoredStep:
-        """Return a step that is known, with the metrics and the copies of other nodes' files that
+        """Return a remembered step, with the metrics and the copies of files of other nodes that
         were added since.
         """
         if not (self._late_metrics or self._part):
@@ -257,10 +269,11 @@ class Inventory:
         outline: _Outline,
         files: Sequence[_NamedFile],
     ) -> list[str]:
-        """Return those of ``files``, and of the fragments that a restore needs, that the tier does
-        not have.
+        """Return the names of missing files: of ``files``, and of the fragments of the step.
 
-        A listing may lag behind, so each name that it lacks is asked for.
+        Fragments of which the manifest has copies are not needed. With ``part``, only the fragments
+        of the ranks of ``files`` are needed. A listing may lag behind, so each file that is not in
+        ``objects`` is looked up by a request of its own.
         """
         needed = list(files)
         if not outline.carried:
@@ -274,9 +287,11 @@ class Inventory:
         ]
 
     def _here(self, objects: Sequence[ObjectInfo], outline: _Outline) -> Sequence[_NamedFile]:
-        """Return the data files that belong here: those of the ranks whose fragments are here.
+        """Return the data files that the tier must have.
 
-        A data file without its fragment is a copy for another node that was cut off.
+        These are all data files of the step. With ``part``, they are the data files of the ranks
+        whose fragments are on the tier. A data file without its fragment is then an interrupted
+        copy for another node, and is not needed.
         """
         if not self._part:
             return outline.files
@@ -284,12 +299,13 @@ class Inventory:
         return [file for file in outline.files if fragment_name(file.rank) in here]
 
     def _outline(self, ref: StepRef) -> _Outline:
-        """Return the manifest of a step.
+        """Read the cheap fields of the manifest of a step.
 
         Raises:
-            ObjectNotFound: It is gone.
-            IntegrityError: It is damaged, or cannot be read.
-            AccessDenied, TransientStorageError: The store says nothing about the checkpoint.
+            ObjectNotFound: There is no manifest.
+            IntegrityError: The manifest is damaged or cannot be read.
+            AccessDenied, TransientStorageError: The store denies access or does not answer. This
+                tells nothing about the checkpoint.
         """
         try:
             data = self._retry.call(
@@ -313,6 +329,10 @@ class Inventory:
         return True
 
     def _touched(self, ref: StepRef, objects: Sequence[ObjectInfo]) -> float | None:
+        """Return when the youngest of ``objects`` was put, in seconds since 1970.
+
+        If the store lacks dates, the dates in the fragments are used. Returns None without any.
+        """
         dates = [info.modified for info in objects if info.modified is not None]
         if not dates or len(dates) < len(objects):
             for info in objects:
@@ -333,14 +353,14 @@ def _is_data(name: str) -> bool:
 
 
 def _has_any_rank(objects: Sequence[ObjectInfo]) -> bool:
-    """Return True if the data file and the fragment of some rank are here."""
+    """Return True if ``objects`` has both the data file and the fragment of some rank."""
     names = {info.key.rpartition("/")[2] for info in objects}
     data = {name.partition(".")[0] for name in names if _is_data(name)}
     return any(f"{name}.json" in names for name in data)
 
 
 class _NamedFile(msgspec.Struct, array_like=True):
-    """The first fields of a ``File`` or of a ``FragmentRef``."""
+    """The first fields of a ``File`` or of a ``FragmentRef``, without the expensive others."""
 
     name: str
     rank: int
@@ -348,15 +368,15 @@ class _NamedFile(msgspec.Struct, array_like=True):
 
 
 class _Dated(msgspec.Struct):
-    """Of a fragment."""
+    """The date of a fragment, without its other fields."""
 
     created_at: float
 
 
 class _Outline(msgspec.Struct):
-    """The fields of a manifest that are cheap to read.
+    """The fields of a manifest that are cheap to decode.
 
-    A manifest may hold a million tensors, and training goes on meanwhile.
+    A manifest may hold a million tensors, and decoding all of them would slow the training down.
     """
 
     step: int

@@ -1,7 +1,7 @@
-"""Metrics that arrive after a step was committed: small records beside its manifest.
+"""Metrics that are added to a step after its commit: small records beside the manifest.
 
-A manifest never changes, so each addition is an object of its own, named by its content: ranks that
-add the same numbers write the same object.
+A manifest never changes, so each addition is an object of its own. Its name is a checksum of its
+content, so ranks that add the same metrics write the same object.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ from ckpt.storage.api import StorageBackend, read_object
 _RETRY = RetryPolicy()
 _MOST_BYTES = 1 << 16
 _MOST_NAMES = 10_000
-"""Of one step. They bound what a hostile store can make a reader keep, and take time for."""
+"""The most metrics of one step that are added after its commit.
+
+``_MOST_BYTES`` is the most bytes of one record. Both bound the memory and the time that a reader
+spends on the records of a hostile store.
+"""
 
 
 class _Late(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``metadata`` has the form of a manifest's."""
+    """A record of added metrics. ``metadata`` has the same form as that of a manifest."""
 
     format: int
     step: int
@@ -47,11 +51,12 @@ class _Late(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def put_late(backend: StorageBackend, ref: StepRef, metrics: Mapping[str, float]) -> None:
-    """Keep ``metrics`` beside the manifest of ``ref``, which is committed. Once it returns, they
-    are durable; before, there is all of them or nothing.
+    """Write ``metrics`` beside the manifest of ``ref``, a committed step.
+
+    The metrics are durable on return. Either all of them are written or none.
 
     Raises:
-        ConfigError: There are more than a reader takes.
+        ConfigError: There are more metrics than a reader accepts.
     """
     metadata = to_json("metrics", {METRICS: dict(sorted(metrics.items()))})
     record = _Late(
@@ -67,10 +72,13 @@ def put_late(backend: StorageBackend, ref: StepRef, metrics: Mapping[str, float]
 
 
 def late_metrics(backend: StorageBackend, ref: StepRef, keys: Iterable[str]) -> dict[str, float]:
-    """Return the metrics in the records among ``keys``, the objects in the folder of ``ref``.
+    """Return the metrics that were added to ``ref`` after its commit, by name.
 
-    A record that is damaged, too large, or is being removed, counts as none. No more records are
-    read once there are 10,000 names.
+    A record that is damaged, too large or gone is ignored. No further record is read once 10,000
+    names are known.
+
+    Args:
+        keys: The keys of all objects in the folder of ``ref``.
     """
     found: dict[str, float] = {}
     for key in sorted(keys):
@@ -91,7 +99,10 @@ def late_metrics(backend: StorageBackend, ref: StepRef, keys: Iterable[str]) -> 
 
 
 def with_late(metadata: msgspec.Raw, late: Mapping[str, float]) -> msgspec.Raw:
-    """Return the ``metadata`` of a manifest as if ``late`` had been saved with it."""
+    """Return the ``metadata`` of a manifest with the added metrics ``late`` among its metrics.
+
+    If both have a metric of the same name, the value in ``metadata`` stays.
+    """
     known = parse(metadata, "metadata") if late else None
     if not isinstance(known, dict):
         return metadata
@@ -103,14 +114,16 @@ def with_late(metadata: msgspec.Raw, late: Mapping[str, float]) -> msgspec.Raw:
 def add_metrics(
     backends: Sequence[StorageBackend], step: int, metrics: Mapping[str, float], *, own: str
 ) -> None:
-    """Keep ``metrics`` beside ``step`` on each of ``backends`` that has it.
+    """Add ``metrics`` to a committed step on each of ``backends`` that has it.
 
     Args:
-        own: The running attempt. Of several attempts at the step its own counts, else the newest.
+        own: The running attempt. If there are several attempts at the step, the metrics are added
+            to the one of this attempt, or else to the one with the youngest manifest.
 
     Raises:
-        ConfigError: None of them has it, or a name has another value there. Nothing was written.
-        StorageError: A tier did not answer. A second call writes what is missing.
+        ConfigError: No store has the step, or the step has another value for one of the names.
+            Nothing was written.
+        StorageError: A store has failed. A second call writes the metrics that are missing.
     """
     holding = [(backend, ref) for backend in backends if (ref := _find(backend, step, own))]
     if not holding:
@@ -135,7 +148,11 @@ def _find(backend: StorageBackend, step: int, own: str) -> StepRef | None:
 def _missing(
     backend: StorageBackend, ref: StepRef, metrics: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return those of ``metrics`` that the step does not have yet."""
+    """Return the entries of ``metrics`` whose names the step does not have yet.
+
+    Raises:
+        ConfigError: The step has another value for a name.
+    """
     keys = [info.key for info in own_objects(backend, ref)]
     known = {
         **late_metrics(backend, ref, keys),

@@ -1,8 +1,8 @@
-"""Make a damaged step of one store whole again, from other stores that have it.
+"""Repair a damaged step of one store from other stores that have the step.
 
-Each file is replaced in one step, after every byte of the new file was verified. A process that is
-killed leaves the old file or the new one. A manifest is replaced while the claim marker of a
-finisher keeps the step from being removed.
+Each file is replaced atomically, after every byte of the new file was verified. A process that is
+killed leaves either the old file or the new one. While a manifest is replaced, the claim marker of
+a finisher keeps the step from being removed.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ def mend_step(
     confirm: Callable[[], object],
     on_bytes: OnBytes,
 ) -> None:
-    """Write the damaged files of a committed step again.
+    """Replace the damaged files of a committed step.
 
-    A step that is removed meanwhile does not come back.
+    If the step is removed during the call, the call does not bring it back.
 
     Args:
         sources: Other stores that have the step, nearest first.
-        folder: The step, where it is damaged.
-        faults: What is damaged there.
-        codec: That of the store of ``folder``. If the sources have its files encoded otherwise,
-            they are encoded for it, and the manifest is replaced after they are there.
-        confirm: Called before each file. It raises if this process must not write there any more.
+        folder: The folder of the step on the store where it is damaged.
+        faults: The faults that a verification of the folder has found.
+        codec: The codec of the store of ``folder``. If the sources have the files in another
+            encoding, the files are encoded with this codec, and then the manifest is replaced.
+        confirm: Called before each file is written. It raises if this process must not write to
+            the store any more.
         on_bytes: Called with the number of bytes just written.
 
     Raises:
-        IntegrityError: Something is intact nowhere. Everything else is mended.
-        ObjectExists: A fragment is damaged, and the sources have the files encoded otherwise.
+        IntegrityError: Some file is intact on no store. All other damaged files were replaced.
+        ObjectExists: A fragment is damaged, and the sources have the files in another encoding.
         StorageError: A store has failed, or the step is being removed.
     """
-    # This raises if the step was removed.
+    # This request raises if the step was removed.
     folder.retry.call(partial(folder.backend.head, folder.ref.manifest))
     wrong = {fault.key for fault in faults}
     origin = TieredReader([folder.backend, *sources], folder.ref, retry=folder.retry)
@@ -65,7 +66,7 @@ def mend_step(
         _encode_again(sources, folder, codec, confirm, on_bytes)
         return
     files = list(found.manifest.stored_files().values())
-    if not is_here:  # Without a manifest, nothing was compared yet
+    if not is_here:  # Without an intact manifest, ``faults`` has no data files
         wrong = {fault.key for fault in verify_files(folder, files)[0]}
     files = [file for file in files if file.key in wrong]
     try:
@@ -84,7 +85,10 @@ def _copy(
     confirm: Callable[[], object],
     on_bytes: OnBytes,
 ) -> None:
-    """Replace what is damaged by the same bytes."""
+    """Replace ``files``, and the fragments and the manifest if damaged, by the bytes of a source.
+
+    Raises the errors of ``mend_step``.
+    """
     lost: IntegrityError | None = None
     for file in files:
         confirm()
@@ -105,12 +109,12 @@ def _copy(
 
 
 def _put_manifest(folder: StepFolder, found: Found, confirm: Callable[[], object]) -> None:
-    """Replace a damaged manifest. With the marker in place, no removal of the step begins."""
+    """Replace a damaged manifest. A claim marker keeps the step from being removed meanwhile."""
     backend, ref = folder.backend, folder.ref
     if not folder.retry.call(partial(claim_for_finish, backend, ref)):
         raise StorageError(ref.folder, f"it is being removed on {backend.url}")
     try:
-        # This raises if the step was removed.
+        # This request raises if the step was removed before the marker was put.
         folder.retry.call(partial(backend.head, ref.manifest))
         check_files(folder, found.manifest, confirm)
         folder.retry.call(partial(backend.put, ref.manifest, [found.packed]))
@@ -125,12 +129,12 @@ def _encode_again(
     confirm: Callable[[], object],
     on_bytes: OnBytes,
 ) -> None:
-    """Copy the step as the tier's codec wants it. Files that are right stay as they are."""
+    """Copy the step to ``folder``, encoded with ``codec``. Intact files there are not written."""
     so_far: int | None = None
 
     def progress(done: int, _: int) -> None:
         nonlocal so_far
-        # The first call counts what was there before.
+        # The first call counts the bytes of files that were intact before.
         on_bytes(0 if so_far is None else done - so_far)
         so_far = done
 

@@ -1,12 +1,12 @@
-"""Pins: a reader's request that a step stays, until a given time.
+"""Pins, which keep a step from being removed until a given time.
 
-A pin is a small object below ``pins/`` whose name says which step it holds and until when. So one
-listing shows all pins of a tier, and no pin has to be read.
+A pin is a small object below ``pins/``. Its name contains the step and the time, so one listing
+shows all pins of a tier, and no pin has to be read.
 
-A reader puts its pin first, and then looks for a claim marker of a removal and for the manifest. A
-process that removes a step puts its marker first, and then looks for pins. So one of them sees the
-other: either the pin fails, or the removal does. A removal that meets a pin leaves its marker,
-since another process may be at the same removal.
+A reader first puts its pin, and then checks for the claim marker of a removal and for the manifest.
+A process that removes a step first puts its claim marker, and then checks for pins. So at least one
+of the two finds the object of the other and gives up. A removal that finds a pin leaves its marker
+in place, since another process may be removing the same step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend, is_there, read_object
 
 CLOCK_SKEW_SECONDS: Final = 3600.0
-"""A pin holds for this long beyond its end, since the clocks of two machines may differ."""
+"""A pin keeps its step for this long after its end, since the clocks of machines may differ."""
 LONGEST_SECONDS: Final = 366 * 24 * 3600.0
 
 _RETRY: Final = RetryPolicy()
@@ -70,12 +70,12 @@ class Pin:
 
     @property
     def is_live(self) -> bool:
-        """Whether the step must stay, by the clock of this process."""
+        """Return True if the pin still keeps its step, by the clock of this machine."""
         return time.time() <= self.until + CLOCK_SKEW_SECONDS
 
 
 class PinNote(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pin says to people: the reason, and the user and machine that put it."""
+    """The content of a pin, for people: the reason, and the user and machine that put the pin."""
 
     format: int = FORMAT
     reason: str = ""
@@ -83,23 +83,24 @@ class PinNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def put_pin(backend: StorageBackend, ref: StepRef, seconds: float, reason: str = "") -> Pin:
-    """Keep ``ref`` on this tier for ``seconds``.
+    """Pin ``ref``, so that its tier keeps it for ``seconds``.
 
     Returns:
-        The pin. It is durable, and no process removes the step while it holds.
+        The pin. It is durable, and no process removes the step before the pin ends.
 
     Raises:
         ConfigError: ``seconds`` or ``reason`` is out of bounds. Nothing was written.
-        NoCheckpoint: The step is not committed there, or is being removed.
+        NoCheckpoint: The step is not committed on the tier, or is being removed.
     """
     return _put(backend, ref, seconds, reason, look_for_removal=True)
 
 
 def renewed(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "") -> Pin:
-    """Put a pin that replaces ``pin`` and ends later. Raises as ``put_pin`` does.
+    """Replace ``pin`` by a pin that ends in ``seconds``, and return the new pin.
 
-    The claim marker of a removal that has given way to ``pin`` does not matter, as long as ``pin``
-    holds: each removal since has met one of the two pins.
+    A removal that found ``pin`` has left its claim marker. As long as ``pin`` has not ended, that
+    marker is ignored, since every removal finds either the old pin or the new one. Raises the
+    errors of ``put_pin``.
     """
     later = _put(backend, pin.ref, seconds, reason, look_for_removal=not pin.is_live)
     remove_pin(backend, pin)
@@ -131,19 +132,19 @@ def _put(
 
 
 def remove_pin(backend: StorageBackend, pin: Pin) -> None:
-    """Remove a pin, if the store allows it. A pin that stays ends by itself."""
+    """Remove a pin. An error of the store is ignored, since a pin also ends by itself."""
     with suppress(StorageError):
         _RETRY.call(lambda: backend.delete(pin.key))
 
 
 def all_pins(backend: StorageBackend) -> list[Pin]:
-    """Return the pins of a tier, also those that have ended."""
+    """Return all pins of a tier, including those that have ended."""
     keys = ask(backend, lambda: [info.key for info in backend.list(f"{PINS}/")])
     return sorted(pin for key in keys if (pin := _parse(key)) is not None)
 
 
 def live_of(pins: Iterable[Pin]) -> dict[StepRef, tuple[Pin, ...]]:
-    """Return those of ``pins`` that hold, by step."""
+    """Return the entries of ``pins`` that have not ended, by step."""
     found: dict[StepRef, tuple[Pin, ...]] = {}
     for pin in pins:
         if pin.is_live:
@@ -152,14 +153,14 @@ def live_of(pins: Iterable[Pin]) -> dict[StepRef, tuple[Pin, ...]]:
 
 
 def remove_ended(backend: StorageBackend, pins: Iterable[Pin]) -> None:
-    """Remove those of ``pins`` that hold no more."""
+    """Remove the entries of ``pins`` that have ended."""
     for pin in pins:
         if not pin.is_live:
             remove_pin(backend, pin)
 
 
 def note_of(backend: StorageBackend, pin: Pin) -> PinNote:
-    """Return what a pin says; an empty note if it is gone or damaged."""
+    """Return the note in a pin. The note is empty if the pin is gone or damaged."""
     try:
         data = _RETRY.call(partial(read_object, backend, pin.key, limit=_MOST_BYTES))
         return unpack(data, PinNote, key=pin.key)
@@ -168,7 +169,7 @@ def note_of(backend: StorageBackend, pin: Pin) -> PinNote:
 
 
 def is_pinned(backend: StorageBackend, ref: StepRef) -> bool:
-    """Return True if a pin holds ``ref`` now."""
+    """Return True if a pin on ``ref`` has not ended."""
     return ref in live_of(all_pins(backend))
 
 

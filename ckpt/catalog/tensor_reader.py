@@ -1,6 +1,6 @@
-"""Tensors of a committed step as raw bytes, whole or any box of them. Torch-free.
+"""Read tensors of a committed step, or boxes of them, as raw bytes, without torch.
 
-Only the chunks that hold wanted bytes are read, and each is verified before it counts.
+Only the chunks that hold wanted bytes are read, and each chunk is verified.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ckpt.plan.restore import ChunkRead, plan_restore
 from ckpt.storage.api import StorageBackend
 
 BATCH_BYTES: Final = 128 << 20
-"""How much of a step is in memory at a time while it is read from end to end."""
+"""How many bytes of a step are in memory at a time while all of it is read."""
 
 _ELEMENTS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A box of a tensor, and the row-major memory of the same size that it is read into."""
+    """A box of a tensor, and the memory that it is read into, row-major and of the same size."""
 
     name: str
     box: Box
@@ -42,7 +42,9 @@ class Wanted:
 class Piece:
     """A run of a tensor's elements in row-major order.
 
-    ``offset`` in bytes of the tensor; ``data`` is only lent until the next piece.
+    Attributes:
+        offset: Where the run begins in the tensor, in bytes.
+        data: The bytes of the run. The memory is valid until the next piece is taken.
     """
 
     tensor: Tensor
@@ -53,11 +55,12 @@ class Piece:
 class StepReader:
     """A committed step, opened for reading.
 
-    Thread safety: one thread at a time may use it. It reads with ``workers``.
+    Thread safety: one thread at a time may use it. The threads of ``workers`` read.
 
     Attributes:
-        read_bytes: How many bytes were fetched so far.
-        on_bytes: Called by the workers with the number of bytes that were just fetched.
+        tensors: The tensors of the step by name, including tied names.
+        read_bytes: The number of bytes that were read so far.
+        on_bytes: Called by the workers with the number of bytes that were just read.
     """
 
     def __init__(
@@ -76,18 +79,18 @@ class StepReader:
         self._files = manifest.stored_files()
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor of the step. Raises ``EntryMissing``."""
+        """Return a tensor of the step. Raises ``EntryMissing`` if the step has no such tensor."""
         if (found := self.tensors.get(name)) is None:
             raise EntryMissing([name], self.ref.step, way="`ckpt show` prints the names there are")
         return found
 
     def read(self, wanted: Sequence[Wanted]) -> None:
-        """Fill the memory of all of ``wanted``.
+        """Read all of ``wanted`` into the memory that each entry names.
 
         Raises:
-            EntryMissing: No such tensor.
-            IntegrityError, StorageError: Its bytes cannot be had; the memory may have been filled
-                in part.
+            EntryMissing: The step has no tensor of such a name.
+            IntegrityError, StorageError: Some bytes are damaged or cannot be read. The memory may
+                have been filled in part.
         """
         leaves: list[Leaf] = []
         for each in wanted:
@@ -105,7 +108,7 @@ class StepReader:
         self.read_bytes += plan.read_bytes
 
     def checksums(self, name: str) -> dict[Box, str]:
-        """Return the boxes that a tensor's chunks hold, and the checksum of each. Reads nothing."""
+        """Return the checksum of each chunk of a tensor, by the box of the chunk. Reads nothing."""
         tensor = self.tensor(name)
         leaf = Leaf(name, tensor.dtype, tensor.shape, (Box.whole(tensor.shape),))
         return {read.box: read.checksum for read in plan_restore(self.manifest, [leaf]).reads}
@@ -115,7 +118,7 @@ class StepReader:
     ) -> Iterator[Piece]:
         """Yield all bytes of ``tensors`` in order, with at most ``most_bytes`` in memory at a time.
 
-        Small tensors are read together, large ones in parts.
+        Small tensors are read together, and large tensors are read in parts.
         """
         batch: list[tuple[Tensor, int, Box]] = []
         size = 0
@@ -145,7 +148,7 @@ class StepReader:
 
 
 class _MemorySink:
-    """Fills plain memory. Any thread may use it, since chunks do not overlap."""
+    """A `Sink` that fills plain memory. Any thread may use it, since chunks do not overlap."""
 
     def __init__(self, leaves: Sequence[Leaf], outs: Sequence[memoryview]) -> None:
         self._boxes = [leaf.boxes[0] for leaf in leaves]
@@ -155,14 +158,14 @@ class _MemorySink:
         ]
 
     def direct(self, read: ChunkRead) -> memoryview | None:
-        """Return the memory of exactly this chunk, if it is one run there."""
+        """Return the memory that exactly this chunk fills; None if it is not contiguous."""
         if len(read.targets) != 1 or read.targets[0].part != read.box:
             return None
         region = self._region(read, 0)
         return region.reshape(-1).view(np.uint8).data if region.flags.c_contiguous else None
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
-        """Copy the wanted parts of a chunk."""
+        """Copy the wanted parts of a chunk into the memory."""
         chunk = np.frombuffer(data, dtype=_element(DTYPES[read.dtype].itemsize)).reshape(
             read.box.shape
         )
@@ -175,12 +178,12 @@ class _MemorySink:
 
 
 def _cut(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
-    """Return a view of a part of an array, also of a 0-d array."""
+    """Return a view of the part of an array that ``box`` names. The array may be 0-dimensional."""
     index: Any = (*box.slices(), ...)
     cut: np.ndarray[Any, Any] = array[index]
     return cut
 
 
 def _element(itemsize: int) -> str:
-    """Return a dtype of that size whose elements NumPy only moves."""
+    """Return the name of a NumPy dtype of this size that keeps all bytes of an element as is."""
     return _ELEMENTS.get(itemsize, f"V{itemsize}")

@@ -1,10 +1,10 @@
-"""One step on several stores: every byte from the nearest that has it intact.
+"""Read one step from several stores: each chunk from the nearest store that has it intact.
 
-The stores hold files of the same attempt, and a chunk has the same checksum on all, however it is
-encoded there; so a file, or a part of one, may come from a store that lacks the manifest, or has a
-damaged one: its files are then taken to be as the manifest that was found says. A store is asked
-only for what no nearer one could give. What has failed is remembered: a store that does not answer
-is asked once, a file that is missing is too.
+The stores have files of the same attempt, and a chunk has the same checksum on all stores, however
+it is encoded. So a file or a chunk may also come from a store whose manifest is missing or damaged.
+The files of such a store are assumed to have the form that the manifest of another store describes.
+A store is asked for a chunk only if no nearer store has it intact. Failures are remembered: a store
+that does not answer is not asked again, and neither is a store for a file that it lacks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from ckpt.storage.api import StorageBackend
 T = TypeVar("T")
 
 OnChunk = Callable[[int, ChunkRead, memoryview], None]
-"""As ``pipeline.chunk_reader.OnProven``, with the position of the source before it."""
+"""Called with each chunk that is intact: the position of its source, the read, and its raw bytes.
+
+Several threads call it. The memory is only lent for the call.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +45,12 @@ class Repair:
     """A file that a store should have had intact and did not, so that the next store was asked.
 
     Attributes:
-        tier: URL of the store.
-        key: The file; empty if the store did not answer at all.
-        reason: What was wrong first.
-        nbytes: How much of the file was asked of the next; of a manifest or fragment, 0.
-        mended: Whether the file is whole there again.
+        tier: The URL of the store.
+        key: The key of the file; empty if the store did not answer at all.
+        reason: The first error.
+        nbytes: How many bytes of the file the next store was asked for; 0 for a manifest or a
+            fragment.
+        mended: Whether the store has an intact copy of the file again.
     """
 
     tier: str
@@ -58,7 +62,7 @@ class Repair:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A manifest, the very bytes it was read from, and the position of the source."""
+    """A manifest, the bytes it was decoded from, and the position of the source that has it."""
 
     position: int
     manifest: Manifest
@@ -66,21 +70,26 @@ class Found:
 
 
 OnRepair = Callable[[Repair], None]
-"""Called for the first repair of each file on each store. Several threads call it, one at a
-time.
+"""Called with the first repair of each file on each store. Any thread may call it, but only one
+at a time.
 """
 
 
 class TieredReader:
-    """Reads a checkpoint from all tiers: each chunk from the nearest that has it intact.
+    """Reads a checkpoint from several stores: each chunk from the nearest that has it intact.
 
-    Thread safety: the owner calls ``read`` and ``manifest``. Any thread may call the rest.
+    Methods name a store by its position in ``sources``.
+
+    Thread safety: only the owner's thread calls ``manifest``, ``whole``, ``filled``, ``read`` and
+    ``unnoted``. Any thread may call the other methods.
 
     Args:
-        sources: Nearest first.
+        sources: The stores, nearest first.
+        ref: The step.
+        retry: How requests are retried.
         on_repair: See `OnRepair`.
-        partial: Positions of sources that have a part of the step by their nature: what is missing
-            there is no damage.
+        partial: The positions of sources that have only a part of each step, such as a tier that is
+            local to a node. A file that is missing there is not damage.
     """
 
     def __init__(
@@ -94,11 +103,11 @@ class TieredReader:
     ) -> None:
         self.sources, self.ref, self._partial = sources, ref, partial
         self.listing: set[int] = set()
-        """Positions of the sources that list the step. A file that is missing there is damage.
-        Elsewhere it never existed.
+        """The positions of the sources that have a manifest of the step, as far as known. A file
+        that is missing there is damage. A file that is missing on another source was never there.
         """
         self.lost: set[int] = set()
-        """Ranks of whose files some part was intact nowhere."""
+        """The ranks whose files ``fetch`` could not read completely from any source."""
         self._retry, self._on_repair = retry, on_repair
         self._lock = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
@@ -106,22 +115,26 @@ class TieredReader:
         self._readers = [ChunkReader(source, retry) for source in sources]
         self._found: Found | None = None
         self._parts: Parts | None = None
-        self._gone: dict[tuple[int, str], Exception] = {}  # An empty key means the whole source
+        # Why a source is not asked for a key any more. An empty key stands for the whole source.
+        self._gone: dict[tuple[int, str], Exception] = {}
         self._repairs: dict[tuple[str, str], Repair] = {}
         self._noting = True
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
-        """What was not where it should have been, so far."""
+        """Return the repairs so far."""
         with self._lock:
             return tuple(self._repairs.values())
 
     def manifest(self) -> Found:
         """Return the manifest of the nearest source that has it intact.
 
+        Its ``PerRank`` values are read on access. No other part of a fragment is filled in.
+
         Raises:
-            FormatUnsupported: The nearest source that lists the step has it in a later format.
-            IntegrityError, StorageError: No source has it.
+            FormatUnsupported: The nearest source with a manifest has it in a format that this ckpt
+                cannot read.
+            IntegrityError, StorageError: No source has an intact manifest.
         """
 
         def found(position: int) -> tuple[Manifest, bytes]:
@@ -142,13 +155,15 @@ class TieredReader:
         return Found(position, self._parts.outline, packed)
 
     def whole(self, work: Callable[[Found], T]) -> T:
-        """Do ``work`` with the manifest.
+        """Call ``work`` with the manifest of the nearest source, and return its result.
 
-        If a fragment that it needs is intact nowhere, do it again with the manifest of the next
-        source, whose fragments may differ, and without the first source.
+        If ``work`` raises ``IntegrityError`` or ``StorageError``, as for a fragment that is intact
+        on no source, it is called again with the manifest of the next source, whose fragments may
+        differ. The first source is not asked for anything after that.
 
         Raises:
-            What ``work`` and ``manifest`` raise: if none has all that is needed, the first of it.
+            IntegrityError, StorageError: ``work`` has failed with each manifest. This is the error
+                of the first call.
         """
         found = self.manifest()
         try:
@@ -163,13 +178,13 @@ class TieredReader:
                 raise error from None
 
     def filled(self, found: Found, wanted: Sequence[Leaf] | None) -> Found:
-        """Return the manifest with the fragments filled in that hold some of ``wanted``, or all
-        (None).
+        """Return ``found`` with the fragments filled in that hold a part of ``wanted`` (None: with
+        all fragments).
 
-        Once, before data is read.
+        Call it before data is read. It may be called again, to fill in more fragments.
 
         Raises:
-            IntegrityError, StorageError: A fragment is intact nowhere.
+            IntegrityError, StorageError: A fragment is intact on no source.
         """
         if self._parts is None or self._here.is_filled:
             return found
@@ -180,15 +195,15 @@ class TieredReader:
 
     @property
     def _here(self) -> Manifest:
-        """The manifest that was found."""
+        """Return the manifest that ``manifest`` has found, with the fragments filled in so far."""
         assert self._found is not None
         return self._found.manifest
 
     def layout(self, position: int) -> Manifest:
-        """Return the manifest that says how the files are stored on a source.
+        """Return the manifest that describes how the files are stored on a source.
 
-        It is that of the source if it can be read, else the one that was found. It is read when the
-        source is first needed.
+        This is the manifest of that source. If it cannot be read, it is the manifest that
+        ``manifest`` has found. The manifest of a source is read when it is first needed.
         """
         with self._lock:
             known = self._manifests.get(position)
@@ -206,6 +221,7 @@ class TieredReader:
         return known
 
     def _read_layout(self, position: int) -> Manifest:
+        """Read the manifest of a source, and fill in the same fragments as ``filled`` has."""
         manifest, packed = read_packed(self.sources[position], self.ref, retry=self._retry)
         assert self._found is not None
         if packed == self._found.packed:
@@ -219,7 +235,11 @@ class TieredReader:
         )
 
     def fragment(self, manifest: Manifest, named: FragmentRef, file: File | None) -> bytes:
-        """Return the fragment that the manifest was merged from. Raises as ``manifest`` does."""
+        """Return the bytes of a fragment that ``manifest`` was merged from.
+
+        ``named`` is the reference to the fragment in the manifest, and ``file`` is the data file of
+        its rank. Raises the errors of the method ``manifest``.
+        """
         return self._fragment(manifest, named, file)[1]
 
     def _fragment(
@@ -235,18 +255,20 @@ class TieredReader:
         return self._retry.call(partial(load_fragment, source, self.ref, manifest, named, file))
 
     def is_identical_on(self, position: int) -> bool:
-        """Return True if the files of the step on a source are byte for byte those of the manifest
-        that was found.
+        """Return True if the files of the step on a source are encoded as the manifest that
+        ``manifest`` has found describes, so that their bytes are the same.
         """
         there = self.layout(position)
         return there is self._here or there.encoded == self._here.encoded
 
     def read(self, plan: RestorePlan, sink: Sink, *, workers: Workers) -> list[RestorePlan]:
-        """Execute ``plan``, made from the manifest that was found; returns which part of it each
-        source has given.
+        """Read all chunks of ``plan``, which was made from the manifest that ``filled`` returned.
+
+        Returns:
+            For each source, ``plan`` with only the chunks that this source has provided.
 
         Raises:
-            IntegrityError, StorageError: Some chunk is intact nowhere. Targets may have been
+            IntegrityError, StorageError: Some chunk is intact on no source. Targets may have been
                 overwritten in part.
         """
         given = self._read(plan.reads, sink, lambda *_: None, workers.run_all)
@@ -255,8 +277,9 @@ class TieredReader:
     def fetch(
         self, reads: Sequence[ChunkRead], sink: Sink, on_chunk: OnChunk = lambda *_: None
     ) -> int:
-        """Read chunks of one file, on this thread; returns the position of the farthest source
-        that was needed. Raises as ``read`` does.
+        """Read chunks of one file on the calling thread.
+
+        Returns the position of the farthest source that was needed. Raises the errors of ``read``.
         """
         try:
             given = self._read(reads, sink, on_chunk, lambda work: [each() for each in work])
@@ -272,8 +295,9 @@ class TieredReader:
         on_chunk: OnChunk,
         run_all: Callable[[Iterable[Callable[[], list[Place]]]], list[list[Place]]],
     ) -> list[Sequence[ChunkRead]]:
-        """Return which of ``reads`` each source has given. A source is asked for what the sources
-        before it could not give.
+        """Return for each source the entries of ``reads`` that it has provided.
+
+        Each source is asked for the chunks that no nearer source could provide.
         """
         failures: dict[Place, list[tuple[str, Exception]]] = {}
         given: list[Sequence[ChunkRead]] = []
@@ -307,7 +331,7 @@ class TieredReader:
         return given
 
     def _ask(self, position: int, run: Run, sink: Sink, on_chunk: OnChunk) -> Missed:
-        """Read a run from one source; returns the chunks that it could not give."""
+        """Read a run from one source, and return the chunks that the source could not provide."""
         file = self._files(position)[run.rank]
         if (error := self.gone(position, file.key)) is None:
             missed = self._readers[position].read(run, file, sink, partial(on_chunk, position))
@@ -318,15 +342,18 @@ class TieredReader:
         return missed
 
     def _reads_there(self, position: int, reads: Sequence[ChunkRead]) -> Sequence[ChunkRead]:
-        """Return reads of the manifest that was found, as reads of the files of a source."""
+        """Return ``reads``, which are of the manifest that was found, as reads of the files of a
+        source. Chunks that the source cannot have in the wanted form are left out.
+        """
         assert self._found is not None
         if self.layout(position) is self._found.manifest:
             return reads
         return rebase(reads, self._files(self._found.position), self._files(position))
 
     def _files(self, position: int) -> Mapping[int, StoredFile]:
-        """Return the file of each rank on a source. It is made once, since there may be
-        thousands.
+        """Return the data file of each rank as a source stores it.
+
+        The result is remembered, since there may be thousands of files.
         """
         there = self.layout(position)
         known = self._stored.get(position)
@@ -335,8 +362,9 @@ class TieredReader:
         return known[1]
 
     def fault(self, position: int, file: StoredFile | FragmentRef) -> Exception | None:
-        """Return what is wrong with a file on a source, as far as its size shows; None if nothing
-        is.
+        """Return an error if a file is missing on a source, has another size or cannot be examined.
+
+        Returns None otherwise. The file is not read.
         """
         if dead := self.gone(position, ""):
             return dead
@@ -360,14 +388,14 @@ class TieredReader:
     # -- what has failed ---------------------------------------------------------------------------
 
     def gone(self, position: int, key: str) -> Exception | None:
-        """Return why a source need not be asked for a file; None if it must be asked."""
+        """Return the error for which a source is not asked for a file; None if it can be asked."""
         with self._lock:
             return self._gone.get((position, "")) or self._gone.get((position, key))
 
     def failed(self, position: int, key: str, error: Exception, nbytes: int) -> None:
-        """Remember that a source could not give (part of) a file.
+        """Remember that a source could not provide ``nbytes`` of a file, because of ``error``.
 
-        Raises what no other source can mend.
+        ``error`` is raised if no other source can help (see ``plan.fallback.reach_of``).
         """
         reach = reach_of(error)
         if reach is None:
@@ -382,21 +410,21 @@ class TieredReader:
                 self._note(self.sources[position].url, what, error, nbytes)
 
     def mended(self, position: int, key: str) -> None:
-        """Note that a source has got a good copy of a file."""
+        """Note that a source has an intact copy of a file now."""
         with self._lock:
             self._gone.pop((position, key), None)
             if known := self._repairs.get(place := (self.sources[position].url, key)):
                 self._repairs[place] = replace(known, mended=True)
 
     def is_damaged(self, position: int, key: str) -> bool:
-        """Return True if a source has the file, and chunks of it were not intact."""
+        """Return True if a source has the file, and some chunks of it are damaged."""
         with self._lock:
             known = self._repairs.get((self.sources[position].url, key))
             return known is not None and not known.mended and (position, key) not in self._gone
 
     @contextmanager
     def unnoted(self) -> Generator[None]:
-        """Record no failures inside of this block as repairs."""
+        """Do not record failures inside of the block as repairs."""
         self._noting = False
         try:
             yield
@@ -404,6 +432,7 @@ class TieredReader:
             self._noting = True
 
     def _note(self, url: str, key: str, error: Exception, nbytes: int) -> None:
+        """Record a repair, or add ``nbytes`` to the recorded one. The caller holds the lock."""
         known = self._repairs.get((url, key))
         if known is None:
             self._repairs[url, key] = repair = Repair(
@@ -414,8 +443,12 @@ class TieredReader:
             self._repairs[url, key] = replace(known, nbytes=known.nbytes + nbytes)
 
     def _nearest(self, key: str, work: Callable[[int], T], *, first: int = 0) -> tuple[int, T]:
-        """Return the result of ``work`` for the nearest source that has the bytes, and the position
-        of the source. ``first`` is where to begin; those before it come last.
+        """Call ``work`` with the positions of sources, nearest first, until it succeeds.
+
+        The first call is for the position ``first``. The sources before it come last.
+
+        Returns:
+            The position of the source for which ``work`` succeeded, and its result.
         """
         failures: list[tuple[str, Exception]] = []
         for position in (*range(first, len(self.sources)), *range(first)):

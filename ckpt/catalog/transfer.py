@@ -1,17 +1,19 @@
-"""Copy a checkpoint, or files of it, to another store, proving every byte on the way.
+"""Copy a checkpoint, or files of it, to another store, and verify every byte on the way.
 
-1. Files that the destination already has, whole and right, are kept: a copy that was cut short goes
-   on where it was.
-2. Data files are written as a save writes them, from images whose chunks are read when they are
-   asked for, each from the nearest source that has it intact. Nothing of a file is visible until
-   all of it is right. A destination with another codec gets the same chunks, encoded for it.
-3. Fragments, then the manifest, last: the step exists if and only if the manifest does. They are
-   copied byte for byte, or, for another codec, say how the files are encoded. Before the manifest
-   come the claim marker (``coordination.claim_marker``) and one more look at all files, as for any
-   save that is finished from outside of its job.
+1. Files that the destination already has intact are kept, so an interrupted copy continues where it
+   stopped.
+2. Data files are written as a save writes them, from images whose chunks are read on demand. Each
+   chunk comes from the nearest source that has it intact. A file becomes visible only when all of
+   it is verified. A destination with another codec gets the same chunks in another encoding.
+3. The fragments follow, and the manifest comes last, since a step exists if and only if its
+   manifest does. They are copied byte for byte. For another codec they are written with
+   the new encoding of the files. Before the manifest is put, the claim marker
+   (``coordination.claim_marker``) is put and all files are checked once more, as for any save that
+   is finished from outside of its job.
 
-Memory: for each worker a part, and the chunks at its ends. A store whose uploads keep what they are
-given until ``finish`` (the contract allows it) holds the files under way.
+Each worker needs memory for one part of a file, and for the chunks at the ends of the part. A store
+whose uploads keep all parts until ``finish``, which the contract of a backend allows, also needs
+memory for the files that are being written.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ from ckpt.plan.restore import ChunkRead, chunks_of
 from ckpt.storage.api import StorageBackend
 
 Fetch = Callable[[Sequence[ChunkRead], Sink], int]
-"""Reads chunks of one file; returns the position of the farthest source that was needed."""
+"""Reads chunks of one file, and returns the position of the farthest source that was needed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class FetchReport:
 
     Attributes:
         nbytes: The size of the step's data files at the destination.
-        copied_bytes: How many of them were not there before.
+        copied_bytes: How many of these bytes the copy has written.
     """
 
     ref: StepRef
@@ -79,8 +81,11 @@ class FetchReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FileCopy:
-    """A data file at the destination, and the position of the farthest source that was needed
-    for it.
+    """A data file that was copied.
+
+    Attributes:
+        stored: The file at the destination.
+        position: The position of the farthest source that was needed for it.
     """
 
     stored: StoredFile
@@ -89,20 +94,22 @@ class FileCopy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recoding:
-    """Files of the same chunks for a tier with another codec.
+    """How the files of a step are encoded again for a destination with another codec.
 
-    ``parts``: the fragments at the source, by rank.
+    Attributes:
+        encoder: The encoder of the destination; None if the destination has no codec.
+        parts: The fragments at the source, by rank.
     """
 
     encoder: Encoder | None
     parts: Mapping[int, Fragment]
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank's file at the destination."""
+        """Return the name of a rank's data file at the destination."""
         return data_name(rank, encoded=self.encoder is not None)
 
     def stored(self, source: StoredFile, encoding: Encoding | None) -> StoredFile:
-        """Return a file of the source as it is at the destination."""
+        """Return how the destination stores a file of the source, given its new encoding."""
         return StoredFile.of(
             source.ref, replace(source.file, name=self.name(source.rank)), encoding
         )
@@ -110,7 +117,7 @@ class Recoding:
     def write(
         self, write: ImageWrite, source: StoredFile, destination: StorageBackend
     ) -> StoredFile:
-        """Write a file of the source there."""
+        """Write a file of the source to the destination, and return how it is stored there."""
         if (encoder := self.encoder) is None:
             write_image(write, destination)
             return self.stored(source, None)
@@ -120,7 +127,7 @@ class Recoding:
         return self.stored(source, encoding)
 
     def fragment(self, rank: int, encoding: Encoding | None) -> Packed:
-        """Return the fragment of a rank at the destination."""
+        """Return the fragment of a rank for the destination, with the new encoding of its file."""
         part = self.parts[rank]
         file = replace(part.file, name=self.name(rank)) if part.file else None
         return pack_fragment(replace(part, file=file, encoded=(encoding,) if encoding else ()))
@@ -133,15 +140,15 @@ def fetch_nearest(
     on_progress: OnProgress | None = None,
     on_repair: OnRepair = lambda _: None,
 ) -> FetchReport:
-    """Copy a step, each part from the nearest of ``sources`` that has it intact.
+    """Copy a step, each chunk from the nearest of ``sources`` that has it intact.
 
-    Any source can give raw bytes. Encoded bytes can come only from sources that encode alike. If
-    the step cannot be copied in the form of the nearest source, the form of the next source with
-    another manifest is tried.
+    The copy has the encoding of one of the sources. Chunks that are not encoded can come from any
+    source, but encoded chunks only from sources with the same encoding. So if the step cannot be
+    copied in the encoding of the nearest source, the encodings of the other sources are tried.
 
     Raises:
-        IntegrityError: As ``fetch_step``. It is the error of the first try.
-        StorageError: As ``fetch_step``.
+        IntegrityError: As for ``fetch_step``. It is the error of the first try.
+        StorageError: As for ``fetch_step``.
     """
     ref = folder.ref
     first: IntegrityError | None = None
@@ -171,7 +178,7 @@ def fetch_nearest(
 
 
 def _manifest(source: StorageBackend, ref: StepRef) -> bytes:
-    """Return the manifest; empty bytes if there is none that can be read."""
+    """Return the bytes of the manifest; empty bytes if it is missing or cannot be read."""
     try:
         return read_packed(source, ref)[1]
     except (IntegrityError, StorageError):
@@ -185,7 +192,10 @@ def _meter(
     *,
     recoded: bool,
 ) -> Meter:
-    """Return a meter of the whole step, which has passed all files that are not ``missing``."""
+    """Return a meter for the bytes of all data files, which counts all but ``missing`` as done.
+
+    ``recoded``: the meter counts bytes before any codec, and not the bytes on the store.
+    """
     meter = Meter(manifest.nbytes if recoded else manifest.stored_bytes, on_progress)
     left = sum(stored.file.size if recoded else stored.size for stored in missing)
     meter.add(meter.total - left)
@@ -201,27 +211,29 @@ def fetch_step(
     codec: str | None = None,
     confirm: Callable[[], object] = lambda: None,
 ) -> FetchReport:
-    """Make a committed step of the first of ``sources`` one of the store of ``folder``.
+    """Copy a committed step from the first of ``sources`` to the store of ``folder``.
 
-    On an error, what is finished stays for the next try, and the step is not listed at the
-    destination (unless it was before). A destination where the step is encoded otherwise is left
-    alone if it is intact.
+    On an error, files that are finished stay for the next try, and the step does not become a
+    checkpoint at the destination (unless it was one before). If the destination already has an
+    intact copy of the step in another encoding, nothing is changed.
 
     Args:
-        sources: The source, then the stores that are asked for what it does not have intact,
-            nearest first.
-        folder: The step at the destination.
-        on_repair: Called when another store is asked.
-        codec: That of the destination. None: files are copied as they are at the source.
+        sources: The source, followed by stores that are asked for chunks that the source does not
+            have intact, nearest first.
+        folder: The folder of the step at the destination.
+        on_progress: Called as bytes are written.
+        on_repair: Called when another store than the source is asked.
+        codec: The codec of the destination; None to keep the encoding of the source.
         confirm: Called right before the manifest is put. It raises if the step must not become a
-            checkpoint there any more.
+            checkpoint at the destination any more.
 
     Raises:
-        ChecksumMismatch, ManifestCorrupt, FormatUnsupported: All sources are damaged. Any
-            ``IntegrityError`` is about the sources.
-        IntegrityError: They lack a file, or a file cannot be read where it should have bytes.
-        ObjectExists: The destination has an intact manifest of this very attempt that differs, and
-            not only in how files are encoded.
+        ChecksumMismatch, ManifestCorrupt, FormatUnsupported: The step is damaged on all sources, or
+            its format is not supported. Any ``IntegrityError`` is about the sources.
+        IntegrityError: A file is missing on all sources, or cannot be read.
+        ObjectExists: The destination has an intact manifest of the same attempt that differs in
+            more than the encoding of the files.
+        StorageError: The destination has failed, or the step is being removed there.
     """
     start = time.perf_counter()
     origin = TieredReader(sources, folder.ref, retry=folder.retry, on_repair=on_repair)
@@ -241,7 +253,7 @@ def fetch_step(
     meter = _meter(manifest, missing, on_progress, recoded=recoding is not None)
     copies = copy_files(origin.fetch, missing, folder, on_bytes=meter.add, recoding=recoding)
     if old is not None:
-        # The old manifest is removed only when all of the data is there.
+        # The old manifest is removed only after all data files were written.
         folder.retry.call(partial(folder.backend.delete, folder.ref.manifest))
     if recoding is None:
         copy_fragments(origin, manifest, manifest.fragments, folder)
@@ -264,8 +276,10 @@ def copy_files(
     on_bytes: OnBytes = lambda _: None,
     recoding: Recoding | None = None,
 ) -> list[FileCopy]:
-    """Copy data files, all of each or nothing: as they are at the sources, or as ``recoding``
-    has it. Raises as ``fetch_step`` does.
+    """Copy data files, each of them completely or not at all.
+
+    Without ``recoding``, the files keep their encoding. Returns the files at the destination.
+    Raises the errors of ``fetch_step``.
     """
     workers = folder.workers
     failed: list[BaseException] = []
@@ -303,12 +317,12 @@ def copy_files(
 
     if not files:
         return []
-    # The copies wait for ``workers``, so they run on threads of their own.
+    # Each copy waits for work on ``workers``, so the copies run on threads of their own.
     with workers.beside("copy", min(len(files), workers.count)) as group:
         try:
             return list(group.stream(partial(copy, file) for file in files))
         except BaseException as error:  # noqa: BLE001 - the first is raised
-            failed.append(error)  # Ends the copies that are under way
+            failed.append(error)  # The copies that are under way stop at their next read
             raise failed[0] from None
 
 
@@ -318,9 +332,9 @@ def copy_fragments(
     fragments: Sequence[FragmentRef],
     folder: StepFolder,
 ) -> None:
-    """Copy those of ``fragments`` that are not there.
+    """Copy the entries of ``fragments`` that ``folder`` lacks or has damaged.
 
-    Their data files go first: a process that finds all fragments may commit them.
+    Copy their data files first, since a process that finds all fragments may commit the step.
     """
     files = manifest.file_map()
     folder.workers.run_all(
@@ -330,20 +344,23 @@ def copy_fragments(
 
 
 def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) -> None:
-    """Put the manifest of a step whose files are all there.
+    """Put the manifest of a step after all of its files were copied.
 
-    ``look`` raises if one of them is missing: until there is a manifest, a process that makes room
-    may take them for remains.
+    Args:
+        folder: The folder of the step at the destination.
+        packed: The bytes of the manifest.
+        look: Raises if a file is missing. As long as the step has no manifest, a process that makes
+            room may remove its files as the remains of a save.
 
     Raises:
-        ObjectExists: As ``fetch_step``.
-        StorageError: It is being cleared away there, or was.
+        ObjectExists: As for ``fetch_step``.
+        StorageError: The step is being removed at the destination, or was removed.
     """
     if _make_way(folder, packed):
         look()
         return
     destination, ref = folder.backend, folder.ref
-    # A look before the marker is put leaves no marker for a step that cannot be finished.
+    # The first check avoids a marker in the folder of a step that cannot be finished.
     look()
     if not folder.retry.call(partial(claim_for_finish, destination, ref)):
         raise StorageError(ref.folder, f"it is being cleared away on {destination.url}")
@@ -353,8 +370,8 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
 
 
 def check_files(folder: StepFolder, manifest: Manifest, confirm: Callable[[], object]) -> None:
-    """Raise ``StorageError`` if a file or a fragment is missing or has another size, and what
-    ``confirm`` raises.
+    """Raise ``StorageError`` if a data file is missing or has another size, or if a fragment is
+    missing. Otherwise call ``confirm``, which may raise, too.
     """
     if faults := size_faults(folder, manifest.stored_files().values()):
         raise StorageError(
@@ -366,10 +383,12 @@ def check_files(folder: StepFolder, manifest: Manifest, confirm: Callable[[], ob
 
 
 def _make_way(folder: StepFolder, packed: bytes) -> bool:
-    """Return True if the manifest is there.
+    """Return True if the folder already has this manifest, and False if it has none.
 
-    A damaged copy of it is removed: it would keep the good one out. An intact one that differs, or
-    of a later format, is not ours to judge.
+    A damaged manifest is removed, since it would keep the intact one from being put.
+
+    Raises:
+        ObjectExists: The folder has another manifest that is intact or in an unsupported format.
     """
     destination, ref = folder.backend, folder.ref
     try:
@@ -391,8 +410,9 @@ def _make_way(folder: StepFolder, packed: bytes) -> bool:
 
 
 def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) -> Manifest | None:
-    """Return the manifest of a destination that has the same chunks with another encoding; None if
-    there is none.
+    """Return the manifest at the destination if it has the same chunks in another encoding.
+
+    Returns None if it has not, or cannot be read.
     """
     try:
         there = folder.read(folder.ref.manifest)
@@ -405,7 +425,10 @@ def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) ->
 
 
 def _clear_unnamed(folder: StepFolder, manifest: Manifest) -> None:
-    """Remove files of another encoding from the folder of a step that was just committed."""
+    """Remove files that the manifest of a step that was just committed does not name.
+
+    They were written in another encoding. Added metrics stay.
+    """
     ref = folder.ref
     names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
     named = {ref.manifest, *map(ref.key, names)}
@@ -415,16 +438,14 @@ def _clear_unnamed(folder: StepFolder, manifest: Manifest) -> None:
 
 
 def has_codec(manifest: Manifest, codec: str) -> bool:
-    """Return whether the files are encoded as a tier with this codec has them."""
+    """Return True if all data files are encoded as a tier with this codec stores them."""
     encoder = encoder_of(codec)
     name = encoder.codec if encoder else NO_CODEC
     return all((file.codec or NO_CODEC) == name for file in manifest.stored_files().values())
 
 
 def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding | None:
-    """Return how the files are encoded again for a codec; None if they have that encoding at the
-    source.
-    """
+    """Return how to encode the files for ``codec``; None if the source has that encoding."""
     if has_codec(manifest, codec):
         return None
     encoder = encoder_of(codec)
@@ -443,9 +464,9 @@ def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding 
 def _kept(
     manifest: Manifest, folder: StepFolder, recoding: Recoding | None
 ) -> dict[int, StoredFile]:
-    """Return the files that are there already and intact, by rank.
+    """Return the data files that the destination already has intact, by rank.
 
-    Those that are recoded are as the fragment beside them says.
+    With ``recoding``, the fragment at the destination tells how a file is encoded.
     """
     files = manifest.stored_files()
     if recoding is not None:
@@ -468,7 +489,7 @@ def _kept(
 def _put_fragments(
     folder: StepFolder, recoding: Recoding, files: Mapping[int, StoredFile]
 ) -> Manifest:
-    """Put the fragments of files that were recoded; returns the manifest that says the same."""
+    """Put the fragments of files that were encoded again, and return the merged manifest."""
     merged: list[tuple[Packed, FragmentRef]] = []
     puts: list[Callable[[], object]] = []
     for rank in sorted(recoding.parts):
@@ -495,27 +516,29 @@ def _copy_fragment(
     key = origin.ref.key(named.name)
     try:
         there = folder.read(key, limit=named.size)
-    except StorageError:  # It is absent, or longer than it should be
+    except StorageError:  # The fragment is missing, or longer than it should be
         there = b""
     if checksum(there) != named.checksum:
         folder.retry.call(partial(folder.backend.put, key, [data]))
 
 
 def _commit(folder: StepFolder, packed: bytes) -> None:
+    """Put the manifest. Raises ``ObjectExists`` if the folder has another one."""
     key = folder.ref.manifest
     try:
         folder.retry.call(partial(folder.backend.put, key, [packed], if_absent=True))
     except ObjectExists:
-        # The manifest was there before, another fetch was faster, or the reply to a first try was
-        # lost.
+        # Another process has put a manifest, or the store has lost the reply to a first try.
         if folder.read(key) != packed:
             raise
 
 
 @contextmanager
 def _about_the_source() -> Generator[None]:
-    """Raise an error inside of the block as damage of the source. An error of the destination is a
-    failure of that store, and does not come from here.
+    """Turn a ``StorageError`` inside of the block into an ``IntegrityError`` about the source.
+
+    An error of a source that tells nothing about the data (see ``fault_of``) stays as it is. Only
+    reads of the sources are inside of such blocks, so errors of the destination are not changed.
     """
     try:
         yield

@@ -1,19 +1,20 @@
-"""A step that several processes bring to one store, each the files of some ranks.
+"""Copy a step to one store from several processes, each of which copies the files of some ranks.
 
-The agents of a job whose nodes have tiers of their own do so when the job has ended. They share
-nothing but the store, so they meet in the folder of the step there:
+The agents of a job whose nodes have tiers of their own do this after the job has ended. They share
+nothing but the destination store, so they coordinate through the folder of the step there:
 
-1. Each process notes the ranks that it has seen end, and whose files it has.
-2. When all ranks are noted, each process copies the files of its ranks, the data before the
-   fragments. A rank that lives may be clearing the step away there. That is why a process must not
-   copy earlier: it would make a set of fragments complete that is being removed.
-3. A process that knows the manifest from elsewhere, and finds all fragments, puts it.
+1. Each process puts a note for each rank that it has seen end and whose files it has.
+2. When all ranks have notes, each process copies the files of its ranks, the data files before the
+   fragments. A process must not copy earlier, since a rank that is still alive may be removing the
+   step there. The copied fragments would complete a set of fragments that is being removed.
+3. A process that has the manifest from another store, and finds all fragments, commits the step.
 
-If a node is lost, its ranks are not noted, or their files do not come. A process that has copies of
-these files brings them. A rank that is not noted may live, so the process first puts a marker that
-keeps the rank from clearing its files away (``ckpt.coordination.claim_marker``).
+If a node is lost, there are no notes for its ranks, or their files are never copied. A process that
+has copies of these files on another node then copies them. A rank without a note may be alive, so
+the process first puts a marker that keeps the rank from removing its files
+(``ckpt.coordination.claim_marker``).
 
-The notes and these markers stay with the step, and are removed with it.
+The notes and these markers stay in the folder of the step, and are removed with the step.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from ckpt.storage.api import StorageBackend
 
 
 def note_ends(folder: StepFolder, ranks: Collection[int]) -> None:
-    """Note that ``ranks`` have ended, and that this process has their files of the step."""
+    """Put notes that ``ranks`` have ended, and that this process has their files of the step."""
     put = folder.backend.put
     folder.workers.run_all(
         partial(folder.retry.call, partial(put, folder.ref.end_note(rank), [b""])) for rank in ranks
@@ -50,13 +51,13 @@ def note_ends(folder: StepFolder, ranks: Collection[int]) -> None:
 
 
 def noted_ends(folder: StepFolder) -> set[int]:
-    """Return the ranks that are noted."""
+    """Return the ranks for which there are notes that they have ended."""
     names = [info.key.rpartition("/")[2] for info in own_objects(folder.backend, folder.ref)]
     return {rank for name in names if (rank := noted_rank(name)) is not None}
 
 
 def brought_ranks(folder: StepFolder) -> set[int]:
-    """Return the ranks whose files processes of other nodes bring."""
+    """Return the ranks with a marker that another node copies their files."""
     marked = {
         marked_rank(info.key.rpartition("/")[2])
         for info in own_objects(folder.backend, folder.ref)
@@ -66,28 +67,28 @@ def brought_ranks(folder: StepFolder) -> set[int]:
 
 
 def mark_to_bring(folder: StepFolder, ranks: Collection[int]) -> set[int]:
-    """Note that this process brings the files of ``ranks``, which are not noted.
+    """Put markers that this process copies the files of ``ranks``, which have no notes.
 
     Returns:
-        Those that do not clear their files away from now on. The others do so just now, or were
-        killed while they did.
+        The ranks that do not remove their files from now on. Each other rank is removing its files,
+        or was killed while it removed them.
     """
     if not folder.backend.capabilities.put_if_absent:
-        return set()  # Neither the rank nor this process knows which was first
+        return set()  # The store cannot decide whether the rank or this process was first
     ask = partial(claim_rank_to_bring, folder.backend, folder.ref)
     return {rank for rank in ranks if folder.retry.call(partial(ask, rank))}
 
 
 class RankPart:
-    """The files of one rank, in a store that has them.
+    """The files of one rank on a source store, to be copied to other stores.
 
     Args:
-        source: The step there.
-        rank: Whose files.
-        codec: That of the store to which they are copied.
+        source: The folder of the step on the source.
+        rank: The rank.
+        codec: The codec of the stores to which the files are copied.
 
     Raises:
-        StorageError: The store has no fragment of the rank.
+        StorageError: The source has no fragment of the rank.
         IntegrityError: The fragment is damaged, or belongs to another save.
     """
 
@@ -103,11 +104,11 @@ class RankPart:
 
     @property
     def nbytes(self) -> int:
-        """The size of the data file before any codec."""
+        """Return the size of the data file before any codec, in bytes; 0 if the rank has none."""
         return self._part.file.size if self._part.file else 0
 
     def is_at(self, folder: StepFolder) -> bool:
-        """Return whether the files are in another store."""
+        """Return True if another store has the fragment, and a data file of the right size."""
         key = folder.ref.key(self._name)
         try:
             data = folder.read(key)
@@ -121,11 +122,15 @@ class RankPart:
         )
 
     def write_data(self, folder: StepFolder, on_bytes: OnBytes) -> Encoding | None:
-        """Copy the data file, and return how it is encoded in the other store.
+        """Copy the data file to another store.
+
+        Returns:
+            The encoding of the file on the other store; None if it is not encoded, or if the rank
+            has no data file.
 
         Raises:
             ChecksumMismatch: The file is damaged at the source.
-            StorageError: Nothing is visible then.
+            StorageError: A store has failed. No part of the file is visible.
         """
         if self._part.file is None:
             return None
@@ -143,7 +148,7 @@ class RankPart:
         return self._recoding.write(write, stored, folder.backend).encoding
 
     def put_fragment(self, folder: StepFolder, encoding: Encoding | None) -> None:
-        """Put the fragment beside the data file, which is durable by now."""
+        """Put the fragment on another store, after ``write_data`` has returned ``encoding``."""
         key, data = folder.ref.key(self._name), self._fragment(encoding)
         folder.retry.call(partial(folder.backend.put, key, [data]))
 
@@ -153,7 +158,10 @@ class RankPart:
         return StoredFile.of(self._source.ref, self._part.file, encoding)
 
     def _fragment(self, encoding: Encoding | None) -> bytes:
-        """Return the bytes of the fragment at a store: the same ones if nothing is encoded."""
+        """Return the bytes of the fragment on another store, where the file has ``encoding``.
+
+        They are the bytes of the source if neither store encodes the data file.
+        """
         if not self._part.encoded and self._recoding.encoder is None:
             return self._data
         return pack(self._recoding.fragment(self._rank, encoding))
@@ -168,22 +176,23 @@ def copy_rank(
     *,
     is_damaged: bool = False,
 ) -> bool:
-    """Copy the files of a rank from the first of ``sources`` that has them intact.
+    """Copy the files of one rank from the first of ``sources`` that has them intact.
 
     Args:
         sources: The stores that may have the files, nearest first.
-        folder: The step in the other store.
-        rank: Whose files.
-        codec: That of the other store.
+        folder: The folder of the step at the destination.
+        rank: The rank.
+        codec: The codec of the destination.
         on_bytes: Called with the number of bytes just written.
-        is_damaged: Whether files that are there already are to be replaced.
+        is_damaged: Whether to replace files that the destination already has.
 
     Returns:
-        Whether something had to be copied.
+        True if the files were copied, and False if the destination already had them.
 
     Raises:
-        IntegrityError: No source has them intact. It is the error of the first.
-        StorageError: The other store has failed.
+        IntegrityError, ObjectNotFound: No source has the files intact. It is the error of the first
+            source.
+        StorageError: A source does not answer, or the destination has failed.
     """
     first: CkptError | None = None
     for source in sources:
@@ -208,17 +217,19 @@ def copy_part(
     confirm: Callable[[], None],
 ) -> None:
     """Copy the files of some ranks from ``source`` to another store of the same node, and commit
-    the copy there. Both stores have no codec.
+    the copy. Neither store may have a codec.
 
     Args:
-        folder: The step in the other store.
-        ranks: Whose files.
-        confirm: Called before each file, and right before the manifest is put. It raises if the
-            step must not become a checkpoint there any more.
+        source: The store that has the files and the manifest.
+        folder: The folder of the step at the destination.
+        ranks: The ranks.
+        on_bytes: Called with the number of bytes just written.
+        confirm: Called before the files of each rank are copied, and right before the manifest is
+            put. It raises if the step must not become a checkpoint at the destination any more.
 
     Raises:
         IntegrityError: The source does not have the files intact.
-        StorageError: The other store has failed, or the step is being cleared away there.
+        StorageError: A store has failed, or the step is being removed at the destination.
     """
     _, packed = read_packed(source, folder.ref)
     for rank in sorted(ranks):
@@ -228,20 +239,20 @@ def copy_part(
 
 
 def commit_parts(folder: StepFolder, known: Manifest, confirm: Callable[[], object]) -> None:
-    """Make a step a checkpoint whose parts are all there.
+    """Commit a step after the files of all ranks were copied.
 
-    The manifest is the one that the leader of the job would have put: the same merge of the same
-    fragments.
+    The manifest is the one that the leader of the job would have put: it is the same merge of the
+    same fragments.
 
     Args:
-        folder: The step. All processes of its job have ended.
-        known: Its manifest in another store.
+        folder: The folder of the step. All processes of its job have ended.
+        known: The manifest of the step on another store.
         confirm: Called right before the manifest is put. It raises if the step must not become a
             checkpoint any more.
 
     Raises:
-        CommitError: A part is missing, or the parts are not those of ``known``.
-        StorageError: The step is being cleared away there, or was.
+        CommitError: A fragment is missing, or the fragments are not those of ``known``.
+        StorageError: A file is missing, or the step is being removed.
     """
     manifest = merge(read_fragments(folder))
     if _apart_from_files(manifest) != _apart_from_files(known):
@@ -253,6 +264,6 @@ def commit_parts(folder: StepFolder, known: Manifest, confirm: Callable[[], obje
 
 
 def _apart_from_files(manifest: Manifest) -> Manifest:
-    """Return what a manifest says on each tier, however files are encoded there."""
+    """Return a manifest without the fields that depend on the encoding of the files on a tier."""
     files = tuple(msgspec.structs.replace(file, name="", chunks=()) for file in manifest.files)
     return msgspec.structs.replace(manifest, files=files, fragments=(), encoded=(), carried=())

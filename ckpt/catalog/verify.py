@@ -1,11 +1,12 @@
-"""Is every byte of a checkpoint what was written?
+"""Verify that every byte of a checkpoint is the byte that was written.
 
-1. The manifest proves itself: checksum, sizes that add up, boxes that tile.
-2. Every fragment is the one that the manifest was merged from.
-3. Every data file has its size, and every chunk of it its checksum. Neighbouring chunks are read
-   together, by all workers.
+1. The manifest must have the right checksum. Its sizes must add up, and its boxes must tile the
+   tensors.
+2. Every fragment must be the one that the manifest was merged from.
+3. Every data file must have the right size, and every chunk the right checksum. Neighbouring chunks
+   are read in one request, and all workers read.
 
-What is found is returned as values, so that one damaged chunk does not hide the next.
+Faults are returned and not raised, so that all of them are reported.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something that is not as it was written.
+    """A difference between an object and what was written.
 
-    ``offset`` and ``nbytes`` say where in the object, if it is not all of it.
+    Attributes:
+        key: The key of the object.
+        what: A description of the fault.
+        offset: Where the fault begins in the object; None if it concerns all of it.
+        nbytes: The length of the damaged chunk in bytes; None if the fault concerns no chunk.
     """
 
     key: str
@@ -57,7 +62,7 @@ class Fault:
     nbytes: int | None = None
 
     def error(self) -> IntegrityError:
-        """Return the fault as an exception."""
+        """Return the fault as an exception, a `ChecksumMismatch` if it concerns a chunk."""
         if self.offset is not None and self.nbytes is not None:
             return ChecksumMismatch(self.key, self.offset, self.nbytes)
         return IntegrityError(f"{self.key!r}: {self.what}")
@@ -65,7 +70,12 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """The result of a verification. ``verified_bytes`` of data files had the right checksum."""
+    """The result of a verification.
+
+    Attributes:
+        verified_bytes: The number of bytes of data files that have the right checksum.
+        seconds: The duration of the verification.
+    """
 
     ref: StepRef
     faults: tuple[Fault, ...]
@@ -79,7 +89,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class StepFolder:
-    """The folder of a step in one store, and the means to work on it.
+    """The folder of a step on one store, with the threads and the retry policy to work on it.
 
     Attributes:
         backend: The store.
@@ -94,11 +104,11 @@ class StepFolder:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
 
     def read(self, key: str, limit: int = MAX_RECORD_BYTES) -> bytes:
-        """Return a whole object."""
+        """Return all bytes of an object. Raises ``StorageError`` if it exceeds ``limit`` bytes."""
         return self.retry.call(partial(read_object, self.backend, key, limit=limit))
 
     def require_fragments(self, manifest: Manifest) -> None:
-        """Raise ``ObjectNotFound`` if a fragment is missing. Reads none."""
+        """Raise ``ObjectNotFound`` if a fragment of ``manifest`` is missing. Reads no fragment."""
         head = self.backend.head
         self.workers.run_all(
             partial(self.retry.call, partial(head, self.ref.key(part.name)))
@@ -117,21 +127,22 @@ def verify_step(
 ) -> VerifyReport:
     """Read all of a committed step and compare it with its checksums.
 
-    Host memory: 16 MiB per worker, or its largest chunk if that is larger; of an encoded file that,
-    and a chunk.
+    Each worker needs 16 MiB of host memory, or the size of the largest chunk if that is more. For
+    encoded files, each worker needs memory for one decoded chunk in addition.
 
     Args:
         backend: The store.
         ref: The step.
         workers: The threads that read.
-        on_progress: Called with the bytes done and the bytes in all.
+        on_progress: Called with the number of bytes that are done and the number of all bytes.
         retry: How requests are retried.
-        ranks: The ranks whose files are to be there, if a node has a folder of its own; None for
-            all ranks.
+        ranks: The ranks whose files the store must have, if it is local to a node; None for all
+            ranks.
 
     Raises:
-        AccessDenied, TransientStorageError, FormatUnsupported: The store could not be asked, or its
-            answer not be read; that says nothing about the checkpoint.
+        AccessDenied, TransientStorageError: The store denies access or does not answer. This tells
+            nothing about the checkpoint.
+        FormatUnsupported: This ckpt cannot read the format of the checkpoint, which may be intact.
     """
     start = time.perf_counter()
     folder = StepFolder(backend, ref, workers, retry or RetryPolicy())
@@ -159,8 +170,11 @@ def verify_step(
 def _with_fragments(
     folder: StepFolder, manifest: Manifest, ranks: Collection[int] | None
 ) -> tuple[Manifest, list[Fault]]:
-    """Return the manifest with the fragments of ``ranks`` that are intact, and the faults of the
-    others. Of a file without a fragment, only the size can be compared.
+    """Read the fragments of ``ranks`` (None: of all ranks).
+
+    Returns:
+        The manifest with the intact fragments filled in, and the faults of the damaged ones. Of a
+        data file without an intact fragment, only the size can be compared.
     """
     files, key = manifest.file_map(), folder.ref.manifest
     parts = folder.workers.run_all(
@@ -179,7 +193,11 @@ def _with_fragments(
 def verify_files(
     folder: StepFolder, files: Collection[StoredFile], *, on_progress: OnProgress | None = None
 ) -> tuple[list[Fault], int]:
-    """Return the faults of data files, and how many bytes of them are right."""
+    """Read data files and compare each chunk with its checksum.
+
+    Returns:
+        The faults, and the number of bytes that have the right checksum.
+    """
     heads = _heads(folder, files)
     faults = [fault for _, fault in heads if fault]
     chunks: list[ChunkRead] = []
@@ -202,27 +220,32 @@ def verify_files(
 
 
 def size_faults(folder: StepFolder, files: Collection[StoredFile]) -> list[Fault]:
-    """Return the files that are missing or have another size. Reads no file."""
+    """Return a fault for each file that is missing or has another size. Reads no file."""
     return [fault for _, fault in _heads(folder, files) if fault]
 
 
 def _heads(folder: StepFolder, files: Collection[StoredFile]) -> list[tuple[int, Fault | None]]:
-    """Yield the size of each file, and what is wrong with it."""
+    """Return for each file its size on the store (0 if unknown), and its fault, if any."""
     return folder.workers.run_all(partial(_size_fault, folder, file) for file in files)
 
 
 class _Nowhere:
-    """A `Sink` for bytes that are only compared with their checksums."""
+    """A `Sink` that stores nothing, for chunks that are only compared with their checksums."""
 
     def direct(self, read: ChunkRead) -> None:  # noqa: ARG002
         return None
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
-        """Do nothing, since the reader has compared the checksum already."""
+        """Do nothing, since the reader has already compared the checksum."""
 
 
 class Meter:
-    """Counts bytes for ``on_progress``. Any thread may call ``add``."""
+    """Counts the bytes that are done, and reports them. Any thread may call ``add``.
+
+    Args:
+        total: The number of all bytes.
+        on_progress: See `OnProgress`.
+    """
 
     def __init__(self, total: int, on_progress: OnProgress | None) -> None:
         self.total, self.done = total, 0
@@ -258,8 +281,10 @@ def _size_fault(folder: StepFolder, file: StoredFile) -> tuple[int, Fault | None
 
 
 def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:
-    """Return what an error says about the checkpoint. An error that says nothing about it is
-    raised.
+    """Return the fault of the checkpoint that an error reveals.
+
+    An error that tells nothing about the checkpoint is raised: the store denies access or does not
+    answer. ``chunk`` is the chunk that could not be read, if any.
     """
     match error:
         case LinkRefused():

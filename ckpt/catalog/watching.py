@@ -1,8 +1,8 @@
-"""Steps as they are committed, for a program that evaluates or publishes each of them.
+"""Watch a tier for committed steps, for a program that evaluates or publishes each of them.
 
-A watcher has a name. For each step that it has handled it keeps a small object below
-``watchers/NAME/`` on the tier, so that a watcher which starts again, also on another machine,
-continues where it ended. While a step is handled, a pin keeps it from being removed.
+A watcher has a name. It puts a small object below ``watchers/NAME/`` on the tier for each step that
+it has handled. So a watcher that is started again continues where the last one ended, also on
+another machine. While a step is being handled, a pin keeps it from being removed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from ckpt.storage.registry import open_backend
 
 POLL_SECONDS: Final = 10.0
 LEASE_SECONDS: Final = 900.0
-"""A watcher that is killed keeps its step for this long, and for the clock skew of a pin."""
+"""The duration of a pin of a watcher, which renews its pin while it handles a step.
+
+If a watcher is killed, its step stays for this long, and for the clock skew that pins allow for.
+"""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _log = logging.getLogger("ckpt")
@@ -35,11 +38,12 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStep:
-    """A step that a watcher has met.
+    """A committed step that a watcher has not handled yet.
 
     Attributes:
         root: The URL of the tier, without credentials.
-        path: The folder of the step: a path if the tier is a folder of this machine, else a URL.
+        path: The folder of the step. It is a path if the tier is a folder of this machine, and a
+            URL otherwise.
     """
 
     ref: StepRef
@@ -56,12 +60,13 @@ class Watcher:
 
     Args:
         backend: The tier.
-        name: The name of the watcher. Watchers of different names each handle every step. Let one
-            process at a time use a name.
-        newest: Pass over all steps but the newest one at each look.
+        name: The name of the watcher. Watchers of different names each handle every step. Only one
+            process at a time may use a name.
+        newest: At each ``look``, pass over all steps but the newest one.
 
     Raises:
-        ConfigError: The name has other characters than letters, digits, '-' and '_'.
+        ConfigError: The name is empty, is longer than 64 characters, has other characters than
+            ASCII letters, digits, '-' and '_', or begins with '-' or '_'.
 
     Thread safety:
         One thread at a time.
@@ -78,9 +83,9 @@ class Watcher:
         self._left: set[StepRef] = set()
 
     def look(self) -> list[CommittedStep]:
-        """Return the committed steps that were not handled, oldest first.
+        """Return the committed steps that were not handled yet, oldest first.
 
-        The records of steps that are gone are removed.
+        The records of steps that the tier does not have any more are removed.
         """
         refs = attempts(self._backend)
         keys = ask(self._backend, lambda: [info.key for info in self._backend.list(self._folder)])
@@ -97,10 +102,10 @@ class Watcher:
 
     @contextmanager
     def holding(self, step: CommittedStep) -> Generator[None]:
-        """Keep ``step`` from being removed while the block runs.
+        """Pin ``step`` while the block runs.
 
         Raises:
-            NoCheckpoint: It was removed before.
+            NoCheckpoint: The step was removed before, or is being removed.
         """
         pin = put_pin(self._backend, step.ref, LEASE_SECONDS, self._reason)
         over = threading.Event()
@@ -119,18 +124,21 @@ class Watcher:
             yield
         finally:
             over.set()
-            # While the interpreter exits, the thread is gone, and the pin ends by itself.
+            # When the interpreter exits, the thread has already ended. The pin then ends by itself.
             if not sys.is_finalizing():
                 renewing.result()
                 workers.close()
                 remove_pin(self._backend, pin)
 
     def leave(self, step: CommittedStep) -> None:
-        """Pass over ``step``. It comes again with the next `Watcher` of this name."""
+        """Pass over ``step``. The next `Watcher` of this name returns it again."""
         self._left.add(step.ref)
 
     def done(self, step: CommittedStep) -> None:
-        """Remember that ``step`` was handled, unless it was left. It does not come again."""
+        """Record that ``step`` was handled, so that no watcher of this name returns it again.
+
+        This has no effect for a step that was passed to ``leave``.
+        """
         if step.ref not in self._left:
             ask(self._backend, lambda: self._backend.put(self._key(step.ref), [b"handled\n"]))
 
@@ -151,23 +159,25 @@ def watch(
     stop: threading.Event | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Generator[CommittedStep]:
-    """Yield each step of ``root`` once it is committed, oldest first, and wait for more.
+    """Yield each committed step of ``root``, oldest first, and wait for further steps.
 
     A step is not removed while the body of the loop runs. It counts as handled when the loop goes
-    on to the next one. If the loop is left by ``break`` or an exception, the step comes again
-    the next time, also in another process. Its pin ends when the iterator is closed or collected.
+    on to the next step. If the loop is left by ``break`` or an exception, the step is yielded again
+    by the next call with the same name, also in another process. The pin on the step ends when the
+    iterator is closed or collected.
 
     Args:
         root: A folder or URL.
         name: The name of the watcher. Each name handles every step once.
-        newest: Pass over all steps but the newest one at each look.
-        poll_seconds: The time between two looks.
+        newest: At each listing of the steps, pass over all steps but the newest one.
+        poll_seconds: The time between two listings.
         stop: Ends the iteration when it is set.
         options: Options of the store.
 
     Raises:
         ConfigError: ``name`` or ``poll_seconds`` is not allowed.
-        StorageError: The store refuses. A store that does not answer for a while is asked again.
+        StorageError: The store denies a request. A store that does not answer for a while is asked
+            again.
     """
     if not 0 < poll_seconds < float("inf"):
         raise ConfigError(f"poll_seconds={poll_seconds!r}: give a positive number of seconds")
@@ -181,7 +191,7 @@ def each_step(
     """Yield the steps of a watcher as ``watch`` does.
 
     Args:
-        poll_seconds: The time between two looks; None to look once.
+        poll_seconds: The time between two listings; None to list the steps once and not wait.
         stop: Ends the iteration when it is set.
     """
     over = stop or threading.Event()
@@ -197,7 +207,7 @@ def each_step(
             if over.is_set():
                 return
             try:
-                with suppress(NoCheckpoint), watcher.holding(step):  # The step may be gone
+                with suppress(NoCheckpoint), watcher.holding(step):  # The step may be removed
                     yield step
                     watcher.done(step)
             except TransientStorageError as error:
