@@ -1,1 +1,1 @@
-"""Retention: which steps of a tier are kept, and the removal of the others."""
+"""Retention: decide which steps a tier keeps, and remove the other steps."""

@@ -1,8 +1,8 @@
-"""Claims: what a job may remove from a root, and whether it still may.
+"""Claims: which steps a job may remove from a root, and whether it still may do so.
 
-Jobs that share a root cannot know of each other whether they live: a process on another machine, or
-in another container, cannot be seen. So a job removes only what it can answer for, and it reads
-``writer.json`` again before each removal.
+Jobs that share a root cannot know whether the other jobs are alive, since a process on another
+machine or in another container is not visible. So a job removes only steps that it has a right to
+(see `Claim`), and it reads ``writer.json`` again before each removal.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Claim:
     A checkpoint may be removed by the job that saved it, by a job that found it when it took the
     root, and by the job that copied it there. A checkpoint that another job commits afterwards
     stays, since that job may be alive. The remains of a save may be removed at once if the job that
-    has taken the root knows that their job has ended. Other remains stay for a day
+    has taken the root knows that the job of that save has ended. Other remains stay for a day
     (``retention.policy``).
 
     Args:
         backend: The store of the root.
-        me: This process.
-        found: For a rank that never takes the root itself, though its job saves: the checkpoints
-            that the leader has found there.
+        me: The owner that stands for this process.
+        found: The checkpoints that the leader found when it took the root. Only a rank that does
+            not take the root itself, though its job saves, needs them.
 
     Attributes:
         claimed: Whether ``writer.json`` may name this job.
@@ -64,19 +64,21 @@ class Claim:
 
     @property
     def own(self) -> str:
-        """The running attempt."""
+        """Return the attempt of this job."""
         return self._me.attempt
 
     def take(self) -> list[StepRef]:
-        """Make the root this job's. Returns the checkpoints that are there.
+        """Make this job the owner of the root, and return the checkpoints there, newest step first.
 
         Raises:
             RootInUse: The root belongs to a job that is alive on this machine.
         """
-        # The root may name this job even if the call fails.
+        # ``writer.json`` may name this job even if this method fails.
         self.claimed, self._seen = True, self.own
         self._me = succeed(self._backend, self._me)
-        self._ended = frozenset(self._me.ended)  # The next line may fail for lack of room
+        # If there is no room for ``writer.json``, the job makes room, and must know what it may
+        # remove.
+        self._ended = frozenset(self._me.ended)
         claim(self._backend, self._me)
         there = committed(self._backend)
         if self._there is None:
@@ -84,10 +86,13 @@ class Claim:
         return there
 
     def use(self) -> None:
-        """Check that no living job owns the root, so that what ``may_remove`` allows may go.
+        """Check that no other job that may be alive owns the root.
+
+        After this call, the job may remove the steps that ``may_remove`` allows.
 
         Raises:
-            RootInUse: The root belongs to another job, which is not known to have ended.
+            RootInUse: The root belongs to another job, which is not known to have ended. If this
+                job has taken the root before, it is raised for any other owner.
         """
         owner = read_owner(self._backend)
         others = owner is not None and owner.attempt != self.own
@@ -98,21 +103,23 @@ class Claim:
             self._ended = frozenset(owner.ended)
 
     def act_for_ended(self, owner: Owner | None) -> None:
-        """Act for this claim's job after its processes have ended. Nothing is written, so that the
-        next job takes the root as from a dead one.
+        """Act for the job ``me``, whose processes have ended.
 
-        Of the checkpoints there, those of the job and of the attempts that are known to have ended
-        may be removed.
+        Nothing is written, so the next job takes the root as from a dead job. From now on,
+        ``may_remove`` allows only checkpoints of this job and of attempts that are known to have
+        ended.
 
         Args:
-            owner: What the root says now: the job itself, or a job before it, or nothing.
+            owner: The present owner of the root: the job itself, a job before it, or None.
         """
         self._there = frozenset()
         self._seen = owner.attempt if owner is not None else self.own
         self._ended = frozenset(owner.ended if owner is not None else ())
 
     def confirm(self) -> bool:
-        """Return whether the root names this job. Call this before each put of a manifest.
+        """Return True if ``writer.json`` names this job, and False if the root has no owner.
+
+        Call this before each put of a manifest.
 
         Raises:
             RootInUse: Another job has taken the root over.
@@ -120,7 +127,7 @@ class Claim:
         return confirm(self._backend, self._me)
 
     def confirm_removal(self) -> None:
-        """Confirm the claim. Call this before each removal.
+        """Check that no other job has taken the root over. Call this before each removal.
 
         Raises:
             RootInUse: Another job has taken the root over since ``take`` or ``use``.
@@ -130,18 +137,18 @@ class Claim:
             raise RootInUse(self._backend.url, str(owner), here=owner.here_too)
 
     def detach(self) -> None:
-        """Leave the root to the agent, if it is still this job's."""
+        """Leave the root to the agent, if this job still owns the root."""
         if self.claimed:
             detach(self._backend, self._me)
             self.claimed = False
 
     def release(self) -> None:
-        """Give the root back, if it is still this job's."""
+        """Give the root back, if this job still owns the root."""
         if self.claimed:
             release(self._backend, self._me)
 
     def bring(self, ref: StepRef) -> None:
-        """Note that this job copies ``ref``, a step of another job, into the root."""
+        """Remember that this job copies ``ref``, a step of another job, into the root."""
         self._brought.add(ref)
 
     def brings(self, ref: StepRef) -> bool:
@@ -149,8 +156,8 @@ class Claim:
         return ref in self._brought
 
     def may_remove(self, ref: StepRef) -> bool:
-        """Return True if this job may remove a checkpoint."""
-        # The job only uses the root, which no living job owns.
+        """Return True if this job may remove the checkpoint ``ref``."""
+        # The job has not taken the root. It only uses the root, which no living job owns.
         if self._there is None and self._found is None:
             return True
         if ref in self._brought or job_of(ref) == self.own or job_of(ref) in self._ended:
@@ -159,30 +166,30 @@ class Claim:
         return ref in (found or ())
 
     def is_dead(self, ref: StepRef) -> bool:
-        """Return True if no process can complete the save that was begun as ``ref``.
+        """Return True if the job of the save ``ref`` is known to have ended, so that no process can
+        complete that save.
 
-        That is so if its job is known to have ended, and this job has taken the root or takes it
-        now.
+        Only a job that owns the root, or is taking it now, knows this.
         """
         return ref not in self._brought and job_of(ref) in self._ended
 
     @property
     def has_heritage(self) -> bool:
-        """Whether jobs that owned the root before are known to have ended."""
+        """Return True if any job that owned the root before is known to have ended."""
         return bool(self._ended)
 
 
 class FoundSteps:
     """The checkpoints that were on a tier when the leader of its ranks took the root.
 
-    The leader posts them once; the other ranks ask for them when they must make room.
+    The leader posts them once. The other ranks ask for them when they must make room.
 
     Args:
-        coordinator: The ranks that share the store of the tier.
-        index: Counts the tier from the nearest.
+        coordinator: The connection to the ranks that share the store of the tier.
+        index: The position of the tier, counted from the nearest.
 
-    Thread safety: all methods may be called from any thread. ``_refs`` is set once, to a value that
-    every thread would set.
+    Thread safety: all methods may be called from any thread. ``_refs`` is set once, and every
+    thread would set it to the same value.
     """
 
     def __init__(self, coordinator: Coordinator, index: int) -> None:
@@ -190,12 +197,12 @@ class FoundSteps:
         self._refs: frozenset[StepRef] | None = None
 
     def post(self, refs: Iterable[StepRef]) -> None:
-        """Let the other ranks know what was there."""
+        """Post the checkpoints that the leader found, for the other ranks."""
         folders = msgspec.json.encode([ref.folder for ref in refs])
         self._coordinator.set_once(self._subject, folders)
 
     def refs(self) -> frozenset[StepRef] | None:
-        """Return what was there; None while the leader has not taken the root."""
+        """Return the checkpoints that the leader posted; None if it has not posted them yet."""
         if self._refs is None:
             posted = self._coordinator.verdict(self._subject, timeout=0)
             if posted is not None:
@@ -205,10 +212,10 @@ class FoundSteps:
 
 
 def job_of(ref: StepRef) -> str:
-    """Return the attempt of a step, without the count of tries at it."""
+    """Return the attempt of the job that wrote ``ref``, without the number of the try."""
     return _TRIAL.sub("", ref.attempt)
 
 
 def attempts_of(backend: StorageBackend, job: str) -> list[StepRef]:
-    """Return the attempts of one job at steps of a store, newest first."""
+    """Return the attempts at steps on a store that one job has made, newest step first."""
     return [ref for ref in attempts(backend) if job_of(ref) == job]

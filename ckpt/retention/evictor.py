@@ -1,7 +1,7 @@
-"""Removal of steps from a tier that is full.
+"""Remove steps from a tier that is full.
 
-Remains of failed saves go first, then the oldest steps. The newest step goes only if another
-durable tier has it too.
+Remains of failed saves are removed first, then steps that the retention policy does not keep, then
+the oldest of the kept steps. The newest step is removed only if another durable tier has it too.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ _log = logging.getLogger("ckpt")
 class Evictor:
     """Frees room on one tier.
 
-    Several evictors may work on one tier at once, in other ranks or threads. They may remove more
-    than is needed, but never a step that must stay: each lists the tier itself, and a step that a
-    farther tier waits for stays on every rank until all ranks have it there.
+    Several evictors may work on one tier at once, in other ranks or threads. Together they may
+    remove more steps than necessary, but never a step that must stay: each evictor lists the tier
+    itself, and a step that a farther tier waits for must stay on every rank until all ranks have
+    written it to the farther tier.
 
     Args:
         tier: The tier to free room on.
-        claim: The job's hold on the root.
-        guard: The steps that must stay. Its ``is_elsewhere`` is called only if nothing else can go.
+        claim: The claim of the job on the root.
+        guard: The steps that must stay. Its ``is_elsewhere`` is called only if the newest step has
+            to be removed.
 
     Thread safety: one thread at a time.
     """
@@ -53,19 +55,23 @@ class Evictor:
     def make_room(
         self, ref: StepRef, staged: int, *, restored: int | None, stored: bool = False
     ) -> None:
-        """Make room so that ``ref``, of ``staged`` bytes before any codec, fits into the capacity.
+        """Make room so that ``ref`` fits into the capacity of the tier.
 
-        Nothing happens if the store cannot be listed; the save then raises the store's error. With
-        a codec the size is estimated from the newest step on the tier. Without such a step it is
-        the staged size, but no more than the capacity.
+        If the store cannot be listed, nothing is removed, and the save itself raises the error of
+        the store. On a tier with a codec, the size of ``ref`` is estimated from the newest encoded
+        step on the tier. Without such a step, the estimate is ``staged``, but at most the capacity.
 
         Args:
-            restored: The step that the job goes on from; it stays until the job has a newer step.
-            stored: The size is that of the files on the tier.
+            ref: The step that is about to be written.
+            staged: The size of ``ref`` in bytes before any codec.
+            restored: The step that the job continues from; None if it has restored none. It stays
+                until the job has a newer step.
+            stored: Whether ``staged`` is the size of the files on the tier, so that nothing has to
+                be estimated.
 
         Raises:
-            OutOfSpace: It cannot fit.
-            RootInUse: The root is another job's.
+            OutOfSpace: ``ref`` cannot fit.
+            RootInUse: The root belongs to another job.
         """
         capacity = self._tier.tier.capacity_bytes or 0
         try:
@@ -91,8 +97,8 @@ class Evictor:
             raise OutOfSpace(ref.folder, self._why(found, needed, capacity))
 
     def settle(self, ref: StepRef, *, restored: int | None) -> None:
-        """Remove what is over the capacity, after ``ref`` was encoded and committed and its size is
-        known. It never raises.
+        """Remove steps until the tier is within its capacity, now that ``ref`` is committed and its
+        encoded size is known. A `CkptError` is logged and not raised.
         """
         capacity = self._tier.tier.capacity_bytes or 0
         try:
@@ -111,7 +117,10 @@ class Evictor:
             )
 
     def free(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
-        """Free ``nbytes`` or more in a store that was full. Returns whether anything was freed."""
+        """Free at least ``nbytes``, if possible, in a store that is full.
+
+        Returns True if any bytes were freed. Raises ``RootInUse`` or the errors of the store.
+        """
         self._retry.call(self._claim.use)
         found = self._inventory.look()
         return self._evict(found, ref, nbytes, restored, "the store is full") < nbytes
@@ -126,10 +135,13 @@ class Evictor:
         *,
         or_none: bool = False,
     ) -> int:
-        """Remove steps of ``found`` until ``over`` bytes are free, and return how many of them are
-        not.
+        """Remove steps of ``found`` until ``over`` bytes are freed.
 
-        With ``or_none``, nothing more is removed once all that may go is not enough.
+        Returns the number of bytes that are still to be freed, which is 0 or less on success.
+
+        Args:
+            why: The reason, for the log.
+            or_none: Remove nothing more as soon as all removable steps together are too small.
         """
         tried: set[StepRef] = set()
         while over > 0:
@@ -147,10 +159,11 @@ class Evictor:
         restored: int | None,
         tried: Container[StepRef],
     ) -> Iterator[StoredStep]:
-        """Yield what is to be removed to free ``over`` bytes.
+        """Yield the steps to remove to free ``over`` bytes.
 
-        Remains come first, then steps as the rule ranks them. The newest step comes last, and only
-        if another tier has it too. What was ``tried`` before is left out.
+        Remains of failed saves come first, then committed steps in the order of ``first_to_go``.
+        Parts of steps of ended jobs and unfinished copies follow. The newest step comes last, and
+        only if another durable tier has it too. Steps in ``tried`` are left out.
         """
         own = self._claim.own
         whole = {held.ref: held for held in found if held.state == "committed"}
@@ -169,7 +182,7 @@ class Evictor:
         ]
         parts = [held for held in found if held.is_part and self._claim.is_dead(held.ref)]
         order += [held for held in parts if held.ref.step != restored]
-        # Unfinished copies that this job makes of an earlier job's steps come next.
+        # Next are unfinished copies that this job makes of steps of earlier jobs.
         order += [h for h in found if h.state == "incomplete" and self._claim.brings(h.ref)]
         order += [whole[last]] if last is not None else []
         for held in order:
@@ -187,18 +200,19 @@ class Evictor:
                 yield held
 
     def _counts(self, ref: StepRef, restored: int | None) -> bool:
-        """Return True if a restarted job may want the step.
+        """Return True if a restarted job may restore ``ref``.
 
-        Of other jobs' steps, none after the restored step counts.
+        A step of another job that is newer than the restored step belongs to an abandoned history.
         """
         return restored is None or ref.step <= restored or ref.attempt.startswith(self._claim.own)
 
     def _remove(self, going: list[StoredStep], why: str, tried: set[StepRef]) -> int:
-        """Remove ``going``, and return how many bytes were freed. All of ``going`` is added to
-        ``tried``.
+        """Remove the steps ``going``, and return how many bytes were freed.
+
+        All of them are added to ``tried``, also those that could not be removed.
 
         Raises:
-            RootInUse: The root is another job's now.
+            RootInUse: The root belongs to another job now.
         """
         freed = 0
         tried.update(held.ref for held in going)
@@ -233,6 +247,7 @@ class Evictor:
         return freed
 
     def _why(self, found: list[StoredStep], needed: int, capacity: int) -> str:
+        """Return the text of the error that no more room can be made."""
         waiting = self._guard.waiting() & {held.ref for held in found}
         held = _numbers(waiting)
         pinned = _numbers({one.ref for one in found if one.pins})
@@ -249,9 +264,9 @@ def _numbers(refs: Iterable[StepRef]) -> str:
 
 
 def _ratio(found: list[StoredStep]) -> float | None:
-    """Return the stored bytes per staged byte of the newest step that a codec has shrunk.
+    """Return the stored bytes per staged byte of the newest encoded step, at most 1.
 
-    Returns None if there is no such step.
+    Returns None if ``found`` has no encoded step.
     """
     encoded = (held for held in found if held.staged_bytes > 0 and held.codecs)
     newest_first = max(encoded, key=lambda held: held.ref, default=None)

@@ -1,7 +1,8 @@
-"""Which steps of a tier are kept, and why; which of the others go first.
+"""Decide which steps of a tier are kept and why, and in which order steps are removed.
 
-``reasons`` applies the rule to checkpoints. ``judge`` also considers what is not whole, the jobs
-that may still work at a step, pins, and the tiers that still read it. Nothing is removed here.
+``reasons`` applies a retention policy to checkpoints. ``judge`` also considers steps that are not
+complete, the jobs that may still finish them, pins, and farther tiers that still read a step. This
+module removes nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from ckpt.retention.claim import Claim
 from ckpt.storage.api import StorageBackend
 
 GRACE_SECONDS: Final = 24 * 3600.0
-"""The remains of a save that are younger than this are left alone, since a process may still commit
-them.
+"""How old the remains of a save must be before they are removed.
+
+A process may still commit a younger save.
 """
 
 NEWEST: Final = "newest"
@@ -35,13 +37,14 @@ Metrics = Mapping[StepRef, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """What a tier keeps. Without ``keep_last`` it keeps everything.
+    """The retention policy of a tier.
 
     Attributes:
-        keep_last: This many of the newest steps.
-        keep_every: Beside them, every step that is a multiple of this number.
-        keep_best: Beside them, the steps with the best metric.
-        best_counts: The best steps are among ``keep_last``, and not beside them.
+        keep_last: How many of the newest steps are kept; None to keep all steps.
+        keep_every: Every step that is a multiple of this number is kept in addition.
+        keep_best: The steps with the best values of a metric are kept in addition.
+        best_counts: Whether the best steps count towards ``keep_last``. Then fewer of the newest
+            steps are kept, but at least one.
     """
 
     keep_last: int | None = None
@@ -54,7 +57,7 @@ class Retention:
 
     @classmethod
     def of(cls, tier: Tier) -> Retention:
-        """Return the policy of a tier."""
+        """Return the retention policy that the settings of a tier describe."""
         return cls(
             keep_last=tier.keep_last,
             keep_every=tier.keep_every,
@@ -70,15 +73,17 @@ class Retention:
 def reasons(
     committed: Collection[StepRef], rule: Retention, metrics: Metrics, *, own: str = ""
 ) -> dict[StepRef, tuple[str, ...]]:
-    """Return why each of ``committed`` is kept; a step without a reason need not be kept.
+    """Return for each of ``committed`` the reasons to keep it. Without a reason it may be removed.
 
-    All attempts at a step stay or go together.
+    All attempts at a step are kept or removed together.
 
     Args:
-        metrics: The metrics of the steps. Steps and names may be missing, and infinite values and
-            NaN are never the best.
-        own: The running attempt. Its newest step always stays: after a rollback the abandoned steps
-            may have higher numbers.
+        committed: The checkpoints of a tier.
+        rule: The retention policy.
+        metrics: The metrics of the steps. Steps and names may be missing. Infinite values and NaN
+            are never the best.
+        own: The running attempt. Its newest step is always kept, since after a rollback the
+            abandoned steps may have higher numbers.
     """
     numbers = sorted({ref.step for ref in committed}, reverse=True)
     every = {step for step in numbers if rule.keep_every and step % rule.keep_every == 0}
@@ -98,9 +103,9 @@ def reasons(
 
 
 def unknown_metric(rule: Retention, metrics: Collection[Mapping[str, float]]) -> str:
-    """Return a sentence if the rule names a metric that no step has, though they have others.
+    """Return a warning if the steps have metrics, but not the one that the policy names.
 
-    Otherwise it is empty.
+    The result is empty if there is nothing to warn of.
     """
     names = sorted({name for each in metrics for name in each})
     if rule.keep_best is None or not names or rule.keep_best.metric in names:
@@ -118,14 +123,16 @@ def first_to_go(
     *,
     own: str = "",
 ) -> list[StepRef]:
-    """Return all of ``committed`` in the order in which a full tier removes them: first what the
-    rule does not keep, then what is kept as new, last what is kept for its number or metric. Each
-    group is in ascending order.
+    """Return all of ``committed`` in the order in which a full tier removes them.
+
+    First come the steps that the policy does not keep, then the steps that are kept as newest ones,
+    then the steps that are kept for their number or metric. In each group, the steps of other
+    attempts than ``own`` come first, and steps are in ascending order.
     """
     why = reasons(committed, rule, metrics or {}, own=own)
 
     def rank(ref: StepRef) -> tuple[int, bool, StepRef]:
-        # After a rollback, the steps of other attempts are the older ones.
+        # After a rollback, steps of other attempts may have higher numbers, but they are older.
         mine = bool(own) and ref.attempt.startswith(own)
         return (2 if set(why[ref]) - {NEWEST, NEWEST_OWN} else len(why[ref]), mine, ref)
 
@@ -133,15 +140,16 @@ def first_to_go(
 
 
 def newest(committed: Collection[StepRef], *, own: str = "") -> StepRef | None:
-    """Return the step that a restarted job wants: the newest of the running attempt, else of
-    all.
+    """Return the step that a restarted job restores: the newest step of the attempt ``own``.
+
+    If that attempt has no step, the newest of all is returned; None if there is none.
     """
     mine = [ref for ref in committed if own and ref.attempt.startswith(own)]
     return max(mine or committed, default=None)
 
 
 def _best(committed: Collection[StepRef], rule: Best, metrics: Metrics) -> list[int]:
-    """Return the best steps; of equal ones the newest."""
+    """Return the numbers of the best steps, best first. Of equal steps, the newest is the best."""
     values = [(metrics.get(ref, {}).get(rule.metric, math.nan), ref.step) for ref in committed]
     sign = -1 if rule.mode == "max" else 1
     ranked = sorted((sign * value, -step) for value, step in values if math.isfinite(value))
@@ -161,24 +169,24 @@ class StepGuard(Protocol):
         ...
 
     def protected(self) -> frozenset[StepRef]:
-        """Return the steps that no retention rule may remove. They include those of ``waiting``,
-        and are no others by default.
+        """Return the steps that no retention policy may remove: those of ``waiting``, and others
+        that a subclass adds.
         """
         return self.waiting()
 
     def is_elsewhere(self, ref: StepRef) -> bool:
-        """Return whether another durable tier has ``ref``. This may send a request to that tier."""
+        """Return True if another durable tier has ``ref``. This may send requests to that tier."""
         ...
 
 
 class FixedGuard(StepGuard):
-    """The guard that keeps the same steps all the time.
+    """A guard whose steps do not change.
 
     Args:
-        refs: The steps that stay.
+        refs: The steps that must stay.
         elsewhere: The stores of the other durable tiers.
 
-    Thread safety: any thread may call it.
+    Thread safety: all methods may be called from any thread.
     """
 
     def __init__(
@@ -195,7 +203,12 @@ class FixedGuard(StepGuard):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One attempt and why it stays; without a reason it goes."""
+    """The verdict on one attempt at a step.
+
+    Attributes:
+        held: The attempt.
+        kept: The reasons to keep it. If there is none, the attempt is removed.
+    """
 
     held: StoredStep
     kept: tuple[str, ...]
@@ -203,16 +216,16 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneContext:
-    """The job that prunes, and what is certain about the steps.
+    """The job that prunes, and which steps it must keep beside those of the retention policy.
 
     Attributes:
-        own: The running attempt. Its newest step stays whatever the numbers of other attempts.
-        alive: Whether that attempt is known to run. Then its uncommitted steps stay until they are
-            old, also where the store has no dates.
-        grace_seconds: Age from which a step that is not whole counts as remains.
-        undated: Whether a step without any date counts as remains, too.
-        guard: The steps that stay whatever the rule. It is asked after the steps were listed.
-        claim: The job's hold on the root. It is left out where a person decides.
+        own: The running attempt. Its newest step stays, even if other attempts have later steps.
+        alive: Whether the running attempt is known to be alive. Then its steps that are not
+            complete stay until they are old, and those without a date always stay.
+        grace_seconds: The age from which a step that is not complete counts as remains.
+        undated: Whether a step that is not complete and has no date counts as remains, too.
+        guard: The steps that the policy may not remove. It is asked after the steps were listed.
+        claim: The claim of the job on the root; None if a person decides (``ckpt prune``).
     """
 
     own: str = ""
@@ -229,7 +242,7 @@ NO_JOB: Final = PruneContext()
 def judge(
     found: Sequence[StoredStep], rule: Retention, context: PruneContext = NO_JOB
 ) -> list[Judged]:
-    """Return what becomes of each of ``found``, in their order."""
+    """Return the verdict on each of ``found``, in the same order."""
     own, claim = context.own, context.claim
     metrics = {held.ref: held.metrics for held in found if held.state == "committed"}
     why = reasons(metrics, rule, metrics, own=own)
@@ -248,7 +261,7 @@ def judge(
         if held.state == "damaged" and not metrics:
             return ("nothing here is whole",)
         is_dead = claim is not None and claim.is_dead(held.ref) and not held.is_part
-        # With ``is_cut``, a removal was cut off, or is under way.
+        # ``is_cut``: a removal of the step was interrupted, or is under way.
         if held.state == "incomplete" and (held.is_cut or is_dead):
             return ()
         old = is_old(held, context.grace_seconds)
@@ -262,8 +275,8 @@ def judge(
 
 
 def is_old(held: StoredStep, grace_seconds: float) -> bool:
-    """Return True if no file of the step was put for ``grace_seconds``.
+    """Return True if no file of the step was put in the last ``grace_seconds``.
 
-    A save under way puts files all the time.
+    A save that is under way puts files all the time. A step without a date is not old.
     """
     return held.touched is not None and time.time() - held.touched > grace_seconds

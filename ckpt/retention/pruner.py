@@ -1,7 +1,7 @@
-"""Pruning: the removal of the steps that the retention rule of a tier does not keep, and of what
-failed saves have left.
+"""Prune a tier: remove the steps that its retention policy does not keep, and the remains of failed
+saves.
 
-The leader prunes after each commit, on a thread of its own. ``ckpt prune`` and the agent do so too.
+The leader prunes after each commit, on a thread of its own. ``ckpt prune`` and the agent prune too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,12 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """A step that was removed, or would be removed, and the state that it was in."""
+    """A step that was removed or, in a dry run, would be removed.
+
+    Attributes:
+        nbytes: The bytes that the step took on the tier.
+        state: The state of the step before its removal.
+    """
 
     ref: StepRef
     nbytes: int
@@ -54,26 +59,27 @@ def prune(
     dry_run: bool = False,
     inventory: Inventory | None = None,
 ) -> list[Pruned]:
-    """Apply ``rule``, and remove what failed saves have left.
+    """Remove the steps that ``rule`` does not keep, and the remains of failed saves.
 
-    Checkpoints that have lost files are removed, too, unless the rule keeps everything. Only files
-    in folders of steps are touched, and only those named as this package names them. Cut off at any
-    moment, it leaves whole checkpoints, and remains that the next call removes.
+    Damaged checkpoints are removed too when they are old, unless ``rule`` keeps everything or the
+    tier has no other checkpoint. Only files in the folders of steps are removed, and only files
+    with names of checkpoint files. A call that is interrupted at any moment leaves complete
+    checkpoints, and remains that the next call removes.
 
     Args:
         backend: The store.
-        rule: What to keep.
-        context: The job that prunes.
-        dry_run: Whether nothing is removed.
-        inventory: Remembers the steps from call to call.
+        rule: The retention policy.
+        context: The job that prunes, and which steps it must keep in addition.
+        dry_run: Whether to remove nothing.
+        inventory: Remembers the steps from call to call. Without it, all steps are read.
 
     Returns:
-        What was removed, or would be.
+        The steps that were removed or, in a dry run, would be removed, oldest first.
 
     Raises:
         RootInUse: Another job has taken the root over.
-        StorageError: A step could not be removed. The others were removed unless the store does not
-            answer.
+        StorageError: The tier could not be listed, or a step could not be removed. Then all other
+            steps were removed, unless the store does not answer.
     """
     inventory = inventory or Inventory(backend)
     found = inventory.look(begun=rule.keeps_all)
@@ -89,15 +95,23 @@ def carry_out(
     dry_run: bool = False,
     claim: Claim | None = None,
 ) -> list[Pruned]:
-    """Remove the steps that have no reason to stay, oldest first.
+    """Remove the steps of ``judged`` without a reason to keep them, oldest first.
+
+    Args:
+        backend: The store.
+        judged: The verdicts on the steps.
+        dry_run: Whether to remove nothing.
+        claim: The claim of the job on the root; None if a person decides.
 
     Returns:
-        What was removed, without empty folders, and without steps that a process finishes just now.
+        The steps that were removed or, in a dry run, would be removed. Empty folders are left out,
+        and so are steps that could not be removed because they are pinned or another process
+        finishes them.
 
     Raises:
-        RootInUse: Another job has taken the root over. Nothing was removed since.
-        StorageError: A step could not be removed. The others were removed unless the store does not
-            answer.
+        RootInUse: Another job has taken the root over. Nothing was removed after that.
+        StorageError: A step could not be removed. All other steps were removed, unless the store
+            does not answer.
     """
     gone: list[StoredStep] = []
     failure: StorageError | None = None
@@ -119,19 +133,24 @@ def carry_out(
 def sweep(
     backend: StorageBackend, claim: Claim, *, restored: StepRef | None = None, part: bool = False
 ) -> None:
-    """Remove what earlier jobs have left in a store of which each job uses only its own steps.
+    """Remove the steps and the remains of earlier jobs from a tier in memory.
+
+    Such a tier has room only for the steps of the running job.
 
     Args:
-        restored: The step that this job goes on from, while it has no step of its own. It stays,
-            and so does the newest checkpoint of all.
-        part: Whether other nodes may have the rest of each step. Then the newest part of a step
-            stays too, since another node may list that step.
+        backend: The store.
+        claim: The claim of the job on the root.
+        restored: The step that the job continues from, while it has no step of its own. It stays,
+            and so does the newest checkpoint on the tier.
+        part: Whether the tier has only a part of each step, since each node has a tier of its own.
+            With ``restored``, the newest part of a step without a manifest then stays too, since
+            another node may have the manifest.
 
     Raises:
         RootInUse: The root belongs to another job, which is not known to have ended.
     """
     found = Inventory(backend, part=part).look()
-    # List first: a job that takes the root from now on has no step in the listing then.
+    # List first, so that no step of a job that takes the root later is in the listing.
     claim.use()
     stays: set[StepRef | None] = set()
     if restored is not None:
@@ -150,18 +169,18 @@ def sweep(
 
 
 class Pruner:
-    """Applies the retention rule of one tier.
+    """Applies the retention policy of one tier.
 
-    If the rule keeps everything, it removes once, after the first commit, what failed saves have
-    left.
+    If the policy keeps everything, the remains of failed saves are removed once, after the first
+    commit.
 
     Args:
         tier: The tier to prune.
-        claim: The job's hold on the root.
-        guard: The steps that stay whatever the rule.
-        config: The priority and the cores of the thread.
-        leads: Whether this rank prunes for all that share the store. Other ranks only make room in
-            a full store, and remove only what is certainly not in use.
+        claim: The claim of the job on the root.
+        guard: The steps that the policy may not remove.
+        config: The settings, for the priority and the cores of the thread.
+        leads: Whether this rank prunes for all ranks that share the store. Other ranks only make
+            room in a full store, and remove only steps that are certainly not in use.
 
     Thread safety: ``ask``, ``clear`` and ``make_room`` may be called from any thread; ``close`` by
     the owner, once. ``_lock`` guards ``_queued``; ``_done`` and ``_warned`` belong to the pruning
@@ -189,7 +208,7 @@ class Pruner:
         self._queued = self._done = self._warned = False
 
     def ask(self) -> None:
-        """Prune soon. Returns at once."""
+        """Let the pruning thread prune soon, and return at once. Only the leader prunes."""
         with self._lock:
             if not self._leads or self._queued or (self._done and self._rule.keeps_all):
                 return
@@ -197,39 +216,39 @@ class Pruner:
         self._workers.submit(self._prune)
 
     def clear(self, restored: int | None) -> None:
-        """Remove what ended jobs have left: saves that they began, unfinished writes, and steps
-        that they were still to remove.
+        """Remove the remains of ended jobs: their unfinished saves and unfinished writes, and steps
+        of theirs that the retention policy does not keep.
 
-        It returns at once if no job is known to have ended.
+        If an earlier job is known to have ended, the call waits until this is done.
 
         Args:
-            restored: The step that the job continues from. It stays.
+            restored: The step that the job continues from, if any. It stays.
         """
         if self._leads:
             clearing = self._workers.submit(self._clear, restored)
             if self._claim.has_heritage:
-                # Jobs that are killed in quick succession must not fill the store.
+                # Without the wait, jobs that are killed in quick succession could fill the store.
                 clearing.result()
 
     def make_room(self, restored: int | None) -> bool:
-        """Remove now, from a store that is full, what need not be kept.
+        """Remove the steps that need not be kept from a store that is full, and wait for the end.
 
         Args:
-            restored: The step that the job continues from. It stays.
+            restored: The step that the job continues from, if any. It stays.
 
         Returns:
-            Whether anything was removed.
+            True if any step was removed.
         """
         return self._workers.submit(self._make_room, restored).result()
 
     def close(self) -> None:
-        """Finish what was asked for."""
+        """Finish the work that was asked for, and end the thread."""
         self._workers.close()
 
     def _prune(self) -> None:
         with self._lock:
             self._queued = False
-        if self._done and self._rule.keeps_all:  # This was asked for while it was under way
+        if self._done and self._rule.keeps_all:  # ``ask`` was called during the first run
             return
         try:
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
@@ -241,7 +260,7 @@ class Pruner:
                 self._warned = True
                 _log.warning("ckpt: %s: %s", self._tier.url, unknown)
         except Exception as error:  # noqa: BLE001
-            # What is not removed now is removed after the next save.
+            # Steps that are not removed now are removed after the next save.
             _log.warning("ckpt: old steps on %s were not removed: %s", self._tier.url, error)
 
     def _clear(self, restored: int | None) -> None:
@@ -262,7 +281,7 @@ class Pruner:
                 ]
                 carry_out(self._tier.backend, going, claim=self._claim)
         except Exception as error:  # noqa: BLE001
-            # What is not removed now is removed after the next save.
+            # Remains that are not removed now are removed after the next save.
             _log.warning(
                 "ckpt: what dead jobs left on %s was not removed: %s", self._tier.url, error
             )
@@ -294,9 +313,10 @@ class Pruner:
         return bool(gone)
 
     def _is_ours(self, held: StoredStep) -> bool:
-        """Return whether every rank knows that ``held`` may go.
+        """Return True if a rank that is not the leader may remove ``held``.
 
-        Only the leader knows which steps of the job before a farther tier still lacks.
+        Only the leader knows which steps of an earlier job a farther tier still lacks. So other
+        ranks remove only steps of this job, and saves that no process can finish.
         """
         remains = held.state == "incomplete" and (held.is_cut or self._claim.is_dead(held.ref))
         return remains or job_of(held.ref) == self._claim.own

@@ -1,9 +1,10 @@
-"""Room on a tier that has a capacity: the oldest steps go before a save that would exceed it.
+"""Make room on a tier with a capacity, by removing old steps before a save that would exceed it.
 
-The size of a save is known before its first byte, except for the effect of a codec. Each rank posts
-the size of its image. The leader makes room for the sum, or, with a codec, for the part of it that
-the newest step on the tier took. If the estimate was too small, the leader removes the excess after
-the commit. A disk that is full below the capacity is treated alike, by the rank that finds it full.
+The size of a save is known before its first byte is written, except for the effect of a codec. Each
+rank posts the size of its image, and the leader makes room for the sum. With a codec, the leader
+scales the sum by the ratio of encoded to raw bytes of the newest encoded step on the tier. If that
+estimate was too small, the leader removes steps after the commit. If the disk is full before the
+capacity is reached, the rank that finds it full makes room.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ckpt.storage.tiers import OpenTier
 
 _OK: Final = b"ok"
 _GRACE_SECONDS: Final = 30.0
-"""How much longer than the leader the others wait, so that its time-out still reaches them."""
+"""How much longer than the leader the other ranks wait, so that its timeout error reaches them."""
 
 
 class Quota:
@@ -32,8 +33,8 @@ class Quota:
 
     Args:
         tier: A tier with a capacity.
-        coordinator: The ranks that share the store of the tier.
-        claim: The job's hold on the root.
+        coordinator: The connection to the ranks that share the store of the tier.
+        claim: The claim of the job on the root.
         guard: The steps that must stay.
         timeout: How many seconds to wait for the sizes of the other ranks.
 
@@ -55,19 +56,23 @@ class Quota:
     def agree(
         self, ref: StepRef, trial: int, nbytes: int, *, restored: int | None, asked: bool = True
     ) -> None:
-        """Return when there is room for the images of all ranks.
+        """Wait until the leader has made room for the images of all ranks. All ranks call this.
 
         Args:
             ref: The step to save.
-            trial: Which try at the step this is.
+            trial: The number of the try at the step.
             nbytes: The size of this rank's image.
-            restored: The step that the job continues from. It stays until the job has a newer one.
-            asked: On the leader: whether to make room. False for a save that will be refused
+            restored: The step that the job continues from, if any. It stays until the job has a
+                newer step.
+            asked: On the leader, whether to make room. It is False for a save that will be refused
                 anyway.
 
         Raises:
-            OutOfSpace: There is no room. All ranks raise it.
-            CommitTimeout: Some rank, or the leader, did not answer.
+            OutOfSpace: There is no room. Ranks that are not the leader also raise it, with the
+                message of the leader's error, if the leader has failed for another reason.
+            CommitTimeout: On the leader, a rank did not post its size. On another rank, the leader
+                did not answer.
+            CkptError: On the leader, no room could be made for another reason.
         """
         subject = self._subject(ref, trial)
         self._coordinator.post(subject, msgspec.json.encode(nbytes))
@@ -95,9 +100,9 @@ class Quota:
                 raise OutOfSpace(ref.folder, given.decode())
 
     def give_up(self, ref: StepRef, trial: int) -> None:
-        """Post that this rank has no part in a save, so that no rank waits for its size.
+        """Post that this rank has given a save up, so that the leader does not wait for its size.
 
-        On the leader, this also answers the other ranks.
+        On the leader, this also lets the other ranks go on.
         """
         subject = self._subject(ref, trial)
         self._coordinator.post(subject, msgspec.json.encode(None))
@@ -105,16 +110,17 @@ class Quota:
             self._coordinator.set_once(subject, _OK)
 
     def evict(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
-        """Free ``nbytes`` or more in a store that was full.
+        """Free at least ``nbytes``, if possible, in a store that is full.
 
-        Returns whether something was removed.
+        Returns True if any bytes were freed.
         """
         return self._evictor.free(ref, nbytes, restored=restored)
 
     def settle(self, ref: StepRef, *, restored: int | None) -> None:
-        """Remove what exceeds the capacity, now that the size behind the codec is known.
+        """Remove steps until the tier is within its capacity, now that ``ref`` is committed and its
+        encoded size is known.
 
-        Only the leader does so. On other ranks this has no effect.
+        This has an effect only on the leader, and only if the tier has a codec.
         """
         if self._coordinator.rank == LEADER and self._tier.tier.codec != NO_CODEC:
             self._evictor.settle(ref, restored=restored)
@@ -123,7 +129,7 @@ class Quota:
         return f"room/{self._tier.index}/{trial}/{ref.folder}"
 
     def _sum(self, ref: StepRef, subject: str) -> int | None:
-        """Return the size of the images of all ranks; None if a rank has given up."""
+        """Return the size of the images of all ranks; None if a rank has given the save up."""
         total, wait = 0, Wait(self._timeout, "the size", ref.step)
         ranks = range(self._coordinator.world_size)
         for _, message in arrivals(self._coordinator, subject, ranks, wait):

@@ -1,9 +1,14 @@
-"""The removal of one step, or of an unfinished write, from a tier.
+"""Remove one step, or an unfinished write, from a tier.
 
-Retention and eviction delete a step only through ``remove``. Manifests go first, so that nothing
-torn is ever listed. Three other modules delete files of steps: ``save.slot_steps`` before a slot
-is filled again, ``coordination.claim_marker`` after an aborted save, and ``nodes.replica_fetch``
-for copies of the files of other nodes.
+Retention and eviction delete a step only through ``remove``. The manifest is deleted first, so that
+no step is listed that lacks files. Other modules also delete files of steps:
+
+* ``save.slot_steps`` deletes the files of a step in memory before its slot is filled again.
+* ``save.tier_writer`` deletes the fragment of a rank whose job has lost the root.
+* ``coordination.claim_marker`` deletes the files of a rank after an aborted save.
+* ``nodes.replica_fetch`` deletes copies of the files of other nodes.
+* ``restore.read_through`` deletes files that a restore has just put into a cache that is full.
+* ``catalog.transfer`` deletes damaged manifests, and files in an encoding that was replaced.
 """
 
 from __future__ import annotations
@@ -34,20 +39,25 @@ _RETRY: Final = RetryPolicy()
 
 
 def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None) -> bool:
-    """Remove one attempt, if ``claim`` still holds.
+    """Remove one attempt at a step, unless another job has taken the root over.
 
-    The claim marker is put first. Then the manifest goes, then the files, and the marker last.
+    The claim marker is put first. Then the manifest is deleted, then the files, and the marker
+    last. A step that is pinned stays, and so does one that another process finishes or copies. In a
+    store with folders, the unfinished writes in the folder and the folder itself are removed too.
 
-    A step that is pinned, or that another process finishes or copies there, stays. In a store with
-    folders, an empty folder goes too, with the unfinished writes of a dead process in it. A removal
-    that is cut off leaves a checkpoint, or remains that no process can make one again and that the
-    next retention removes.
+    A removal that is interrupted leaves either a checkpoint, or remains that the next pruning
+    removes and that no process can make a checkpoint again.
+
+    Args:
+        backend: The store.
+        held: The attempt as an inventory describes it.
+        claim: The claim of the job on the root; None if a person decides.
 
     Returns:
-        Whether it is gone.
+        True if the attempt was removed, and False if it stays.
 
     Raises:
-        RootInUse: The claim does not hold any more.
+        RootInUse: Another job has taken the root over.
     """
     if claim is not None:
         _RETRY.call(claim.confirm_removal)
@@ -57,14 +67,14 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
             if not (marked := _put_marker(backend, held)) or is_pinned(backend, held.ref):
                 return False
         except OutOfSpace:
-            # With no room for the marker, only checkpoints go, and data that no fragment describes.
+            # Without room for the marker, remove only checkpoints, and data without fragments.
             if held.state == "incomplete":
                 if any(is_fragment(info.key.rpartition("/")[2]) for info in held.objects):
                     return False
             elif is_pinned(backend, held.ref):
                 return False
             else:
-                # Without the manifest there is room for the marker.
+                # Deleting the manifest makes room for the marker.
                 backend.delete(held.ref.manifest)
                 with suppress(OutOfSpace):
                     marked = claim_committed_for_removal(backend, held.ref)
@@ -79,31 +89,38 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
 
 
 def _added_since(backend: StorageBackend, ref: StepRef, marked: bool) -> list[str]:
-    """Return the keys of what may have come into a step since it was looked at: metrics, and, if
-    the claim marker stands, copies of other nodes' files.
+    """Return the keys of objects that may have been added to a step since it was listed.
+
+    These are added metrics. If the claim marker stands (``marked``), they are all objects of the
+    step, since copies of files of other nodes may have been added too.
     """
     keys = [info.key for info in own_objects(backend, ref)]
     return [key for key in keys if marked or is_late_metrics(key.rpartition("/")[2])]
 
 
 def _unfinished_in(backend: StorageBackend, held: StoredStep) -> Iterable[Unfinished]:
-    """Return the unfinished writes in the folder of a step that is being removed.
+    """Return the unfinished writes to discard with a step that is being removed.
 
-    Those of a checkpoint were not listed with it. They keep a folder from being empty. A store
-    without folders shows them to the job that takes the root.
+    An inventory does not list the unfinished writes of a checkpoint. In a store with folders, they
+    are listed here, since they would keep the folder from being removed. In other stores,
+    ``discard_left`` discards them when a job takes the root.
     """
     listed = held.state != "committed" or not isinstance(backend, Rooted)
     return held.unfinished if listed else unfinished_of(backend, held.ref)
 
 
 def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:
-    """Put the claim marker that lets no process finish ``held``. Returns whether it stands."""
+    """Put the claim marker that keeps other processes from finishing ``held``.
+
+    Returns True if the removal may go on now. It may not if another process has a marker there.
+    """
     put = (
         claim_for_removal
         if held.state == "incomplete" and not held.is_cut
         else claim_committed_for_removal
     )
-    # A finisher may have read the old marker, so the removal waits for a later call.
+    # A finisher may have seen its old marker just now. So replace the marker, and leave the removal
+    # to a later call.
     if _is_abandoned(held):
         release_marker(backend, held.ref)
         put(backend, held.ref)
@@ -112,21 +129,21 @@ def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:
 
 
 def discard(backend: StorageBackend, found: Iterable[Unfinished]) -> None:
-    """Free what unfinished writes take."""
+    """Discard unfinished writes, which frees the space that they take."""
     if isinstance(backend, KeepsUnfinished):
         for one in found:
             backend.discard(one)
 
 
 def discard_left(backend: StorageBackend, claim: Claim) -> None:
-    """Discard the unfinished writes of jobs that have ended.
+    """Discard the unfinished writes of jobs that are known to have ended.
 
-    Of other jobs, those are discarded that belong to no folder and that no process can still
-    continue.
+    An unfinished write of another job is discarded only if its step has no folder and the write is
+    so old that no process can still continue it. Unfinished writes of this job stay.
     """
     if isinstance(backend, KeepsUnfinished):
         shown = attempts(backend)
-        # In a store with folders, each write is in the folder of its step; others are not ours.
+        # In a store with folders, an unfinished write of ckpt is in the folder of its step.
         prefixes = [f"{ref.folder}/" for ref in shown] if isinstance(backend, Rooted) else [""]
         for one in [one for prefix in prefixes for one in backend.unfinished(prefix)]:
             folder, _, name = one.key.partition("/")
@@ -142,11 +159,12 @@ def discard_left(backend: StorageBackend, claim: Claim) -> None:
 
 
 def _is_abandoned(held: StoredStep) -> bool:
-    """Return True if the claim marker of a process that is long gone is in the way.
+    """Return True if a claim marker is in the way that is more than a day old.
 
-    No process takes a day from putting its marker to putting its manifest.
+    The process that put it has ended, since no process takes a day from its marker to its manifest.
     """
-    # Ranks that clear an aborted save away use empty markers.
+    # For an incomplete step, ``claim_for_removal`` puts an empty marker, so an empty one is not in
+    # the way.
     ours = 0 if held.state == "incomplete" else None
     dates = [
         info.modified

@@ -1,6 +1,6 @@
-"""Takes committed steps from a nearer tier to a farther one, as the farther tier's rules say.
+"""Copy committed steps from nearer tiers to a farther tier, as the settings of that tier demand.
 
-The backfill does it for the job before, and the agent for a job that has ended.
+The backfill copies the steps of an earlier job. The agent copies the steps of a job that has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from ckpt.storage.tiers import OpenTier
 
 @dataclass(frozen=True, slots=True)
 class _CopyGuard(StepGuard):
-    """The guard of a tier that gets ``ref``: newer steps stay, and those of ``guard``."""
+    """The guard of a tier while ``ref`` is copied there.
+
+    Steps that are newer than ``ref`` must stay, and so must the steps of ``guard``.
+    """
 
     far: StorageBackend
     guard: StepGuard
@@ -44,13 +47,13 @@ class StepCopier:
     """Copies steps to one tier.
 
     Attributes:
-        tier: The tier that gets the steps.
-        claim: The job's hold on its root.
+        tier: The tier to which the steps are copied.
+        claim: The claim of the job on the root of the tier.
         sources: The stores that have the steps, nearest first. They may be in memory.
-        guard: The steps of the tier that stay while it gets others.
+        guard: The steps of the tier that must stay when room is made for a copy.
         retry: How requests are retried.
         confirm: Called before a manifest is put. It raises if the steps must not become checkpoints
-            there any more.
+            on the tier any more.
     """
 
     tier: OpenTier
@@ -61,8 +64,10 @@ class StepCopier:
     confirm: Callable[[], object] = lambda: None
 
     def lacking(self, line: Sequence[StoredStep], most: int) -> list[StoredStep]:
-        """Return the steps of ``line`` that the tier lacks and would keep, newest first, and no
-        more than ``most``.
+        """Return the steps of ``line`` that belong on the tier and that it lacks, newest first.
+
+        These are steps that the tier takes (``Tier.every``) and that its retention policy keeps. At
+        most ``most`` steps are returned.
         """
         rule, far = Retention.of(self.tier.tier), self.tier.backend
         lacking = [
@@ -84,16 +89,17 @@ class StepCopier:
     def copy(
         self, held: StoredStep, workers: Workers, *, on_progress: OnProgress | None = None
     ) -> FetchReport:
-        """Make ``held`` a checkpoint on the tier.
+        """Copy ``held`` to the tier and commit the copy.
 
         Raises:
-            CkptError: It is none there. What was copied stays for the next try.
+            CkptError: The step could not be copied or committed. Files that were copied stay for
+                the next try.
         """
         self.claim.bring(held.ref)
         far, codec = self.tier, self.tier.tier.codec
         has_capacity = far.tier.capacity is not None
         evictor = Evictor(far, self.claim, _CopyGuard(far.backend, self.guard, held.ref))
-        # Otherwise the size is known only after the encoding.
+        # Encoding a step that is not encoded yet changes its size, which is then not known before.
         known = codec == NO_CODEC or bool(held.codecs)
         if has_capacity:
             raw = codec == NO_CODEC and held.codecs
