@@ -1,1 +1,1 @@
-"""Restoring: the newest intact step becomes the state, on all ranks the same step."""
+"""Restore a state: load the newest intact step, which is the same step on all ranks."""

@@ -1,15 +1,16 @@
 """Read-through: a restore copies the files that it needs from a farther tier into the nearest
-folder, so that the next restore is local.
+folder, so that the next restore reads local files.
 
-The ranks that see a folder fill it together. The coordinator gives each file to the first rank that
-asks for it. That rank fetches the file, and the others wait for the outcome. So no file is fetched
-twice into one folder, and a rank need not know its neighbours. A rank that fetches a file also
-takes the chunks that it wants itself, so that it need not read them again.
+A cache is a tier that is a folder and is nearer than the farthest tier. The ranks that see a cache
+fill it together. The coordinator assigns each file to the first rank that asks for it. That rank
+fetches the file, and the other ranks wait for the outcome. So each file is fetched only once into a
+cache, and a rank need not know which other ranks see the cache. A rank that fetches a file copies
+the chunks that it wants to its targets meanwhile, so it does not read them again.
 
-Nothing here can make a restore fail. A file that a folder does not take, or that no rank could
-fetch, is read from the farther tier. A folder lists the step only if it has all of the files.
-Otherwise the files are a partial cache: a later restore reads from it, and retention removes it
-like the remains of a save.
+A failure to fill a cache does not make the restore fail: the data is then read from the farther
+tier. The step is committed on a cache only if the cache has all of its files. Otherwise the files
+are a partial copy. A later restore reads from that copy, and retention removes it like the remains
+of a save.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from ckpt.storage.tiers import OpenTier
 
 _DONE: Final = b"done"
 _FEW: Final = 16
+"""If nodes have tiers of their own, a file is fetched only for more than this part of it: 1/16."""
 _LOST: Final = b"lost"
 _REFUSED: Final = b"refused"
 
@@ -57,12 +59,13 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class _CacheGuard(StepGuard):
-    """The steps of a cache that must stay: see `StepGuard`.
+    """The steps that must stay when room is made on a cache (see `StepGuard`).
 
     Attributes:
         tiers: The sources of ``origin``, as tiers.
-        position: Which of them the cache is.
-        context: What the restore works with.
+        position: The position of the cache in ``tiers``.
+        origin: Reads the chunks of the step that is restored.
+        context: The connection, the threads and the limits of the restore.
     """
 
     tiers: Sequence[OpenTier]
@@ -84,16 +87,16 @@ class _CacheGuard(StepGuard):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheContext:
-    """What a restore works with when it fills caches.
+    """The connection, the threads and the limits of a restore that fills caches.
 
     Attributes:
         coordinator: The connection to the other ranks.
         subject: Distinguishes this restore from others.
-        patience: Seconds to wait for other ranks, in all.
+        patience: How many seconds to wait for other ranks, in all.
         workers: The threads that copy.
         retry: How requests are retried.
-        waiting: Returns the steps that saves under way still read from nearer tiers. They stay
-            where a cache has a capacity.
+        waiting: Returns the steps that saves under way still read from nearer tiers. They are not
+            removed to make room on a cache.
     """
 
     coordinator: Coordinator
@@ -105,15 +108,17 @@ class CacheContext:
 
 
 class ReadThrough:
-    """Fills the caches for one restore.
+    """Fills the caches in one restore.
 
-    Thread safety: the owner's thread.
+    A cache is named by its position in ``tiers``.
+
+    Thread safety: only the owner's thread may use it.
 
     Args:
-        tiers: The sources of ``origin``, as tiers; none for a restore without caches.
+        tiers: The sources of ``origin``, as tiers; empty for a restore without caches.
         origin: Reads the chunks of the step.
-        found: The step.
-        context: What the restore works with.
+        found: The manifest of the step, and the position of its source.
+        context: The connection, the threads and the limits of the restore.
     """
 
     def __init__(
@@ -131,18 +136,19 @@ class ReadThrough:
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
         self._missing: list[StoredFile] = []
         self.fetched: dict[int, int] = {}
-        """For each rank, the position of the source that its file was fetched from. This rank or
-        another one has fetched it.
+        """For each rank whose data file this rank or another rank has fetched into a cache, the
+        position of the source of the file.
         """
         self.taken: Counter[int] = Counter()
-        """How many bytes ``fill`` has put into their targets, by the position of their source."""
+        """For each source, by its position, how many of its bytes ``fill`` has put into targets."""
         self.cached_bytes = 0
-        """How many bytes of data files this rank has put into a cache."""
+        """The number of bytes of data files that this rank has put into caches."""
 
     def look(self, plan: RestorePlan) -> None:
-        """Find the files for ``plan`` that neither the nearest cache nor a nearer tier has.
+        """Remember the files for ``plan`` that neither the nearest cache nor a nearer tier has.
 
-        Files are compared by their sizes. Call it before any rank fetches.
+        A file of the right size counts as present. Call this on all ranks before ``fill`` is called
+        on any rank, since a rank that fetches files changes the cache.
         """
         near = range(self._caches[0] + 1) if self._caches else ()
         wanted: Counter[int] = Counter()
@@ -156,19 +162,19 @@ class ReadThrough:
         ]
 
     def _is_worth(self, file: StoredFile, wanted: int) -> bool:
-        """Return True if a file is fetched for the sake of ``wanted`` bytes of it.
+        """Return True if a file is to be fetched when a rank wants ``wanted`` bytes of it.
 
-        Nodes with tiers of their own do not fetch a file of another node for a small part of it,
-        such as some buffers.
+        If nodes have tiers of their own, a node does not fetch a file of which a rank wants only a
+        small part, such as some buffers.
         """
         least = file.file.size // _FEW if self._caches and self._tiers[self._caches[0]].nodes else 0
         return wanted > least
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
-        """Put the missing files into the nearest cache that takes them.
+        """Put the files that ``look`` found missing into the nearest cache that takes them.
 
         Returns:
-            The part of ``plan`` that is still to be read.
+            ``plan`` without the chunks that were copied to their targets in ``sink`` on the way.
 
         Raises:
             CommitError: The other ranks cannot be reached.
@@ -177,7 +183,7 @@ class ReadThrough:
         taster = _Taster(plan, sink)
         missing = self._missing
         for position in self._caches:
-            # Leave out a cache that does not answer, or that has other files of the step.
+            # Leave out a cache that does not answer, or that has the step in another encoding.
             if not self.origin.gone(position, "") and self.origin.is_identical_on(position):
                 if position > self._caches[0]:
                     missing = [file for file in missing if self.origin.fault(position, file)]
@@ -193,7 +199,10 @@ class ReadThrough:
     def _fill(
         self, position: int, files: Sequence[StoredFile], taster: _Taster
     ) -> list[StoredFile]:
-        """Put ``files`` into a cache. Returns the files that it does not take."""
+        """Put ``files`` into a cache, together with the other ranks that see the cache.
+
+        Returns the files that the cache does not take, for example because it is full.
+        """
         if files and not self._has_room(position, files):
             return list(files)
         subject = self._subjects(position)
@@ -220,7 +229,11 @@ class ReadThrough:
         return refused
 
     def _fetch(self, position: int, file: StoredFile, taster: _Taster, subject: str) -> bytes:
-        """Fetch a file. The outcome is returned, and posted on ``subject``."""
+        """Fetch a file into a cache, post the outcome on ``subject``, and return it.
+
+        The outcome is the position of the farthest source that was needed, in decimal digits;
+        ``_LOST`` if no source has the file intact; or ``_REFUSED`` if the cache does not take it.
+        """
         cache, began = self._tiers[position], time.perf_counter()
         outcome = _LOST
         try:
@@ -254,10 +267,10 @@ class ReadThrough:
         return outcome
 
     def _copy_fragment(self, position: int, file: StoredFile) -> None:
-        """Copy the fragment of a file.
+        """Copy the fragment of a data file into a cache.
 
-        An error is ignored: without its fragment the step is not listed there and the remains have
-        no date, but the data can be read.
+        An ``IntegrityError`` is ignored: without the fragment the step is not listed on the cache,
+        but its data can be read from the cache.
         """
         manifest = self._found.manifest
         named = [fragment for fragment in manifest.fragments if fragment.rank == file.rank]
@@ -265,9 +278,10 @@ class ReadThrough:
             copy_fragments(self.origin, manifest, named, self._folder(position))
 
     def _withdraw(self, position: int, files: Sequence[StoredFile]) -> None:
-        """Remove files from a full cache, since the next save needs the room.
+        """Remove files that this rank has fetched from a cache that is full.
 
-        If this restore has found the fragment of a file there, only its data is removed.
+        The next save needs the room. If the cache lists the step, only the data files are removed,
+        since it had the fragments before.
         """
         backend, ref = self._tiers[position].backend, self.origin.ref
         for file in files:
@@ -282,10 +296,10 @@ class ReadThrough:
             self.cached_bytes -= file.size if gone else 0
 
     def _has_room(self, position: int, files: Sequence[StoredFile]) -> bool:
-        """Make room in a cache that has a capacity. Returns whether there is room.
+        """Make room for ``files`` in a cache that has a capacity, and return True if there is room.
 
-        The first rank that asks makes room for all ranks that see the folder, and assumes that each
-        of them needs as much.
+        The first rank that calls this makes room for all ranks that see the cache. It assumes that
+        each of them needs as many bytes as this rank.
         """
         cache = self._tiers[position]
         if cache.tier.capacity is None:
@@ -323,7 +337,7 @@ class ReadThrough:
         return outcome == _DONE
 
     def _may_change(self, position: int) -> bool:
-        """Return True if no other job that may be alive writes to the folder."""
+        """Return True if no other job that may be alive owns the root of a cache."""
         cache = self._tiers[position]
         try:
             self._context.retry.call(Claim(cache.backend, self._me).use)
@@ -335,9 +349,9 @@ class ReadThrough:
         return True
 
     def mend(self) -> None:
-        """Replace the files that had damaged chunks in a cache. Call it after everything was read.
+        """Replace the files in the caches that had damaged chunks. Call it after all data was read.
 
-        One rank replaces each file, in one step, by a file whose every byte was verified.
+        Each file is replaced atomically by one rank, after every byte of the new file was verified.
         """
         for position in self._caches:
             damaged = [
@@ -358,9 +372,10 @@ class ReadThrough:
                     self.origin.mended(position, file.key)
 
     def _mend(self, position: int, file: StoredFile, subject: str) -> None:
+        """Replace one damaged file in a cache, and post the outcome on ``subject``."""
         cache, outcome = self._tiers[position], _LOST
         try:
-            # This reads the intact chunks from the cache again, where damage is known already.
+            # The copy also reads the cache, and must not record its known damage as new repairs.
             with self.origin.unnoted():
                 copy_files(self.origin.fetch, [file], self._folder(position))
             self.origin.mended(position, file.key)
@@ -372,10 +387,11 @@ class ReadThrough:
             self._coordinator.set_once(subject, outcome)
 
     def _list(self, position: int) -> None:
-        """List the step on a cache if all of its files are there.
+        """Commit the step on a cache if the cache has all of its files.
 
-        Each of several nodes lists the step with its part of the files. Files that this restore has
-        not fetched are verified, since their sizes alone do not show that they are intact.
+        If nodes have tiers of their own, each node commits the step with the files that it has.
+        Files that this restore has not fetched are verified, since their sizes alone do not show
+        that they are intact.
         """
         parts: list[StoredFile | FragmentRef] = [
             *self._found.manifest.fragments,
@@ -404,9 +420,10 @@ class ReadThrough:
             )
 
     def _faults(self, position: int, file: StoredFile) -> Sequence[Fault]:
-        """Read every byte of a file on a cache, and return its faults.
+        """Read every byte of a data file on a cache, and return its faults.
 
-        If the fragment of the file is not known yet, it is read first, and not kept.
+        The checksums are in the fragment of the file, which is read first if this rank has not
+        read it before.
         """
         if not file.chunks:
             named = next(each for each in self._found.manifest.fragments if each.rank == file.rank)
@@ -422,6 +439,7 @@ class ReadThrough:
         return StepFolder(backend, self.origin.ref, context.workers, context.retry)
 
     def _look(self, position: int, parts: Sequence[StoredFile | FragmentRef]) -> None:
+        """Raise ``StorageError`` if a cache lacks one of ``parts`` or has it in another size."""
         for part in parts:
             if fault := self.origin.fault(position, part):
                 raise (
@@ -431,23 +449,25 @@ class ReadThrough:
                 )
 
     def _wins(self, subject: str) -> bool:
-        """Return True if this rank is the first to ask for the work that ``subject`` names."""
+        """Return True if this rank is the first one to ask for the work that ``subject`` names."""
         me = str(self._coordinator.rank).encode()
         return self._coordinator.set_once(subject, me) == me
 
     def _outcome(self, subject: str) -> bytes | None:
-        """Return the outcome that another rank posts; None if it does not come in time."""
+        """Return the outcome that another rank posts; None if none comes before the deadline."""
         return self._coordinator.verdict(
             subject, timeout=max(0.0, self._deadline - time.monotonic())
         )
 
     def _subjects(self, position: int) -> Callable[[object], str]:
-        """Return a function that names the subjects of the ranks that see the folder."""
+        """Return a function that makes a subject for the ranks that see a cache from a suffix."""
         return partial("{}/{}/{}/{}".format, self._context.subject, position, self._scope(position))
 
     def _scope(self, position: int) -> str:
-        """Return a name for the ranks that see the folder: all, those of this node, or, as far
-        as is known, those of this machine.
+        """Return a name for the group of ranks that see a cache.
+
+        These are the ranks of this node if the tier is local to nodes, all ranks if the store is
+        shared, and otherwise the ranks of this machine.
         """
         if nodes := self._tiers[position].nodes:
             return f"node{nodes.of[self._coordinator.rank]}"
@@ -462,9 +482,12 @@ def _is_folder(tier: OpenTier) -> bool:
 
 
 class _Taster:
-    """Takes the chunks that a rank wants out of the files that it fetches.
+    """Copies the chunks that a rank wants to their targets while the rank fetches whole files.
 
     Thread safety: any thread may call ``taste``.
+
+    Attributes:
+        placed: The chunks that were copied to their targets, each with the position of its source.
     """
 
     def __init__(self, plan: RestorePlan, sink: Sink) -> None:
@@ -473,7 +496,7 @@ class _Taster:
         self.placed: list[tuple[ChunkRead, int]] = []
 
     def taste(self, position: int, read: ChunkRead, raw: memoryview) -> None:
-        """See ``OnChunk``."""
+        """Copy a chunk to its targets, if ``plan`` wants it. This is an ``OnChunk``."""
         if wanted := self._wanted.get(read.place):
             self._sink.place(wanted, raw)
             self.placed.append((wanted, position))

@@ -10,14 +10,14 @@ from ckpt.model.readable import duration, rate, size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What a restore loaded, and what that took.
+    """The result of a restore: what was loaded, from where, and how long it took.
 
     Attributes:
         step: The step that was restored.
         attempt: The attempt (the run of the job) that saved it.
         saved_world_size: How many ranks saved it.
-        tier: URL of the tier from which most bytes of this rank came. Data that was fetched into a
-            nearer folder on the way counts for the tier from which it was fetched.
+        tier: The URL of the tier from which most bytes of this rank came. Data that was fetched
+            into a nearer folder on the way counts for the tier from which it was fetched.
         nbytes: Bytes that were loaded into this rank's state.
         read_bytes: Bytes that this rank read from stores.
         received_bytes: Bytes in memory that other ranks read for this one
@@ -25,8 +25,9 @@ class RestoreReport:
         seconds: Duration of the whole call: finding, matching, reading, verifying, and waiting for
             other ranks.
         skipped: Pairs (step, reason) of newer steps that were damaged.
-        repaired: What nearer tiers should have had intact, and what came from farther tiers
-            instead, for this rank. An entry that was rewritten on the nearer tier is ``mended``.
+        repaired: The files that nearer tiers should have had intact, and that this rank read from
+            farther tiers instead. If a file was rewritten on the nearer tier, its entry is
+            ``mended``.
         cached_bytes: Bytes of the files that this rank wrote into a nearer tier, for the next
             restore.
         missing: With ``strict=False``: names that the checkpoint lacks. They kept their values.
@@ -64,7 +65,7 @@ class RestoreReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """10^9 bytes that landed, per second of the whole call."""
+        """Return the loaded bytes of this rank, in units of 10^9, per second of the whole call."""
         return self.nbytes / max(self.seconds, 1e-9) / 1e9
 
     def __str__(self) -> str:

@@ -1,9 +1,13 @@
-"""The newest step that is whole -> the state, on all ranks the same one.
+"""Restore the newest intact step into the state, the same step on all ranks.
 
-The leader lists and proposes; every rank matches; when all fit, every rank reads, each chunk from
-the nearest tier that has it intact; only when all have read is anything but tensor memory touched.
-A rank that finds some chunk intact nowhere makes all go to the step before. What comes from far is
-put into the nearest folder on the way.
+1. The leader lists the steps and proposes one.
+2. Every rank matches the checkpoint with its state.
+3. If the state fits on all ranks, every rank reads, each chunk from the nearest tier that has it
+   intact. Read-through stores files of farther tiers in the nearest folder on the way.
+4. After all ranks have read everything, plain values are set and objects are loaded. Before that,
+   only the memory of tensors is changed.
+
+If a rank needs a chunk that is intact on no tier, all ranks go on with the step before.
 """
 
 from __future__ import annotations
@@ -48,24 +52,29 @@ from ckpt.restore.report import RestoreReport
 from ckpt.storage.tiers import OpenTier
 
 _PATIENCE_SECONDS: Final = 3600.0
-"""How long ranks wait for each other in a restore: reading may take that long on slow storage."""
+"""How long ranks wait for each other in a restore. Reading may take this long on slow storage."""
 
 Replicas = Literal["read", "broadcast"]
-"""Whether all ranks that want the same data read it, or one rank reads and broadcasts it."""
+"""How ranks that want the same data get it: each of them reads it, or one reads and broadcasts."""
 
 _PATTERN: Final = "\0"
-"""Marks a pattern, so that it equals no name."""
+"""The prefix of a pattern among names. No name begins with it."""
 
 _log = logging.getLogger("ckpt")
 
 
 class _Proposal(msgspec.Struct, frozen=True):
-    """The step that the leader proposes, with the indices of its tiers.
+    """The step that the leader proposes.
 
-    The tier ``nearest`` lists the step, and those of ``answering`` may be asked for it. ``peers``
-    have parts of it on other nodes. ``passed`` are pairs (step, reason) of newer steps that are not
-    whole any more. If ``folder`` is empty, there is no step left to propose. ``finished`` are the
-    pairs (step, URL) so far.
+    Attributes:
+        folder: The name of the folder of the step; empty if there is no step left to propose.
+        nearest: The index of the nearest tier on which the step is committed.
+        answering: The indices of the tiers that may be asked for the step.
+        peers: The other nodes that have parts of the step.
+        passed: Pairs (step, reason) of newer steps that are not complete any more, since the last
+            proposal.
+        finished: Pairs (step, URL of the tier) of the commits that this restore has finished so
+            far.
     """
 
     folder: str
@@ -78,6 +87,8 @@ class _Proposal(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
+    """What a rank needs to read a step that fits its state."""
+
     found: Found
     matched: Matched
     plan: RestorePlan
@@ -86,14 +97,14 @@ class _Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreContext:
-    """What all restores of one manager work with.
+    """The tiers, connections and threads that all restores of one manager share.
 
     Attributes:
         tiers: All tiers, nearest first.
         coordinator: The connection to the other ranks.
-        listers: The threads that list tiers. One may still wait for a tier when a restore has
-            ended.
-        observers: They learn of repairs and of the end.
+        listers: The threads that list tiers. Such a thread may still wait for a tier after a
+            restore has ended.
+        observers: The observers that get the events of the restore.
         waiting: Returns the steps that saves under way still read from nearer tiers.
     """
 
@@ -106,7 +117,7 @@ class RestoreContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreOptions:
-    """What a user asks a restore for. See ``CheckpointManager.restore``."""
+    """The options that the user gives for a restore. See ``CheckpointManager.restore``."""
 
     selection: Selection = ALL
     read_through: bool = True
@@ -114,14 +125,14 @@ class RestoreOptions:
 
 
 class Restorer:
-    """One restore.
+    """Performs one restore.
 
     Args:
-        context: What all restores of the manager work with.
-        options: What the user asks for.
+        context: The tiers, connections and threads that all restores of the manager share.
+        options: The options that the user gives.
         workers: The threads that read.
-        serial: Distinguishes this restore from others of the manager, because subjects are used
-            once.
+        serial: Distinguishes this restore from other restores of the manager, since a subject can
+            be used only once.
 
     Thread safety: only the training thread may use it. All ranks call ``restore`` alike.
     """
@@ -145,7 +156,14 @@ class Restorer:
         self._overwritten = False
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
-        """Fill ``state``. Return None if there is no checkpoint and no number was given.
+        """Fill ``state`` from a checkpoint.
+
+        Args:
+            state: The state to fill.
+            step: The number of the step; None for the newest intact step.
+
+        Returns:
+            The report; None if ``step`` is None and there is no checkpoint.
 
         Raises:
             RestoreError: The state does not fit, or no step is intact. In the latter case tensors
@@ -182,7 +200,12 @@ class Restorer:
         skipped: list[tuple[int, str]],
         neighbours: NodeSurvey,
     ) -> tuple[Matched, RestoreReport] | None:
-        """Return the first proposal that lands, and append those before it to ``skipped``."""
+        """Restore the first proposed step that is intact.
+
+        The steps that were tried before are appended to ``skipped``. Returns the matched state,
+        whose plain values and objects are still to be set, and the report. Returns None if no step
+        is intact.
+        """
         proposals = (
             self._proposals(step, neighbours) if self._coordinator.rank == LEADER else iter(())
         )
@@ -211,7 +234,7 @@ class Restorer:
         return None
 
     def _announce(self, report: RestoreReport, *, is_empty: bool) -> None:
-        """Log the report, and notify the observers. ``is_empty``: nothing of the state was read."""
+        """Log the report, and notify the observers. ``is_empty``: no tensor was read."""
         if report.uninitialised:
             _log.warning(
                 "ckpt: these tensors are still on the meta device: %s",
@@ -243,7 +266,7 @@ class Restorer:
     # -- the leader's choice -----------------------------------------------------------------------
 
     def _proposals(self, step: int | None, neighbours: NodeSurvey) -> Iterator[_Proposal]:
-        """Yield the steps to try."""
+        """Yield the steps to try, newest first. Only the leader calls this."""
         stores = neighbours.stores()
         passed: list[tuple[int, str]] = []
         finisher = Finisher(Owner.here(self._coordinator.attempt), self._workers)
@@ -275,16 +298,16 @@ class Restorer:
     def _land(
         self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: NodeSurvey
     ) -> tuple[Matched, RestoreReport]:
-        """Match on all ranks, and only then read on all ranks.
+        """Match the proposed step with the state on all ranks, and then read it on all ranks.
 
         Returns:
-            What is still to be applied, and the report, which lacks only what concerns the whole
-            call.
+            The matched state, whose plain values and objects are still to be set, and the report
+            without ``seconds`` and ``skipped``.
 
         Raises:
-            Damaged: Some rank met damage that no tier can repair. All ranks take the step before.
-            RestoreError: The state does not fit on some rank. If that was found while matching,
-                nothing was changed on any rank.
+            Damaged: Some rank needs data that is intact on no tier. All ranks raise this.
+            RestoreError: The state does not fit on some rank. If the misfit was found while
+                matching, nothing was changed on any rank.
         """
         ref = _ref(proposal)
         sources = neighbours.sources(
@@ -330,8 +353,10 @@ class Restorer:
         )
 
     def _take(self, taking: _Taking, fit: _Fit, step: int) -> tuple[int, int]:
-        """Read everything into place, on all ranks; returns the bytes that this one has read, and
-        those it got from others.
+        """Read all data of the step into the tensors, on all ranks.
+
+        Returns the number of bytes that this rank has read, and the number of bytes that it has
+        received from other ranks.
         """
 
         def agree(what: str, work: Callable[[], object]) -> None:
@@ -347,6 +372,10 @@ class Restorer:
         return spread.read_bytes, spread.received_bytes
 
     def _fit(self, state: MutableMapping[str, Any], sources: Sources, origin: TieredReader) -> _Fit:
+        """Match the state with the manifest, plan the reads, and look for files to fetch.
+
+        This changes neither the state nor a tier.
+        """
         with _uncollected():
             found, matched, plan = origin.whole(partial(self._matched, state, sources, origin))
         context = CacheContext(
@@ -365,16 +394,18 @@ class Restorer:
     def _matched(
         self, state: MutableMapping[str, Any], sources: Sources, origin: TieredReader, found: Found
     ) -> tuple[Found, Matched, RestorePlan]:
+        """Return the manifest with the needed fragments, the matched state, and the plan."""
         rank, world = self._coordinator.rank, self._coordinator.world_size
         matched = match(
             state, found.manifest, rank=rank, world_size=world, selection=self._selection
         )
         found = origin.filled(found, matched.wanted)
         plan = plan_restore(found.manifest, matched.wanted)
-        # Ranks that share their reads must all make the same plan.
+        # With ``replicas="broadcast"``, all ranks must choose copies alike, so distance is ignored.
         near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance
         if near and any(near.get(read.rank) != 0 for read in plan.reads):
-            # A nearer copy may be in the file of any rank. Only the fragments name it.
+            # A copy of the data on a nearer node may be in the file of any rank. Only the fragments
+            # name such copies.
             found = origin.filled(found, None)
             plan = nearest_copies(
                 plan_restore(found.manifest, matched.wanted), found.manifest, near
@@ -383,10 +414,13 @@ class Restorer:
 
 
 class _Taking:
-    """What one rank reads of a step.
+    """Reads the data of a step that one rank wants, and counts the bytes by their tiers.
 
     Thread safety:
         One thread at a time.
+
+    Attributes:
+        sink: The tensors of the state.
     """
 
     def __init__(self, fit: _Fit, origin: TieredReader, workers: Workers) -> None:
@@ -395,16 +429,20 @@ class _Taking:
         self.sink = TensorSink(fit.matched.wanted, fit.matched.targets)
 
     def cached(self, plan: RestorePlan) -> RestorePlan:
-        """Fill the caches; returns what of ``plan`` was not put into its place meanwhile."""
+        """Fill the caches, and return ``plan`` without the chunks that were copied to the state on
+        the way.
+        """
         left = self._fit.cache.fill(plan, self.sink)
         self._nbytes.update(self._fit.cache.taken)
         return left
 
     def all_of(self, plan: RestorePlan) -> None:
+        """Fill the caches, read all of ``plan`` into the state, and repair the caches."""
         self.read(self.cached(plan), self.sink)
         self._fit.cache.mend()
 
     def read(self, plan: RestorePlan, sink: Sink) -> None:
+        """Read ``plan`` into ``sink``, and count the bytes by the tiers from which they came."""
         given = self._origin.read(plan, sink, workers=self._workers)
         for position, part in enumerate(given):
             for read in part.reads:
@@ -414,19 +452,22 @@ class _Taking:
 
     @property
     def from_most(self) -> str:
-        """The tier from which most bytes came."""
+        """Return the URL of the tier from which most bytes came."""
         most = max(self._nbytes, key=lambda at: (self._nbytes[at], -at))
         return self._origin.sources[most].url
 
 
 def _as_pattern(pattern: str) -> str:
-    """Return a pattern in a form that equals no name of the state, and is below none."""
+    """Return a pattern in a form that is no name of the state and is not below such a name."""
     return _PATTERN + pattern.replace("/", _PATTERN)
 
 
 def _is_shared(replicas: object, coordinator: Coordinator) -> bool:
-    """Raise ``ConfigError`` for a value that is no way to restore replicas, or none that works
-    here.
+    """Return True if one rank is to read the data that several ranks want, and broadcast it.
+
+    Raises:
+        ConfigError: ``replicas`` is not a value of `Replicas`, or there is no process group with
+            all ranks for a broadcast.
     """
     if replicas not in get_args(Replicas):
         raise ConfigError(f'replicas={replicas!r}: give "read" or "broadcast"')
@@ -442,8 +483,10 @@ def _is_shared(replicas: object, coordinator: Coordinator) -> bool:
 
 @contextmanager
 def _uncollected() -> Generator[None]:
-    """Turn garbage collection off inside of the block. A plan is thousands of objects that live,
-    and a collection in a process with torch costs as long as reading half a GiB.
+    """Turn garbage collection off inside of the block.
+
+    A plan has thousands of objects, and none of them is garbage yet. A collection in a process with
+    torch takes as long as reading half a GiB.
     """
     wanted = gc.isenabled()
     gc.disable()
@@ -455,6 +498,7 @@ def _uncollected() -> Generator[None]:
 
 
 def _apply(matched: Matched, step: int) -> None:
+    """Set the plain values of the state, and load its objects."""
     try:
         matched.apply()
     except CkptError:
@@ -472,6 +516,7 @@ def _ref(proposal: _Proposal) -> StepRef:
 
 
 def _warn(ref: StepRef, repair: Repair) -> None:
+    """Log a warning about a repair."""
     _log.warning(
         "ckpt: step %d: %s does not have it intact, the next tier is asked: %s",
         ref.step,
@@ -481,6 +526,7 @@ def _warn(ref: StepRef, repair: Repair) -> None:
 
 
 def _why_none(step: int | None, skipped: Sequence[tuple[int, str]], overwritten: bool) -> str:
+    """Return the text of the error that no step could be restored."""
     if not skipped:
         return f"step {step} is not there"
     reasons = "; ".join(f"step {number}: {reason}" for number, reason in skipped[:5])
