@@ -1,1 +1,1 @@
-"""Codecs: how the bytes of a chunk become fewer bytes, and back."""
+"""Codecs, which encode the bytes of a chunk into fewer bytes and decode them again."""

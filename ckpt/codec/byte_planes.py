@@ -1,14 +1,17 @@
-"""A chunk <-> fewer bytes: its elements are cut into byte planes, and zstd Huffman-codes each plane
-that becomes shorter.
+"""The codec ``zstd``: it cuts the elements of a chunk into byte planes, and lets zstd Huffman-code
+each plane that becomes shorter by that. Byte plane *k* consists of byte *k* of every element.
 
-Of a trained model's weights, the exponents compress and the mantissas do not. An element is rotated
-left by one bit, so that its exponent is its top byte. Then the smallest exponent of the chunk is
-subtracted, and the bits that this frees at the top (at most two) are shifted out. The top plane
-gets mantissa bits instead. With them, Huffman codes lose less by their whole numbers of bits, and
-zstd finds fewer matches that are not worth their cost. The lowest plane then has free bits, and is
-stored without them. docs/format.md has the layout.
+The exponents of a trained model's weights compress well, and the mantissas do not. So each element
+is rotated left by one bit, which makes its exponent its top byte. Then the smallest exponent of the
+chunk is subtracted, and the bits that this frees at the top of every element (at most two) are
+shifted out. The top plane gets mantissa bits in their place. With these bits, the rounding of
+Huffman codes to whole bits costs less, and zstd finds fewer matches that are not worth their cost.
+After the shift, the lowest bits of every byte of the lowest plane are zero. They are called free
+bits here, and the plane is stored without them. docs/format.md describes the layout of an encoded
+chunk.
 
-Any thread may call everything here. zstd and NumPy release the GIL while they work.
+Thread safety:
+    Any thread may call every function and method. zstd and NumPy release the GIL while they work.
 """
 
 from __future__ import annotations
@@ -28,18 +31,27 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _HEAD: Final = struct.Struct("<BBBB")
 _MOST_SHIFT: Final = 2
-"""A third bit would add 0.07 % on weights (docs/decisions/0011)."""
+"""The most bits by which elements are shifted. A third bit would save only 0.07 % more of a model's
+weights (docs/decisions/0011).
+"""
 _BLOCK: Final = 1 << 18
-"""The number of elements that are rotated at once, in the processor's cache."""
+"""The number of elements that are rotated at once, so that they stay in the processor's cache."""
 _SAMPLE: Final = 4096
 _SAMPLES: Final = 16
-"""This many runs of ``_SAMPLE`` elements show whether coding a plane is worth it."""
+"""The number of runs of ``_SAMPLE`` elements that are compressed on trial, to find out which planes
+become shorter.
+"""
 _WORTH: Final = 0.98
+"""A plane is compressed only if compression makes its sample shorter than this fraction of the
+length that the sample has without its free bits.
+"""
 _DEFAULT_LEVEL: Final = 1
 _MOST_LEVEL: Final = 12
-"""At higher levels, zstd takes hundreds of MiB per thread."""
+"""The highest level that a setting may name. At higher levels, zstd takes hundreds of MiB per
+thread.
+"""
 _MOST_BYTES: Final = 64 << 20
-"""The size of the largest chunk that is encoded; see docs/format.md."""
+"""The size of the largest chunk that is encoded. Larger chunks are stored raw."""
 
 _local = threading.local()
 
@@ -48,8 +60,10 @@ class BytePlanes:
     """Encodes chunks (see ``registry.Encode``).
 
     Args:
-        level: If one is given, that level's search is tried beside Huffman coding alone, and the
-            shorter result is taken.
+        level: A zstd level to try on a sample of each plane. The plane is then compressed at this
+            level if that makes the sample shorter than Huffman coding alone does. None tries
+            Huffman coding alone. Chunks without floating point numbers are always compressed at a
+            level, by default at level 1.
     """
 
     def __init__(self, level: int | None = None) -> None:
@@ -57,7 +71,7 @@ class BytePlanes:
         self._local = threading.local()  # A compressor serves one thread at a time
 
     def encode(self, chunk: memoryview, width: int) -> list[memoryview]:
-        """Encode a chunk. See ``registry.Encode``."""
+        """Encode a chunk whose elements have ``width`` bytes. See ``registry.Encode``."""
         if not width < chunk.nbytes <= _MOST_BYTES or chunk.nbytes % width:
             return [chunk]
         words: Words = np.frombuffer(chunk, dtype=f"<u{width}")
@@ -78,9 +92,8 @@ class BytePlanes:
         return pieces if sum(piece.nbytes for piece in pieces) < chunk.nbytes else [chunk]
 
     def _plan(self, sample: Bytes, width: int, shift: int) -> zstandard.ZstdCompressor | None:
-        """Return the way to make a plane shorter than it is without its ``shift`` free bits.
-
-        Returns None if there is no such way.
+        """Return the compressor that makes ``sample`` shortest, or None if no compressor makes it
+        clearly shorter (``_WORTH``) than leaving out the ``shift`` free bits of its bytes does.
         """
         huffman, level = self._compressors()
         tried = [level] if width == 1 else [huffman] if self._level is None else [huffman, level]
@@ -91,8 +104,8 @@ class BytePlanes:
         )
 
     def _room(self, words: Words) -> Bytes:
-        """Return memory for planes, the same for every chunk of this thread. The first touch of
-        fresh memory takes longer than the split.
+        """Return memory for the planes of ``words``. All chunks of a thread share this memory,
+        since the first touch of fresh memory takes longer than the split into planes.
         """
         nbytes = words.itemsize * _padded(words.size)
         room: Bytes | None = getattr(self._local, "room", None)
@@ -102,7 +115,8 @@ class BytePlanes:
 
     def _compressors(self) -> tuple[zstandard.ZstdCompressor, zstandard.ZstdCompressor]:
         if (found := getattr(self._local, "made", None)) is None:
-            # This is the least search that zstd can do. What is left is Huffman coding.
+            # With these settings, zstd searches for matches as little as it can, so the compression
+            # consists almost only of Huffman coding.
             settings = zstandard.ZstdCompressionParameters(
                 window_log=17,
                 hash_log=6,
@@ -158,8 +172,8 @@ def _plane(data: memoryview, size: int, shift: int) -> Bytes:
 
 
 def _unpacked(frame: memoryview, size: int) -> bytes:
-    """Return the unpacked frame. Its size is known, so a frame that claims another size gets no
-    memory.
+    """Return the content of a zstd frame, which must have ``size`` bytes. Raise ``ValueError``
+    before memory is allocated if the frame claims another size.
     """
     if zstandard.frame_content_size(frame) != size:
         raise ValueError("a plane has another length")
@@ -174,10 +188,11 @@ def _unpacked(frame: memoryview, size: int) -> bytes:
 def _shortest(
     plane: Bytes, plan: zstandard.ZstdCompressor | None, shift: int, room: Bytes
 ) -> memoryview:
-    """Return a plane compressed, or without its ``shift`` free bits, or as it is.
+    """Return the shortest form of ``plane``: compressed by ``plan``, packed without its ``shift``
+    free bits, or unchanged.
 
-    A reader distinguishes the three by their length, so a form that is no shorter than the next is
-    not used.
+    A reader tells the three forms apart by their length. So the compressed form is used only if it
+    is shorter than the packed form, and the packed form only if it is shorter than the plane.
     """
     least = plane.size
     if shift:
@@ -188,7 +203,9 @@ def _shortest(
 
 
 def _sampled(words: Words) -> Words:
-    """Return a few runs of elements from all over the array."""
+    """Return ``_SAMPLES`` runs of elements at equal distances in ``words``, one after another, or
+    ``words`` itself if it is no longer than that.
+    """
     if words.size <= _SAMPLES * _SAMPLE:
         return words
     starts = np.linspace(0, words.size - _SAMPLE, _SAMPLES, dtype=np.int64)
@@ -196,8 +213,10 @@ def _sampled(words: Words) -> Words:
 
 
 def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
-    """Return the byte planes, lowest first, made in ``room``, by how many bits the turned elements
-    were shifted, and the exponent that was subtracted before.
+    """Return the byte planes of ``words`` (lowest first), the number of bits by which the rotated
+    elements were shifted, and the exponent that was subtracted from them before.
+
+    The planes are views of ``room``, except for elements of one byte, which are a plane already.
     """
     width = words.itemsize
     if width == 1:
@@ -224,8 +243,10 @@ def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
 
 
 def _span(words: Words) -> tuple[int, int]:
-    """Return the least exponent of all (as the top byte of a turned element), and how many bits are
-    free at the top without it. The free bits are not worth it if there are none.
+    """Return the smallest exponent (the top byte of a rotated element), and the number of bits (at
+    most ``_MOST_SHIFT``) that its subtraction frees at the top of every element.
+
+    Returns (0, 0) if the subtraction frees no bit, since it would then save nothing.
     """
     one, bits = words.dtype.type, 8 * words.itemsize
     unsigned = one(2 ** (bits - 1) - 1)
@@ -239,10 +260,12 @@ def _span(words: Words) -> tuple[int, int]:
 
 
 def _run_words(size: int, shift: int) -> int:
+    """Return the number of 64-bit words in a run of a plane of ``size`` bytes (see ``_pack``)."""
     return -(-size // (8 // shift * 8))
 
 
 def _packed_bytes(size: int, shift: int) -> int:
+    """Return the length of a packed plane of ``size`` bytes (see ``_pack``)."""
     return _run_words(size, shift) * 8 * (8 // shift - 1)
 
 
@@ -252,13 +275,18 @@ def _masks(shift: int) -> np.uint64:
 
 
 def _padded(size: int) -> int:
-    """Return room for a plane, and for the zeros that ``_pack`` needs behind it."""
+    """Return how many bytes of memory a plane of ``size`` bytes needs, together with the zeros that
+    ``_pack`` puts behind the plane.
+    """
     return -(-size // 64) * 64
 
 
 def _pack(room: Bytes, size: int, shift: int) -> memoryview:
-    """Pack the lowest plane, the first ``size`` bytes of ``room``, without the ``shift`` bits that
-    are zero in each of its bytes. The last of 8 / shift runs is spread over the others, in place.
+    """Pack the lowest plane in place, and return the packed plane.
+
+    The plane is the first ``size`` bytes of ``room``. The lowest ``shift`` bits of each byte are
+    zero. The plane is cut into 8 / ``shift`` runs of equal length, and the bits of the last run are
+    put into the zero bits of the other runs.
     """
     count, words = 8 // shift, _run_words(size, shift)
     whole = room[: count * words * 8]
@@ -270,6 +298,7 @@ def _pack(room: Bytes, size: int, shift: int) -> memoryview:
 
 
 def _unpack(packed: memoryview, size: int, shift: int) -> Bytes:
+    """Return the lowest plane of ``size`` bytes that ``_pack`` made ``packed`` of."""
     runs = np.frombuffer(packed, dtype="<u8").reshape(8 // shift - 1, -1)
     plane = np.zeros((8 // shift, runs.shape[1]), dtype="<u8")
     np.bitwise_and(runs, ~_masks(shift), out=plane[:-1])
@@ -279,9 +308,10 @@ def _unpack(packed: memoryview, size: int, shift: int) -> Bytes:
 
 
 def _join(planes: Sequence[Bytes], out: Words, shift: int, base: int) -> None:
-    """Undo ``_split``.
+    """Fill ``out`` with the elements that ``_split`` made ``planes`` of.
 
-    Planes that no save has made give some bytes, whose checksum does not match.
+    Planes that ``_split`` did not make raise no error here. They give wrong elements, and the
+    checksum of the chunk shows it.
     """
     width = out.itemsize
     if width == 1:

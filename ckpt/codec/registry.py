@@ -1,7 +1,8 @@
-"""The table of codecs: how the bytes of a chunk become fewer bytes, and back.
+"""The table of codecs, and the functions that find a codec by its name.
 
-A static table has our own codecs. Entry points of the group ``ckpt.codecs`` add those of other
-distributions; such an entry point gives a `Codec`. A codec is imported on first use.
+``BUILT_IN`` has ckpt's own codecs. Entry points of the group ``ckpt.codecs`` add the codecs of
+other distributions. The name of such an entry point is the name of the codec, and its object is a
+`Codec`. A codec is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ _GROUP: Final = "ckpt.codecs"
 _SETTING: Final = re.compile(r"([a-z0-9][a-z0-9_-]*)(?::([0-9]{1,2}))?")
 
 Encode = Callable[[memoryview, int], list[memoryview]]
-"""Takes a chunk, and the bytes of one of its numbers (1 if it has no floating point numbers).
+"""A function that encodes a chunk.
 
-Returns pieces to be put one after another; shorter than the chunk in all, or else the chunk itself.
-The pieces are valid until this thread encodes the next chunk. Several threads may call it at the
-same time.
+It takes the chunk, and the size in bytes of each of its numbers (1 if they are not floating point
+numbers). It returns pieces that form the encoded chunk when they are put one after another. In all
+they are shorter than the chunk, or else the only piece is the chunk itself. The pieces are valid
+until the same thread encodes the next chunk. Several threads may call the function at the same
+time.
 """
 
 Decode = Callable[[memoryview, memoryview], None]
-"""Takes an encoded chunk, and fills memory of the length of the chunk.
+"""A function that decodes a chunk.
 
-Several threads may call it at the same time.
-
-Raises ``ValueError`` if that is no encoding of a chunk of this length. The caller compares the
-checksum.
+It takes the encoded chunk, and the memory that it fills, which has the length of the raw chunk. It
+raises ``ValueError`` if the bytes are no encoding of a chunk of this length. The caller compares
+the checksum of the result. Several threads may call the function at the same time.
 """
 
 
@@ -45,9 +47,10 @@ class Codec:
     """A way to encode chunks.
 
     Attributes:
-        encoder: Makes the function that encodes chunks of one tier, with a level or without (None).
-        decode: Decodes a chunk of any level.
-        levels: The levels that a setting may name.
+        encoder: Takes a level, or None for the default, and returns the function that encodes the
+            chunks of one tier.
+        decode: Decodes a chunk, whatever the level that it was encoded with.
+        levels: The levels that the setting of a tier may name.
     """
 
     encoder: Callable[[int | None], Encode]
@@ -57,26 +60,30 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Encodes the chunks of a tier's files. A manifest keeps ``codec``, the name."""
+    """Encodes the chunks of a tier's files. ``codec`` is the name of the codec, which the manifest
+    records.
+    """
 
     codec: str
     encode: Encode
 
 
 def is_known(name: str) -> bool:
-    """Return True if the table has a codec of this name. It is not imported."""
+    """Return True if there is a codec of this name, without importing it."""
     return name in BUILT_IN or name in _foreign()
 
 
 @cache
 def _foreign() -> frozenset[str]:
-    """Return the names of the codecs of other distributions; a look takes milliseconds."""
+    """Return the names of the codecs of other distributions. They are cached, since reading the
+    entry points takes milliseconds.
+    """
     return frozenset(entry.name for entry in entry_points(group=_GROUP))
 
 
 @cache
 def codec_named(name: str) -> Codec:
-    """Return the codec of a name that is known.
+    """Return the codec called ``name``, which must be a name that ``is_known`` accepts.
 
     Raises:
         ConfigError: The codec of another distribution cannot be loaded.
@@ -101,10 +108,12 @@ def codec_named(name: str) -> Codec:
 
 
 def parse_codec(setting: object) -> tuple[str, int | None]:
-    """Return the name of a codec, and its level if the setting gives one.
+    """Return the name of the codec in a setting such as ``"zstd"`` or ``"zstd:3"``, and the level,
+    or None if the setting names no level. The name is ``"none"`` if the setting asks for no codec.
 
     Raises:
-        ConfigError: The codec is unknown, or has no such level.
+        ConfigError: The setting is not valid, the codec is unknown or has no such level, or the
+            codec cannot be loaded.
     """
     match = _SETTING.fullmatch(setting) if isinstance(setting, str) else None
     name, level = (match[1], int(match[2]) if match[2] else None) if match else ("", None)
@@ -124,10 +133,10 @@ def parse_codec(setting: object) -> tuple[str, int | None]:
 
 
 def encoder_of(setting: str) -> Encoder | None:
-    """Return the encoder for the ``codec`` of a tier; None if the tier has no codec.
+    """Return the encoder for the ``codec`` setting of a tier, or None if the tier has no codec.
 
     Raises:
-        ConfigError: As `parse_codec`.
+        ConfigError: `parse_codec` refuses the setting.
     """
     name, level = parse_codec(setting)
     return None if name == NO_CODEC else Encoder(name, codec_named(name).encoder(level))
