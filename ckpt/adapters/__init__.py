@@ -1,5 +1,5 @@
 """The conversion of a state to named leaves and back, and the coordinator over the job's TCPStore.
 
-Of all packages, only this one, ``staging``, ``exchange`` and ``integrations`` import torch, and so
-does the facade.
+Only this package, ``staging``, ``exchange``, ``integrations`` and the facade ``ckpt.manager``
+import torch.
 """

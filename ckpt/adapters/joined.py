@@ -1,8 +1,8 @@
-"""Coordinators for ranks without ``torch.distributed``: processes that know their number and an
-address, MPI ranks, and Horovod ranks.
+"""Coordinators for ranks without ``torch.distributed``: processes that know their rank and the
+address of rank 0, MPI ranks, and Horovod ranks.
 
-Rank 0 serves a TCPStore, and the others connect to it. No process group is made, and the store is
-used by nothing else.
+Rank 0 serves a TCPStore, and the other ranks connect to it. No process group is made, and only the
+coordinator uses the store.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ def join(
 ) -> Coordinator:
     """Return the coordinator of ``world_size`` processes, for ``CheckpointManager(coordinator=)``.
 
-    All ranks call it, once for each manager and in the same order. It returns when all have called
-    it. The store has no password: use it where ``torch.distributed`` may be used.
+    All ranks call this function, once for each manager and in the same order. It returns when all
+    ranks have called it. The store has no password: use it only in networks where
+    ``torch.distributed`` may be used.
 
     Args:
         rank: The number of this process, from 0.
         world_size: The number of processes.
-        address: A host name or address of the machine of rank 0, and a port that is free there:
-            ``"node1:29500"``.
+        address: The host name or address of the machine of rank 0, and a port that is free on that
+            machine: ``"node1:29500"``.
         timeout: How many seconds to wait for the other ranks.
 
     Raises:
         ConfigError: An argument is wrong, the port is in use, rank 0 cannot be reached, or another
             process has joined with this rank or with another ``world_size``.
-        CommitTimeout: Some ranks did not come in time.
+        CommitTimeout: Some ranks have not joined in time.
     """
     _check(rank, world_size)
     host, port = _host_and_port(address)
@@ -64,17 +65,18 @@ def join_mpi(
 ) -> Coordinator:
     """Return the coordinator of the ranks of an MPI communicator of mpi4py.
 
-    All ranks of ``comm`` call it, as `join`. Rank 0 chooses a free port and broadcasts it.
+    All ranks of ``comm`` call this function, once for each manager and in the same order. Rank 0
+    chooses a free port and broadcasts it.
 
     Args:
-        comm: The communicator; ``MPI.COMM_WORLD`` if it is left out.
-        host: The name or address by which the other machines reach rank 0, if that is not the name
-            of its host. The value of rank 0 counts.
+        comm: The communicator. It defaults to ``MPI.COMM_WORLD``.
+        host: The name or address by which the other machines reach rank 0. It defaults to the host
+            name of rank 0. Only the value that rank 0 passes is used.
         timeout: How many seconds to wait for the other ranks.
 
     Raises:
         ConfigError: mpi4py is not installed.
-        CkptError: What `join` raises.
+        CkptError: The errors of `join`.
     """
     if comm is None:
         try:
@@ -90,15 +92,17 @@ def join_horovod(
 ) -> Coordinator:
     """Return the coordinator of the ranks of Horovod.
 
-    All ranks call it after ``hvd.init()``, as `join_mpi`.
+    All ranks call this function after ``hvd.init()``, once for each manager and in the same order.
+    Rank 0 chooses a free port and broadcasts it.
 
     Args:
         hvd: The module in use: ``horovod.torch``, ``horovod.tensorflow``, or another one.
-        host: As for `join_mpi`.
+        host: The name or address by which the other machines reach rank 0. It defaults to the host
+            name of rank 0. Only the value that rank 0 passes is used.
         timeout: How many seconds to wait for the other ranks.
 
     Raises:
-        CkptError: What `join` raises.
+        CkptError: The errors of `join`.
     """
     rank, size = hvd.rank(), hvd.size()
     return _broadcast(
@@ -113,7 +117,11 @@ def _broadcast(
     host: str | None,
     timeout: float,
 ) -> Coordinator:
-    """Join at a port that rank 0 chooses and broadcasts."""
+    """Return the coordinator of ranks that learn the address of the store from rank 0.
+
+    Rank 0 serves the store at a free port, and passes the address to ``broadcast``, which returns
+    the text of rank 0 on every rank.
+    """
     if world_size == 1:
         return SingleCoordinator()
     deadline, address, store = time.monotonic() + timeout, "", None
@@ -123,7 +131,7 @@ def _broadcast(
             store = _store(host, _ANY_PORT, serves=True, timeout=timeout)
             address = f"{host}:{store.port}"
     finally:
-        # Even if rank 0 fails, the other ranks wait for its broadcast.
+        # The other ranks wait for this broadcast, so rank 0 also sends it (empty) if it has failed.
         address = broadcast(address)
     if not address:
         raise ConfigError("join: rank 0 has failed to serve a store: see its own error")
@@ -153,7 +161,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _own_name() -> str:
-    """Return the name of this host if it can be looked up, else the address of this machine."""
+    """Return the name of this host, or "127.0.0.1" if the name cannot be looked up."""
     with suppress(OSError):
         socket.getaddrinfo(name := socket.gethostname(), None)
         return name
@@ -181,7 +189,12 @@ def _store(host: str, port: int, *, serves: bool, timeout: float) -> Any:
 
 
 def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordinator:
-    """Return the coordinator over ``store`` when all ranks have come."""
+    """Return the coordinator over ``store`` once all ranks have joined.
+
+    Raises:
+        ConfigError: Two processes have the same rank, or ranks differ in ``world_size``.
+        CommitTimeout: Some ranks have not joined before ``deadline`` (``time.monotonic()``).
+    """
     coordinator = TorchStoreCoordinator((rank, world_size), store=store)
     mine = secrets.token_hex(8).encode()
     if coordinator.set_once(f"joined/{rank}", mine) != mine:
@@ -191,7 +204,7 @@ def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordina
     size = str(world_size).encode()
     coordinator.post("joined", size)
     sizes = {coordinator.set_once("world_size", size)}
-    # With different sizes, this rank would wait for ranks that do not exist.
+    # If the sizes differ, this rank must not wait, since some of the ranks may not exist.
     if sizes == {size}:
         wait = Wait(max(0.0, deadline - time.monotonic()), "the join")
         sizes |= set(gather(coordinator, "joined", wait).values())

@@ -1,13 +1,15 @@
-"""The private names of torch that ckpt uses, since torch has no public ones for what they do.
+"""The private names of torch that ckpt uses where torch has no public names for the same purpose.
 
-All other modules use them through this one. A name that a tested release lacks has a second way
-here. The import of this module refuses a torch without a name that has none, and the call does so
-for a name that only an object of FSDP has.
+All other modules use these names through this module. Where one of the tested releases lacks a
+name, this module has another way to the same result. For the names in ``REQUIRED`` there is no
+other way: the import of this module raises ``ConfigError`` if torch lacks one of them. Names of
+objects of FSDP can only be checked when such an object exists, so the functions that use them raise
+the error.
 
-Some names stay where they are used, since they are the same in all tested releases: those that a
-save reads of thousands of tensors (``Tensor._version``, ``DTensor._local_tensor`` and
-``DTensor._spec``), and those of ``nn.Module`` that subclasses use (``_modules`` and
-``_save_to_state_dict``).
+A few private names are used directly by other modules, since they are the same in all tested
+releases: the attributes that a save reads of thousands of tensors (``Tensor._version``,
+``DTensor._local_tensor`` and ``DTensor._spec``), and the attributes of ``nn.Module`` that
+subclasses use (``_modules`` and ``_save_to_state_dict``).
 """
 
 from __future__ import annotations
@@ -53,24 +55,27 @@ REQUIRED: Final = (
     "torch.distributed.distributed_c10d:_get_default_store",
     "torch.utils.data._utils:worker",
 )
-"""Names without a second way, as ``module:attributes``."""
+"""The names of torch without which ckpt cannot work, as ``module:attribute.attribute``."""
 _FSDP1: Final = "_fsdp_wrapped_module"
 
 
 def tested_range() -> str:
-    """Return the tested releases, as an error or a log line gives them."""
+    """Return the range of tested releases as text for an error or a log line: "2.9 to 2.15"."""
     return " to ".join(f"{major}.{minor}" for major, minor in TESTED_TORCH)
 
 
 def is_tested(version: str) -> bool:
-    """Return True for a version of torch of a tested release."""
+    """Return True if ``version`` of torch belongs to a tested release."""
     major, minor = version.split(".")[:2]
     first, last = TESTED_TORCH
     return first <= (int(major), int(minor)) <= last
 
 
 def warn_of_untested(version: str) -> None:
-    """Log a warning, once in a process, if ``version`` of torch is not of a tested release."""
+    """Log a warning if ``version`` of torch belongs to no tested release.
+
+    The warning appears once in a process for each release.
+    """
     release = ".".join(version.split(".")[:2])
     if not is_tested(version) and release not in _warned:
         _warned.add(release)
@@ -83,17 +88,17 @@ def warn_of_untested(version: str) -> None:
 
 
 def missing(name: str) -> ConfigError:
-    """Return the error for a torch that has no ``name``."""
+    """Return the error to raise if torch has no ``name``."""
     return ConfigError(
         f"torch {torch.__version__} has no {name}, which ckpt needs: install torch {tested_range()}"
     )
 
 
 def find(name: str) -> Any:
-    """Return what a name of ``REQUIRED`` stands for.
+    """Return the object that ``name`` (``module:attribute.attribute``) stands for.
 
     Raises:
-        ConfigError: This torch does not have it.
+        ConfigError: The installed torch does not have this name.
     """
     module, _, path = name.partition(":")
     try:
@@ -112,7 +117,9 @@ get_default_store: Final[Callable[[], Any]] = _found["_get_default_store"]
 
 @contextmanager
 def outside_of_workers() -> Generator[None]:
-    """Let ``get_worker_info()`` say that this is no worker of a loader."""
+    """Make ``torch.utils.data.get_worker_info()`` return None within the block, as it does outside
+    of the workers of a ``DataLoader``.
+    """
     worker = _found["worker"]
     info, worker._worker_info = worker._worker_info, None
     try:
@@ -125,30 +132,35 @@ def outside_of_workers() -> Generator[None]:
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the result of the collective that ``tensor`` is waiting for, or ``tensor`` itself."""
+    """Wait for the collective whose result ``tensor`` is going to be, and return the result.
+
+    A tensor that is no result of an asynchronous collective is returned as it is.
+    """
     if isinstance(tensor, _found["AsyncCollectiveTensor"]):
         return cast("Any", tensor).wait()  # type: ignore[no-any-return]
     return tensor
 
 
 def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor with the memory and the version counter of a subclass' tensor.
+    """Return a plain tensor that shares the memory and the version counter of ``tensor``.
 
-    No code of the subclass runs.
+    If ``tensor`` is of a subclass, no code of the subclass runs.
     """
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         return tensor.detach()
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """Return a number that two tensors share if and only if they share a storage, also an empty
-    one.
+    """Return a number that is equal for two tensors if and only if they have the same storage, even
+    if the storage is empty.
     """
     return int(tensor.untyped_storage()._cdata)
 
 
 def with_versions(values: Mapping[str, Any], of: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return ``values`` as a state dict with the versions that ``of`` has of its modules."""
+    """Return ``values`` as a state dict with the versions of modules (``_metadata``) that the state
+    dict ``of`` has.
+    """
     found: Any = OrderedDict(values)
     found._metadata = getattr(of, "_metadata", {})
     return cast("OrderedDict[str, Any]", found)
@@ -161,16 +173,19 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def use_count(tensor: torch.Tensor) -> int:
-    """Return how many references C++ and Python together hold to ``tensor``; Python's are one."""
+    """Return the number of references to ``tensor`` in C++ code, where all references in Python
+    together count as one.
+    """
     held: Any = tensor  # Torch's stubs do not declare this method
     return int(held._use_count())
 
 
 def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return torch's own comparison of many tensors in one call, as ``torch.compile`` uses it.
+    """Return a function that compares its arguments with ``tensors`` as they are now.
 
-    It compares types, dtypes, shapes, strides and lazy views. It is False if it cannot tell: for a
-    tensor that comes twice, and if this version of torch does not have it.
+    It is the comparison of ``torch.compile``, which compares types, dtypes, shapes, strides and
+    lazy views of many tensors in one call. It also returns False if it cannot compare: for a tensor
+    that is given twice, and if this version of torch lacks the comparison.
     """
     core: Any = torch._C
     try:
@@ -184,7 +199,7 @@ def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def always_unknown(*_: torch.Tensor) -> bool:
-    """Compare for a torch that has no such function. It finds nothing equal."""
+    """Return False. This function replaces the comparison of ``guards_of`` where torch has none."""
     return False
 
 
@@ -195,28 +210,28 @@ def root_mesh(mesh: Any) -> Any:
     """Return the mesh that ``mesh`` was cut from, or ``mesh`` itself."""
     if (ask := getattr(mesh, "_get_root_mesh", None)) is not None:
         return ask()
-    # until torch 2.9
+    # Torch up to 2.9 has this function instead of the method.
     return find("torch.distributed.device_mesh:_mesh_resources.get_root_mesh")(mesh)
 
 
 def fsdp2_groups(module: nn.Module) -> Sequence[Any]:
-    """Return the groups of parameters that ``fully_shard`` has made of ``module``.
+    """Return the groups of parameters that ``fully_shard(module)`` has made.
 
-    Modules of one call of ``fully_shard`` have the same groups.
+    Modules that were given to ``fully_shard`` in one call have the same groups.
     """
     sharded: Any = module
     state = sharded._get_fsdp_state()
     if (groups := getattr(state, "_fsdp_param_groups", None)) is not None:
         return tuple(groups)
     try:
-        group = state._fsdp_param_group  # until torch 2.11
+        group = state._fsdp_param_group  # Torch up to 2.11 has this attribute instead
     except AttributeError:
         raise missing(f"{type(state).__name__}._fsdp_param_groups") from None
     return () if group is None else (group,)
 
 
 def may_be_gathering(group: Any) -> bool:
-    """Return True if an all-gather of an FSDP2 group may be under way."""
+    """Return True unless it is certain that no all-gather of this FSDP2 group is under way."""
     return getattr(group, "_all_gather_result", group) is not None
 
 
@@ -230,10 +245,11 @@ def has_frozen_graphs() -> bool:
 
 
 def stand_in_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return another optimizer of the same class with a copy of ``settings``, and the copy.
+    """Return a new optimizer of the same class as ``optimizer``, and a deep copy of ``settings``.
 
-    It has deep copies of the attributes of ``optimizer``, and no hooks, groups or state. Device
-    meshes and process groups stay the same objects.
+    The new optimizer has deep copies of the attributes of ``optimizer``, but no hooks, parameter
+    groups or state. Device meshes and process groups are not copied. An object that is in the
+    attributes and in ``settings`` is also one object in the copies.
     """
     made: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): made}
@@ -255,7 +271,9 @@ def stand_in_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> tuple[Any,
 
 
 def overlaps_with_ddp(optimizer: Optimizer) -> bool:
-    """Return True for a ``ZeroRedundancyOptimizer`` that steps inside of ``backward()``."""
+    """Return True if ``optimizer`` is a ``ZeroRedundancyOptimizer`` that steps during
+    ``backward()``.
+    """
     return bool(getattr(optimizer, "_overlap_with_ddp", False))
 
 
@@ -263,9 +281,14 @@ def overlaps_with_ddp(optimizer: Optimizer) -> bool:
 
 
 class FlatPart(NamedTuple):
-    """The part of a parameter of ``shape`` that a flat parameter of FSDP1 holds on this rank.
+    """The part of one parameter that a flat parameter of FSDP1 holds on this rank.
 
-    Its ``length`` elements are at ``start`` of the parameter and at ``at`` of the flat one.
+    Attributes:
+        fqn: The name of the parameter in the wrapped module.
+        shape: The shape of the whole parameter.
+        start: The index of the part's first element in the flattened parameter.
+        at: The index of the part's first element in this rank's shard of the flat parameter.
+        length: The number of elements of the part; 0 if this rank holds none.
     """
 
     fqn: str
@@ -279,10 +302,13 @@ class FlatParameter(NamedTuple):
     """A flat parameter of FSDP1.
 
     Attributes:
-        held: The flat parameter, or with ``use_orig_params`` the parameter of each part.
-        parts: The parameters that it consists of.
-        size: Elements of the flat parameter on this rank; None with ``use_orig_params``.
-        tied: Names of further parameters -> the names of those in ``parts`` with the same memory.
+        held: The tensor that is the flat parameter, or with ``use_orig_params`` the tensors of the
+            original parameters, one for each of ``parts``.
+        parts: The parts of the original parameters.
+        size: The number of elements of the flat parameter on this rank; None with
+            ``use_orig_params``.
+        tied: The name of each further parameter that shares its memory with one in ``parts`` -> the
+            name of the latter.
     """
 
     held: Sequence[torch.Tensor]
@@ -292,7 +318,7 @@ class FlatParameter(NamedTuple):
 
 
 def fsdp1_wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the names of FSDP1's wrappers in ``module``, each with the wrapper."""
+    """Yield the name and the object of each FSDP1 wrapper in ``module``."""
     if "torch.distributed.fsdp" in sys.modules:
         for name, child in module.named_modules():
             if _FSDP1 in child._modules:
@@ -300,23 +326,27 @@ def fsdp1_wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def fsdp1_handle(wrapper: Any) -> Any:
-    """Return the handle of a wrapper's flat parameter; None if it has no parameters of its own."""
+    """Return the handle of the flat parameter of an FSDP1 wrapper, or None if the wrapper has no
+    parameters of its own.
+    """
     return wrapper._handle
 
 
 def fsdp1_ignored(wrapper: Any) -> Sequence[torch.Tensor]:
-    """Return the parameters that a wrapper leaves alone."""
+    """Return the parameters that an FSDP1 wrapper was told to ignore."""
     return tuple(wrapper._ignored_params)
 
 
 def fsdp1_copies(wrapper: Any) -> Any:
-    """Return the process group of the ranks that replicate this rank's shard, if there is one."""
+    """Return the process group of the ranks that hold the same shard as this rank (hybrid
+    sharding), or None if each shard is on one rank only.
+    """
     return getattr(wrapper, "_inter_node_pg", None)
 
 
 def fsdp1_over_dtensors(handle: Any) -> Iterator[str]:
-    """Yield the names of the parameters of a handle that were DTensors before they were
-    flattened.
+    """Yield the names of those parameters of a handle that were DTensors before FSDP1 flattened
+    them.
     """
     flat = handle.flat_param
     for fqn, extension in zip(flat._fqns, flat._param_extensions, strict=True):
@@ -325,7 +355,9 @@ def fsdp1_over_dtensors(handle: Any) -> Iterator[str]:
 
 
 def fsdp1_flat(handle: Any) -> FlatParameter | None:
-    """Return the flat parameter of a handle; None if its parameters are ordinary ones."""
+    """Return the flat parameter of a handle, or None if the module has its original parameters,
+    whole, instead of a flat one.
+    """
     flat, is_sharded = handle.flat_param, bool(handle.uses_sharded_strategy)
     if handle._use_orig_params and not is_sharded:
         return None
@@ -356,11 +388,12 @@ def _name(*parts: str) -> str:
 
 
 def fsdp1_reshard(handle: Any) -> None:
-    """Free what a handle has gathered, except inside of ``summon_full_params()``."""
+    """Free the parameters that a handle has gathered, except inside of ``summon_full_params()``."""
     state = type(handle._training_state)
     if not handle.uses_sharded_strategy or handle._training_state == state.SUMMON_FULL_PARAMS:
         return
-    # SHARD_GRAD_OP skips the sharded views after a forward that a backward may follow.
+    # Under SHARD_GRAD_OP, FSDP1 keeps the views of the gathered parameters after a forward pass,
+    # since a backward pass may follow.
     if handle._skipped_use_sharded_views:
         handle._use_sharded_views()
     handle._prefetched = False

@@ -1,7 +1,8 @@
-"""The job's TCPStore as a coordinator: a connection and keys of its own, and no process group.
+"""The coordinator over the job's TCPStore. It uses a connection and keys of its own, and makes no
+process group.
 
 It works with any store that ``init_process_group`` was given (torchrun's, ``tcp://``, ``file://``),
-and with one that `ckpt.adapters.joined` has made. The connection is cloned, so a wait in the
+and with the stores that `ckpt.adapters.joined` makes. It clones the connection, so a wait in the
 background never delays the trainer's own use of the store.
 """
 
@@ -27,30 +28,32 @@ from ckpt.errors import CommitError, ConfigError
 T = TypeVar("T")
 
 _LOOK_SECONDS: Final = 1.0
-"""How long one wait lasts before ranks are looked at one by one. A failure is noticed after this
-time at the latest.
+"""How long ``collect`` waits for the message of the highest rank before it reads the messages of
+all ranks. So it notices a failure of another rank after this time at the latest.
 """
 _REST: Final = 4
-"""The pause after a look at the ranks is this many times as long as the look, since a look at
-thousands of ranks takes seconds of the store's time.
+"""After ``collect`` has read the messages of all ranks, it waits this many times as long as that
+took, since reading the messages of thousands of ranks takes seconds of the store's time.
 """
 _BLOCK: Final = 256
-"""The number of keys in a request. The server's time grows faster than linearly with it, and a
-request for each key costs seven times as much (docs/scale.md).
+"""The number of keys in one request. The time of the server grows faster than linearly with this
+number, and one request for each key costs seven times as much (docs/scale.md).
 """
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.025
 _GROWTH: Final = 1.25
-"""Each pause between two looks at the store is this many times as long as the one before. So a wait
-ends at most a quarter late.
+"""Each pause between two requests of a wait is this many times as long as the pause before. So a
+wait lasts at most a quarter longer than necessary.
 """
 _LOOKS: Final = 512
-"""The most looks per second by all ranks together that have waited for a while."""
+"""The most requests per second that all ranks together send once their pauses have their full
+length.
+"""
 _NOTHING: Final = "\0"
 """The value that ``compare_set`` returns for a key without a value. No message is equal to it."""
 _START_SECONDS: Final = 300.0
 _FAREWELL_SECONDS: Final = 5.0
-"""How long rank 0 waits at the end for ranks that are slower."""
+"""How long rank 0 waits in ``close`` for the other ranks to close too."""
 _GROUP_WAY: Final = (
     "call torch.distributed.init_process_group() before building the manager, or give it "
     'coordinator=ckpt.join(rank, world_size, "host:port")'
@@ -61,21 +64,26 @@ _WORLDS: Final = {
     "HOROVOD_SIZE": "give the manager coordinator=ckpt.join_horovod(hvd)",
     "OMPI_COMM_WORLD_SIZE": _MPI_WAY,
 }
-"""The variables of launchers that hold the number of ranks -> the ways to a coordinator."""
+"""The environment variables in which launchers give the number of ranks -> advice how to get a
+coordinator under that launcher.
+"""
 _serial = itertools.count()
 
 
 class TorchStoreCoordinator:
-    """A coordinator over the default process group's store.
+    """A coordinator over a store of torch, by default the store of the default process group.
 
-    All ranks build one, in the same order. Any thread may use it.
+    Every rank builds one. If a rank builds several, all ranks build them in the same order.
+
+    Thread safety:
+        Any thread may call the methods.
 
     Args:
-        group: The rank and the number of ranks in a group that has its own messages; all ranks of
-            the default process group if it is left out.
-        name: A name that only the ranks of this group use, and once. Coordinators with a name need
-            not be built in the same order on all ranks.
-        store: Another store than that of the default process group.
+        group: This process' rank and the number of ranks, for a coordinator of other ranks than
+            those of the default process group.
+        name: A name for this coordinator, the same on all its ranks, which no other coordinator of
+            the job uses. Coordinators with a name need not be built in the same order on all ranks.
+        store: The store to use in place of that of the default process group.
     """
 
     def __init__(
@@ -86,8 +94,8 @@ class TorchStoreCoordinator:
         store: Store | None = None,
     ) -> None:
         self.rank, self.world_size = group or (dist.get_rank(), dist.get_world_size())
-        # The store of torchrun's agent may outlive a restart of the workers, so the keys contain
-        # the number of the restart, which torchrun gives in this variable.
+        # The store of torchrun may outlive a restart of the ranks, so the keys contain the number
+        # of the restart, which torchrun gives in this variable.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # noqa: TID251
         self._prefix = f"ckpt/{restart}/{name or next(_serial)}"
         # On the rank that serves the store, this reference keeps the server alive.
@@ -100,14 +108,15 @@ class TorchStoreCoordinator:
         self.attempt = agreed.decode()
 
     def post(self, subject: str, message: bytes) -> None:
-        """Put this rank's message under a key of its own."""
+        """Store this rank's message on ``subject`` under a key of its own."""
         _asked(lambda: self._store.set(f"{subject}/{self.rank}", message.decode()))
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
-        """Return the messages of ``ranks`` that have arrived.
+        """Return the messages of ``ranks`` on ``subject`` that have arrived, by rank, as soon as
+        there is one. Return an empty dict if none has arrived after ``timeout`` seconds.
 
-        One request waits for the message of the highest rank. When it is there, or after a while,
-        all messages are read.
+        The call first waits for the message of the highest rank. When this message has arrived, or
+        after a pause, the call reads the messages of all ``ranks``.
         """
         keys = {rank: f"{subject}/{rank}" for rank in sorted(ranks)}
         deadline, pause = time.monotonic() + timeout, _LOOK_SECONDS
@@ -125,36 +134,41 @@ class TorchStoreCoordinator:
         return {}
 
     def set_once(self, subject: str, verdict: bytes) -> bytes:
-        """Set the value if there is none, and return the value that the store has. The store
-        decides which rank comes first.
+        """Set the verdict on ``subject`` if there is none, and return the verdict that stands. If
+        several ranks set one, the first to reach the store wins.
         """
         return _asked(lambda: self._store.compare_set(f"{subject}/verdict", "", verdict.decode()))
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
-        """Return the verdict, or None after ``timeout`` seconds. With 0 it only looks."""
+        """Return the verdict on ``subject``, or None if there is none after ``timeout`` seconds.
+        With 0 the call does not wait.
+        """
         key = f"{subject}/verdict"
         return self._look(key) if timeout <= 0 or self._wait([key], timeout) else None
 
     def forget(self, subject: str) -> None:
-        """Remove this rank's message. Messages take a few hundred bytes for each rank, tier and
-        save, which would add up in a month of training. Verdicts, one per save, stay.
+        """Remove this rank's message on ``subject`` from the store. Never raises.
+
+        The messages of each save take a few hundred bytes for each rank and tier, which would add
+        up in a month of training. Verdicts are not removed.
         """
         with contextlib.suppress(dist.DistError, RuntimeError):
             self._store.delete_key(f"{subject}/{self.rank}")
 
     def clone(self) -> TorchStoreCoordinator:
-        """Return a coordinator with a connection of its own. The client of torch lets one call
-        through at a time, and a wait is a call.
+        """Return an equal coordinator with a connection of its own. A connection of torch's store
+        serves one call at a time, so a wait on it would delay calls from other threads.
         """
         other = copy.copy(self)
         other._store = PrefixStore(self._prefix, _own_connection(self._base))
         return other
 
     def close(self) -> None:
-        """Close the connection. The rank whose process may serve the store closes last.
+        """Tell the other ranks that this rank needs the store no longer.
 
-        Other ranks may not have received the last verdict yet. If an exception ends the process, it
-        does not wait for them.
+        Rank 0, whose process may serve the store, then waits for all ranks to do so, at most
+        ``_FAREWELL_SECONDS``, since some may not have received the last verdict yet. It does not
+        wait while an exception is handled, such as one that ends the process.
         """
         with contextlib.suppress(CommitError):
             self.post("bye", b"-")
@@ -168,17 +182,19 @@ class TorchStoreCoordinator:
                 missing -= self.collect("bye", missing, timeout=deadline - time.monotonic()).keys()
 
     def _look(self, key: str) -> bytes | None:
-        """Return the value of a key now, or None.
+        """Return the present value of ``key``, or None if it has no value.
 
-        The store's ``get`` would wait for minutes for a message that was removed meanwhile.
+        ``Store.get`` is not used, since it would wait for minutes if the value was removed
+        meanwhile.
         """
         found = _asked(lambda: self._store.compare_set(key, _NOTHING, _NOTHING))
         return None if found == _NOTHING.encode() else found
 
     def _there(self, keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Return the keys that have a value.
+        """Return those of ``keys``, pairs of a rank and a key, whose key has a value.
 
-        Keys are looked up in blocks, and one by one only in a block that is not complete.
+        One request asks whether all keys of a block have values. The keys are looked up one by one
+        only in a block in which some have none.
         """
         found: list[tuple[int, str]] = []
         for start in range(0, len(keys), _BLOCK):
@@ -193,10 +209,11 @@ class TorchStoreCoordinator:
         return _asked(lambda: self._store.check(keys))
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
-        """Return True if all ``keys`` have a value within ``seconds``.
+        """Wait until all ``keys`` have a value, and return True, or False after ``seconds``.
 
-        It looks again at growing intervals. ``Store.wait`` prints two warnings at each timeout,
-        and a thread that is inside of it while the interpreter exits kills the process.
+        The call asks the store again and again, with growing pauses. ``Store.wait`` is not used,
+        since it prints two warnings at each timeout, and kills the process if a thread is inside of
+        it while the interpreter exits.
         """
         deadline = time.monotonic() + seconds
         longest = max(_LONGEST_PAUSE, self.world_size / _LOOKS)
@@ -231,10 +248,11 @@ def _brief(error: Exception) -> str:
 
 
 def find_coordinator() -> Coordinator:
-    """Return the coordinator of this job.
+    """Return a coordinator over the default process group's store if there are several ranks, else
+    a ``SingleCoordinator``.
 
     Raises:
-        ConfigError: There are several ranks and no process group.
+        ConfigError: A launcher has started several ranks, and there is no process group.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchStoreCoordinator()
@@ -244,5 +262,7 @@ def find_coordinator() -> Coordinator:
 
 
 def world_of_launcher() -> str | None:
-    """Return the variable with which a launcher says that there are several ranks, if one does."""
+    """Return the name of the environment variable in which a launcher gives a number of ranks above
+    1, or None if no launcher does.
+    """
     return next((name for name in _WORLDS if int(os.environ.get(name) or "1") > 1), None)  # noqa: TID251

@@ -1,1 +1,1 @@
-"""A stored checkpoint -> the tensors and values of a state that it fills."""
+"""The matching of a checkpoint with a state, and the code that fills the state from it."""

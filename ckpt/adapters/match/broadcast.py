@@ -1,9 +1,11 @@
-"""Ranks that want the same chunks: one reads and verifies each, and the others get it over gloo.
+"""The restore with ``replicas="broadcast"``: of several ranks that want the same chunk, one reads
+and verifies it, and sends it to the others over gloo.
 
-It works in rounds. In a round a rank reads its next parcel while the parcels of the round before
-travel. All ranks agree that the round was good, and only then the next round begins. So a rank that
-meets damage leaves no rank waiting in a collective, and a failure inside of one is bounded by its
-time limit. Received chunks are verified by the same checksum as read ones.
+The restore proceeds in rounds. In each round, a rank reads its next parcels (groups of chunks)
+while the parcels of the round before are sent. The next round begins only after all ranks have
+agreed that the round has succeeded. So a rank that meets damage leaves no other rank waiting in a
+collective. If a collective itself fails, its time limit ends it. Ranks verify the chunks that they
+receive by the same checksums as the chunks that they read.
 """
 
 from __future__ import annotations
@@ -32,31 +34,36 @@ from ckpt.storage.api import aligned_memory
 PARCEL_BYTES: Final = 32 << 20
 """The most bytes of a parcel. A larger chunk is a parcel of its own."""
 FLIGHT_BYTES: Final = 128 << 20
-"""The most bytes of the parcels that travel at once. A rank needs memory for these, and for two
-parcels of its own, beside its state.
+"""The most bytes of the parcels that are sent at once. Besides its state, a rank needs memory for
+these parcels and for two parcels that it reads itself.
 """
 WORTH_BYTES: Final = 1 << 20
+"""Ranks that want fewer bytes than this in common read them each by itself."""
 TIMEOUT: Final = timedelta(seconds=600)
 """The time limit of a collective."""
 
 Agree = Callable[[str, Callable[[], object]], None]
-"""Does work on all ranks. An error of one rank is raised on all."""
+"""A function that takes a name for some work and the work. All ranks call it together. It does the
+work on each rank, and raises on all ranks if the work has failed on any rank.
+"""
 
 
 def can_broadcast(world_size: int) -> bool:
-    """Return True if there is a default process group of that size."""
+    """Return True if there is a default process group of ``world_size`` ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
 
 
 class Broadcast:
-    """One restore's reading, shared by all ranks of the default process group, which make and use
-    it alike.
+    """Reads the chunks of one restore. All ranks of the default process group share the reading.
+
+    All ranks make this object and call ``run`` together.
 
     Args:
-        plan: What this rank wants.
-        sink: Where it goes.
-        read: Reads a part of the plan. Called from one other thread.
-        workers: Place what has arrived.
+        plan: The restore plan of this rank.
+        sink: The targets of the chunks.
+        read: Reads a part of ``plan`` into a sink. It is called from another thread, one call at a
+            time.
+        workers: The threads that verify received chunks and copy them to ``sink``.
     """
 
     def __init__(
@@ -80,13 +87,14 @@ class Broadcast:
         self.read_bytes = 0
         """The bytes that this rank has read from storage."""
         self.received_bytes = 0
-        """The bytes in memory that other ranks have read for this rank."""
+        """The bytes that this rank has received from other ranks, counted before any codec."""
 
     def run(self, agree: Agree) -> None:
-        """Read everything into place.
+        """Read all chunks of the plan into the sink.
 
         Raises:
-            What ``agree`` raises. Targets may have been overwritten in part.
+            Exception: ``agree`` raises, since a rank has failed. Targets may then be overwritten in
+                part.
         """
         try:
             agree("meet", self._meet)
@@ -97,7 +105,9 @@ class Broadcast:
             self._part()
 
     def _meet(self) -> None:
-        """Exchange what the ranks want, and decide which ranks share what."""
+        """Exchange the keys of the chunks that the ranks want. Decide which ranks share which
+        chunks, and make the process groups for it.
+        """
         with self._collective():
             world = dist.new_group(backend="gloo", timeout=TIMEOUT)
             self._groups.append(world)
@@ -119,6 +129,9 @@ class Broadcast:
         return group
 
     def _round(self, number: int, reader: Workers) -> None:
+        """Read this rank's parcels of round ``number``, and meanwhile exchange the parcels of the
+        round before.
+        """
         reading = reader.submit(self._fill, number) if number < self._rounds else None
         if number:
             with self._collective():
@@ -131,7 +144,9 @@ class Broadcast:
     # -- reading -----------------------------------------------------------------------------------
 
     def _fill(self, number: int) -> None:
-        """Read this rank's parcels of a round, and in the first round what it does not share."""
+        """Read this rank's parcels of round ``number``. In the first round, also read the chunks
+        that this rank does not share with others.
+        """
         if not number and self._alone:
             self._take([self._reads[key] for key in self._reads if key in self._alone], self._sink)
         mine = [
@@ -147,6 +162,7 @@ class Broadcast:
         self._full.update({load.parcel: load for load in mine})
 
     def _take(self, reads: Sequence[ChunkRead], sink: Sink) -> None:
+        """Read ``reads``, a part of the plan, into ``sink``."""
         ordered = sorted(reads, key=lambda read: read.place)
         part = replace(self._plan, reads=tuple(ordered))
         self._read(part, sink)
@@ -155,6 +171,9 @@ class Broadcast:
     # -- sending -----------------------------------------------------------------------------------
 
     def _exchange(self, parcels: Sequence[Parcel], process_group: Any) -> None:
+        """Broadcast each of ``parcels`` from its reader in ``process_group``, and copy its chunks
+        to the sink.
+        """
         for flight in self._flights(parcels):
             loads = [
                 self._full.pop(parcel) if parcel in self._full else self._load(parcel)
@@ -175,6 +194,7 @@ class Broadcast:
                         self._free.append(load.memory)
 
     def _flights(self, parcels: Sequence[Parcel]) -> Generator[list[Parcel]]:
+        """Yield ``parcels`` in lists of at most ``FLIGHT_BYTES``, which are sent at once."""
         flight: list[Parcel] = []
         nbytes = 0
         for parcel in parcels:
@@ -187,6 +207,9 @@ class Broadcast:
         yield flight
 
     def _place(self, load: _Load, read: ChunkRead) -> None:
+        """Verify the chunk ``read`` in ``load`` if another rank has sent it. Copy it to the sink,
+        unless ``load`` has the memory of the target.
+        """
         data = load.places[_mark(read)]
         if load.parcel.reader != self._rank and checksum(data) != read.checksum:
             raise RestoreError(
@@ -199,8 +222,8 @@ class Broadcast:
     # -- memory ------------------------------------------------------------------------------------
 
     def _load(self, parcel: Parcel) -> _Load:
-        """Return a parcel with memory for its chunks: that of the target for a single chunk that
-        has such memory, else a buffer.
+        """Return ``parcel`` with memory for its chunks: the memory of the target, if the parcel has
+        a single chunk and the target has contiguous host memory for it, else a buffer.
         """
         reads = [self._reads[key] for key in parcel.keys]
         target = self._sink.direct(reads[0]) if len(reads) == 1 else None
@@ -208,6 +231,7 @@ class Broadcast:
         return _Load(parcel, reads, memory, in_place=target is not None)
 
     def _lent(self, nbytes: int) -> memoryview:
+        """Return a free buffer of at least ``nbytes``, or a new one."""
         with self._lock:
             for index, memory in enumerate(self._free):
                 if memory.nbytes >= nbytes:
@@ -218,7 +242,9 @@ class Broadcast:
 
     @contextmanager
     def _collective(self) -> Generator[None]:
-        """End the groups if the body fails, so that no rank waits for this one in them."""
+        """Destroy the process groups if the block fails, so that no rank waits for this one in a
+        collective. Errors of torch become ``Parted``.
+        """
         try:
             yield
         except CkptError:
@@ -230,6 +256,7 @@ class Broadcast:
             raise Parted(f"it could not share with others what it read: {first}") from error
 
     def _part(self) -> None:
+        """Forget all parcels, and destroy the process groups."""
         self._loads.clear()
         self._full.clear()
         while self._groups:
@@ -237,10 +264,14 @@ class Broadcast:
 
 
 class _Load:
-    """A parcel and its memory, which has the chunks one after another.
+    """A parcel and the memory in which its chunks stand one after another.
 
     Attributes:
-        places: The memory of each chunk, by its mark.
+        parcel: The parcel.
+        reads: The reads of its chunks.
+        memory: The memory, which may be longer than the parcel.
+        in_place: True if the memory is that of the target.
+        places: The memory of each chunk, by the chunk's first target (``_mark``).
     """
 
     def __init__(
@@ -259,7 +290,7 @@ class _Load:
 
 
 class _LoadSink:
-    """Chunks -> the parcels they travel in."""
+    """A sink that puts chunks into the memory of the parcels in which they are sent."""
 
     def __init__(self, places: Mapping[Target, memoryview]) -> None:
         self._places = places
@@ -272,16 +303,18 @@ class _LoadSink:
 
 
 def _mark(read: ChunkRead) -> Target:
-    """Return what identifies a chunk in this restore: its first target.
+    """Return the first target of the chunk, which identifies it in this restore.
 
-    Its offset in a file does not serve, since that depends on the codec of the tier.
+    The offset of the chunk in its file cannot identify it, since this depends on the codec of the
+    tier.
     """
     return read.targets[0]
 
 
 def _gather(keys: Keys, group: Any) -> list[Keys]:
-    """Return the values of all ranks."""
-    count = torch.tensor([len(keys)], device="cpu")  # Independent of torch's default device
+    """Return the ``keys`` of every rank, in the order of ranks."""
+    # The device is given, since torch's default device may be an accelerator.
+    count = torch.tensor([len(keys)], device="cpu")
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count, group=group)
     most = max(int(each.item()) for each in counts)

@@ -1,4 +1,4 @@
-"""A tensor of the state, matched with the node that a checkpoint has of it."""
+"""The matching of one tensor of the state with its node in the checkpoint."""
 
 from __future__ import annotations
 
@@ -20,14 +20,21 @@ _encoder: Final = msgspec.json.Encoder(order="sorted")
 
 
 def fill(match: Matching, name: str, source: str, target: Source, node: Node) -> None:
-    """Let the restore read the bytes of ``node`` into ``target``, or those of each tensor inside of
-    a wrapper.
+    """Request that the restore reads the bytes of ``node`` into ``target``. For a wrapper tensor
+    (see ``tensors.wrapped``), request it for each tensor inside.
+
+    Args:
+        match: The matching that the request is added to.
+        name: The name of the tensor in the state.
+        source: Its name in the checkpoint.
+        target: The tensor to fill.
+        node: Its node in the checkpoint.
 
     Raises:
-        KindMismatch: One is a wrapper and the other is not, or they differ in their class, their
-            metadata or the tensors inside.
+        KindMismatch: Only one of ``target`` and ``node`` is a wrapper tensor, or they differ in
+            their class, their metadata or the tensors inside.
         ShapeMismatch, DtypeMismatch, RestoreError: See ``Matching.want``.
-        UnsupportedValue: A wrapper that cannot be filled.
+        UnsupportedValue: ``target`` is a wrapper tensor that cannot be filled.
     """
     if not (isinstance(target, torch.Tensor) and is_wrapper(target)):
         match.expect(node, name, "tensor", "array")
@@ -51,7 +58,12 @@ def fill(match: Matching, name: str, source: str, target: Source, node: Node) ->
 
 
 def _stored(name: str, path: str, layer: Layer, node: Node) -> Iterator[tuple[str, str]]:
-    """Return the path of each innermost tensor of the wrapper, and the name of its bytes."""
+    """Yield, for each innermost tensor of the wrapper tensor ``name``, its path in the wrapper and
+    the name under which its bytes are stored.
+
+    Raises:
+        KindMismatch: The node does not fit ``layer``, which is at ``path`` of the wrapper tensor.
+    """
     if tag(node) != "subclass":
         raise KindMismatch(name, kind(node), layer.kind)
     if node["class"] != layer.kind:

@@ -1,11 +1,11 @@
-"""A manifest -> a state.
+"""The matching of a manifest with a state.
 
-First everything is matched, with nothing changed; then bytes are read into place; then the rest is
-set.
+A restore first matches the whole state, and changes nothing meanwhile. Then it reads bytes into the
+tensors. Then it sets all other values.
 
-Tensors that exist are filled where they are. Tensors that do not exist yet (an optimizer that has
-not stepped, a tensor inside a ``state_dict``) are made. Plain values replace what is there; objects
-get ``load_state_dict``.
+A restore fills existing tensors in place. It makes tensors that do not exist yet: the state of an
+optimizer that has not stepped, and tensors inside of a ``state_dict``. Plain values replace the
+present values, and the ``load_state_dict`` of objects is called.
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ def match(
     world_size: int,
     selection: Selection = ALL,
 ) -> Matched:
-    """Fit ``manifest`` to ``state``, as far as ``selection`` goes; changes neither.
+    """Match ``manifest`` with the part of ``state`` that ``selection`` chooses, and return the work
+    that the restore must do. The values of the state do not change.
 
     Raises:
         EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch, OptimizerMismatch: The manifest
             does not fit the state.
-        ConfigError: A ``PerRank`` value was saved under another world size and has no
+        ConfigError: A ``PerRank`` value was saved by another number of ranks and has no
             ``on_resize``, or a renaming fails.
         RestoreError: The state is no dict, the manifest has a tree that ckpt does not write, or an
-            object of the state fails.
+            object of the state raises an error.
         UnsupportedValue: A tensor of the state cannot be filled, as under ``FakeTensorMode``.
     """
     if not isinstance(state, MutableMapping):
@@ -117,7 +118,10 @@ class _Match:
     # -- containers --------------------------------------------------------------------------------
 
     def _child(self, value: Any, name: str, put: Callable[[Any], None]) -> None:
-        """Match one value of a container, which is found by its name in the checkpoint."""
+        """Match one value of a container with the value in the checkpoint that has its name.
+
+        ``put`` replaces the value in its container.
+        """
         source = self._all.source(name)
         node = self._saved.node(source)
         inside = holds_names(value)
@@ -126,7 +130,7 @@ class _Match:
         elif node is not ABSENT:
             self._item(value, node, name, source, put)
         elif inside and self._all.selection.renaming:
-            # The checkpoint may have the values inside under other names.
+            # By a renaming, the checkpoint may have the values inside of it in another place.
             with self._all.one(name, source):
                 self._item(value, node, name, source, put)
         else:
@@ -157,10 +161,11 @@ class _Match:
     def _item(
         self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]
     ) -> None:
-        """Match ``node`` with ``target``. ``put`` replaces the value in its container.
+        """Match ``node`` with ``target``, the value ``path`` of the state. ``put`` replaces this
+        value in its container.
 
-        ``node`` is ``ABSENT`` only if the checkpoint may have the values inside of ``target`` under
-        other names.
+        ``node`` is ``ABSENT`` only if the checkpoint may have the values inside of ``target`` in
+        another place, by a renaming.
         """
         if not is_stateful(target):
             target = adapted(target)
@@ -188,9 +193,11 @@ class _Match:
                 self._leaf(target, node, path, source, put)
 
     def _live_state(self, target: Any, node: Node, path: str) -> MutableMapping[str, Any] | None:
-        """Return the ``state_dict()`` of an object whose tensors a restore fills.
+        """Return the ``state_dict()`` (or ``targets()``) of an object whose tensors a restore fills
+        in place, or None for any other value.
 
-        These are objects of a ``Stateful`` class, and objects with sharded tensors.
+        Such an object is of a ``Stateful`` class, or has sharded tensors, and the checkpoint has
+        tensors of it.
         """
         if not (
             is_stateful(target)
@@ -208,9 +215,8 @@ class _Match:
         return live
 
     def _object(self, target: Any, live: MutableMapping[str, Any], path: str, source: str) -> None:
-        """Fill the tensors of a ``state_dict()``, then give that dict to the object.
-
-        ``torch.distributed.checkpoint.load`` does the same.
+        """Match the tensors of ``live``, the ``state_dict()`` of ``target``. After they were read,
+        ``target.load_state_dict`` gets this dict, as in ``torch.distributed.checkpoint.load``.
         """
         # The tensors of an object that is filled through its targets keep their shapes.
         before, self._in_object = self._in_object, not isinstance(target, Refilled)
@@ -222,7 +228,8 @@ class _Match:
         self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]
     ) -> None:
         if self._in_object and self._is_resized(target, node):
-            # A new tensor replaces one of another size, such as a queue of samples.
+            # The restore makes a new tensor in place of one with another shape, such as a queue of
+            # samples.
             target = None
         match target:
             case torch.Tensor() | LocalShards():
@@ -278,8 +285,8 @@ class _Match:
             self._actions.append(lambda: put(made()))
 
     def _per_rank(self, target: PerRank, node: Node, path: str, at: str) -> None:
-        """Match a ``PerRank`` value. An imported one is a list of the ranks' values, as an export
-        writes it.
+        """Match a ``PerRank`` value, which is ``at`` in the checkpoint. In an imported checkpoint,
+        ``node`` is a list of the values of all ranks, as an export writes it.
         """
         saved_world = len(node) if isinstance(node, list) else self._saved.manifest.world_size
         source: int | None = self._rank
@@ -295,6 +302,7 @@ class _Match:
         self._item(target.value, values[at], path, at, lambda new: setattr(target, "value", new))
 
     def _source(self, target: PerRank, path: str, saved_world: int) -> int | None:
+        """Return the rank whose saved value this rank takes, or None to keep the present value."""
         policy = target.on_resize
         if callable(policy):
             source = policy(self._rank, self._world, saved_world)
@@ -313,9 +321,10 @@ class _Match:
 
 
 def _match_module(match: Matching, module: nn.Module, node: Node, path: str, source: str) -> None:
-    """Match a module by canonical names, with a saved module or a plain dict of tensors.
+    """Match a module with a saved module or a plain dict of tensors, by canonical names.
 
-    ``ABSENT`` stands for a module whose tensors are all elsewhere.
+    ``node`` is ``ABSENT`` if the checkpoint may have the tensors of the module in other places, by
+    a renaming.
 
     Raises:
         KindMismatch, ShapeMismatch, DtypeMismatch: The saved values do not fit.
@@ -348,9 +357,10 @@ def _match_module(match: Matching, module: nn.Module, node: Node, path: str, sou
 
 
 def _load_extra(module: nn.Module, path: str, extra: dict[str, Callable[[], Any]]) -> None:
-    """Load the extra state of ``module``, with the versions that its modules have now.
+    """Load the extra state of ``module``, together with the present versions of its modules.
 
-    Without them a module takes the rest, which is in place, for that of an old version.
+    Without the versions, a module would assume that its tensors, which the restore has filled, are
+    from an old version, and convert them.
     """
     loaded = {key: made() for key, made in extra.items()}
     module.load_state_dict(with_versions(loaded, raw_state(path, module)), strict=False)

@@ -1,7 +1,7 @@
-"""An optimizer of the state, matched with what a checkpoint holds of one.
+"""The matching of an optimizer of the state with a saved optimizer.
 
-State is found by the names of parameters. Where a parameter was renamed its state follows it, from
-whichever optimizer holds it.
+The saved state of a parameter is found by the parameter's name. If a renaming gives the parameter
+another name in the checkpoint, its state is looked up under that name.
 """
 
 from __future__ import annotations
@@ -38,26 +38,40 @@ from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, below, unescape
 
 _HOW: Final = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize"))
-"""Settings that say how a step is computed, not what it is."""
+"""Settings of a parameter group that choose an implementation of the step. They do not show the
+kind of the optimizer.
+"""
 _NAMES: Final = "param_names"
-"""The names that torch keeps of a group's parameters, in their order: those of the target."""
+"""The setting in which torch keeps the names of a group's parameters. A restore does not change it,
+since the names must be those of the optimizer in the state.
+"""
 _OF_SCHEDULERS: Final = frozenset(
     ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 )
+"""Settings that learning rate schedulers add to parameter groups."""
 
 
 def match_optimizer(
     match: Matching, optimizer: Optimizer, node: Node, path: str, source: str
 ) -> None:
-    """Match an optimizer.
+    """Match an optimizer with ``node``, a saved optimizer.
 
-    State is filled in place if it exists, created if it does not, and dropped if it was not saved.
-    Settings are those of the saved groups.
+    The restore fills the tensors of the state in place, or makes them if they do not exist yet. It
+    drops values of the state that were not saved. The settings of a parameter group become those of
+    the saved group.
+
+    Args:
+        match: The matching that the work is added to.
+        optimizer: The optimizer in the state.
+        node: The saved optimizer, or ``ABSENT`` if the checkpoint may have its parts in other
+            places, by a renaming.
+        path: The name of the optimizer in the state.
+        source: Its name in the checkpoint.
 
     Raises:
-        OptimizerMismatch: Another kind of optimizer has saved it, and the restore is strict.
-        RestoreError: Its groups differ from the saved ones, or it owns parameters that stay on the
-            meta device.
+        OptimizerMismatch: The saved optimizer is of another kind, and the restore is strict.
+        RestoreError: The saved settings do not fit the parameter groups of ``optimizer``, or it has
+            parameters on the meta device that no module of the state holds.
     """
     if node is not ABSENT:
         match.expect(node, path, "optimizer")
@@ -65,7 +79,8 @@ def match_optimizer(
     if loader.found and (strangers := loader.strangers()) is not None:
         if match.selection.strict:
             raise OptimizerMismatch(path, *strangers)
-        # The optimizer keeps what it has. Nothing is claimed, so the report mentions it.
+        # The optimizer keeps its present state and settings. Since nothing is claimed here, the
+        # report lists the saved optimizer as unexpected.
         return
     match.open(path, source)
     loader.load()
@@ -81,10 +96,17 @@ def match_optimizer(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """A parameter of the optimizer, or a part of it.
+    """A parameter of the optimizer, or a part of one.
 
-    ``name`` is the name of its state here, and ``source`` that in the checkpoint. ``weight`` is its
-    own name there. ``is_here`` says whether this rank keeps any state of it.
+    Attributes:
+        group: The parameter group of the parameter.
+        parameter: The tensor in the parameter group.
+        part: The parameter, or the part of it.
+        is_here: True if this rank keeps any state of the part.
+        name: The name of the optimizer's values of the part, such as ``optimizer/model/weight``.
+        source: The name of these values in the checkpoint.
+        weight: The name of the parameter itself in the checkpoint.
+        saved: The saved settings and values; None if the checkpoint has none.
     """
 
     group: dict[str, Any]
@@ -98,6 +120,12 @@ class _Found:
 
 
 class _Loader:
+    """Matches one optimizer.
+
+    Attributes:
+        found: The parameters that the checkpoint has and that the restore concerns.
+    """
+
     def __init__(self, match: Matching, optimizer: Optimizer, path: str, source: str) -> None:
         self._match, self._optimizer, self._path = match, optimizer, path
         self._keeper = keeper_of(path, optimizer)
@@ -110,6 +138,9 @@ class _Loader:
         ]
 
     def _look(self, source: str) -> Iterator[_Found]:
+        """Yield the parts of all parameters of the optimizer, which is ``source`` in the
+        checkpoint.
+        """
         groups = part_groups(self._optimizer, self._match.parameters)
         for g, (group, group_parts) in enumerate(
             zip(self._optimizer.param_groups, groups, strict=True)
@@ -128,22 +159,24 @@ class _Loader:
                 name = f"{self._path}/{short}"
                 weight = self._match.source(short)
                 there = self._match.source(name)
-                # Without a rule of its own, the state follows its parameter.
+                # If no rule of the renaming names this state, it follows its parameter.
                 if there in (name, f"{source}/{short}"):
                     there = f"{source}/{weight}"
                 saved = self._match.saved.parameter(there)
                 if saved is None and not self._match.parameters.in_module(parameter):
-                    # The save may have known the parameter only by its place in the optimizer.
+                    # The saved state may have lacked the parameter. Then the name has its position
+                    # in the optimizer in place of its path.
                     older = f"{source}/{placeless(g, p)}"
                     saved = self._match.saved.parameter(older)
                     there = older if saved else there
                 yield _Found(group, parameter, part, is_here, name, there, weight, saved)
 
     def strangers(self) -> tuple[str, Sequence[str], Sequence[str]] | None:
-        """Return the names that show another kind of optimizer: each side has some that the other
-        lacks.
+        """Return None if the saved optimizer may be of the same kind as this one.
 
-        Names that only one side has may come from options and versions.
+        Otherwise, return the proof: "state" or "settings", the names of these that only the saved
+        optimizer has, and those that only this one has. If only one of the two has names that the
+        other lacks, this proves nothing, since options and versions of torch add names.
         """
         saved: set[str] = set()
         settings: set[str] = set()
@@ -156,8 +189,8 @@ class _Loader:
         there = settings - _HOW - _OF_SCHEDULERS - {_NAMES}
         here = {key for key in self._optimizer.defaults if isinstance(key, str)} - _HOW
         known = {key for group in self._optimizer.param_groups for key in group}
-        # Each side must have two settings of its own. A single one may be a new default of a later
-        # torch or a key that a user has added.
+        # Each of the two must have two settings that the other lacks. A single one may be a new
+        # default of a later torch, or a key that a user has added.
         if len(here - there) > 1 and len(there - known) > 1:
             return "settings", sorted(there - known), sorted(here - there)
         return None
@@ -185,6 +218,9 @@ class _Loader:
                 )
 
     def _group(self, group: dict[str, Any], values: list[Node]) -> None:
+        """Match the settings of a parameter group. ``values`` are the saved settings of each of its
+        parameters, which must be equal.
+        """
         if not values:
             return
         if any(other != values[0] for other in values[1:]):
@@ -199,7 +235,8 @@ class _Loader:
                 if isinstance(current := group.get(key), torch.Tensor) and isinstance(
                     value, torch.Tensor
                 ):
-                    # The learning rate of a capturable optimizer keeps its address.
+                    # A captured graph reads the learning rate at its address, so it is filled in
+                    # place.
                     current.copy_(value)
                 else:
                     group[key] = value
@@ -207,6 +244,7 @@ class _Loader:
         self._match.actions.append(apply)
 
     def _keys(self, each: _Found) -> set[str]:
+        """Return the keys of the saved state of a part, as they stand in names."""
         names = [
             *below(self._match.saved.names, each.source),
             *(each.saved.values if each.saved else ()),
@@ -214,7 +252,7 @@ class _Loader:
         return {name[len(each.source) + 1 :].partition("/")[0] for name in names}
 
     def _state(self, each: _Found, saved: SavedParameter) -> None:
-        """Return the state of one parameter, or of one part of it."""
+        """Match the state of one parameter, or of one part of it, with the saved values."""
         match, start = self._match, len(each.source) + 1
         fresh = self._fresh[id(each.parameter)]
         makers: dict[Any, Callable[[], Any]] = {}
@@ -223,11 +261,12 @@ class _Loader:
         for source in below(match.saved.names, each.source):
             part = source[start:]
             if "/" in part:
-                continue  # A container has a node of its own
+                continue  # The tensor is inside of a container, whose node is in ``saved.values``
             key = _key(f"{each.name}/{part}", part, keys)
             if (known := fresh.get(key)) is not None and each.part.of(each.name, known) is known:
-                continue  # All parts share one step counter
+                continue  # The value, a step counter for instance, belongs to all parts
             if is_wrapper(current.get(key)):
+                # The saved value is a plain tensor, so this call raises ``KindMismatch``.
                 fill(match, f"{each.name}/{part}", source, current[key], match.saved.node(source))
             held = self._held(
                 each, key, fresh.get(key, current.get(key)), match.saved.tensors[source]
@@ -253,7 +292,9 @@ class _Loader:
         match.actions.append(apply)
 
     def _held(self, each: _Found, key: object, held: Any, saved: Tensor) -> Source:
-        """Return memory for one value: the present memory, if it can hold the value."""
+        """Return the tensor that is filled with the saved value ``saved``: the present value
+        ``held`` if it has the right dtype and shape, else a new tensor.
+        """
         if self._match.selection.cast:
             saved = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
         if fits(held, saved, each.part.piece) and not is_meta(held):
@@ -267,8 +308,9 @@ class _Loader:
         return new_state(parameter, each.group, key, saved, each.part.piece)
 
     def _wrapper(self, each: _Found, key: object, held: Any) -> Source:
-        """Return the tensor that is there, or else the one that the optimizer's own step makes.
-        What is inside of a wrapper can be put into a wrapper only.
+        """Return the tensor that is filled with a saved wrapper tensor: the present value ``held``,
+        or if there is none, the one that a step of the optimizer makes. The tensors inside of a
+        saved wrapper tensor can be restored into a wrapper tensor only.
         """
         if isinstance(held, torch.Tensor):
             return held
@@ -286,8 +328,11 @@ class _Loader:
         return found
 
     def _dtype(self, each: _Found, held: Any, saved: Tensor) -> str:
-        """Return the saved dtype, or, if it may be converted, that of the present value, or that of
-        the parameter if both had the same dtype when they were saved.
+        """Return the dtype that a value gets if the restore may convert it.
+
+        This is the dtype of the present value ``held``. If there is none, it is the dtype of the
+        parameter if value and parameter were saved with the same dtype and shape, else the saved
+        dtype.
         """
         if isinstance(held, Source):
             return str(held.dtype).removeprefix("torch.")
@@ -301,9 +346,12 @@ def _without_names(settings: Node) -> Node:
 
 
 def _key(name: str, part: str, present: Mapping[str, Any]) -> object:
-    """Return the key of a value, by its part of a name; ``present`` has those of the state.
+    """Return the key of a value in the optimizer's state, whose last part of a name is ``part``.
+    ``present`` has the keys of the present state, by their parts of names.
 
-    Raises ``RestoreError`` if only a present key could say what it was.
+    Raises:
+        RestoreError: The key is neither a string nor an int, so ``part`` does not determine it, and
+            the present state does not have it.
     """
     key = present.get(part, unescape(part))
     if key == part and part.startswith("~2"):
@@ -315,5 +363,5 @@ def _key(name: str, part: str, present: Mapping[str, Any]) -> object:
 
 
 def _part(key: object) -> str:
-    """Return a key of the state as a part of a name."""
+    """Return a key of the optimizer's state in the form in which it stands in names."""
     return state_name("", "", key)[2:]

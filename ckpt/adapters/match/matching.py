@@ -1,4 +1,6 @@
-"""The result of matching a state with a checkpoint, while it is made: names, targets, and gaps."""
+"""The collection of the results of a matching: which tensors to read into which targets, what to do
+after that, and which names lack a counterpart.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,24 @@ _ASK: Final = "convert it on the way with restore(cast=True)"
 
 @dataclass(slots=True)
 class Matched:
-    """The work of a restore: ``wanted[i]`` is read into ``targets[i]``, then ``apply`` sets the
-    rest.
+    """The work of a restore. It reads ``wanted[i]`` into ``targets[i]``, and then calls ``apply``,
+    which sets all other values.
 
     Attributes:
-        wanted: The leaves by the names and dtypes of the checkpoint.
-        missing: Names that are not in the checkpoint.
-        left_alone: Names that are not in it because its save left them out on purpose.
-        unexpected: Names of the checkpoint that have no place in this rank's state. Another rank
-            (another pipeline stage) may have a place for them, so all ranks decide. The same holds
-            for ``unused``, the patterns of selections and renamings that match nothing here.
-        renamed: (name in the state, name in the checkpoint).
-        converted: (name in the state, dtype in the checkpoint, dtype here).
-        uninitialised: Tensors of modules that stay on the meta device.
+        wanted: The leaves to read, with the names and dtypes that they have in the checkpoint.
+        targets: The tensors to fill.
+        actions: The calls that ``apply`` makes, in order.
+        missing: The names of the state that the checkpoint lacks.
+        left_alone: The names of the state that the checkpoint lacks because its save left them out
+            on purpose.
+        unexpected: The names in the checkpoint that have no place in this rank's state. Another
+            rank (another pipeline stage) may have a place for them, so this is an error only if no
+            rank has one.
+        unused: The patterns of the selection and the renaming that match no name of this rank's
+            state. They may match a name on another rank.
+        renamed: Pairs (name in the state, name in the checkpoint).
+        converted: Triples (name in the state, dtype in the checkpoint, dtype in the state).
+        uninitialised: The names of tensors of modules that stay on the meta device.
     """
 
     wanted: list[Leaf] = field(default_factory=list[Leaf])
@@ -55,16 +62,27 @@ class Matched:
     uninitialised: tuple[str, ...] = ()
 
     def apply(self) -> None:
-        """Set plain values and load objects. Call once all bytes are in place."""
+        """Set plain values and load objects. Call this after all targets were filled."""
         for action in self.actions:
             action()
 
 
 class Matching:
-    """Thread safety: one thread uses it."""
+    """Collects the results of a matching. ``done`` returns them.
+
+    In all methods, ``name`` is a name in the state, and ``source`` is the name of the same value in
+    the checkpoint.
+
+    Thread safety:
+        Only one thread may use it.
+
+    Args:
+        saved: The checkpoint.
+        selection: The part of the state that the restore fills.
+        parameters: The parameters of the state.
+    """
 
     def __init__(self, saved: Saved, selection: Selection, parameters: Parameters) -> None:
-        """``parameters`` are those of the modules in the state."""
         self.saved, self.selection, self.parameters = saved, selection, parameters
         self.values = Remaker(saved.tensors, self._want)
         self.real = RealTensors()
@@ -82,35 +100,40 @@ class Matching:
         self._converted: list[tuple[str, str, str]] = []
 
     def source(self, name: str) -> str:
-        """Return the name in the checkpoint for a name of the state."""
+        """Return the name in the checkpoint for a name of the state, by the rules of the renaming.
+        Note that the rule which gave it was used.
+        """
         source, pattern = self.selection.renaming.source(name)
         if pattern is not None:
             self._unused.discard(pattern)
         return source
 
     def takes(self, name: str) -> bool:
-        """Return True if the restore concerns the name."""
+        """Return True if the restore fills ``name``. Note that the patterns which match it were
+        used.
+        """
         self._unused.difference_update(self.selection.fitting(name))
         return self.selection.takes(name)
 
     def open(self, name: str, source: str) -> None:
-        """Declare that the contents of ``source`` have a place in the container ``name`` of the
-        state.
+        """Note that the container ``source`` of the checkpoint is matched with the container
+        ``name`` of the state, and that its values are matched one by one.
         """
         self._opened.setdefault(source, []).append(name)
 
     def claim(self, name: str, source: str, *, silent: bool = False) -> None:
-        """Note that ``source`` has a place in the state. With ``silent``, a new name is not
-        reported.
+        """Note that ``source`` has a place in the state. If the two names differ, this is reported
+        as a renaming, unless ``silent`` is True.
         """
         self._taken.add(source)
         if source != name and not silent:
             self._renamed[name] = source
 
     def lack(self, name: str, source: str, parameter: str = "") -> None:
-        """Note that the checkpoint lacks a name of the state.
+        """Note that the checkpoint lacks ``name``, if the restore concerns it.
 
-        ``parameter``: what it is the optimizer's state of, by its name in the checkpoint.
+        If ``name`` is a value of an optimizer's state, ``parameter`` is the name of its parameter
+        in the checkpoint.
         """
         if not self.takes(name):
             return
@@ -121,8 +144,8 @@ class Matching:
 
     @contextmanager
     def one(self, name: str, source: str) -> Generator[None]:
-        """Match the parts of one object in the block. If none of them is in the checkpoint, the
-        object as a whole is missing.
+        """Count the object ``name``, whose values are matched within the block, as missing as a
+        whole if the checkpoint has none of its values.
         """
         known, taken = dict(self._missing), len(self._taken)
         yield
@@ -131,18 +154,20 @@ class Matching:
             self.lack(name, source)
 
     def expect(self, node: Node, path: str, *tags: str) -> None:
-        """Raise ``KindMismatch`` if ``node`` is of none of these kinds."""
+        """Raise ``KindMismatch`` if ``node``, the node of ``path``, has none of ``tags``."""
         if tag(node) not in tags:
             raise KindMismatch(path, kind(node), tags[0])
 
     def want(self, name: str, source: str, target: Source, stored_as: str = "") -> None:
-        """Fill ``target``, which is ``name`` in the state and ``source`` in the checkpoint.
+        """Request that the restore reads the tensor ``source`` of the checkpoint into ``target``,
+        the tensor ``name`` of the state.
 
-        Its bytes may be stored under another name.
+        ``stored_as`` is the name under which the bytes are stored, if it is not ``source``.
 
         Raises:
-            ShapeMismatch, DtypeMismatch: The target cannot hold the bytes.
-            RestoreError: Its memory is already a target of another name.
+            ShapeMismatch, DtypeMismatch: The target has another shape, or another dtype and the
+                restore may not convert.
+            RestoreError: The memory of the target is already the target of another saved tensor.
         """
         bytes_of = stored_as or source
         if (tensor := self.saved.tensors.get(bytes_of)) is None:
@@ -175,11 +200,17 @@ class Matching:
         self._targets.append(target)
 
     def _want(self, name: str, target: torch.Tensor) -> None:
-        """Want the tensor of a value that is created."""
+        """Request the read of the tensor ``name`` into ``target``, which is inside of a plain value
+        that the restore makes.
+        """
         self.want(name, name, target)
 
     def done(self) -> Matched:
-        """End the matching. Raises ``EntryMissing`` if an entry is missing that must not be."""
+        """End the matching, and return its results.
+
+        Raises:
+            EntryMissing: The restore is strict, and the checkpoint lacks names.
+        """
         if self._missing and self.selection.strict:
             raise EntryMissing(list(self._missing), self.saved.manifest.step, self._missing)
         unexpected = self.saved.unexpected(self._taken, self._opened)
@@ -198,7 +229,11 @@ class Matching:
         )
 
     def _is_about(self, source: str) -> bool:
-        """Return True if the restore concerns a name without a place, by its name in the state."""
+        """Return True if the restore would concern ``source``, a name without a place in the state.
+
+        The name that it would have in the state decides. This follows from the innermost container
+        around it that was matched.
+        """
         inside = source
         while inside and inside not in self._opened:
             inside = inside.rpartition("/")[0]

@@ -1,8 +1,9 @@
-"""Tensors on the meta device -> real ones, which are still the same objects.
+"""The restore of tensors that are on the meta device: it gives them memory, and they stay the same
+objects.
 
-Every holder of such a tensor (a module, a tied module, an optimizer) has the real tensor
-afterwards. Nothing changes before that: data is read into a stand-in, and the two are swapped when
-all of it is there.
+So every holder of such a tensor (a module, a tied module, an optimizer) has the real tensor
+afterwards. The restore reads the data into a replacement. Only after all data was read, it swaps
+the contents of the two tensor objects.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ _WAY = "materialise the module first, with to_empty(device=...), and build its o
 
 
 def is_meta(value: object) -> bool:
-    """Return True for a tensor without memory."""
+    """Return True if ``value`` is a tensor on the meta device, or a DTensor whose local tensor is
+    on the meta device.
+    """
     return isinstance(value, torch.Tensor) and (
         value.is_meta or (isinstance(value, DTensor) and local(value).is_meta)
     )
 
 
 class RealTensors:
-    """Real tensors for those of a match that are on the meta device; one for each, however often it
-    is named.
+    """The replacements for the tensors of one matching that are on the meta device.
 
-    They are made on the device of a DTensor's mesh, else on torch's default device.
+    A tensor has one replacement, however many names it has. The replacement of a DTensor is on the
+    device type of its mesh, and any other replacement is on torch's default device.
     """
 
     def __init__(self) -> None:
@@ -43,17 +46,23 @@ class RealTensors:
         return id(tensor) in self._filled
 
     def to_fill(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stand-in that is read in place of ``tensor``. Raises as ``like``."""
+        """Return the tensor that the restore fills for ``tensor``: its replacement if it is on the
+        meta device, else ``tensor`` itself. ``change_places`` will then make ``tensor`` real.
+
+        Raises:
+            RestoreError: See ``like``.
+        """
         if (real := self.like(name, tensor)) is not tensor:
             self._filled.add(id(tensor))
         return real
 
     def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor if it is real, else the one that will replace it, which shows the
-        layout. The tensor is only replaced if it is filled.
+        """Return a real tensor with the layout of ``tensor``: its replacement if it is on the meta
+        device, else ``tensor`` itself. This call alone does not make ``tensor`` real.
 
         Raises:
-            RestoreError: Something else than Python holds on to the tensor that is to be replaced.
+            RestoreError: ``tensor`` cannot be replaced, since it has hooks or weak references, a
+                graph or a view holds it, or torch's default device is the meta device.
         """
         if not is_meta(tensor):
             return tensor
@@ -62,16 +71,18 @@ class RealTensors:
         return self._made[id(tensor)][1]
 
     def change_places(self) -> None:
-        """Make the tensors real.
+        """Swap each tensor for which ``to_fill`` was called with its replacement.
 
-        ``fully_shard`` examines its shards again before the first forward, which cannot have
-        happened yet.
+        Modules of ``fully_shard`` need no update, since they look at their shards again before the
+        first forward pass. This cannot have run with parameters on the meta device.
         """
         for tensor, real in (self._made[each] for each in self._filled):
             torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
 
     def left_out(self, path: str, module: nn.Module) -> list[str]:
-        """Return the names of the module's tensors that stay without memory."""
+        """Return the names of those tensors of the module at ``path`` that stay on the meta device,
+        since ``to_fill`` was not called for them.
+        """
         names = canonical(module)
         named = (*module.named_parameters(), *module.named_buffers())
         return [
@@ -82,6 +93,7 @@ class RealTensors:
 
 
 def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a new replacement for ``tensor``, which is ``name`` in the state (see ``like``)."""
     if weakref.getweakrefs(tensor) or has_hooks(tensor):
         raise RestoreError(
             f"{name!r} is on the meta device and has hooks or weak references, which a real "
@@ -117,11 +129,14 @@ def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_held(tensor: torch.Tensor) -> bool:
-    """Return True if C++ code holds the tensor too: then torch does not allow a swap."""
+    """Return True if C++ code holds references to ``tensor``, since torch refuses to swap such a
+    tensor.
+    """
     count = use_count(tensor)
     if count != 2 or not (tensor.is_leaf and tensor.requires_grad):
         return count > 1
-    # The node that accumulates the gradient may hold one of the references.
+    # The second reference may be that of the node which accumulates the gradient, and a swap is
+    # allowed then. If there was no such node, this call makes one, and the count rises.
     accumulates = torch.autograd.graph.get_gradient_edge(tensor).node
     count = use_count(tensor)
     del accumulates

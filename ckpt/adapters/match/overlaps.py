@@ -1,8 +1,9 @@
-"""Targets that share a part of their memory: a flat buffer and views of it, a matrix and its
-transpose, or the elements of one expanded tensor.
+"""The restore of targets that share a part of their memory: a flat buffer and views of it, a matrix
+and its transpose, or an expanded tensor, whose elements share memory.
 
-What is read into one of them changes the others. They are therefore read apart, put into their
-places one after the other, and compared with what was read.
+If one of these targets is filled, others change. So the restore reads each into memory of its own,
+copies the values into the targets one after another, and then checks that each target has the
+values that were read for it.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ _WAY: Final = "give each of them memory of its own"
 
 
 def read_apart(names: Sequence[str], targets: list[Source]) -> Callable[[], None] | None:
-    """Replace targets that share memory in part by memory of their own.
+    """Replace each target in ``targets`` that shares a part of its memory by a new tensor.
 
-    Returns the action that fills the targets once this memory is read; None if there is no such
-    target. The action raises ``RestoreError`` if their values cannot be had side by side.
+    Returns a function to call after the new tensors were read, which copies their values into the
+    original targets. It raises ``RestoreError`` if the targets cannot all have their saved values.
+    Returns None if no target was replaced.
 
     Raises:
         RestoreError: Elements of a part of ``LocalShards`` share their memory.
@@ -45,16 +47,17 @@ def read_apart(names: Sequence[str], targets: list[Source]) -> Callable[[], None
 
 
 def overlapping(targets: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
-    """Return the memory of those of ``targets``, with their indices, that reaches into that of
-    another one, or whose elements may share memory.
+    """Return the index and the local tensor of each target whose memory overlaps with that of
+    another target, or whose own elements may share memory.
 
-    Tensors that are the same memory do not count as others, and ``LocalShards`` are left out.
+    Two targets with exactly the same memory and layout do not count as overlapping. ``LocalShards``
+    are left out.
     """
     same: dict[Hashable, list[tuple[int, torch.Tensor]]] = {}
     for index, target in enumerate(targets):
         if isinstance(target, torch.Tensor):
             memory = local(target)
-            if memory.numel() and memory.data_ptr():  # Many tensors have the address 0
+            if memory.numel() and memory.data_ptr():  # Tensors without memory have the address 0
                 same.setdefault(memory_of(target), []).append((index, memory))
     alike = list(same.values())
     first_ones = [memory for (_, memory), *_ in alike]
@@ -72,8 +75,10 @@ def overlapping(targets: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
 
 
 def _meets_itself(memory: torch.Tensor) -> bool:
-    """Return True if two elements may share memory. It is False for every tensor whose dimensions
-    are nested in each other in any order.
+    """Return True if two elements of ``memory`` may share memory.
+
+    The result is False if the stride of each dimension exceeds the extent of all dimensions with
+    smaller strides. Otherwise it is True, even if no two elements of the tensor share memory.
     """
     if memory.is_contiguous():
         return False
@@ -87,12 +92,17 @@ def _meets_itself(memory: torch.Tensor) -> bool:
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first byte of ``tensor``, and the address behind its last byte."""
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr()
     return first, first + (reach + 1) * tensor.itemsize
 
 
 def _put(shared: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+    """Copy values into targets, and check that all targets have them in the end.
+
+    ``shared`` has the name, the target, and the tensor with the values that were read.
+    """
     for _, target, read in shared:
         dtype = str(target.dtype).removeprefix("torch.")
         once = _once(copyable(target.detach(), dtype))
@@ -106,7 +116,9 @@ def _put(shared: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _once(target: torch.Tensor) -> torch.Tensor:
-    """Return each element of an expanded tensor once, since torch refuses to write to all."""
+    """Return a view of ``target`` that has each element of an expanded dimension only once, since
+    torch refuses to write to an expanded tensor.
+    """
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:
             target = target.narrow(dim, 0, 1)

@@ -1,7 +1,7 @@
-"""The state that an optimizer's own step makes for a parameter.
+"""Optimizer state that a step of the optimizer makes on trial.
 
-A value of a class that ckpt does not know, such as a quantised moment, can only be made by the code
-that owns the class.
+Only the optimizer's own code can make a value of a class that ckpt does not know, such as a
+quantised moment.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ from ckpt.errors import RestoreError
 def state_of_step(
     name: str, optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
 ) -> Mapping[Any, Any]:
-    """Return the state of ``parameter`` after a first step with a gradient of zeros.
+    """Return the state that ``optimizer`` makes for ``parameter`` in a first step with a gradient
+    of zeros.
 
-    A stand-in of the optimizer, with copies of its attributes, steps a stand-in of the parameter,
-    without the hooks of the optimizer. Neither these two nor the random numbers of torch and of
-    Python's ``random`` change. What the step does to objects outside of the optimizer stays.
+    The step is done by a copy of the optimizer without hooks, on a tensor of zeros in place of the
+    parameter. The optimizer, the parameter, and the random number generators of torch and of
+    Python's ``random`` do not change. If the step changes other objects, these changes stay.
+
+    Args:
+        name: The name of the value to make, for the error.
+        optimizer: The optimizer.
+        group: The parameter group of the parameter.
+        parameter: The parameter.
 
     Raises:
-        RestoreError: The step fails, or an attribute cannot be copied; ``name`` is what the step
-            should have made.
+        RestoreError: The step fails, or an attribute of the optimizer cannot be copied.
     """
     kind = type(optimizer)
     numbers = random.getstate()

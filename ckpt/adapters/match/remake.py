@@ -1,4 +1,6 @@
-"""Values of the tree, created again: plain ones, and the tensors and arrays inside of them."""
+"""The creation of plain values from the manifest's tree, with the tensors and arrays inside of
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ from ckpt.model.values import Node, decode
 
 
 class Remaker:
-    """Creates the tensors inside of plain values, each once, and the values when those are filled.
+    """Makes plain values in two stages: first the tensors inside of them, for the restore to fill,
+    and then the values with these tensors. Each tensor is made once.
 
     Args:
-        tensors: Those of the manifest, by name.
-        want: Called with the name and the memory of each tensor that is to be read.
+        tensors: The tensors of the manifest, by name.
+        want: Requests the read of a tensor. It is called with the name and the memory to fill.
     """
 
     def __init__(
@@ -28,11 +31,19 @@ class Remaker:
         self._made: dict[str, torch.Tensor] = {}
 
     def order(self, node: Node, path: str = "") -> Callable[[], Any]:
-        """Order the tensors of ``node`` to be read; the value can be had once they are."""
+        """Make the tensors inside of ``node``, and request that they are read. Return a function
+        that makes the value of ``node``, to be called after they were read.
+
+        Raises:
+            KindMismatch: The node has a module, an optimizer, a ``PerRank`` value or a wrapper
+                tensor inside, which is no plain value. The error names ``path``.
+            ManifestCorrupt, FormatUnsupported: A value inside of the node cannot be made.
+        """
         decode(node, partial(self._order, path))
         return lambda: decode(node, self.make)
 
     def _order(self, path: str, tag: str, node: Mapping[str, Node]) -> object:
+        """Do what ``order`` does for one node with a tag. ``decode`` calls this method."""
         if tag in ("module", "optimizer", "per_rank", "subclass"):
             raise KindMismatch(path, f"container with a {tag}", "plain value")
         if tag in ("tensor", "array") and node["n"] not in self._made:
@@ -48,11 +59,13 @@ class Remaker:
         elif tag == "object":
             decode(node["v"], partial(self._order, path))
         elif tag not in ("tensor", "array"):
-            # A value that cannot be made raises now, before anything is set.
+            # Make the value on trial, so that a value that cannot be made raises an error now,
+            # before the restore changes the state.
             self.make(tag, node)
         return None
 
     def make(self, tag: str, node: Mapping[str, Node]) -> object:
+        """Return the value of a node with a tag, with the tensors that were read."""
         match tag:
             case "tensor":
                 return self._made[node["n"]]
@@ -65,11 +78,12 @@ class Remaker:
 
 
 def torch_value(tag: str, node: Mapping[str, Node]) -> object:
-    """Return a plain value of torch's own.
+    """Return the ``torch.Size``, ``torch.device`` or ``torch.dtype`` that a node with ``tag``
+    stands for.
 
     Raises:
-        FormatUnsupported: It is a dtype that this torch does not have.
-        ManifestCorrupt: The node is no such value.
+        FormatUnsupported: The node is a dtype that this torch does not have.
+        ManifestCorrupt: The tag is none of these.
     """
     match tag:
         case "size":

@@ -1,4 +1,4 @@
-"""Names of a state -> names in the checkpoint."""
+"""The rules of a restore by which names in the state become names in the checkpoint."""
 
 from __future__ import annotations
 
@@ -10,16 +10,28 @@ from typing import Any, Final
 from ckpt.errors import ConfigError
 
 Rename = Mapping[str, str] | Callable[[str], str]
-"""Names in the state -> names in the checkpoint, as `Renaming` reads them."""
+"""A renaming as the user gives it: a dict of names or patterns in the state -> names in the
+checkpoint (see `Renaming`), or a function from a name in the state to the name in the checkpoint.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
+    """One rule of a renaming.
+
+    Attributes:
+        pattern: The pattern for names in the state.
+        expression: The pattern as a regular expression with a group for each ``*``, and a last
+            group for the names below.
+        parts: The name in the checkpoint, split at each ``*``.
+    """
+
     pattern: str
     expression: re.Pattern[str]
     parts: tuple[str, ...]
 
     def apply(self, name: str) -> str | None:
+        """Return the name in the checkpoint, or None if the rule does not match ``name``."""
         if (found := self.expression.fullmatch(name)) is None:
             return None
         *stars, rest = found.groups(default="")
@@ -31,12 +43,13 @@ class _Rule:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """Rules for names. The first rule that matches counts; other names are the same on both sides.
+    """The rules by which names in the state become names in the checkpoint.
 
-    A rule ``{"model/encoder.*": "model/backbone.*"}`` has a name of the state, with all names below
-    it, and its name in the checkpoint. A ``*`` matches any text (dots and slashes too, as little as
-    possible) and stands for the same text on the other side. An optimizer's state follows its
-    parameters, unless a rule names it.
+    The first rule that matches a name counts. A name that no rule matches is the same in both. A
+    rule such as ``{"model/encoder.*": "model/backbone.*"}`` matches a name of the state, and all
+    names below it, and gives the name in the checkpoint. A ``*`` matches any text (also dots and
+    slashes, as few characters as possible), and stands for the same text in the other name. An
+    optimizer's state of a parameter is renamed like the parameter, unless a rule names the state.
     """
 
     rules: tuple[_Rule, ...] = ()
@@ -44,7 +57,11 @@ class Renaming:
 
     @classmethod
     def of(cls, rename: Rename | None) -> Renaming:
-        """Return the renaming that a user gave. Raises ``ConfigError`` for other values."""
+        """Return the renaming that the user gave as ``rename``; None means no renaming.
+
+        Raises:
+            ConfigError: ``rename`` is no valid renaming.
+        """
         if rename is None:
             return cls()
         if isinstance(rename, Mapping):
@@ -70,7 +87,9 @@ class Renaming:
         return tuple(rule.pattern for rule in self.rules)
 
     def source(self, name: str) -> tuple[str, str | None]:
-        """Return the name in the checkpoint, and the pattern of the rule that gave it."""
+        """Return the name in the checkpoint of ``name`` in the state, and the pattern of the rule
+        that gave it (None if no rule did).
+        """
         for rule in self.rules:
             if (renamed := rule.apply(name)) is not None:
                 return renamed, rule.pattern

@@ -1,4 +1,4 @@
-"""A checkpoint by name: what its tree holds at a path, and what was not asked for."""
+"""Access to the tree and the tensors of a checkpoint by their names."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ckpt.model.patterns import patterns_of
 from ckpt.model.values import Node, below, decode, join, parse
 
 ABSENT: Final = object()
-"""Stands for a node that does not exist, since None is a value."""
+"""Represents a node that does not exist. None cannot do this, since it is the node of None."""
 
 _MAPPINGS: Final = ("dict", "OrderedDict", "Counter")
 
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """The optimizer's values of one parameter.
+    """The settings and values of a saved optimizer for one parameter.
 
     Attributes:
-        settings: Those of its group.
-        values: The values of its state that are not tensors, by full name.
+        settings: The settings of the parameter's group.
+        values: The nodes of those values of its state that are not tensors, by their full names.
     """
 
     settings: Node
@@ -35,12 +35,17 @@ class SavedParameter:
 class Saved:
     """The tree and the tensors of a manifest.
 
+    Attributes:
+        manifest: The manifest.
+        tensors: The tensors of the manifest, by their names.
+        names: The names of the tensors, sorted.
+
     Raises:
-        ManifestCorrupt, LookupError, TypeError, ValueError, AttributeError: From any method, if
-        ckpt did not write the tree.
+        ManifestCorrupt, LookupError, TypeError, ValueError, AttributeError: Any method may raise
+            one of these if the tree is not one that ckpt writes.
 
     Thread safety:
-        One thread at a time.
+        Only one thread may use it at a time.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -58,14 +63,15 @@ class Saved:
 
     @property
     def imported(self) -> bool:
-        """Whether it comes from another program, as ``ckpt import`` records."""
+        """True if ``ckpt import`` made the checkpoint from one of another program."""
         metadata = parse(self.manifest.metadata, "metadata")
         return isinstance(metadata, dict) and "imported_as" in metadata
 
     def node(self, path: str) -> Node:
-        """Return the node at a path: of the tree, or one for a tensor of a module or optimizer.
+        """Return the node at ``path``, or ``ABSENT`` if there is none.
 
-        Returns ``ABSENT`` if there is none.
+        The tensors of modules and optimizers have no nodes in the tree. For such a tensor, a new
+        node with the tag ``tensor`` is returned.
         """
         if (found := self._nodes.get(path, ABSENT)) is ABSENT:
             found = self._find(path)
@@ -75,7 +81,11 @@ class Saved:
         return found
 
     def _find(self, path: str) -> Node:
-        """Look in the innermost container that has the name, since a key may have slashes in it."""
+        """Return the node of the tree at ``path``, or ``ABSENT`` if there is none.
+
+        The containers around the path are searched from the innermost one outwards, since a key of
+        a module's values may contain slashes.
+        """
         end = len(path)
         while end > 0:
             end = max(path.rfind("/", 0, end), 0)
@@ -84,45 +94,51 @@ class Saved:
         return ABSENT
 
     def adopt(self, path: str, node: Node) -> None:
-        """Make ``node`` the content of the ``PerRank`` value at ``path``."""
+        """Make ``node`` the content of the ``PerRank`` value at ``path``, so that the nodes inside
+        of it are found by their names.
+        """
         self._own[path] = node
         self._children.pop(path, None)
         self._nodes = {known: each for known, each in self._nodes.items() if each is not ABSENT}
 
     def per_rank(self, source: int) -> Mapping[str, Node]:
-        """Return path -> node of the values that one of the ranks saved for itself."""
+        """Return the ``PerRank`` values that rank ``source`` has saved, as path -> node."""
         values: Mapping[str, Node] = parse(self.manifest.per_rank[str(source)], "per_rank")
         return values
 
     def parameter(self, name: str) -> SavedParameter | None:
-        """Return an optimizer's values of a parameter, by a path such as
-        ``optimizer/model/layer.weight``.
+        """Return the settings and values of a saved optimizer for one parameter, or None if it has
+        no such parameter.
 
-        Returns None if there is no such parameter.
+        ``name`` consists of the paths of the optimizer and of the parameter:
+        ``optimizer/model/layer.weight``.
         """
         path, node = self._around(name, "optimizer")
         return self._held(path, node).get(name) if path else None
 
     def parameters(self, path: str) -> Collection[str]:
-        """Return the full names of the parameters of the optimizer at ``path``."""
+        """Return the names of the parameters of the optimizer at ``path``, in the form that
+        ``parameter`` takes.
+        """
         return self._held(path, self.node(path)).keys()
 
     def left_out(self, name: str, parameter: str = "") -> bool:
         """Return True if the save left ``name`` out on purpose.
 
-        ``parameter``: what it is the optimizer's state of.
+        If ``name`` is a value of an optimizer's state, ``parameter`` is the name of its parameter.
         """
         if not self._patterns.takes(name) or self._patterns.excludes(parameter):
             return True
         return self._in_left(name) or self._in_left(parameter)
 
     def _in_left(self, name: str) -> bool:
+        """Return True if the saved module around ``name`` lists it among the names left out."""
         path, node = self._around(name, "module")
         return bool(path) and name[len(path) + 1 :] in node.get("left", ())
 
     def _around(self, name: str, wanted: str) -> tuple[str, Node]:
-        """Return the outermost node with the tag ``wanted`` that has ``name`` below it, and its
-        path; an empty path if there is none.
+        """Return the path and the node of the outermost node around ``name`` that has the tag
+        ``wanted``. If there is none, return an empty path and ``ABSENT``.
         """
         end = name.find("/")
         while end >= 0:
@@ -133,9 +149,9 @@ class Saved:
         return "", ABSENT
 
     def entries(self, path: str) -> list[str]:
-        """Return the full names of the entries of the module at ``path``.
+        """Return the full names of the entries of the module at ``path``, sorted.
 
-        Tensors inside an extra state are none.
+        An extra state is one entry. Tensors inside of it do not count as entries.
         """
         node = self.node(path)
         values = (
@@ -148,8 +164,14 @@ class Saved:
         return sorted({*values, *tensors})
 
     def unexpected(self, taken: Collection[str], opened: Collection[str]) -> list[str]:
-        """Return the topmost names that are neither ``taken`` nor below a name that is. Below names
-        that were ``opened``, or that have a taken name below them, each name counts.
+        """Return the names of the checkpoint that have no place in the state.
+
+        A container in which nothing has a place gives one name. If a container is in ``opened``, or
+        has names in ``taken`` below it, its values are examined one by one.
+
+        Args:
+            taken: The names that have a place in the state, each with all names below it.
+            opened: The containers whose values were matched one by one.
         """
         names = sorted(taken)
 
@@ -167,6 +189,7 @@ class Saved:
     # -- inside ------------------------------------------------------------------------------------
 
     def _inside(self, path: str) -> Collection[str]:
+        """Return the full names of the children of the node at ``path``."""
         node = self.node(path)
         match tag(node):
             case "module":
@@ -179,7 +202,7 @@ class Saved:
                 return self._of(path).keys()
 
     def _of(self, path: str) -> Mapping[str, Node]:
-        """Return the children of a container, by their full names."""
+        """Return the nodes of the children of the container at ``path``, by their full names."""
         known = self._children.get(path)
         if known is None:
             known = self._children[path] = dict(
@@ -188,6 +211,7 @@ class Saved:
         return known
 
     def _held(self, path: str, node: Node) -> Mapping[str, SavedParameter]:
+        """Return the parameters of the saved optimizer ``node`` at ``path``, by their names."""
         known = self._parameters.get(path)
         if known is None:
             values, names = node["state"], sorted(node["state"])
@@ -202,12 +226,12 @@ class Saved:
 
 
 def tag(node: Node) -> Any:
-    """Return the tag of a tagged node; None for another."""
+    """Return the tag of ``node``, or None if it has none."""
     return node.get("$") if isinstance(node, dict) else None
 
 
 def kind(node: Node) -> str:
-    """Return the kind of a node, for messages."""
+    """Return the name of the kind of ``node``, for error messages."""
     if tag(node) == "subclass":
         return str(node["class"])
     if isinstance(node, dict):
@@ -216,14 +240,14 @@ def kind(node: Node) -> str:
 
 
 def holds_tensors(node: Node) -> bool:
-    """Return True if there are tensors in a node."""
+    """Return True if ``node`` is the node of a tensor, or has one inside of it."""
     if isinstance(node, dict):
         return node.get("$") == "tensor" or any(map(holds_tensors, node.values()))
     return isinstance(node, list) and any(map(holds_tensors, node))
 
 
 def is_mapping(node: Node) -> bool:
-    """Return True for a plain dict, of any keys."""
+    """Return True if ``node`` is the node of a dict, an ``OrderedDict`` or a ``Counter``."""
     return isinstance(node, dict) and node.get("$", "dict") in _MAPPINGS
 
 

@@ -1,4 +1,6 @@
-"""Which names a restore is about, and how it takes them."""
+"""The settings of a restore: which names it fills, under which names it finds them, and how strict
+it is.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,14 @@ from ckpt.model.patterns import Patterns, as_patterns
 
 @dataclass(frozen=True, slots=True)
 class Selection(Patterns):
-    """The part of a state that a restore fills. Values that no pattern fits stay as they are.
+    """The part of a state that a restore fills. Values that no pattern matches stay as they are.
 
     Attributes:
-        strict: Whether names must be on both sides. If not, a target without a value in the
-            checkpoint stays as it is, and a value without a target is not read.
-        renaming: The rules for names of the state that are other names in the checkpoint.
-        cast: Whether a dtype may be converted to that of the target.
+        strict: True if it is an error that the state or the checkpoint lacks a name that the other
+            has. If False, a target that the checkpoint lacks stays as it is, and a value that the
+            state lacks is not read.
+        renaming: The rules by which names in the state become names in the checkpoint.
+        cast: True if the restore may convert a saved dtype to that of the target.
     """
 
     strict: bool = True
@@ -34,7 +37,11 @@ class Selection(Patterns):
         rename: Rename | None = None,
         cast: bool = False,
     ) -> Selection:
-        """Return the selection that a user gave. Raises ``ConfigError`` for other values."""
+        """Return the selection for the arguments that the user gave to ``restore``.
+
+        Raises:
+            ConfigError: An argument is not valid.
+        """
         for setting, value in (("strict", strict), ("cast", cast)):
             if not isinstance(value, bool):
                 raise ConfigError(f"{setting}={value!r}: give True or False")

@@ -1,4 +1,6 @@
-"""Chunks -> tensors: straight into contiguous CPU memory, through a copy for everything else."""
+"""The sink that fills tensors with chunks. Chunks for contiguous CPU memory are read directly into
+it, and all other chunks are copied.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,19 @@ _LARGE_BYTES: Final = 256 << 10
 
 
 class TensorSink:
-    """Fills the local memory of ``targets``, each of which holds the boxes of the leaf at its
-    index.
+    """Fills ``targets`` with chunks. This rank's memory of ``targets[i]`` has the boxes of
+    ``leaves[i]``.
 
-    A leaf has the dtype of the stored data. A target of another dtype gets it converted, chunk by
-    chunk.
+    A leaf has the dtype of the saved data. If the target has another dtype, each chunk is
+    converted.
 
-    On an accelerator every write goes to the stream that is current for its device when the sink is
-    built, so the builder's later work on that stream comes after it. The sink first waits for all
-    work that was queued on the device before, on any stream.
+    On an accelerator, all writes go to the stream that is current for the device when the sink is
+    built. So work that the caller later queues on this stream runs after the writes. When the sink
+    is built, it first waits for all work that is queued on the device, on any stream.
 
     Thread safety:
-        Build it on the training thread, and use it from any thread. Chunks do not overlap.
+        Build it on the training thread. Any thread may then call its methods, since chunks do not
+        overlap.
     """
 
     def __init__(self, leaves: Sequence[Leaf], targets: Sequence[Source]) -> None:
@@ -47,7 +50,7 @@ class TensorSink:
             ]
             for leaf, target, converted in zip(leaves, targets, self._converted, strict=True)
         ]
-        # The bytes of each box, once they were asked for
+        # The result of ``_memory`` for each (leaf, piece) for which it was called
         self._memories: dict[tuple[int, int], memoryview | None] = {}
         held = {memory.device for memories in self._locals for memory in memories}
         devices = [device for device in held if device.type != "cpu"]
@@ -60,7 +63,9 @@ class TensorSink:
         }
 
     def direct(self, read: ChunkRead) -> memoryview | None:
-        """Return the memory of this chunk in a target, if it is one piece of host memory."""
+        """Return the memory of the target that the chunk fills, or None if the chunk cannot be read
+        directly into one piece of host memory.
+        """
         if len(read.targets) != 1 or read.targets[0].part != read.box:
             return None
         target = read.targets[0]
@@ -75,8 +80,9 @@ class TensorSink:
         return found if found.nbytes == read.nbytes else None
 
     def _memory(self, leaf: int, piece: int) -> memoryview | None:
-        """Return the bytes of a box of a target, if they are one piece of host memory in the order
-        of the box, and hold the stored values as they are.
+        """Return the memory of box ``piece`` of target ``leaf`` as bytes, or None if it is not one
+        piece of host memory in the row-major order of the box, or does not hold the saved values
+        bit for bit.
         """
         held = self._locals[leaf][piece]
         if self._converted[leaf] or not held.is_cpu or not held.is_contiguous():
@@ -89,19 +95,19 @@ class TensorSink:
         return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
-        """Copy the wanted parts of a chunk."""
+        """Copy the parts of a chunk that targets want from ``data``, the bytes of the chunk."""
         if read.nbytes < _LARGE_BYTES and (memory := self.direct(read)) is not None:
             # For thousands of small tensors, this takes a tenth of the time of torch's copies.
             memory[:] = data
             return
         raw = torch.frombuffer(data, dtype=torch.uint8)
-        # A decoded chunk may begin anywhere. Where torch converts, it takes elements as aligned.
+        # A decoded chunk may begin at any address, but conversions of torch need aligned elements.
         if raw.data_ptr() % DTYPES[read.dtype].itemsize:
             raw = raw.clone()
         plain = over(raw, read.dtype, read.box.shape)
         for index, target in enumerate(read.targets):
-            # The values are converted from the dtype itself, not from the integers that stand for
-            # it.
+            # A conversion needs the values in their own dtype, not in the integer dtype that takes
+            # its place in plain copies.
             converted = self._converted[target.leaf]
             chunk = (
                 raw.view(getattr(torch, read.dtype)).view(read.box.shape) if converted else plain
@@ -112,6 +118,7 @@ class TensorSink:
                 region.copy_(part)
 
     def _region(self, read: ChunkRead, index: int) -> torch.Tensor:
+        """Return the view of a target's memory that target number ``index`` of ``read`` names."""
         target = read.targets[index]
         held = self._locals[target.leaf][target.piece]
         box = self._leaves[target.leaf].boxes[target.piece]

@@ -1,4 +1,4 @@
-"""What a value of the state is to a restore."""
+"""Properties of values of the state that decide how a restore treats them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ from ckpt.adapters.walk.objects import declares_state, is_stateful
 
 
 def memory_of(target: Source) -> Hashable:
-    """Return a value that is equal for targets that share memory."""
+    """Return a value that is equal for targets with the same memory, dtype, shape and strides."""
     if isinstance(target, LocalShards):
         return tuple(map(memory_of, target.tensors)) or id(target)
     memory = local(target)
-    address = memory.data_ptr()  # Many tensors have the address 0
+    address = memory.data_ptr()  # It is 0 for many tensors, and identifies none of them
     if not address or not memory.numel():
         return id(target)
     return address, memory.dtype, memory.shape, memory.stride()
 
 
 def has_live(value: Any, depth: int = 0) -> bool:
-    """Return True if a container holds a value that is loaded in place."""
+    """Return True if ``value`` is a value that a restore fills or loads in place, or a container
+    with such a value inside. An object with a ``state_dict`` counts only inside of a container.
+    """
     if isinstance(
         value, torch.Tensor | LocalShards | np.ndarray | nn.Module | Optimizer | PerRank
     ) or (depth and is_stateful(adapted(value))):
@@ -42,7 +44,7 @@ def has_live(value: Any, depth: int = 0) -> bool:
 
 
 def has_sharded(value: Any) -> bool:
-    """Return True if a container holds tensors of which only a part is on this rank."""
+    """Return True if ``value`` is a sharded tensor, or a container with such a tensor inside."""
     if isinstance(value, torch.Tensor | LocalShards):
         return isinstance(value, DTensor | LocalShards) or isinstance(as_source(value), LocalShards)
     if isinstance(value, Mapping):
@@ -51,7 +53,7 @@ def has_sharded(value: Any) -> bool:
 
 
 def holds_names(target: Any) -> bool:
-    """Return True if the values below it have names of their own."""
+    """Return True if the values inside of ``target`` are matched one by one, by their own names."""
     if isinstance(target, nn.Module | Optimizer):
         return not declares_state(target)
     return (

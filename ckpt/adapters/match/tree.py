@@ -1,9 +1,9 @@
-"""A manifest -> the nested state that ``state_dict()`` calls would give, with something in the
-place of each tensor.
+"""The conversion of a manifest to a nested state of plain containers, for exports and integrations.
+The caller decides which objects represent the tensors in it.
 
-A module is a dict by canonical names. An optimizer is ``{"state": ..., "param_groups": ...}``, its
-parameters by number, as ``Optimizer.state_dict`` has it, or by name, as
-``torch.distributed.checkpoint`` has it.
+A module becomes a dict by canonical names. An optimizer becomes ``{"state": ..., "param_groups":
+...}``. Its parameters have numbers, as in ``Optimizer.state_dict``, or names, as in
+``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ckpt.model.manifest import Manifest
 from ckpt.model.values import VERSIONS, Node, below, decode, following, join, parse, unescape
 
 MakeTensor = Callable[[str], Any]
-"""Gives what stands for the tensor of that name."""
+"""A function that returns the object to represent the tensor with the given name."""
 
 _LEFT: Final = object()
 _MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
@@ -31,11 +31,11 @@ _MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "
 
 @dataclass(slots=True)
 class Notes:
-    """The names that the other format does not hold as the checkpoint does, with the reasons.
+    """The differences between the checkpoint and its conversion: pairs of a name and a reason.
 
     Attributes:
-        changed: Names that are there in another form.
-        left_out: Names that are not there.
+        changed: The names whose values are in another form in the conversion.
+        left_out: The names that the conversion lacks.
     """
 
     changed: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
@@ -43,19 +43,24 @@ class Notes:
 
 
 def chosen(name: str, globs: Sequence[str]) -> bool:
-    """Return True if one of ``globs`` matches, or if there are none."""
+    """Return True if one of ``globs`` matches ``name``, or if ``globs`` is empty."""
     return not globs or any(fnmatchcase(name, glob) for glob in globs)
 
 
 class StateTree:
-    """Builds the nested state.
+    """Builds the nested state of a manifest.
 
     Args:
-        make: What stands for a tensor.
-        globs: Only names that match; containers without any are left out.
-        by_name: Parameters of an optimizer by name rather than by number.
-        safe: Only what ``torch.load(..., weights_only=True)`` takes: NumPy scalars and frozensets
-            become what is next to them.
+        manifest: The manifest.
+        make: Returns the object to represent a tensor, by the tensor's name.
+        globs: The patterns of the names to include; empty for all names. Containers that would have
+            no values are left out.
+        by_name: True if the parameters of optimizers have names, and False if they have numbers.
+        safe: True to make only values that ``torch.load(..., weights_only=True)`` accepts: NumPy
+            scalars become Python numbers, and frozensets become sets.
+
+    Attributes:
+        notes: The differences between the checkpoint and the nested state.
     """
 
     def __init__(
@@ -74,6 +79,11 @@ class StateTree:
         self.notes = Notes()
 
     def build(self) -> dict[str, Any]:
+        """Return the nested state; empty if no name is included.
+
+        Raises:
+            ManifestCorrupt: The tree is not one that ckpt writes.
+        """
         tree = parse(self._manifest.tree)
         if not isinstance(tree, dict):
             raise ManifestCorrupt("tree", "it is not an object")
@@ -170,7 +180,7 @@ class StateTree:
         return kind(kept) if kept or (not items and chosen(path, self._globs)) else _LEFT
 
     def _per_rank(self, path: str) -> Any:
-        """Return a list with one item for each rank."""
+        """Return the ``PerRank`` value at ``path`` as a list of the values of all ranks."""
         values: list[Any] = []
         for rank in range(self._manifest.world_size):
             tree = parse(self._manifest.per_rank[str(rank)], "per_rank")
@@ -184,7 +194,7 @@ class StateTree:
 
     def _module(self, node: Mapping[str, Node], path: str) -> Any:
         values: Mapping[str, Node] = node["values"]
-        inside = {  # Tensors in an extra state
+        inside = {  # The tensors inside of an extra state, which are no entries of the module
             each for fqn in values for each in below(self._names, f"{path}/{fqn}")
         }
         found = {
@@ -227,7 +237,9 @@ class StateTree:
         return {"state": state, "param_groups": groups} if groups else {"state": state}
 
     def _parameter(self, path: str) -> str:
-        """Return the name of a parameter within its module, if the state has only one."""
+        """Return the name of a parameter within its module if the state has only one module, else
+        its path.
+        """
         if len(self._modules) == 1 and path.startswith(f"{self._modules[0]}/"):
             return path[len(self._modules[0]) + 1 :]
         return path

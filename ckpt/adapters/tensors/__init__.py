@@ -1,1 +1,1 @@
-"""Tensors of the state: their layout, the memory that holds them, and the ranks that share them."""
+"""Tensors of the state: their layout, their memory, and the ranks that hold the same tensors."""

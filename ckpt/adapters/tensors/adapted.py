@@ -1,8 +1,9 @@
 """Adapters of other distributions: entry points of the group ``ckpt.adapters``.
 
-An adapter is a function of one value of a state. It returns an object with ``state_dict()`` and
-``load_state_dict()`` that stands for the value, or None if it does not know the value. It is asked
-about values that ckpt itself cannot save: an engine or a loader of a framework, for instance.
+An adapter is a function that takes one value of a state. It returns an object with ``state_dict()``
+and ``load_state_dict()`` to save and load in place of the value, or None if it does not support the
+value. ckpt calls it for values that it cannot save by itself, such as an engine or a loader of a
+framework.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def _adapters() -> tuple[Adapter, ...]:
 
 
 def adapted(value: Any) -> Any:
-    """Return the object that stands for ``value``, or ``value`` itself if no adapter knows it."""
+    """Return the object that the first adapter which supports ``value`` gives for it, or ``value``
+    itself if no adapter supports it.
+    """
     if isinstance(value, _KNOWN):
         return value
     for adapter in _adapters():

@@ -1,4 +1,4 @@
-"""NumPy arrays as tensors."""
+"""The conversion of NumPy arrays to tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _CLASSES: Final = (np.ndarray, np.memmap)
 def tensor_of(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
     """Return the elements of the array at ``path`` of a state as a tensor of the same shape.
 
-    It has the memory of the array where that is possible.
+    The tensor shares the memory of the array if the array is C-contiguous and writeable. Otherwise
+    it has a copy.
 
     Raises:
-        UnsupportedValue: A dtype that torch lacks, or a class whose meaning the elements alone do
-            not have.
+        UnsupportedValue: The array has a dtype that torch lacks, or is of a subclass (such as a
+            masked array) that is more than its elements.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise UnsupportedValue(

@@ -1,4 +1,4 @@
-"""Plain parameters that their owner declares to be parts of larger tensors."""
+"""Plain parameters that the user has declared to be parts of larger tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ _MARK: Final = "_ckpt_part"
 
 
 class DeclaredPart(NamedTuple):
-    """All of a parameter is the box at ``offsets`` of a tensor of ``shape``."""
+    """The declaration that a parameter is one box of a larger tensor.
+
+    Attributes:
+        shape: The shape of the larger tensor.
+        offsets: The offsets of the box in the larger tensor.
+        own_shape: The shape of the box, which is that of the parameter.
+        replicas: The ranks that hold the same box with the same values; empty if unknown.
+    """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -24,19 +31,21 @@ class DeclaredPart(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether it has any elements."""
+        """True if the box has any elements."""
         return 0 not in self.own_shape
 
     def fits(self, memory: torch.Tensor) -> bool:
-        """Return True for the memory of the parameter, or of optimizer state with the same
-        layout.
+        """Return True if ``memory`` has the shape of the box, as the parameter has, and the
+        optimizer state that has one element for each of the parameter's.
         """
         return tuple(memory.shape) == self.own_shape
 
     def of(self, name: str, memory: torch.Tensor) -> LocalShards:
-        """Return the whole tensor, as far as it is in ``memory``.
+        """Return the larger tensor, called ``name``, as ``LocalShards`` with its box in ``memory``.
 
-        Raises ``ConfigError`` if the parameter is another one by now.
+        Raises:
+            ConfigError: ``memory`` has not the shape of the box, since the parameter has got
+                another shape after its declaration.
         """
         if not self.fits(memory):
             raise ConfigError(
@@ -50,20 +59,23 @@ class DeclaredPart(NamedTuple):
 def declare_part(
     tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int], replicas: Iterable[int] = ()
 ) -> None:
-    """Declare that a plain parameter or buffer is a part of a larger tensor, as one rank's experts
-    are.
+    """Declare that a plain parameter or buffer is a part of a larger tensor, as the experts of one
+    rank are.
 
-    The module is saved and restored with the tensor of ``shape`` under the parameter's name, and so
-    is an optimizer's state of it, onto any other number of ranks. Call it once, before the module
-    is first saved or restored. A DTensor needs no declaration.
+    The module is then saved and restored with the whole tensor under the parameter's name, and can
+    be restored on any other number of ranks. The same holds for the optimizer's state of the
+    parameter. Call this function once, before the module is first saved or restored. A DTensor
+    needs no declaration.
 
     Args:
-        shape: The shape of the whole tensor, which all ranks together must hold.
-        offsets: Where the parameter begins in it, in elements, one per dimension.
-        replicas: Global ranks known to hold the same part with the same values, including this one.
+        tensor: The parameter or buffer of this rank.
+        shape: The shape of the whole tensor. All ranks together must hold all its elements.
+        offsets: The offsets of ``tensor`` in the whole tensor, in elements, one per dimension.
+        replicas: The global ranks that are known to hold the same part with the same values,
+            including this rank.
 
     Raises:
-        ConfigError: The parameter is not inside of a tensor of that shape.
+        ConfigError: The part is not inside of a tensor of ``shape``.
     """
     box = Box(tuple(offsets), tuple(tensor.shape))
     if not box.inside(shape):
@@ -76,5 +88,7 @@ def declare_part(
 
 
 def declared(value: Any) -> DeclaredPart | None:
-    """Return the declaration of a parameter."""
+    """Return the declaration that ``declare_part`` has attached to ``value``, or None if there is
+    none.
+    """
     return getattr(value, _MARK, None) if isinstance(value, torch.Tensor) else None

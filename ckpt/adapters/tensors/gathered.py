@@ -1,8 +1,8 @@
-"""Copies of parameters that torch computes with, and that a restore does not fill.
+"""The removal of copies of parameters that torch computes with, since a restore does not fill them.
 
-FSDP keeps the gathered parameters of some modules after a forward, and its next forward uses them
-again. ``torch.autocast`` keeps parameters in the lower precision until its outermost block ends. A
-graph that inductor has frozen holds them as constants.
+FSDP keeps the gathered parameters of some modules after a forward pass, and its next forward pass
+uses them again. ``torch.autocast`` keeps parameters that it has converted to the lower precision
+until its outermost block ends. A graph that inductor has frozen holds parameters as constants.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ _log = logging.getLogger("ckpt")
 
 
 def release(module: nn.Module) -> None:
-    """Free what FSDP has gathered of ``module``.
+    """Free the parameters that FSDP has gathered in ``module``, so that its next forward pass
+    gathers the restored ones.
 
-    Its next forward gathers the parameters as they are then.
-
-    All ranks call this alike, since an all-gather that is under way has to end first. A handle
-    inside ``summon_full_params()`` stays as it is.
+    All ranks call this function in the same order, since it waits for the end of an all-gather that
+    is under way. Parameters of FSDP1 inside ``summon_full_params()`` stay gathered.
     """
     for _, wrapper in fsdp1_wrappers(module):
         if (handle := fsdp1_handle(wrapper)) is not None:
@@ -45,8 +44,8 @@ def release(module: nn.Module) -> None:
 
 
 def forget_copies() -> None:
-    """Drop what ``torch.autocast`` has converted, and the compiled graphs of this process if
-    inductor has frozen any. Both are made again when they are needed.
+    """Drop the converted parameters that ``torch.autocast`` keeps, and all compiled graphs of this
+    process if inductor may have frozen one. torch makes both again when it needs them.
     """
     torch.clear_autocast_cache()
     if has_frozen_graphs():

@@ -1,4 +1,6 @@
-"""A tensor as this rank holds it -> a leaf: its boxes of the global tensor, and its replicas."""
+"""The layout of a tensor: the boxes that this rank holds, the memory of each box, and the ranks
+that hold the same boxes. ``leaf_of`` makes the leaf of a tensor from it.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,23 @@ PLAIN: Final = frozenset((torch.Tensor, nn.Parameter))
 
 
 def is_plain(tensor: Source) -> TypeGuard[torch.Tensor]:
-    """Return True for a tensor of torch's own kind with a memory of its own."""
+    """Return True if ``tensor`` is exactly a ``torch.Tensor`` or an ``nn.Parameter``, not of
+    another subclass.
+    """
     return type(tensor) in PLAIN
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory this rank holds, as a plain tensor, so that no subclass takes part in
-    reading and writing its bytes.
+    """Return the part of ``tensor`` that this rank holds, as a plain tensor with the same memory.
+    So no code of a subclass runs when its bytes are read and written.
     """
     return held if is_plain(held := held_in(tensor)) else plain_alias(held)
 
 
 def held_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that this rank holds, of any class."""
+    """Return the local tensor of a DTensor, and any other tensor as it is. If a collective that
+    fills it is under way, the call waits for the result.
+    """
     if is_plain(tensor):
         return tensor
     return waited(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
@@ -55,7 +61,9 @@ def _parts(source: Source) -> tuple[torch.Tensor, ...]:
 
 
 def memories(source: Source, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
-    """Return the memory of each of the ``boxes`` that ``leaf_of`` has found."""
+    """Return, for each of ``boxes``, a plain tensor with the memory that ``source`` holds of it.
+    ``boxes`` are those of the leaf that ``leaf_of`` makes of ``source``.
+    """
     return _in_boxes(tuple(map(local, _parts(source))), boxes)
 
 
@@ -67,14 +75,16 @@ def _in_boxes(held: tuple[torch.Tensor, ...], boxes: Sequence[Box]) -> Sequence[
 
 
 class Form(NamedTuple):
-    """The form of a source, as values: the source itself may take another dtype, shape or memory.
+    """The layout and the memory that a tensor or ``LocalShards`` has at one time. They are kept as
+    values, since the object itself may get another dtype, shape or memory later.
 
     Attributes:
-        signature: Equal for two sources if and only if ``leaf_of`` and the memory format are equal.
-        held: Aliases of the memory that this rank holds. They stay valid when the source takes
-            another memory.
-        wrapper: A tensor with a version counter of its own, besides those of ``held``: an operation
-            on a DTensor counts there, and one on its local tensor counts in ``held``.
+        signature: A value that is equal for two sources if and only if their leaves and the formats
+            of their memory are equal.
+        held: Plain tensors with the memory that this rank holds. They keep this memory when the
+            source gets another one.
+        wrapper: The DTensor if the source is one, else None. Operations on a DTensor move its own
+            version counter, and operations on its local tensor move that of the tensor in ``held``.
     """
 
     signature: Hashable
@@ -82,7 +92,9 @@ class Form(NamedTuple):
     wrapper: torch.Tensor | None = None
 
     def memories(self, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
-        """Return the memory of each of the ``boxes`` that ``leaf_of`` has found."""
+        """Return a plain tensor with the memory of each of ``boxes``. ``boxes`` are those of the
+        leaf that ``leaf_of`` made of the source.
+        """
         return _in_boxes(self.held, boxes)
 
 
@@ -107,11 +119,13 @@ def _format(held: torch.Tensor) -> Hashable:
 def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
     """Return the leaf of ``tensor``.
 
-    ``replicas`` are the ranks known to hold a *plain* tensor too; a DTensor and ``LocalShards``
-    know their own.
+    Args:
+        replicas: For a plain tensor, the ranks that are known to hold the same tensor. For a
+            DTensor, the ``around`` of ``replicas_of``. ``LocalShards`` have replicas of their own.
 
     Raises:
-        UnsupportedValue: A partial, sparse, quantized, nested or meta tensor, with the way out.
+        UnsupportedValue: The tensor cannot be saved, since it is partial, sparse, quantized,
+            nested, or on the meta device, for instance. The error says what to do.
     """
     if isinstance(tensor, LocalShards):
         for part, box in zip(tensor.tensors, tensor.boxes, strict=True):
@@ -164,7 +178,7 @@ def boxes_of(name: str, tensor: DTensor) -> tuple[Box, ...]:
     """Return the boxes of a DTensor that this rank holds.
 
     Raises:
-        UnsupportedValue: A placement without boxes, such as a partial one.
+        UnsupportedValue: The placement gives no boxes, as a partial one.
     """
     if not tensor.device_mesh.get_coordinate():
         return ()
@@ -172,8 +186,8 @@ def boxes_of(name: str, tensor: DTensor) -> tuple[Box, ...]:
 
 
 def check_initialized(name: str, tensor: Source) -> None:
-    """Raise ``UnsupportedValue`` for a parameter of a lazy module, which has no shape and no data
-    before the first forward pass.
+    """Raise ``UnsupportedValue`` if ``tensor`` is a parameter of a lazy module before its first
+    forward pass, when it has no shape and no data.
     """
     if isinstance(tensor, torch.Tensor) and is_lazy(tensor):
         raise UnsupportedValue(
@@ -182,7 +196,9 @@ def check_initialized(name: str, tensor: Source) -> None:
 
 
 def check(name: str, tensor: torch.Tensor) -> str:
-    """Return the name of the tensor's dtype. Raises ``UnsupportedValue`` if it cannot be saved."""
+    """Return the name of the tensor's dtype in a checkpoint. Raise ``UnsupportedValue`` if the
+    tensor ``name`` cannot be saved.
+    """
     check_initialized(name, tensor)
     if tensor.is_meta:
         raise UnsupportedValue(
@@ -223,9 +239,10 @@ def check(name: str, tensor: torch.Tensor) -> str:
 
 
 def has_storage(memory: torch.Tensor) -> bool:
-    """Return True if the elements of a plain tensor are in its storage.
+    """Return True if the storage of a plain tensor contains all its elements.
 
-    A wrapper has no storage, and FSDP leaves an empty one.
+    A wrapper tensor (see ``tensors.wrapped``) has no storage. A parameter that FSDP has freed has
+    an empty one.
     """
     if not (count := memory.numel()):
         return True
@@ -239,8 +256,8 @@ def has_storage(memory: torch.Tensor) -> bool:
 
 
 def check_storage(name: str, memory: torch.Tensor) -> None:
-    """Raise ``UnsupportedValue`` for memory that cannot be read: the process would end with a
-    signal.
+    """Raise ``UnsupportedValue`` if the storage of ``memory`` was freed, since reading it would end
+    the process with a signal.
     """
     if not has_storage(memory):
         raise UnsupportedValue(
@@ -251,7 +268,9 @@ def check_storage(name: str, memory: torch.Tensor) -> None:
 
 
 def _inside(tensor: torch.Tensor) -> str:
-    """Return the names of the tensors that a wrapper consists of, as it says."""
+    """Return the attributes that hold the tensors inside of a wrapper tensor, as text in
+    parentheses for an error; empty if the class does not give them.
+    """
     with suppress(Exception):  # A user's code may raise anything
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return f" ({', '.join(names)})"
@@ -259,7 +278,9 @@ def _inside(tensor: torch.Tensor) -> str:
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """Return the stored name of a dtype. Raises ``UnsupportedValue`` for others."""
+    """Return the name of a dtype in a checkpoint. Raise ``UnsupportedValue``, which names the
+    tensor ``name``, if a checkpoint cannot hold this dtype.
+    """
     if (found := _DTYPE_NAMES.get(dtype)) is None:
         raise UnsupportedValue(
             name, f"tensor of {dtype}", "view it as a dtype that safetensors can hold"
@@ -268,14 +289,14 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 
 
 def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Return the global ranks that hold the same boxes. They differ from this one only along
-    replicated mesh dimensions.
+    """Return the global ranks that hold the same boxes as this rank, ascending; empty if there is
+    no other. Their mesh coordinates differ from those of this rank only in replicated dimensions.
 
     Args:
-        around: The ranks of the widest mesh in the same unit. If the tensor's mesh is cut from that
-            one (``mesh["dp"]`` of a 2-D mesh), the dimensions left out count as replicated, since
-            the unit has one tensor of that name on all its ranks. Without it only the tensor's own
-            mesh counts.
+        around: The ranks of the widest mesh in the same unit (see ``tensors.units``). If the mesh
+            of the tensor is a part of that mesh (``mesh["dp"]`` of a 2-D mesh), the tensor counts
+            as replicated over the dimensions that its own mesh lacks, since all ranks of the unit
+            have a tensor of that name. If ``around`` is empty, only the tensor's own mesh counts.
     """
     here = tensor.device_mesh.get_coordinate()
     if here is None:
@@ -290,9 +311,8 @@ def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...
 
 
 def holders_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Return the global ranks that have a tensor of this name, with any part of it.
-
-    ``around`` is that of ``replicas_of``.
+    """Return the global ranks that are known to have a tensor of this name, whatever part of it
+    they hold. ``around`` is that of ``replicas_of``.
     """
     return _alike(tensor, {}, around)
 
@@ -303,8 +323,9 @@ def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
 
 
 def _alike(tensor: DTensor, kept: Mapping[int, int], around: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks at the place ``kept`` (dimension of the tensor's mesh -> coordinate). They
-    are ranks of that mesh, or of ``around`` if the mesh is cut from a wider one.
+    """Return the ranks whose coordinates are those in ``kept`` (dimension of the tensor's mesh ->
+    coordinate), ascending. They are ranks of the tensor's mesh. If this mesh is a part of a wider
+    one, they are ranks of the wider mesh that are in ``around``.
     """
     mesh = tensor.device_mesh
     own = (

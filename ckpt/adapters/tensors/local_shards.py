@@ -1,8 +1,8 @@
-"""A tensor of which this rank holds some boxes, each in its own memory: the form of all sharded
-layouts.
+"""``LocalShards``: a tensor as the boxes that this rank holds, each with its own memory.
 
-A DTensor, a tensor of FSDP1, and a parameter inside of a flat buffer have this form. For a layout
-that ckpt does not know, put ``LocalShards`` into the state in place of the tensor.
+ckpt describes ``ShardedTensor``, the parameters of FSDP1, and parameters inside of flat buffers in
+this form. For a sharded layout that ckpt does not support by itself, put ``LocalShards`` into the
+state in place of the tensor.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from ckpt.model.box import Box, split_flat
 
 
 class LocalShards:
-    """A tensor of which this rank holds some boxes.
+    """A tensor as the boxes that this rank holds, each in its own memory.
 
-    It is saved as an ordinary tensor, and restored in place into its parts, whatever layout it was
-    saved under. Pass the same object to every save while its memory is the same: the save then
-    does not examine it again.
+    The tensor is saved like any other, and restored in place into the memory of its parts, whatever
+    layout it was saved under. Pass the same object to every save while its memory is the same, so
+    that the save does not examine it again.
 
     Args:
-        shape: Shape of the whole tensor, in elements.
+        shape: The shape of the whole tensor, in elements.
         shards: Pairs (offsets, memory), one for each part that this rank holds. A part has the
             shape of its memory, which may be a view. Together, the ranks must hold every element.
-            An element that several ranks hold must belong to equal boxes. There may be no part at
-            all if ``dtype`` is given.
-        replicas: Global ranks that are known to hold the same boxes with the same values, this rank
-            included. They share the writing.
-        dtype: Dtype of the tensor. It defaults to that of the parts.
-        owner: The optimizer whose ``step`` alone changes the memory, if there is one. The memory is
-            then copied while training continues, and that step waits for the copy.
+            If several ranks hold an element, the boxes with this element must be equal. A rank may
+            hold no part if ``dtype`` is given.
+        replicas: The global ranks that are known to hold the same boxes with the same values,
+            including this rank. Each of them writes a part of the boxes.
+        dtype: The dtype of the tensor. It defaults to that of the parts.
+        owner: The optimizer whose ``step`` is the only code that changes the memory, if there is
+            one. The memory is then copied while training continues, and the next step of this
+            optimizer waits for the copy.
 
     Attributes:
-        boxes: The boxes of the parts, in order.
-        tensors: The memory of the parts, in order.
+        boxes: The boxes of the parts, in the order of ``shards``.
+        tensors: The memory of the parts, in the order of ``shards``.
     """
 
     __slots__ = ("__weakref__", "boxes", "dtype", "owner", "replicas", "shape", "tensors")
@@ -83,7 +84,9 @@ class LocalShards:
         *,
         owner: Optimizer | None = None,
     ) -> LocalShards:
-        """Return the elements of a flat tensor from ``start`` on that the 1-D ``memory`` holds."""
+        """Return a tensor of ``shape`` whose elements on this rank follow each other in row-major
+        order. The 1-D ``memory`` holds them, and ``start`` is the index of the first one.
+        """
         shards: list[tuple[Sequence[int], torch.Tensor]] = []
         memory, at = memory.detach(), 0  # A detached tensor shares the version counter
         for box in split_flat(shape, start, start + memory.numel()):
@@ -96,4 +99,4 @@ class LocalShards:
 
 
 Source = torch.Tensor | LocalShards
-"""What has a name and bytes of its own in a checkpoint."""
+"""The values of a state that have a name and bytes of their own in a checkpoint."""

@@ -1,4 +1,4 @@
-"""Values that are declared to differ between ranks, such as the random number generators."""
+"""Values that each rank saves and restores for itself, such as random number generators."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ckpt.errors import ConfigError
 _Rule = Literal["error", "same_rank", "first"]
 _RULES: Final = get_args(_Rule)
 OnResize = _Rule | Callable[[int, int, int], int | None]
-"""Which rank's value a rank takes if the world has another size.
+"""The rule by which a rank gets a ``PerRank`` value that another number of ranks has saved.
 
-"error" refuses the restore. "same_rank" takes its own value if there is one. "first" takes that of
-rank 0. A function ``policy(rank, world_size, saved_world_size)`` returns the rank that saved the
-value, or None to keep the present value.
+"error" refuses the restore. "same_rank" takes the value that the rank of the same number saved, and
+keeps the present value if there was no such rank. "first" takes the value of rank 0. A function
+``policy(rank, world_size, saved_world_size)`` returns the rank whose value to take, or None to keep
+the present value.
 """
 
 
@@ -26,15 +27,16 @@ class PerRank:
     """Marks a value of the state that each rank saves and restores for itself.
 
     Args:
-        value: Anything a state may hold: plain values (replaced on restore), or an object with
-            ``state_dict``/``load_state_dict`` (loaded in place).
-        on_resize: Whose value a rank takes when the world has another size: see ``OnResize``.
+        value: Anything that a state may hold: plain values, which a restore replaces, or an object
+            with ``state_dict`` and ``load_state_dict``, which a restore loads in place.
+        on_resize: Whose value a rank takes if the checkpoint was saved by another number of ranks:
+            "error", "same_rank", "first" or a function (see ``OnResize``).
 
     Raises:
         ConfigError: ``on_resize`` is none of these.
 
     Attributes:
-        value: As given; after a restore, what was restored.
+        value: The value that was passed, or after a restore the restored value.
     """
 
     def __init__(self, value: Any, *, on_resize: OnResize = "error") -> None:
@@ -51,14 +53,14 @@ class PerRank:
 
 
 class RngState:
-    """The random number generators of this process: Python's, NumPy's global one, torch's on the
-    CPU and, once the accelerator is in use, on each of its devices.
+    """The random number generators of this process: that of Python, the global one of NumPy, that
+    of torch on the CPU and, once the accelerator is in use, those of its devices.
 
-    Nearly always wrapped: ``PerRank(RngState())``.
+    Put it into the state as ``PerRank(RngState())``, since the generators of ranks differ.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the generators now."""
+        """Return the present states of the generators."""
         state: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(),
@@ -70,7 +72,9 @@ class RngState:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set them. States of another accelerator, or beyond the devices at hand, are ignored."""
+        """Set the states of the generators. States of another kind of accelerator, and of devices
+        that this process does not have, are ignored.
+        """
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
@@ -81,9 +85,11 @@ class RngState:
 
 
 def _accelerator(*, in_use: bool = True) -> tuple[str, Any] | None:
-    """Return the accelerator's name and module, if it has generators that can be kept.
+    """Return the type of the accelerator and its module (such as ``torch.cuda``), or None if there
+    is no accelerator or its generators cannot be saved.
 
-    ``in_use``: nothing is asked that would make a context.
+    With ``in_use``, return None also if the accelerator is not initialized yet. Reading its
+    generators would create a context on it.
     """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:

@@ -1,8 +1,9 @@
-"""FSDP1: parameters in pieces of flat parameters, and the ``ShardedTensor`` of its state dicts.
+"""FSDP1: the parameters that are pieces of flat parameters, and the ``ShardedTensor`` of its state
+dicts.
 
-FSDP1's own ``state_dict()`` gathers over the training process group and returns copies. So its
-hooks do not run here. The part of a parameter that a rank holds is a range of elements of the flat
-parameter, and is read and filled there.
+FSDP1's own ``state_dict()`` gathers parameters over the training process group and returns copies.
+So this module does not run the hooks that do it. The part of a parameter that a rank holds is a
+range of elements of the flat parameter. ckpt reads and fills this range in place.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ _WRAPPED = "_fsdp_wrapped_module"
 
 
 class Piece(NamedTuple):
-    """A range of elements of a tensor of ``shape`` in a flat memory of ``size`` elements.
-
-    The ``length`` elements are at ``start`` of the tensor and at ``at`` of the memory.
+    """The part of one parameter that a flat parameter holds on this rank: a range of elements.
 
     Attributes:
-        fqn: Its key in the module, which distinguishes pieces without elements here.
+        fqn: The parameter's key in the module, which tells pieces without elements apart.
+        shape: The shape of the whole parameter.
+        start: The index of the range's first element in the flattened parameter.
+        at: The index of the range's first element in the flat memory.
+        length: The number of elements in the range; 0 if this rank holds none.
+        size: The number of elements of the flat memory.
         replicas: The ranks that hold the same piece.
     """
 
@@ -48,17 +52,21 @@ class Piece(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank holds any element."""
+        """True if this rank holds any element of the parameter."""
         return self.length > 0
 
     def fits(self, memory: torch.Tensor) -> bool:
-        """Return True if a tensor is such a memory."""
+        """Return True if ``memory`` has the shape of the flat memory, as the flat parameter has,
+        and its optimizer state.
+        """
         return memory.shape == (self.size,)
 
     def of(self, name: str, memory: torch.Tensor) -> LocalShards:
-        """Return the tensor in ``memory``.
+        """Return the tensor ``name``, a parameter or its optimizer state, as ``LocalShards`` with
+        its range in ``memory``.
 
-        Raises ``UnsupportedValue`` if all of it is there just now, gathered.
+        Raises:
+            UnsupportedValue: ``memory`` has another size, since FSDP1 has gathered the parameter.
         """
         if not self.fits(memory):
             raise gathered(name)
@@ -67,7 +75,9 @@ class Piece(NamedTuple):
 
 
 def gathered(name: str) -> UnsupportedValue:
-    """Return the error for parameters that are not in their pieces."""
+    """Return the error for a parameter that is gathered, so that the flat parameter is not in use
+    and its piece cannot be read.
+    """
     return UnsupportedValue(
         name,
         "parameter of FSDP1 that is gathered now",
@@ -78,16 +88,16 @@ def gathered(name: str) -> UnsupportedValue:
 
 
 Flat = Mapping[str, Piece]
-"""The pieces in one parameter that an optimizer may have, by their keys in the module.
-
-The key of the one piece in a parameter that has keys itself is ''.
+"""The pieces in one tensor of ``module.parameters()``, by the keys of the original parameters in
+the module. With ``use_orig_params`` there is one piece, and its key is ''.
 """
 
 
 def flat_parameters(module: nn.Module) -> dict[int, Flat]:
-    """Map the identity of each flat parameter of FSDP1 in ``module`` to the pieces in it.
+    """Return the identity (``id``) of each tensor of FSDP1 in ``module`` -> the pieces in it.
 
-    The result is empty without FSDP1.
+    The tensors are the flat parameters, or with ``use_orig_params`` the original parameters. The
+    result is empty if the module has no FSDP1 wrapper.
     """
     found: dict[int, Flat] = {}
     for lead, wrapper, handle in _handles(module):
@@ -97,7 +107,7 @@ def flat_parameters(module: nn.Module) -> dict[int, Flat]:
 
 
 def over_tensor_parallel(module: nn.Module) -> Iterator[str]:
-    """Return the keys of the parameters that FSDP1 has flattened and that were DTensors before, as
+    """Yield the keys of those parameters that FSDP1 has flattened and that were DTensors before, as
     ``parallelize_module`` makes them.
     """
     for lead, _, handle in _handles(module):
@@ -110,10 +120,11 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 
 def groups_of(wrapper: Any) -> tuple[tuple[int, ...], bool]:
-    """Return the ranks that one FSDP1 wrapper keeps equal, and whether this rank is the first of
-    all.
+    """Return the ranks of the process group of one FSDP1 wrapper, and True if this rank is the
+    first of all ranks of the wrapper.
 
-    The ranks include those of its copies if they are known.
+    With hybrid sharding, the ranks are all ranks of the job, if shards and copies together occupy
+    all of them.
     """
     ranks, copies = _groups(wrapper)
     here = torch.distributed.get_rank()
@@ -133,7 +144,7 @@ def hookless_state(module: nn.Module, prefix: str = "") -> dict[str, Any]:
 
 
 def as_source(tensor: torch.Tensor) -> Source:
-    """Return a ``ShardedTensor`` as its boxes, and any other tensor as it is."""
+    """Return a ``ShardedTensor`` as ``LocalShards``, and any other tensor as it is."""
     api: Any = sys.modules.get("torch.distributed._shard.sharded_tensor")
     if api is None or not isinstance(tensor, api.ShardedTensor):
         return tensor
@@ -143,8 +154,8 @@ def as_source(tensor: torch.Tensor) -> Source:
 
 
 def _handles(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
-    """Return FSDP1's wrappers with parameters: the prefix of their names, the wrapper and its
-    handle.
+    """Yield, for each FSDP1 wrapper with parameters: the prefix of the keys of these parameters,
+    the wrapper, and its handle.
     """
     for name, wrapper in fsdp1_wrappers(module):
         if (handle := fsdp1_handle(wrapper)) is not None:
@@ -154,6 +165,9 @@ def _handles(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
 def _flats(
     lead: str, wrapper: Any, flat: FlatParameter, *, is_sharded: bool
 ) -> Iterator[tuple[int, Flat]]:
+    """Yield the identity of each tensor of the flat parameter ``flat``, with the pieces in it.
+    ``lead`` is the prefix of the keys of its parameters.
+    """
     ranks, copies = _groups(wrapper)
     replicas = copies if is_sharded else ranks
     if flat.size is None:
@@ -171,7 +185,9 @@ def _flats(
 
 
 def _groups(wrapper: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks that FSDP1 shards over, and those that replicate the shard of this rank."""
+    """Return the ranks of the process group of an FSDP1 wrapper, and the ranks that hold the same
+    shard as this rank (empty without hybrid sharding).
+    """
     copies = fsdp1_copies(wrapper)
     return ranks_of(wrapper.process_group), ranks_of(copies) if copies is not None else ()
 

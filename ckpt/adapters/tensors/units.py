@@ -1,8 +1,8 @@
-"""The ranks that hold a module's plain tensors alike.
+"""Units: the parts of a module from which a rank concludes which ranks hold the same plain tensors.
 
-No rank knows the names of other ranks: an expert of a ``ModuleList`` may be on this rank alone. So
-a rank concludes what is on other ranks from the unit of a tensor, which is what one wrapper (DDP,
-FSDP1, ``fully_shard``) holds, and never from another unit.
+No rank knows the names of tensors on other ranks: an expert of a ``ModuleList`` may be on this rank
+alone. What one wrapper (DDP, FSDP1, ``fully_shard``) holds is a unit. A rank draws conclusions
+about a tensor on other ranks only from the unit of this tensor.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from ckpt.adapters.torch_private import fsdp1_ignored, fsdp2_groups
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """A part of a module.
+    """The part of a module that one wrapper holds, or a part outside of all wrappers.
 
     Attributes:
-        ranks: Ranks that the wrapper keeps alike. Where it is empty, they are those of the DTensors
-            in the unit.
-        is_first: Whether the buffers of this rank are the ones that count; None if all ranks must
-            have the same. No wrapper keeps buffers alike while they change (DDP overwrites them
-            before a forward), so a BatchNorm's differ from rank to rank.
-        ignored: Identity of the parameters and buffers that the wrapper leaves alone. Nothing keeps
-            them alike if they change.
+        ranks: The ranks on which the wrapper keeps parameters equal; empty if only the DTensors in
+            the unit tell the ranks, or none are known. If the mesh of a DTensor in the unit has
+            more ranks, those count instead.
+        is_first: True if the buffers of this rank are saved, False if those of another rank are,
+            and None outside of all wrappers, where the buffers of all ranks must be equal. No
+            wrapper keeps changing buffers, such as those of a BatchNorm, equal on all ranks. (DDP
+            overwrites them before a forward pass.)
+        ignored: The identities (``id``) of the parameters and buffers that the wrapper ignores.
+            They need not be equal on all ranks.
     """
 
     ranks: tuple[int, ...] = ()
@@ -41,7 +43,7 @@ class Unit:
 
 
 def units_of(module: nn.Module) -> Callable[[str], Unit]:
-    """Return the unit of each key of the module's state dict."""
+    """Return a function from a key of the module's state dict to its unit."""
     units = dict(_walk(module, "", Unit(), {}))
 
     def unit(key: str) -> Unit:
@@ -55,12 +57,15 @@ def units_of(module: nn.Module) -> Callable[[str], Unit]:
 def _walk(
     module: nn.Module, path: str, around: Unit, known: dict[int, Unit]
 ) -> Iterator[tuple[str, Unit]]:
-    """Return the paths of all modules, each with its unit."""
+    """Yield the path and the unit of ``module``, and of all modules inside of it.
+
+    ``around`` is the unit that ``module`` is in, unless a unit begins at ``module`` itself.
+    """
     unit = _own_unit(module, known) or around
     yield path, unit
     children: Mapping[str, nn.Module | None] = module._modules
-    # The modules that a list leaves out may be on other ranks, and those that it has may be on this
-    # rank alone.
+    # A list with None in some places may hold modules that are on this rank alone, and other ranks
+    # may have the modules that are missing here.
     sparse = isinstance(module, nn.ModuleList | nn.ModuleDict) and None in children.values()
     for name, child in children.items():
         if child is not None:
@@ -69,9 +74,10 @@ def _walk(
 
 
 def _own_unit(module: nn.Module, known: dict[int, Unit]) -> Unit | None:
-    """Return the unit that begins at ``module``, if one does.
+    """Return the unit of the wrapper that ``module`` is, or None if it is no wrapper.
 
-    ``known`` holds those of ``fully_shard``, which may begin at several modules.
+    ``known`` holds the units of ``fully_shard`` that were already found, since one call of
+    ``fully_shard`` may have wrapped several modules.
     """
     if isinstance(module, DistributedDataParallel):
         ranks = ranks_of(module.process_group)

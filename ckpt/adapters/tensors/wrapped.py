@@ -1,9 +1,9 @@
-"""Tensors whose elements are in other tensors, taken apart as their class says.
+"""Wrapper tensors: tensors whose elements are in other tensors.
 
 Quantised weights and optimizer state, jagged and two-tensor wrappers are subclasses of
-``torch.Tensor`` without memory of their own. ``__tensor_flatten__`` gives the names of the tensors
-inside and the metadata. The inner tensors are saved and filled in place; the metadata is compared.
-No class is ever made from what a checkpoint says.
+``torch.Tensor`` without memory of their own. The ``__tensor_flatten__`` of the class gives the
+names of the tensors inside and the metadata. ckpt saves the inner tensors and fills them in place,
+and compares the metadata. It never makes an object of a class that a checkpoint names.
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ from ckpt.model.values import Node, encode, join
 
 
 def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
-    """Return True for a tensor whose elements are in other tensors, and for a DTensor of one."""
+    """Return True if ``value`` is a wrapper tensor, whose elements are in other tensors, or a
+    DTensor whose local tensor is one.
+    """
     if type(value) in PLAIN or not isinstance(value, torch.Tensor):
         return False
     return _flattens(type(held_in(value)))
 
 
 def wrappers_in(tensors: Sequence[Source]) -> Iterator[int]:
-    """Return the indices of the wrappers among ``tensors``. There may be thousands of tensors."""
+    """Yield the indices of the wrapper tensors among ``tensors``. The call is fast for thousands of
+    tensors if none is a wrapper.
+    """
     if PLAIN.issuperset(map(type, tensors)):
         return
     kinds = set[type](map(type, tensors))
@@ -53,21 +57,22 @@ def _flattens(kind: type) -> bool:
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """Return the qualified name of a wrapper's class."""
+    """Return the qualified name of the class of a tensor, or of the local tensor of a DTensor."""
     return _qualified(type(held_in(tensor)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One wrapper and the tensors inside of it. Some of these may be wrappers too.
+    """One wrapper tensor and the tensors inside of it, some of which may be wrapper tensors too.
 
     Attributes:
-        kind: The qualified name of the class.
-        values: The metadata, as it is compared and saved.
-        inner: The tensors inside, by the names of their attributes.
-        held: The wrapper itself.
-        alias: A plain tensor with the version counter of the wrapper, which operations on the
-            wrapper move, and not always those of the tensors inside.
+        kind: The qualified name of the wrapper's class.
+        values: The metadata as a node of plain values, which is saved and compared.
+        inner: The tensors inside, by the attributes that hold them. Wrapper tensors among them are
+            layers.
+        held: The wrapper tensor itself.
+        alias: A plain tensor with the version counter of the wrapper. Operations on the wrapper
+            move this counter, and do not always move the counters of the tensors inside.
     """
 
     kind: str
@@ -77,7 +82,9 @@ class Layer:
     alias: torch.Tensor = field(repr=False)  # Torch crashes when it prints an alias
 
     def leaves(self, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the innermost tensors, by their paths in the wrapper."""
+        """Yield the path and the tensor of each innermost tensor. ``path`` is the path of this
+        wrapper in the outermost one.
+        """
         for name, part in self.inner.items():
             if isinstance(part, Layer):
                 yield from part.leaves(join(path, name))
@@ -85,16 +92,18 @@ class Layer:
                 yield join(path, name), part
 
     def layers(self) -> Iterator[Layer]:
-        """Yield this wrapper and the wrappers inside of it."""
+        """Yield this layer and the layers of the wrapper tensors inside of it."""
         yield self
         for part in self.inner.values():
             if isinstance(part, Layer):
                 yield from part.layers()
 
     def node(self, name: str, stored: Callable[[str], str]) -> Node:
-        """Return the node of the tree for the wrapper ``name``.
+        """Return the node of the manifest's tree for this wrapper tensor, which is ``name`` in the
+        state.
 
-        ``stored`` returns the name of the bytes for the name of an innermost tensor.
+        ``stored`` takes the name of an innermost tensor, and returns the name under which its bytes
+        are stored.
         """
         inner = {
             attribute: part.node(join(name, attribute), stored)
@@ -106,9 +115,11 @@ class Layer:
 
 
 class Inside(NamedTuple):
-    """An innermost tensor of a wrapper, as a source of its own.
+    """An innermost tensor of a wrapper tensor, to be saved under a name of its own.
 
-    ``replicas``: ranks known to hold the same.
+    Attributes:
+        source: The tensor, or ``LocalShards`` if it is cut as the DTensor around it is.
+        replicas: The ranks that are known to hold the same.
     """
 
     source: Source
@@ -117,15 +128,15 @@ class Inside(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Apart:
-    """A wrapper, taken apart.
+    """The result of `apart`: a wrapper tensor and its layers.
 
     Attributes:
-        name: The name of the tensor.
-        tensor: The wrapper, or a DTensor of it.
-        layer: What it consists of on this rank.
-        watched: Tensors with version counters besides those of the innermost tensors.
-        key: Differs if the sources or the wrappers differ though the innermost tensors are the
-            same.
+        name: The name of the wrapper tensor in the state.
+        tensor: The wrapper tensor, or the DTensor whose local tensor it is.
+        layer: The layer of the wrapper tensor on this rank.
+        watched: The tensors around the innermost ones that have version counters of their own.
+        key: A value that is the same on the next save if the wrapper tensors and the layout of the
+            DTensor have not changed. The innermost tensors must be compared besides.
     """
 
     name: str
@@ -135,14 +146,15 @@ class Apart:
     key: Hashable
 
     def sources(self, around: tuple[int, ...] = ()) -> dict[str, Inside]:
-        """Return the innermost tensors by their paths in the wrapper.
+        """Return the innermost tensors, by their paths in the wrapper tensor.
 
         Args:
-            around: The ranks known to hold the wrapper too, or the ``around`` of ``replicas_of`` if
-                it is a DTensor.
+            around: The ranks that are known to hold the same wrapper tensor, or for a DTensor the
+                ``around`` of ``replicas_of``.
 
         Raises:
-            UnsupportedValue: A DTensor whose inner tensors are not cut as it is.
+            UnsupportedValue: The tensor is a DTensor, and it is not possible to tell which parts of
+                the inner tensors belong to this rank.
         """
         if isinstance(self.tensor, DTensor):
             return _sharded(self.name, self.tensor, self.layer, around)
@@ -150,10 +162,11 @@ class Apart:
 
 
 def apart(name: str, tensor: torch.Tensor) -> Apart:
-    """Take a wrapper apart.
+    """Take apart a wrapper tensor, or the DTensor of one, that is ``name`` in the state.
 
     Raises:
-        UnsupportedValue: It has memory of its own or metadata that is not plain.
+        UnsupportedValue: The wrapper tensor cannot be saved, since it has memory of its own, or
+            metadata that consists not only of plain values, for instance.
     """
     held = held_in(tensor)
     layer = _layer(name, held, _as_it_is)
@@ -168,7 +181,7 @@ def apart(name: str, tensor: torch.Tensor) -> Apart:
 
 
 class _Same:
-    """A tensor that equals itself only."""
+    """Holds a tensor, and equals another object only if that holds the same tensor object."""
 
     __slots__ = ("held",)
 
@@ -200,8 +213,13 @@ def _as_it_is(_: str, items: Sequence[Any]) -> Sequence[Any]:
 
 
 def _layer(name: str, held: torch.Tensor, resize: _Resize) -> Layer:
-    """``resize``: from the place of a tuple or list in the metadata, and itself, to what takes its
-    place.
+    """Return the layer of the wrapper tensor ``held``, which is ``name`` in the state.
+
+    ``resize(path, items)`` is called for each tuple or list in the metadata, with its path and its
+    items, and returns the items to save in place of these.
+
+    Raises:
+        UnsupportedValue: The wrapper tensor cannot be saved.
     """
     kind = _qualified(type(held))
     if held.is_meta:
@@ -249,13 +267,17 @@ def _metadata_of(name: str) -> str:
 
 
 def _flattened(held: Any) -> tuple[dict[str, Any], Any]:
-    """Return the tensors inside of a wrapper by their attributes, and the metadata."""
+    """Return the tensors inside of a wrapper tensor by the attributes that hold them, and the
+    metadata.
+    """
     attributes, metadata = held.__tensor_flatten__()
     return {str(attribute): getattr(held, attribute) for attribute in attributes}, metadata
 
 
 def _is_kept(one: torch.Tensor, two: Any) -> bool:
-    """Return True if two reads of an attribute have the same memory."""
+    """Return True if ``one`` and ``two``, two reads of the same attribute, are tensors with the
+    same memory, so that the attribute does not make a new tensor on each read.
+    """
     if one is two:
         return True
     if not isinstance(two, torch.Tensor) or type(one) is not type(two):
@@ -274,14 +296,15 @@ def _is_kept(one: torch.Tensor, two: Any) -> bool:
 def _has_memory(alias: torch.Tensor) -> bool:
     try:
         return alias.data_ptr() != 0
-    except RuntimeError:  # The sizes are symbolic, as in a jagged tensor
+    except RuntimeError:  # The tensor has symbolic sizes, as a jagged tensor has
         return False
 
 
 def _values(value: Any, path: str, resize: _Resize) -> Node:
-    """Return the metadata as plain values. They are only compared.
+    """Return the metadata ``value`` as a node of plain values. A restore only compares it.
 
-    Devices are left out, since a restore leaves a tensor on its device.
+    Devices become None, since a restore leaves a tensor on its device. ``resize`` is that of
+    ``_layer``.
     """
 
     def inside(items: Mapping[str, Any]) -> Node:
@@ -308,7 +331,9 @@ def _values(value: Any, path: str, resize: _Resize) -> Node:
 
 
 def _plain(value: object, path: str) -> Node:
-    """Encode what is neither a number, text nor bytes, as the hook of ``encode``."""
+    """Return the node of a dtype in the metadata, and raise ``UnsupportedValue`` for any other
+    value. ``encode`` calls this function for values that are not plain.
+    """
     if isinstance(value, torch.dtype):
         return {"$": "dtype", "v": str(value).removeprefix("torch.")}
     raise UnsupportedValue(
@@ -326,10 +351,12 @@ _known_sizes: Final = WeakKeyDictionary[type, dict[Hashable, frozenset[str]]]()
 
 
 def _following(name: str, layer: Layer) -> frozenset[str]:
-    """Return the places in the metadata of a part that hold its size, as a slice of it shows.
+    """Return the paths in the metadata of this rank's part of a DTensor that hold the size of the
+    part. The saved metadata has the size of the whole tensor there.
 
-    A block size may equal the size of the part, and does not follow the number of rows. What a
-    class shows once for a shape and its metadata is remembered, since each save asks.
+    A path counts only if its value follows the size when the class slices the part. A block size,
+    for instance, may equal the size of the part by chance. The result for a class, a shape and the
+    metadata is cached, since each save needs it.
     """
     held, path = layer.held, _metadata_of(name)
     places = _places_of_size(held, path, torch.Size)
@@ -345,8 +372,9 @@ def _following(name: str, layer: Layer) -> frozenset[str]:
 
 
 def _places_of_size(held: torch.Tensor, path: str, kind: type) -> frozenset[str]:
-    """Return the places below ``path`` in the metadata that hold the size of the tensor, as an
-    instance of ``kind``.
+    """Return the places in the metadata that hold the size of ``held`` as an instance of ``kind``.
+
+    The metadata is at ``path``, and the places are paths without this prefix.
     """
     places = set[str]()
 
@@ -365,10 +393,11 @@ def _places_of_size(held: torch.Tensor, path: str, kind: type) -> frozenset[str]
 def _sharded(
     name: str, tensor: DTensor, layer: Layer, around: tuple[int, ...]
 ) -> dict[str, Inside]:
-    """Return the innermost tensors of this rank's part of a DTensor, as parts of larger tensors.
+    """Return the innermost tensors of a DTensor of a wrapper tensor, by their paths.
 
-    A DTensor that is not cut has them whole. One that is cut by rows has each inner tensor cut by
-    rows too, or whole: whichever the class itself makes of it in ``part[:n]``.
+    If the DTensor is not sharded, its inner tensors are whole. If it is sharded by rows, each inner
+    tensor is a part of a larger tensor, cut by rows, or is whole on each rank. The slice
+    ``part[:n]`` of this rank's part shows which of the two it is.
     """
     held, boxes = held_in(tensor), boxes_of(name, tensor)
     leaves = dict(layer.leaves())
@@ -398,9 +427,11 @@ def _sharded(
 
 
 def _cut_by_rows(name: str, layer: Layer) -> set[str]:
-    """Return the paths of the innermost tensors that are cut when the class cuts its rows.
+    """Return the paths of the innermost tensors that become shorter when the wrapper tensor is
+    sliced by rows.
 
-    A class whose blocks are larger than a row cuts at the boundaries of blocks only.
+    Slices of several lengths are tried, since a class whose blocks are larger than a row can be
+    sliced only at the boundaries of blocks.
     """
     leaves = dict(layer.leaves())
     for parts, piece in _slices(layer.held):
@@ -418,8 +449,8 @@ def _cut_by_rows(name: str, layer: Layer) -> set[str]:
 
 
 def _slices(held: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the first rows of a part, as its class cuts them off, each with the number of such
-    pieces that the part has.
+    """Yield slices of the first rows of ``held``, each after the number of slices of this length
+    that make up ``held``. Lengths that the class cannot slice are left out.
     """
     rows = held.shape[0] if held.ndim else 0
     for parts in dict.fromkeys((*_prime_factors(rows), rows)):

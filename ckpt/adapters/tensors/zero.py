@@ -1,7 +1,7 @@
-"""The place of an optimizer's state.
+"""The object that keeps the state of an optimizer on this rank.
 
-It is the optimizer itself, or for ``ZeroRedundancyOptimizer`` another optimizer with this rank's
-share of the parameters.
+It is the optimizer itself, or for ``ZeroRedundancyOptimizer`` the optimizer inside of it, which has
+this rank's share of the parameters.
 """
 
 from __future__ import annotations
@@ -22,30 +22,36 @@ State = MutableMapping[torch.Tensor, dict[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Keeper:
-    """The state of an optimizer.
+    """The state of an optimizer on this rank.
 
     Attributes:
-        own: Identities of the parameters whose state this rank keeps; None for all.
+        state: The state of each parameter.
+        own: The identities (``id``) of the parameters whose state this rank keeps; None if it keeps
+            the state of all.
     """
 
     state: State
     own: frozenset[int] | None = None
 
     def keeps(self, parameter: torch.Tensor) -> bool:
-        """Return True if the state of ``parameter`` is kept here."""
+        """Return True if this rank keeps the state of ``parameter``."""
         return self.own is None or id(parameter) in self.own
 
 
 def is_zero(optimizer: Optimizer) -> bool:
-    """Return True for torch's ``ZeroRedundancyOptimizer``."""
+    """Return True if ``optimizer`` is torch's ``ZeroRedundancyOptimizer``."""
     api = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return api is not None and isinstance(optimizer, api.ZeroRedundancyOptimizer)
 
 
 def keeper_of(path: str, optimizer: Optimizer) -> Keeper:
-    """Return the keeper of the state of ``optimizer``.
+    """Return the state of ``optimizer``, which is at ``path`` in the state that is saved.
 
-    Its groups, with all parameters, are its own in either case.
+    The parameter groups are not a part of it. In each case ``optimizer.param_groups`` has all
+    parameters.
+
+    Raises:
+        UnsupportedValue: The optimizer steps during ``backward()``.
     """
     if not is_zero(optimizer):
         return Keeper(optimizer.state)

@@ -1,1 +1,3 @@
-"""A state -> its tensors with names, a tree of everything else, and a plan to save them."""
+"""The walk over a state. It finds the tensors with their names, builds the tree of everything else,
+and prepares the save plan.
+"""

@@ -1,4 +1,4 @@
-"""What to do about a value that cannot be saved, by its kind."""
+"""Advice for the errors about values that cannot be saved."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _CODE: Final = (
 
 
 def advice_for(value: object) -> str:
-    """Return what to do about ``value``, which has no ``state_dict``; empty for what suits all."""
+    """Return how to save the content of ``value``, which has no ``state_dict``, in another way.
+
+    The text is empty if there is no advice for this kind of value.
+    """
     match value:
         case enum.Enum():
             return "save its .value, and make it again of that"
@@ -45,7 +48,7 @@ def advice_for(value: object) -> str:
             return _RANDOM
         case os.PathLike():
             return "save it as a string: str(...)"
-        case dt.date() | dt.time():  # A datetime is a date
+        case dt.date() | dt.time():  # ``datetime`` is a subclass of ``date``
             return "save it as a string: .isoformat()"
         case Namespace() | types.SimpleNamespace():
             return "save it as a dict: vars(...)"

@@ -1,4 +1,4 @@
-"""The part of a state that a save is about."""
+"""The choice of the part of a state that a save writes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from ckpt.model.values import join
 
 
 class Choice:
-    """What ``patterns`` take of a state. It remembers which names they take, and which fitted.
+    """The part of a state that ``patterns`` choose. It remembers the decision for each name, and
+    which patterns have matched a name.
 
-    Dicts, modules and optimizers are parted. Everything else is saved as a whole or not at all.
+    Dicts, modules and optimizers may be saved in part. Any other value is saved as a whole or not
+    at all.
 
     Thread safety:
-        The training thread.
+        Only the training thread uses it.
     """
 
     def __init__(self, patterns: Patterns) -> None:
@@ -30,19 +32,22 @@ class Choice:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """The patterns that have fitted no name."""
+        """The patterns that have matched no name."""
         given = (*(self._patterns.only or ()), *self._patterns.exclude)
         return tuple(each for each in given if each not in self._used)
 
     @property
     def left_out(self) -> dict[str, Any]:
-        """The patterns as the metadata of the save keeps them; empty for a whole state."""
+        """The patterns in the form in which the manifest's metadata keeps them; empty if the whole
+        state is saved.
+        """
         return left_out(self._patterns, self._used)
 
     def takes(self, name: str, parameter: str = "") -> bool:
         """Return True if ``name`` is saved.
 
-        ``parameter``: what it is the optimizer's state of. If that is excluded, its state is too.
+        If ``name`` is a value of an optimizer's state, ``parameter`` is the name of its parameter.
+        If the parameter is excluded, so is its state.
         """
         if self._patterns is WHOLE:
             return True
@@ -53,16 +58,17 @@ class Choice:
         return known
 
     def part_of(self, state: Mapping[Any, Any], path: str = "") -> Mapping[Any, Any]:
-        """Return ``state`` without what is left out.
+        """Return ``state``, the dict at ``path``, without the values that are not saved.
 
-        Its modules and optimizers are parted by name (``takes``).
+        Modules and optimizers that are saved in part stay in the result. The walk over them asks
+        ``takes`` for each of their names.
         """
         if self._patterns is WHOLE:
             return state
         found: dict[Any, Any] = {}
         if type(state) is OrderedDict:
             found = OrderedDict()
-            vars(found).update(vars(state))  # The versions of modules
+            vars(found).update(vars(state))  # A state dict keeps the versions of modules there
         for key, value in state.items():
             name = join(path, key)
             taken = self.takes(name)

@@ -1,9 +1,10 @@
-"""A state -> its tensors with names, and a tree of everything else.
+"""The walk over a state, which finds its tensors with their names, and a tree of everything else.
 
-The tree has the shape of the state. Containers and plain values are themselves; what is alive
-leaves a node: ``tensor`` and ``array`` (with the name of their bytes), ``module`` and ``optimizer``
-(their tensors are found by name, below their path), ``object`` (a ``state_dict()``), ``per_rank``
-(the value is in this rank's own tree).
+The tree has the shape of the state. Containers and plain values stand in the tree as they are. Any
+other value is represented by a node with a tag: ``tensor`` and ``array`` (with the name under which
+the bytes are stored), ``module`` and ``optimizer`` (the names of their tensors are below their
+path), ``object`` (with its ``state_dict()``), and ``per_rank`` (the value is in a tree of each
+rank).
 """
 
 from __future__ import annotations
@@ -65,16 +66,19 @@ _REMADE: Final = (
 
 @dataclass(slots=True)
 class Collected:
-    """What a walk over a state found, in the order of the walk.
+    """The result of a walk over a state, in the order of the walk.
 
     Attributes:
-        parts: The tensors. Those of a module or optimizer are one segment, the same object as in
-            the last walk if nothing about it has changed. Others stand alone.
-        tied: name -> the name of the same memory that came earlier.
-        per_rank: path -> tree of a ``PerRank`` value.
-        optimizers: The optimizers to fence.
-        unused: The patterns that fitted no name.
-        left_out: What the metadata keeps of the patterns; empty for a whole state.
+        parts: The tensors. The tensors of a module or optimizer form one segment, which is the same
+            object as in the last walk if nothing in it has changed. Other tensors stand alone.
+        tied: The name of a tensor that shares the memory of an earlier tensor -> the name under
+            which the bytes of that one are stored.
+        tree: The tree of the state.
+        per_rank: The path of each ``PerRank`` value -> the tree of the value on this rank.
+        optimizers: The optimizers whose steps the fence must hold.
+        unused: The patterns that have matched no name.
+        left_out: The patterns in the form in which the manifest's metadata keeps them; empty if the
+            whole state is saved.
     """
 
     parts: list[Segment | Held] = field(default_factory=list[Segment | Held])
@@ -87,7 +91,7 @@ class Collected:
 
     @property
     def held(self) -> list[Held]:
-        """All tensors."""
+        """The tensors of all ``parts``, one by one."""
         found: list[Held] = []
         for part in self.parts:
             if isinstance(part, Segment):
@@ -106,18 +110,22 @@ def collect(
     captured: Collection[Optimizer] = (),
     patterns: Patterns = WHOLE,
 ) -> Collected:
-    """Walk ``state``.
+    """Walk over ``state``, and return its tensors and its tree.
 
-    Nothing is copied: the tensors found are those of the state.
+    Nothing is copied: the tensors in the result are those of the state.
 
     Args:
-        lasting: Whether large dicts of tensors keep their tensors from save to save. Otherwise
-            this is assumed of a dict that has the same tensors as in the last walk.
-        captured: Optimizers whose steps run no hook, since a graph replays them.
-        patterns: The part of the state that is walked. Names are those of the whole state.
+        rank: The number of this rank.
+        memory: The results of the last walk over this state; None for a first walk.
+        lasting: True if large dicts of tensors keep the same tensors from save to save. If False,
+            only a dict with the same tensors as in the last walk is treated in this way.
+        captured: The optimizers whose steps run no hook, since a graph replays them.
+        patterns: The part of the state to walk over. Names are the same as in a walk over all of
+            it.
 
     Raises:
-        UnsupportedValue: Something that only pickle could save, with its path and the way out.
+        UnsupportedValue: The state has a value that only pickle could save. The error names its
+            path and says what to do.
     """
     if not isinstance(state, Mapping):
         raise UnsupportedValue(
@@ -151,23 +159,22 @@ def collect(
 
 @dataclass(frozen=True, slots=True)
 class _Optimizers:
-    """The optimizers of a state; ``captured``: those whose steps run no hook."""
+    """The optimizers of a state. Those in ``captured`` run no hook in their steps."""
 
     all: Sequence[Optimizer]
     captured: Collection[Optimizer]
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Return True if only steps that a hook can hold change an optimizer's tensors.
-
-        They may then be copied while training goes on.
+        """Return True if nothing but calls of ``step()``, which a hook can hold, changes the
+        tensors of the optimizer. They may then be copied while training goes on.
         """
         return not (
             methods_beyond_step(optimizer) or is_capturable(optimizer) or optimizer in self.captured
         )
 
     def owned(self) -> set[int]:
-        """Return the identities of the parameters that only the ``step`` of these optimizers
-        changes.
+        """Return the identities (``id``) of the parameters that nothing but ``step()`` of these
+        optimizers changes (see ``holds``).
         """
         late: set[int] = set()
         eager: set[int] = set()
@@ -189,8 +196,8 @@ def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def find_parameters(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> Parameters:
-    """Return the modules among ``objects``, and their optimizers' tensors that stand alone in the
-    state.
+    """Return the parameters of the modules among ``objects``, together with those that only the
+    optimizers among ``objects`` hold and that stand alone in ``state``.
     """
     found = Parameters(
         (value, items_of(path, value)) for path, value in objects if isinstance(value, nn.Module)
@@ -201,6 +208,8 @@ def find_parameters(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]
 
 
 class _Walk:
+    """One walk over a state. ``out`` is its result."""
+
     def __init__(
         self,
         parameters: Parameters,
@@ -212,18 +221,19 @@ class _Walk:
         lasting: bool,
     ) -> None:
         self._lasting, self._optimizers, self._choice = lasting, optimizers, choice
-        # Optimizers that are left out are fenced too: their steps change saved parameters.
+        # Optimizers that the patterns leave out are fenced too, since their steps change parameters
+        # that are saved.
         self.out = Collected(optimizers=list(optimizers.all))
         self._parameters, self._rank, self._memory = parameters, rank, memory
         self._owned = optimizers.owned()
         self._seen: dict[int, str] = {}
         self._at: At = {}
-        self._unread: list[Segment] = []  # Not yet in ``_seen`` and ``_at``
-        self._is_remade = False  # True inside an object that a restore may give new tensors
-        self._alone = False  # True inside a PerRank value, which ranks never share
+        self._unread: list[Segment] = []  # Segments that are not yet in ``_seen`` and ``_at``
+        self._is_remade = False  # True inside of an object to which a restore may give new tensors
+        self._alone = False  # True inside of a PerRank value, whose tensors no other rank has
 
     def other(self, value: object, path: str) -> Node:
-        """Return the node of a value that is not plain. It is the hook of ``encode``."""
+        """Return the node of a value that is not plain. ``encode`` calls this method."""
         match value:
             case torch.Tensor():
                 return self._tensor_node(path, value)
@@ -231,7 +241,7 @@ class _Walk:
                 if self._is_remade:
                     raise UnsupportedValue(path, "LocalShards in a state_dict()", _REMADE)
                 return {"$": "tensor", "n": self._tensor(path, value)}
-            case dict() if type(value) is dict:  # A subclass is not plain
+            case dict() if type(value) is dict:  # A subclass of dict is not plain
                 return self._table(value, path)
             case np.ndarray():
                 return self._array(value, path)
@@ -262,8 +272,10 @@ class _Walk:
         raise UnsupportedValue(path, kind, advice_for(value))
 
     def made(self, value: object, path: str) -> Node:
-        """Return the node of a value that a restore makes. It is the hook of ``encode`` there,
-        since a restore cannot make a wrapper.
+        """Return the node of a value that is not plain, inside of an object that a restore makes.
+
+        ``encode`` calls this method in place of ``other`` there, since a restore cannot make a
+        wrapper tensor.
         """
         if is_wrapper(value):
             kind = f"{kind_of(value)} that a restore would have to make"
@@ -280,12 +292,12 @@ class _Walk:
         return taken.layer.node(path, lambda name: self._tensor(name, *inner[name]))
 
     def _tensor(self, name: str, tensor: Source, replicas: tuple[int, ...] = ()) -> str:
-        """Register a tensor that belongs to no module or optimizer; returns the name its bytes
-        are stored under.
+        """Register a tensor that belongs to no module or optimizer, and return the name under which
+        its bytes are stored.
 
-        ``replicas``: ranks known to hold the same.
+        ``replicas`` are the ranks that are known to hold the same tensor.
         """
-        if self._alone:  # The bytes are its own: shared tensors must not depend on one rank's
+        if self._alone:  # It is never tied to other tensors, so these do not depend on this rank
             if isinstance(tensor, DTensor | LocalShards):
                 kind = type(tensor).__name__
                 raise UnsupportedValue(name, f"{kind} in a PerRank", "put it into the state itself")
@@ -301,7 +313,9 @@ class _Walk:
         return stored
 
     def _has_owner(self, tensor: Source) -> bool:
-        """Return True if only a fenced optimizer changes the tensor."""
+        """Return True if nothing but the step of its ``owner``, which the fence holds, changes the
+        tensor. The owner is added to the optimizers to fence.
+        """
         if not isinstance(tensor, LocalShards) or tensor.owner is None:
             return False
         owner = unwrapped(tensor.owner)
@@ -310,9 +324,12 @@ class _Walk:
         return self._optimizers.holds(owner)
 
     def _stored(self, name: str, tensor: Source, seen: dict[int, str], at: At) -> str:
-        """Return ``name``, or the name of an earlier tensor which is this one.
+        """Return the name under which the bytes of ``tensor`` are stored: ``name``, or that of an
+        earlier tensor which is the same object or has the same memory.
 
-        All tensors with a name of their own are kept alive, so no identity occurs twice.
+        ``seen`` and ``at`` are tables like those of this walk, for a segment that is being built.
+        The tensor is added to them if it is stored under ``name``. Such tensors are kept alive, so
+        no other tensor can have the same identity.
         """
         check_initialized(name, tensor)
         self._read()
@@ -328,7 +345,7 @@ class _Walk:
                 stored = next((known for other, known in others if same_view(other, tensor)), name)
                 if stored == name:
                     at.setdefault(address, []).append((tensor, name))
-            if stored == name:  # A tied tensor may be freed, and its identity used again
+            if stored == name:  # A tied tensor may be freed, and another one may get its identity
                 seen[id(tensor)] = name
         return stored
 
@@ -337,10 +354,12 @@ class _Walk:
         return {"$": "array", "n": self._tensor(path, tensor), "d": array.dtype.str}
 
     def _table(self, value: Mapping[Any, Any], path: str) -> Node:
-        """Return the node of a large dict of plain tensors or ``LocalShards`` as one segment.
+        """Register the tensors of a large dict as one segment, and return the node of the dict.
 
-        Returns None if it is not the same as last time: the tensors may then be temporary, and must
-        not be kept alive.
+        Returns None if the dict has other values than plain tensors and ``LocalShards``, or keys
+        that are not plain. Unless the walk is ``lasting``, it also returns None if the dict has
+        other tensors than in the last walk, since these may be temporary and must not be kept
+        alive. ``encode`` then encodes the values one by one.
         """
         tensors = tuple(value.values())
         known = PLAIN if self._is_remade else {*PLAIN, LocalShards}
@@ -381,19 +400,21 @@ class _Walk:
         tensors: Sequence[Source],
         make: Callable[[], Iterator[Held]],
     ) -> None:
-        """Register tensors together: as in the last walk if they are the same, else as ``make``
-        names them.
+        """Register ``tensors`` as the segment at ``path``: the segment of the last walk if ``key``
+        and the tensors are the same, else a new one with the tensors that ``make`` yields.
         """
         if not self._take_again(path, key, tensors):
             self._take(path, self._build(key, tensors, make()))
 
     def _take_again(self, path: str, key: Sequence[object], tensors: Sequence[Source]) -> bool:
-        """Register the segment of the last walk, and return True, if it is still the same."""
+        """Register the segment of the last walk at ``path`` if ``key`` and the tensors are still
+        the same. Return True if they are.
+        """
         segment = self._memory.segments.get(path)
         if segment is None or not segment.closed or not segment.still(key, tensors):
             return False
         before = self._segments_before()
-        # Segments compare by identity.
+        # Segments compare by identity. The same segments before this one need no new comparison.
         if before is None or before != segment.apart_from:
             self._read()
             if not (
@@ -406,7 +427,9 @@ class _Walk:
         return True
 
     def _segments_before(self) -> list[Segment] | None:
-        """Return all parts that were registered so far; None if some of them are no segments."""
+        """Return the segments that were registered so far, or None if other tensors were registered
+        too.
+        """
         found = [part for part in self.out.parts if isinstance(part, Segment)]
         return found if len(found) == len(self.out.parts) else None
 
@@ -417,9 +440,10 @@ class _Walk:
         self.out.parts.append(segment)
 
     def _read(self) -> None:
-        """Bring ``_seen`` and ``_at`` up to date.
+        """Add the tensors of all segments so far to ``_seen`` and ``_at``.
 
-        A walk that finds the segments of the last one in the same order does not need them.
+        This is done as late as possible. A walk that takes all segments of the last walk in the
+        same order needs neither table.
         """
         for segment in self._unread:
             self._seen.update(segment.seen)
@@ -439,8 +463,9 @@ class _Walk:
                 held.append(item)
             else:
                 tied[item.name] = stored
-        self._read()  # Without a candidate, ``_stored`` has not called it
-        # ``_read`` replaces the entry of an address, so the entry keeps the earlier views too.
+        self._read()  # Without candidates, ``_stored`` has not called it
+        # ``_read`` will replace the list of each of these addresses by that of this segment, which
+        # must therefore have the earlier tensors too.
         for address in at.keys() & self._at.keys():
             at[address] = [*self._at[address], *at[address]]
         return Segment(key, tensors, held=held, tied=tied, seen=seen, at=at)
@@ -464,7 +489,8 @@ class _Walk:
         late = list(map(self._owned.__contains__, map(id, items.tensors)))
 
         def named() -> Iterator[Held]:
-            made: dict[tuple[int, object], Source] = {}  # Tied tensors become one object
+            # A tensor that has several names becomes one source, which is then found to be tied.
+            made: dict[tuple[int, object], Source] = {}
             rows = zip(items.held, items.tensors, late, strict=True)
             for index, (entry, tensor, is_late) in enumerate(rows):
                 name = f"{path}/{entry.fqn}"
@@ -502,14 +528,17 @@ class _Walk:
     def _state_of(
         self, path: str, optimizer: Optimizer, keeper: Keeper, now: Structure
     ) -> tuple[OptimizerItems, Wrappers]:
-        """Register the tensors of an optimizer's state."""
+        """Register the tensors of an optimizer's state. Return their names, and the wrapper tensors
+        among them.
+        """
         late = self._optimizers.holds(optimizer)
         known = self._memory.optimizers.get(path)
         if known is not None and known.is_of(keeper, self._parameters, now, self._choice):
             wrappers = in_optimizer(path, known)
             if self._take_again(path, (late, known, *wrappers.key), wrappers.tensors):
                 return known, wrappers
-        # A tensor of another shape may belong to another part of a parameter, so make new items.
+        # The items are made again even if only the shape of a tensor has changed, since it may now
+        # belong to another part of a parameter.
         items = OptimizerItems(path, optimizer, keeper, self._parameters, now, self._choice)
         self._memory.optimizers[path] = items
         wrappers = in_optimizer(path, items)
@@ -523,9 +552,9 @@ class _Walk:
     def _named(
         self, path: str, items: OptimizerItems, late: bool, *, is_partial: bool
     ) -> Iterator[Held]:
-        """Return the tensors of an optimizer's state by name.
+        """Yield the tensors of an optimizer's state with their names.
 
-        ``is_partial``: this rank keeps only a part of the state.
+        ``is_partial`` is True if this rank keeps the state of some parameters only.
         """
         for (part, key, parameter), tensor in zip(items.owners, items.tensors, strict=True):
             name = state_name(path, part.path, key)

@@ -1,4 +1,4 @@
-"""What a module or an optimizer of a state consists of: entries, and parts of parameters."""
+"""The entries of a module, and the parts of its parameters that a module or an optimizer holds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ class Entry:
     """One item of a module's state dict.
 
     Attributes:
-        key: The module's own name for it.
-        fqn: The canonical one.
-        piece: The piece of the entry's tensor that ``value`` holds; None if it holds all of it.
-        replicas: Ranks known to hold the same, if it is a plain tensor.
-        left: Whether this rank leaves the saving of it to another of ``replicas``, which may hold
-            something else.
+        key: Its key in the module's own state dict.
+        fqn: Its canonical name, without the additions of wrappers such as DDP.
+        value: The tensor, or the value of an extra state.
+        piece: The piece of a larger tensor that ``value`` holds; None if ``value`` is the whole
+            tensor.
+        replicas: The ranks that are known to hold the same, if ``value`` is a plain tensor.
+        left: True if another of ``replicas`` saves the entry and this rank does not. The values on
+            the two ranks may differ.
     """
 
     key: str
@@ -37,36 +39,45 @@ class Entry:
 
 
 class Part(NamedTuple):
-    """A parameter that an optimizer has, all of it or a piece."""
+    """A named part of a tensor among an optimizer's parameters.
+
+    Attributes:
+        path: The path of the named parameter in the state.
+        piece: The piece of this parameter that the tensor holds; None if the tensor is the whole
+            parameter.
+    """
 
     path: str
     piece: AnyPiece | None = None
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank holds any part of it."""
+        """True if this rank holds any part of the parameter."""
         return self.piece is None or self.piece.is_here
 
     def all_of(self, parameter: Source) -> Source:
-        """Return the parameter itself."""
+        """Return the named parameter, which ``parameter`` holds: as ``LocalShards`` if it is a
+        piece, else ``parameter`` itself.
+        """
         if self.piece is None or not isinstance(parameter, torch.Tensor):
             return parameter
         return self.piece.of(self.path, parameter)
 
     def keeps(self, value: object) -> bool:
-        """Return True if this rank saves a value of the optimizer's state.
+        """Return True if this rank saves ``value``, a value of the optimizer's state of this part.
 
-        The ranks that hold a part of the parameter save a value that belongs to the whole
-        parameter, such as a step counter, since an optimizer does not step a parameter without
-        elements.
+        A value that belongs to the whole parameter, such as a step counter, is saved only by ranks
+        that hold a part of the parameter. The optimizers of the other ranks do not step it, since
+        it has no elements there.
         """
         return self.is_here or (
             isinstance(value, torch.Tensor) and self.piece is not None and self.piece.fits(value)
         )
 
     def of(self, name: str, value: Source) -> Source:
-        """Return a value of the optimizer's state, as far as it belongs to this part. A step
-        counter belongs to all parts.
+        """Return the elements of ``value``, a value of the optimizer's state called ``name``, that
+        belong to this part. A value that belongs to the whole parameter, such as a step counter, is
+        returned as it is.
         """
         if self.piece is None or not isinstance(value, torch.Tensor) or not self.piece.fits(value):
             return value
@@ -75,16 +86,18 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleItems:
-    """A module's state.
+    """The items of a module's state dict that are saved.
 
     Attributes:
-        parts: Identity of each parameter -> its canonical path, or what it consists of.
-        holders: Identity of each parameter -> the ranks known to have one of its name, whatever
-            they hold of it.
-        held: The entries that are tensors.
-        tensors: The tensors of these.
-        others: The entries that are no tensors.
-        left: Names of the module's that are not saved.
+        entries: The items.
+        parts: The identity (``id``) of each parameter -> its parts. A flat parameter of FSDP1 may
+            have several parts; any other parameter has one.
+        holders: The identity of each parameter -> the ranks that are known to have a parameter of
+            its name, whatever part of it they hold.
+        held: The entries whose values are tensors.
+        tensors: The values of ``held``.
+        others: The entries whose values are no tensors.
+        left: The canonical names of the items that are not saved.
     """
 
     entries: tuple[Entry, ...]

@@ -1,4 +1,4 @@
-"""What the last walk over a state found."""
+"""The results of the last walk over a state, which the next walk uses again."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ _values: Final = methodcaller("values")
 
 
 class _KnownModule(NamedTuple):
-    """What a module had to save.
+    """A module as it was in the last walk.
 
     Attributes:
-        keys: Those of its state dict.
-        tensors: The values of its state dict; None if some are no tensors.
-        tree: Tells whether the state dict is the same; None if only the state dict itself can.
+        module: The module.
+        keys: The keys of its state dict.
+        tensors: The values of its state dict; None if some of them are no tensors.
+        items: The items that it saves.
+        tree: A record that tells whether the state dict is still the same. It is None if only a new
+            call of ``state_dict()`` can tell.
     """
 
     module: nn.Module
@@ -49,10 +52,11 @@ class _KnownModule(NamedTuple):
 
 
 class Memory:
-    """What the last walk found, so that the next walk need not examine it again.
+    """The results of the last walk, so that the next walk need not examine unchanged parts of the
+    state again.
 
     Thread safety:
-        The training thread.
+        Only the training thread uses it.
     """
 
     def __init__(self) -> None:
@@ -64,13 +68,13 @@ class Memory:
         self._choices: dict[Patterns, Choice] = {}
 
     def choice(self, patterns: Patterns) -> Choice:
-        """Return the choice by ``patterns``, which remembers what it has found."""
+        """Return the ``Choice`` of ``patterns``, the same object on every call."""
         return self._choices.setdefault(patterns, Choice(patterns))
 
     def items(self, path: str, module: nn.Module) -> ModuleItems:
-        """Return ``items_of``, remembered while the module has the same values under the same keys.
-
-        Other values than tensors are never the same.
+        """Return ``items_of(path, module)``. The last result is returned again if the state dict of
+        the module has the same keys and the same tensor objects. A state dict with values that are
+        no tensors never counts as the same.
         """
         if isinstance(module, ModuleStandIn):
             return module.items(path)
@@ -94,7 +98,7 @@ class Memory:
         return known.items
 
     def forget(self) -> None:
-        """Let go of all tensors."""
+        """Forget all results, and release all tensors."""
         self.segments.clear()
         self.tables.clear()
         self.modules.clear()
@@ -103,10 +107,18 @@ class Memory:
 
 
 class Structure:
-    """The parameters of an optimizer and the values of its state, in the order in which they stand
-    there.
+    """The parameters of an optimizer, and the keys and values of its state, in their order.
 
-    It is made and compared in a few passes at the speed of C, since there may be thousands.
+    It is made and compared in a few passes at the speed of C, since an optimizer may have thousands
+    of values.
+
+    Attributes:
+        objects: The parameters of all groups, then the keys of the state, then the keys within the
+            state of each parameter.
+        sizes: The number of parameters in each group, then -1, then the number of values in the
+            state of each parameter.
+        values: The values of the state.
+        kinds: The types of ``values``.
     """
 
     __slots__ = ("kinds", "objects", "sizes", "values")
@@ -122,8 +134,8 @@ class Structure:
         self.kinds = list(map(type, self.values))
 
     def is_as(self, known: Structure, sources: Iterable[int]) -> bool:
-        """Return whether all is the same, but for the values of state other than those at the
-        indices ``sources``.
+        """Return True if this structure is the same as ``known``. Of the values of the state, only
+        the types must be equal, and the values at the indices ``sources`` must be the same objects.
         """
         if self.sizes != known.sizes or self.kinds != known.kinds:
             return False
@@ -134,14 +146,16 @@ class Structure:
 
 
 class OptimizerItems:
-    """The names of the tensors of an optimizer.
+    """The names of the values of an optimizer's state.
 
     Attributes:
-        names: For each parameter group the paths of its parameters.
-        owners: For each tensor its key, and the parameter (or part of one) that it belongs to.
-        tensors: The tensors of its state, each as often as it has a name.
-        others: Indices and names of the values of its state that are not tensors.
-        are_plain: Whether all tensors are of torch's own kinds.
+        names: For each parameter group, the paths of its parameters that are saved.
+        owners: For each item of ``tensors``, the part of a parameter that it belongs to, its key in
+            the state, and the parameter.
+        tensors: The tensors of the state. A tensor that has several names occurs once for each.
+        others: The values of the state that are not tensors: their indices in ``Structure.values``
+            and their names.
+        are_plain: True if each tensor is exactly a ``torch.Tensor`` or an ``nn.Parameter``.
     """
 
     __slots__ = (
@@ -202,9 +216,10 @@ class OptimizerItems:
         self.are_plain = PLAIN.issuperset(map(type, self.tensors))
 
     def is_of(self, keeper: Keeper, parameters: Parameters, now: Structure, choice: Choice) -> bool:
-        """Return whether this record still describes the optimizer.
+        """Return True if this record still describes the optimizer.
 
-        All tensors must be the same objects, and all other values must be at the same places.
+        All tensors must be the same objects, and all other values must have the same keys and
+        types.
         """
         return (
             self._choice is choice

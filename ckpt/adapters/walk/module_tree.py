@@ -1,8 +1,9 @@
-"""The values of a tree of modules, compared without a ``state_dict()``.
+"""A record that tells whether the ``state_dict()`` of a module has changed, without a call of it.
 
-A ``state_dict()`` makes the names of all values, and a dict for each module. Where all modules of a
-tree have the ``state_dict()`` of ``nn.Module``, it is the same as long as the tables of the modules
-hold the same objects. They are compared in a few passes at the speed of C.
+A call of ``state_dict()`` is slow, since it builds the names of all values, and a dict for each
+module. If all modules of a tree inherit the ``state_dict()`` of ``nn.Module``, its result is the
+same as long as the tables of the modules (parameters, buffers, children and hooks) hold the same
+objects. The tables are compared in a few passes at the speed of C.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import nn
 _TABLES: Final = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _HOOKS: Final = ("_state_dict_hooks", "_state_dict_pre_hooks")
 _METHODS: Final = ("state_dict", "_save_to_state_dict", "get_extra_state")
-"""The methods that a module may override to give another ``state_dict()``."""
+"""The methods by which a module may change the result of its ``state_dict()``."""
 _KINDS: Final = {dict, OrderedDict, set}
 
 _attributes: Final = attrgetter("__dict__")
@@ -30,10 +31,10 @@ _INHERITED: Final = _methods(nn.Module)
 
 
 class ModuleTree:
-    """The modules below one module, and what is in their tables.
+    """A module with all modules inside of it, and the contents of their tables.
 
     Thread safety:
-        The training thread.
+        Only the training thread uses it.
     """
 
     __slots__ = (
@@ -50,26 +51,35 @@ class ModuleTree:
     )
 
     def __init__(self, module: nn.Module) -> None:
-        """Raises KeyError if a module lacks a table."""
+        """Record the tables of ``module`` and of the modules inside of it.
+
+        Raises:
+            KeyError: A module lacks a table.
+        """
         self._modules = _modules_of(module)
         self._kinds = list(map(type, self._modules))
         self._classes = frozenset(self._kinds)
         self._attributes = list(map(_attributes, self._modules))
         self._tables: list[Any] = list(chain.from_iterable(map(_tables, self._attributes)))
         self._sizes = list(map(len, self._tables))
-        # Most tables are empty. Their sizes show whether they still are.
+        # Most tables are empty. ``_sizes`` shows whether these still are, so their contents are not
+        # compared.
         self._filled = [table for table in self._tables if table]
         self._dicts = [table for table in self._filled if not isinstance(table, set)]
         self._names = list(chain.from_iterable(self._filled))
         self._values = list(chain.from_iterable(map(_values, self._dicts)))
 
     def is_usual(self) -> bool:
-        """Return True if no module has a ``state_dict()`` of its own, by a method or by a hook."""
+        """Return True if no method and no hook of a module changes its ``state_dict()``, so that
+        ``still`` may be used.
+        """
         hooks = chain.from_iterable(map(_hooks, self._attributes))
         return self._inherits() and _KINDS.issuperset(map(type, self._tables)) and not any(hooks)
 
     def still(self) -> bool:
-        """Return True if the tables hold what they held, so that ``state_dict()`` is the same."""
+        """Return True if the tables still hold the same objects, so that ``state_dict()`` is the
+        same.
+        """
         try:
             return (
                 all(map(is_, map(type, self._modules), self._kinds))
@@ -91,9 +101,9 @@ class ModuleTree:
 
 
 def _modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return the modules that a ``state_dict()`` visits.
+    """Return ``module`` and all modules inside of it, as ``state_dict()`` visits them.
 
-    ``modules()`` does not serve, since a class may override it and ``named_modules()``.
+    ``Module.modules()`` is not used, since a class may override it.
     """
     found = {id(module): module}
     waiting = [module]
@@ -106,9 +116,11 @@ def _modules_of(module: nn.Module) -> list[nn.Module]:
 
 
 def tree_of(module: nn.Module) -> ModuleTree | None:
-    """Return the tree below ``module``; None if a module in it has its own ``state_dict()``."""
+    """Return the record of ``module`` and the modules inside of it, or None if one of them has a
+    ``state_dict()`` that such a record cannot describe.
+    """
     try:
         found = ModuleTree(module)
-    except KeyError:  # The module's class has other tables
+    except KeyError:  # A module lacks one of the tables of ``nn.Module``
         return None
     return found if found.is_usual() else None

@@ -1,8 +1,9 @@
-"""Modules and optimizers: one name for a parameter, whatever wraps the module it lives in.
+"""The canonical names of the tensors of modules and optimizers.
 
-DDP, ``torch.compile``, FSDP1 and activation checkpointing put a segment of their own into names; it
-is taken out here. An optimizer's state is named by its parameters, not by their position, so groups
-and ids may differ between save and restore.
+DDP, ``torch.compile``, FSDP1 and activation checkpointing insert a part of their own into the names
+of parameters. A canonical name is the name without these insertions. The state of an optimizer is
+named by the paths of its parameters and not by their positions, so the parameter groups may differ
+between a save and a restore.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mo
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """Return the optimizer whose ``step`` does the work. Accelerate and others hold it as
-    ``.optimizer``.
+    """Return the optimizer that ``optimizer`` wraps and shares its state and groups with, or
+    ``optimizer`` itself if it is no such wrapper. Accelerate and Lightning use such wrappers.
     """
     found: Optimizer = optimizer
     while (inner := _inner(found)) is not None and (
@@ -60,19 +61,19 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer | None:
-    # Accelerate uses ``optimizer``, and Lightning uses ``_optimizer``.
+    # Accelerate keeps it in the attribute ``optimizer``, and Lightning in ``_optimizer``.
     held = (optimizer.__dict__.get(name) for name in ("optimizer", "_optimizer"))
     return next((each for each in held if isinstance(each, Optimizer)), None)
 
 
 def methods_beyond_step(optimizer: Optimizer) -> tuple[str, ...]:
-    """Return the public methods by which an optimizer may change its tensors, beside those of
-    ``torch.optim.Optimizer``.
+    """Return the names of the public methods that an optimizer has besides those of
+    ``torch.optim.Optimizer``, and by which it may change its tensors.
 
-    Without any, only ``step`` changes them, which a hook can hold: they may be copied while
-    training goes on. Schedule-free optimizers have ``train`` and ``eval``,
-    sharpness-aware ones ``first_step`` and ``second_step``. The classes of torch and of ckpt are
-    known to have none that matters.
+    If there are none, only ``step`` changes the tensors. A hook can hold ``step``, so the tensors
+    may be copied while training goes on. Schedule-free optimizers have the methods ``train`` and
+    ``eval``, for instance, and sharpness-aware ones ``first_step`` and ``second_step``. The methods
+    of classes of torch and of ckpt do not count, since they are known not to matter.
     """
     inner: Optimizer = getattr(optimizer, "optim", optimizer) if is_zero(optimizer) else optimizer
     kind: Any = type(inner)  # Mypy takes the hash of an optimizer for that of its class
@@ -80,7 +81,9 @@ def methods_beyond_step(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def is_capturable(optimizer: Optimizer) -> bool:
-    """Return True if the steps are made for capture in a graph, whose replays run no hook."""
+    """Return True if a parameter group has ``capturable=True``, so that the steps may be captured
+    in a CUDA graph. Replays of the graph run no hook.
+    """
     return any(group.get("capturable") for group in optimizer.param_groups)
 
 
@@ -97,8 +100,9 @@ def _own_methods(kind: type) -> tuple[str, ...]:
 
 
 def check_optimizer(path: str, optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
-    """Raises ``UnsupportedValue`` for an optimizer whose state is not all in ``state`` and
-    ``param_groups``. ``others``: the optimizers in the same state.
+    """Raise ``UnsupportedValue`` if the optimizer at ``path`` may have state outside of its
+    attributes ``state`` and ``param_groups``. ``others`` are the optimizers of the state, which
+    are saved by themselves.
     """
     kind = type(optimizer).__qualname__
     if is_zero(optimizer):
@@ -126,7 +130,7 @@ def check_optimizer(path: str, optimizer: Optimizer, others: Sequence[Optimizer]
 
 
 def check_owners(path: str, optimizer: Optimizer) -> None:
-    """Raises ``UnsupportedValue`` for an optimizer with state that belongs to none of its
+    """Raise ``UnsupportedValue`` if the optimizer at ``path`` has state that belongs to none of its
     parameters.
     """
     if is_zero(optimizer):
@@ -139,7 +143,9 @@ def check_owners(path: str, optimizer: Optimizer) -> None:
 
 @contextmanager
 def asked(path: str, value: object) -> Generator[None]:
-    """Call the ``state_dict()`` of ``value``. If it raises, the error names ``path``."""
+    """Convert errors of the block, which calls the ``state_dict()`` of ``value``, to
+    ``UnsupportedValue`` with the path of ``value``. Other errors of ckpt pass unchanged.
+    """
     try:
         yield
     except UnsupportedValue as error:  # The error names a value within the object
@@ -155,17 +161,18 @@ def asked(path: str, value: object) -> Generator[None]:
 
 
 def raw_state(path: str, module: nn.Module) -> dict[str, Any]:
-    """Return the module's own state dict with its tensors as they are. Its hooks run, except for
-    those of FSDP1, which gather.
+    """Return the state dict of the module at ``path`` with its own tensors, not detached.
+
+    The hooks of the module run, but no hook runs if any part of the module is wrapped in FSDP1,
+    since the hooks of FSDP1 gather parameters.
     """
     with asked(path, module):
         return hookless_state(module) if is_fsdp1(module) else module.state_dict(keep_vars=True)
 
 
 def entries(path: str, module: nn.Module) -> Iterator[Entry]:
-    """Return the module's state dict with canonical names. Its tensors are not detached.
-
-    Order is the module's own.
+    """Yield the items of the module's state dict with canonical names, in its order. The tensors
+    are not detached. A flat parameter of FSDP1 gives an entry for each parameter in it.
     """
     prefixes = _wrapper_prefixes(module)
     flats: Mapping[int, Mapping[str, AnyPiece | None]] = flat_parameters(module)
@@ -177,13 +184,15 @@ def entries(path: str, module: nn.Module) -> Iterator[Entry]:
 
 
 def canonical(module: nn.Module) -> Callable[[str], str]:
-    """Return the function from the module's own names to canonical ones."""
+    """Return a function from the module's own names to canonical names."""
     prefixes = _wrapper_prefixes(module)
     return lambda key: _clean(key, prefixes)
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[str]:
-    """Return the prefixes that end in what a wrapper adds to a name, longest first."""
+    """Return the prefixes of the module's names that end with the insertion of a wrapper, such as
+    ``block.module.``, longest first.
+    """
     found: list[str] = []
     for name, child in module.named_modules(remove_duplicate=False):
         lead = f"{name}." if name else ""
@@ -194,6 +203,7 @@ def _wrapper_prefixes(module: nn.Module) -> list[str]:
 
 
 def _clean(key: str, prefixes: list[str]) -> str:
+    """Return ``key`` without the insertions of wrappers."""
     for prefix in prefixes:
         if key.startswith(prefix):
             lead = prefix[:-1].rpartition(".")[0]
@@ -202,7 +212,12 @@ def _clean(key: str, prefixes: list[str]) -> str:
 
 
 def items_of(path: str, module: nn.Module) -> ModuleItems:
-    """Return what the module at ``path`` of a state saves, and the ranks that hold the same."""
+    """Return the items that the module at ``path`` of a state saves.
+
+    Raises:
+        UnsupportedValue: The ``state_dict()`` of the module raises, or FSDP1 has parameters in it
+            that cannot be saved.
+    """
     if isinstance(module, ModuleStandIn):
         return module.items(path)
     found = tuple(_shared(module, tuple(entries(path, module))))
@@ -224,8 +239,8 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
 
 
 def _check_fsdp1(path: str, module: nn.Module, found: set[int]) -> None:
-    """Raises ``UnsupportedValue`` for flat parameters that are not in their places, or are parts
-    of parts.
+    """Raise ``UnsupportedValue`` if FSDP1 has gathered a flat parameter of the module, or has
+    flattened DTensors. ``found`` are the identities of the values in the module's state dict.
     """
     if not is_fsdp1(module):
         return
@@ -243,7 +258,9 @@ def _check_fsdp1(path: str, module: nn.Module, found: set[int]) -> None:
 
 
 def _shared(module: nn.Module, found: Sequence[Entry]) -> Iterator[Entry]:
-    """Yield the entries of ``module``, each with the ranks that are replicas of it."""
+    """Yield the entries of ``module`` with ``replicas`` and ``left`` set, as far as the unit of
+    each entry tells them.
+    """
     unit_of = units_of(module)
     units = [unit_of(entry.key) for entry in found]
     ranks = {unit: unit.ranks for unit in units}
@@ -259,7 +276,7 @@ def _shared(module: nn.Module, found: Sequence[Entry]) -> Iterator[Entry]:
         is_buffer = id(entry.value) in buffers
         is_ignored = id(entry.value) in unit.ignored and (is_buffer or entry.value.requires_grad)
         if is_ignored or (not ranks[unit] and unit.is_first is None):
-            # Nothing is known about other ranks.
+            # The unit does not tell which other ranks hold the same.
             yield entry
         elif is_buffer and unit.is_first is not None:
             yield entry if unit.is_first else replace(entry, replicas=ranks[unit], left=True)
@@ -268,9 +285,14 @@ def _shared(module: nn.Module, found: Sequence[Entry]) -> Iterator[Entry]:
 
 
 class Parameters:
-    """The modules of a state, and the canonical paths of their parameters, by identity.
+    """Finds the parts, the paths and the ranks of a state's parameters by their identity.
 
-    If two modules share a parameter, the first module has it.
+    If two modules share a parameter, the parts in the first module count.
+
+    Attributes:
+        items: The items of each module of the state.
+        alone: The identity (``id``) of each parameter that no module holds, but that stands by
+            itself in the state -> its path.
     """
 
     def __init__(self, modules: Iterable[tuple[nn.Module, ModuleItems]]) -> None:
@@ -281,11 +303,13 @@ class Parameters:
     def look_for(
         self, optimizers: Iterable[Optimizer], tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Find the parameters of ``optimizers`` that no module holds among ``tensors``, which stand
-        in the state by themselves: each as itself, or as another tensor of the same memory, as
-        ``state_dict()`` gives it.
+        """Add to ``alone`` those parameters of ``optimizers`` that no module holds and that are
+        among ``tensors``, the tensors that stand by themselves in the state.
+
+        A tensor in the state may be the parameter itself, or another tensor with the same memory,
+        as those of ``state_dict()`` are.
         """
-        # Each save looks for thousands of parameters, so this compares sets.
+        # Sets are compared, since each save looks up thousands of parameters.
         held = set[int]().union(*(items.parts for items in self.items))
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         if all(held.issuperset(map(id, parameters)) for parameters in groups):
@@ -304,14 +328,17 @@ class Parameters:
         return any(id(parameter) in items.parts for items in self._items.values())
 
     def of(self, module: nn.Module) -> ModuleItems | None:
-        """Return the items of a module of the state; None for a module inside of an object."""
+        """Return the items of ``module``, or None if it is not in the containers of the state, but
+        inside of an object.
+        """
         return self._items.get(id(module))
 
     def parts_of(self, parameter: Source, group: int, position: int) -> tuple[Part, ...]:
-        """Return the parts of a parameter: its path, or its place in the optimizer if the state
-        does not hold it.
+        """Return the parts of a parameter, which is number ``position`` of the optimizer's
+        parameter group ``group``.
 
-        A flat parameter may have several parts.
+        A flat parameter of FSDP1 may have several parts. A parameter that is not in the state has
+        one part, whose name is made of ``group`` and ``position`` (see ``placeless``).
         """
         for items in self._items.values():
             if found := items.parts.get(id(parameter)):
@@ -319,8 +346,8 @@ class Parameters:
         return (Part(self.alone.get(id(parameter)) or placeless(group, position)),)
 
     def holders_of(self, parameter: Source) -> tuple[int, ...]:
-        """Return the ranks that are known to have a parameter with the same name; none if no module
-        of the state holds ``parameter``.
+        """Return the ranks that are known to have a parameter with the same name. The result is
+        empty if no module of the state holds ``parameter``.
         """
         for items in self._items.values():
             if id(parameter) in items.holders:
@@ -329,12 +356,14 @@ class Parameters:
 
 
 def placeless(group: int, position: int) -> str:
-    """Return a name in place of the path of a parameter that the state does not hold."""
+    """Return the name that takes the place of the path for a parameter that is not in the state."""
     return f"{PLACELESS}{group}/{position}"
 
 
 def part_groups(optimizer: Optimizer, parameters: Parameters) -> list[list[tuple[Part, ...]]]:
-    """Return the parts of the parameters of each parameter group."""
+    """Return the parts of each parameter of each parameter group, in the order of
+    ``optimizer.param_groups``.
+    """
     return [
         [parameters.parts_of(parameter, g, p) for p, parameter in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)
@@ -342,12 +371,14 @@ def part_groups(optimizer: Optimizer, parameters: Parameters) -> list[list[tuple
 
 
 def state_name(optimizer_path: str, parameter_path: str, key: object) -> str:
-    """Return the name of one value of an optimizer's state."""
+    """Return the name of the value that an optimizer's state of a parameter has under ``key``."""
     return join(f"{optimizer_path}/{parameter_path}", key)
 
 
 def fits(held: Any, saved: Tensor, piece: AnyPiece | None) -> bool:
-    """Return True if a value of an optimizer's state can be filled in place."""
+    """Return True if ``held``, the present value in an optimizer's state of a parameter (or of its
+    part ``piece``), has the dtype and shape of ``saved``, so that a restore can fill it in place.
+    """
     if not isinstance(held, torch.Tensor | LocalShards):
         return False
     if held.dtype is not None and str(held.dtype) != f"torch.{saved.dtype}":
@@ -367,8 +398,20 @@ def new_state(
     saved: Tensor,
     piece: AnyPiece | None,
 ) -> torch.Tensor:
-    """Return a tensor for optimizer state that does not exist yet. Its layout is the one that the
-    optimizer would choose: that of its parameter, or plain.
+    """Return a new tensor for a value of an optimizer's state that does not exist yet.
+
+    The tensor has the layout that the optimizer would choose. If the saved shape is that of the
+    parameter, this is the layout of the parameter. Otherwise the tensor is plain.
+
+    Args:
+        parameter: The parameter that the value belongs to.
+        group: The parameter group of the parameter.
+        key: The key of the value in the state of the parameter.
+        saved: The tensor in the checkpoint.
+        piece: The piece of the saved parameter that ``parameter`` holds; None if it holds all.
+
+    Raises:
+        RestoreError: The parameter is a DTensor, and the saved tensor has another shape.
     """
     dtype = getattr(torch, saved.dtype)
     if piece is not None and piece.shape == saved.shape and key != "step":

@@ -1,4 +1,6 @@
-"""The objects in the containers of a state, with their paths."""
+"""Functions that find modules, optimizers, tensors and objects with a ``state_dict()`` in the
+containers of a state.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,19 @@ from ckpt.model.values import join
 
 
 def is_stateful(value: object) -> bool:
-    """Return True if the object saves and loads itself."""
+    """Return True if ``value`` has the methods ``state_dict`` and ``load_state_dict``."""
     return callable(getattr(value, "state_dict", None)) and callable(
         getattr(value, "load_state_dict", None)
     )
 
 
 def declares_state(value: object) -> bool:
-    """Return True if the class is a ``Stateful`` of torch's checkpoints.
+    """Return True if the class of ``value`` inherits from torch's ``Stateful`` (of
+    ``torch.distributed.checkpoint``) and is no ``nn.Module``.
 
-    Its ``state_dict()`` then holds its own tensors. A restore fills them before it gives that dict
-    to ``load_state_dict()``. torchtitan's ``ModelWrapper`` and ``OptimizersContainer`` are of that
-    kind.
+    The ``state_dict()`` of such an object gives its own tensors. A restore fills these in place
+    before it passes that dict to ``load_state_dict()``. Examples are ``ModelWrapper`` and
+    ``OptimizersContainer`` of torchtitan.
     """
     api = sys.modules.get("torch.distributed.checkpoint.stateful")
     return (
@@ -38,15 +41,17 @@ def declares_state(value: object) -> bool:
 
 
 def look_again(objects: Sequence[tuple[str, Any]]) -> None:
-    """Let each stand-in look at the object that it stands for. Call this before its use."""
+    """Bring each stand-in among ``objects`` up to date with the object that it stands for. Call
+    this before any other use of the stand-ins.
+    """
     for _, value in objects:
         if isinstance(value, StandIn):
             value.look()
 
 
 def check_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> None:
-    """Raise ``UnsupportedValue`` under ``FakeTensorMode``, in which no tensor has data, unless the
-    state has no tensor.
+    """Raise ``UnsupportedValue`` if ``FakeTensorMode`` is active, in which tensors have no data,
+    and the state has a tensor.
     """
     if torch.empty(0, device="cpu").untyped_storage().device.type != "meta":
         return
@@ -63,7 +68,7 @@ def check_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> 
 
 
 def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the modules and optimizers in the containers of a state, with their paths."""
+    """Yield the path and the object of each module and optimizer in the containers of a state."""
     if isinstance(value, nn.Module | Optimizer):
         if not declares_state(value):
             yield path, value
@@ -77,7 +82,9 @@ def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
 
 
 def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in the containers of a state, with their paths."""
+    """Yield the path and the object of each tensor that stands by itself in the containers of a
+    state.
+    """
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping) and depth < 100:

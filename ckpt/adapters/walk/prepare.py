@@ -1,8 +1,9 @@
-"""The plan for a collected state, kept while the structure is the same, and its snapshots.
+"""The save plan of a collected state, and the snapshots that are taken with it.
 
+The plan is kept as long as the structure of the state (names, layouts and replicas) is the same.
 The structure is compared on every save, part by part, so a plan is never used for another state.
-Copies of a segment's tensors are kept too, for each slot, since an unchanged segment means that its
-tensors have the same memory.
+The list of copies from a segment's tensors to their places in a slot is kept too, since the tensors
+of an unchanged segment have the same memory.
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ _SMALL_STATE_BYTES: Final = 512  # A step counter and its entries in the header
 
 
 class _Place(NamedTuple):
-    """The source of an item of the plan.
+    """The source of one item of the save plan.
 
-    It is ``region`` of the memory of box ``piece`` of its leaf; None stands for all of it.
+    Attributes:
+        item: The index of the item in the plan.
+        piece: The index of the box, among the boxes of the leaf, that the item is in.
+        region: The slices of the box's memory that the item writes; None for all of the memory.
     """
 
     item: int
@@ -51,11 +55,14 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Prepared:
-    """A plan and the leaves it was made for.
+    """A save plan and the leaves that it was made for.
 
     Attributes:
-        by_leaf: For each leaf the plan's items of it.
-        devices: Those of the sources that are not in host memory.
+        leaves: The leaves, in the order of the collected tensors.
+        plan: The save plan.
+        by_leaf: For each leaf, the sources of the plan's items that write it.
+        devices: The devices of the tensors that are not in host memory.
+        lock: Held while the plan is laid over a slot.
     """
 
     leaves: tuple[Leaf, ...]
@@ -67,9 +74,11 @@ class Prepared:
     def warm(
         self, slots: Iterable[Slot], parts: Sequence[Part], *, overlap: bool, check: CheckMode
     ) -> None:
-        """Lay the plan over ``slots`` ahead, so that the first save need not.
+        """Match the tensors of ``parts`` with their places in ``slots`` ahead of time, so that the
+        first save need not do it.
 
-        Any thread may call it.
+        Thread safety:
+            Any thread may call this method.
         """
         for slot in slots:
             with self.lock:
@@ -87,16 +96,17 @@ class Prepared:
         overlap: bool,
         check: CheckMode = "sampled",
     ) -> Snapshot:
-        """Return a snapshot: sources matched with their places in ``slot``, and sampled as
-        ``check`` says.
-
-        Nothing is copied yet.
+        """Return the snapshot of ``parts`` for a save to ``slot``: each tensor with its place in
+        the slot, and a sample of its bytes if ``check`` asks for it. Nothing is copied yet.
         """
         with self.lock:
             image, chosen = self._lay(slot, parts, overlap)
             return Snapshot(step, chosen, image.window(), check=check)
 
     def _lay(self, slot: Slot, parts: Sequence[Part], overlap: bool) -> tuple[Image, list[Batch]]:
+        """Return the image in ``slot``, and the copies of each of ``parts`` into it. The image and
+        the copies of segments are kept with the slot.
+        """
         laid: tuple[Image, dict[tuple[int, bool], tuple[Part, Batch]]] | None = slot.laid.get(self)
         if laid is None:
             laid = slot.laid[self] = Image(self.plan, self.leaves, slot), {}
@@ -115,14 +125,17 @@ class Prepared:
         return image, chosen
 
     def _batch(self, image: Image, part: Part, first: int, overlap: bool) -> Batch:
+        """Return the copies of ``part`` into ``image``. ``first`` is the index of the first leaf of
+        the part.
+        """
         eager: list[Copy] = []
         late: list[Copy] = []
         checks: list[Check] = []
         wrappers: list[tuple[str, torch.Tensor]] = []
         for offset, (held, form) in enumerate(_forms(part)):
             leaf = self.leaves[first + offset]
-            # These are aliases: ``parameter.data = other`` during the copy changes the parameter,
-            # but not what is copied.
+            # These are aliases of the memory at the call. If ``parameter.data = other`` replaces
+            # the memory of the parameter during the copy, the old memory is still copied.
             parts = form.memories(leaf.boxes)
             # A cached plan guarantees shapes, but not that the memory still exists.
             for memory in parts:
@@ -151,35 +164,44 @@ class Prepared:
 
 
 class PlanCache:
-    """The plan of the last structure.
+    """Keeps the save plan as long as the structure of the state is the same.
 
     Thread safety:
-        The training thread.
+        Only the training thread uses it.
     """
 
     def __init__(
         self, rank: int, chunk_bytes: int, *, node_of: Sequence[int] = (), copies: Copies = "one"
     ) -> None:
-        """``node_of`` is the node of each rank, if nodes have tiers of their own."""
+        """Make an empty cache.
+
+        Args:
+            rank: The number of this rank.
+            chunk_bytes: The most bytes of a chunk.
+            node_of: The node of each rank if nodes have tiers of their own, else empty.
+            copies: The ``copies`` of ``SaveConfig``.
+        """
         self._rank, self._chunk_bytes, self._node_of = rank, chunk_bytes, node_of
-        # Each node has a copy of small tensors, such as counters and buffers, in any case.
+        # Even with "one", each node writes a copy of tensors below this size, such as counters and
+        # buffers.
         self._from_bytes = SPLIT_FROM_BYTES if copies == "one" else float("inf")
         self._known: list[Segment | Hashable] = []
         self._prepared: Prepared | None = None
 
     @classmethod
     def of(cls, rank: int, config: SaveConfig, tiers: Sequence[OpenTier]) -> Self:
-        """Return the cache for saves to ``tiers``."""
+        """Return an empty cache for saves to ``tiers``."""
         node_of = next((tier.nodes.of for tier in tiers if tier.nodes), ())
         return cls(rank, config.chunk_bytes, node_of=node_of, copies=config.copies)
 
     def prepare(self, collected: Collected) -> Prepared:
-        """Return the plan for what was collected: the last plan if the structure is the same, else
-        a new one.
+        """Return the plan for ``collected``: the last plan if the structure is the same, else a new
+        one.
 
         Raises:
-            UnsupportedValue: A tensor that cannot be saved, with its name.
-            StagingError: A graph is being captured.
+            UnsupportedValue: A tensor cannot be saved, or two tensors have the same name. The error
+                has the name.
+            StagingError: A graph of one of the tensors' devices is being captured.
         """
         found = [
             part if isinstance(part, Segment) else _signature(part, form_of(part.tensor))
@@ -192,7 +214,7 @@ class PlanCache:
         return self._prepared
 
     def forget(self) -> None:
-        """Let go of slots and tensors."""
+        """Forget the plan, and release the slots and tensors that it refers to."""
         self._prepared = None
         self._known = []
 
@@ -247,7 +269,7 @@ def _flat(parts: Sequence[Segment | Hashable]) -> list[Hashable]:
 
 
 def _forms(part: Part) -> Iterable[tuple[Held, Form]]:
-    """Return the tensors of ``part``, each with the form that it is saved in."""
+    """Return each tensor of ``part`` with its form."""
     if isinstance(part, Segment):
         return zip(part.held, part.forms, strict=True)
     return [(part, form_of(part.tensor))]
@@ -258,10 +280,11 @@ def _signature(held: Held, form: Form) -> Hashable:
 
 
 def growth_of(collected: Collected, leaves: Sequence[Leaf]) -> int:
-    """Return how many bytes this rank's image will grow by once its optimizers have stepped.
+    """Return an estimate of how many bytes this rank's image grows by when the optimizers make
+    their first step.
 
-    It is a guess by what optimizers of the kind keep for a parameter. ``leaves`` are those of
-    ``collected.held``, in the same order.
+    The settings of an optimizer show how many tensors it probably keeps for a parameter.
+    ``leaves`` are those of ``collected.held``, in the same order.
     """
     pairs = zip(collected.held, leaves, strict=True)
     shares = {id(held.tensor): len(leaf.replicas) or 1 for held, leaf in pairs}
@@ -292,8 +315,10 @@ def _nbytes(parameter: Source) -> int:
 
 
 def _may_be_late(memory: torch.Tensor) -> bool:
-    """Return False for a tensor that must be copied at once. A tensor made in inference mode has no
-    version to watch, and the memory of a lazy view has other values than the view.
+    """Return False if ``memory`` must be copied before the call of the save returns.
+
+    This holds for devices without streams, for a tensor made in inference mode, which has no
+    version counter to watch, and for a lazy view, whose memory has other values than the view.
     """
     return is_ordered(memory.device) and not (
         memory.is_inference() or memory.is_conj() or memory.is_neg()

@@ -1,12 +1,12 @@
-"""The tensors of one module or optimizer, remembered from save to save.
+"""Segments: the named tensors of one module or optimizer, which are kept from save to save.
 
-Naming thousands of tensors takes longer than a training step can spare. A comparison with the last
-save does not. A segment is used again only if every tensor is the same object with the same
-address, shape, stride, dtype and lazy conjugation or negation.
+It takes longer than a training step can spare to name thousands of tensors. It is fast to compare
+them with those of the last save. A segment is used again only if every tensor is the same object
+with the same address, shape, stride, dtype and lazy conjugation or negation.
 
-A tensor object may take another dtype, shape or memory at any time (``model.half()``,
-``parameter.data = other``). So a segment keeps what it knows of its tensors as values, which are
-made with the segment on the training thread.
+A tensor object may get another dtype, shape or memory at any time (``model.half()``,
+``parameter.data = other``). So a segment keeps these properties of its tensors as values, which it
+reads on the training thread when it is built.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from ckpt.adapters.torch_private import guards_of, storage_identity
 
 # A walk makes thousands of these, and a frozen dataclass takes four times as long to make.
 class Held(NamedTuple):
-    """A tensor of the state.
+    """A tensor of the state, with its name.
 
     Attributes:
-        late: Whether only its optimizer's step changes it.
-        replicas: Ranks that hold the same, if it is a plain tensor and they are known.
-        left: Whether this rank leaves the saving of it to another of ``replicas``, which may hold
-            something else.
-        watched: The wrappers that it is inside of, which have version counters of their own.
+        name: The name of the tensor in the checkpoint.
+        tensor: The tensor.
+        late: True if nothing but an optimizer's step, which the fence holds, changes the tensor.
+        replicas: The ranks that are known to hold the same, if it is a plain tensor.
+        left: True if another of ``replicas`` saves the tensor and this rank does not. The values on
+            the two ranks may differ.
+        watched: The wrapper tensors that it is inside of, which have version counters of their own.
     """
 
     name: str
@@ -45,21 +47,24 @@ class Held(NamedTuple):
 
 
 At = dict[int, list[tuple[torch.Tensor, str]]]
-"""Memory address -> tensors met there, with the names they are stored under."""
+"""The address of memory -> the tensors at this address, each with the name under which its bytes
+are stored.
+"""
 
 
 class Segment:
-    """Named tensors that are compared together.
+    """Named tensors that are compared with those of the next save together.
 
     Attributes:
-        held: Those that are stored under a name of their own.
-        forms: The form of each of these.
-        tied: The others: name -> the name that their bytes are stored under.
-        seen: Identity of each tensor -> the name that its bytes are stored under.
-        at: Their addresses.
-        closed: Whether no tie leads to another segment; only then may it be used again.
-        apart_from: The earlier segments with which it shares no tensor and no memory; None if that
-            is not known.
+        held: The tensors whose bytes are stored under their own names.
+        forms: The form of each of ``held``.
+        tied: The name of each other tensor -> the name under which its bytes are stored.
+        seen: The identity (``id``) of each tensor in ``held`` -> its name.
+        at: The addresses of the tensors in ``held``.
+        closed: True if no tensor is tied to one of another segment. Only then the segment may be
+            used again.
+        apart_from: The segments that came before this one in the last walk, and that are known to
+            share no tensor and no memory with it; None if this is not known.
     """
 
     __slots__ = (
@@ -93,9 +98,8 @@ class Segment:
         self.forms = tuple(form_of(item.tensor) for item in self.held)
 
     def still(self, key: Sequence[object], tensors: Sequence[Source]) -> bool:
-        """Return True if ``tensors`` are those of this segment, unmoved and of the same form.
-
-        ``key`` must be the same too.
+        """Return True if ``key`` equals that of this segment, and ``tensors`` are the same objects
+        with the same memory and form.
         """
         return (
             len(tensors) == len(self._tensors)
@@ -106,11 +110,12 @@ class Segment:
 
 
 class Table:
-    """A large dict of tensors as it was seen last; it keeps none of them alive.
+    """A large dict of tensors as it was in the last walk. It does not keep the tensors alive.
 
     Attributes:
-        node: Its node in the tree, once it is a segment.
-        segment: The segment that the node was made for.
+        keys: The keys of the dict.
+        node: The node of the dict in the manifest's tree; None until the tensors form a segment.
+        segment: The segment that ``node`` was made for.
     """
 
     __slots__ = ("_refs", "keys", "node", "segment")
@@ -122,7 +127,9 @@ class Table:
         self.segment: Segment | None = None
 
     def is_of(self, value: Mapping[str, Source], tensors: Sequence[Source]) -> bool:
-        """Return True if the dict has the same keys and the very same tensors."""
+        """Return True if ``value``, whose values are ``tensors``, has the same keys and the same
+        tensor objects as this record.
+        """
         return self.keys == tuple(value) and all(
             ref() is tensor for ref, tensor in zip(self._refs, tensors, strict=True)
         )
@@ -132,8 +139,8 @@ class Facts:
     """The properties of some tensors that must not change while views of their memory are in use.
 
     They are kept as values. Each property of all tensors is compared in one pass at the speed of C,
-    since there may be thousands of tensors. No pass keeps what it reads, since thousands of tuples
-    would start the garbage collector.
+    since there may be thousands of tensors. No pass collects the values that it reads, since
+    thousands of new tuples would start the garbage collector.
     """
 
     __slots__ = (
@@ -167,9 +174,8 @@ class Facts:
         self._kinds = kinds
 
     def still(self, tensors: Sequence[Source]) -> bool:
-        """Return whether the facts are true of ``tensors`` now.
-
-        They never are if a tensor is of a kind that cannot be compared.
+        """Return True if the properties of ``tensors`` are the same now. Return False if a tensor
+        is of a kind that cannot be compared.
         """
         kinds = list(map(type, tensors))
         if self._kinds != kinds:
@@ -194,8 +200,8 @@ class Facts:
             and all(map(is_, map(torch.Tensor.is_neg, memories), self._neg))
             and all(map(is_, map(torch.Tensor.is_conj, memories), self._conj))
         )
-        # The guards also compare what does not matter here, such as whether a tensor requires a
-        # gradient.
+        # The guards also compare properties that do not matter here, such as whether a tensor
+        # requires a gradient. If only these have changed, the guards are made again.
         if alike:
             self._guards = guards_of(memories)
         return alike
@@ -204,8 +210,9 @@ class Facts:
 def _memories(
     tensors: Sequence[Source], kinds: Sequence[type]
 ) -> tuple[Sequence[torch.Tensor], list[Any]]:
-    """Return the memory behind ``tensors``, as far as this module knows how to find it, and the
-    layouts of those that are no plain tensors.
+    """Return the tensors with the memory of ``tensors``: the local tensors of DTensors, the parts
+    of ``LocalShards``, and any other tensor itself. Return also the layouts of the DTensors and
+    ``LocalShards``.
     """
     if PLAIN.issuperset(kinds):
         return tensors, []  # type: ignore[return-value]
@@ -224,15 +231,18 @@ def _memories(
 
 
 _layout: Final = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta")
-"""The layout of a DTensor as values: the spec itself may be changed in place."""
+"""A function that returns the layout of a DTensor as values, since its spec may be changed in
+place.
+"""
 _dtype: Final = attrgetter("dtype")
 
 
 def place_of(tensor: Source) -> int:
-    """Return the address of a tensor's memory, or 0 if there is none.
+    """Return a number that is equal for tensors with the same memory: the address of the memory, or
+    0 if the tensor has no memory of its own at one address.
 
-    Tensors of the same memory are found by it. Ranks must agree on which DTensors share their
-    memory, also ranks that hold no part of them; their storage decides then.
+    If this rank holds no element of a DTensor, the number is made of the identity of its storage,
+    since all ranks must agree which DTensors share their memory.
     """
     if is_plain(tensor):
         return tensor.data_ptr() if tensor.layout is torch.strided else 0
@@ -242,9 +252,10 @@ def place_of(tensor: Source) -> int:
 
 
 def same_view(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Return True if two tensors at one address have the same elements.
+    """Return True if two tensors at the same address have the same elements.
 
-    Conjugation and negation are lazy views of the same memory with other values.
+    A tensor that is lazily conjugated or negated has the same memory as the original, but other
+    values.
     """
     if isinstance(one, DTensor) or isinstance(two, DTensor):
         if not (isinstance(one, DTensor) and isinstance(two, DTensor)) or one._spec != two._spec:

@@ -1,7 +1,8 @@
-"""Objects that stand in a state where a module or optimizer would, for a framework that keeps these
-in a form of its own.
+"""Stand-ins: objects that take the place of a module or optimizer in a state, for a framework that
+keeps these in a form of its own.
 
-What they save has the names and shapes that plain PyTorch's would have, so one restores the other.
+A stand-in saves the names and shapes that a plain module or optimizer of PyTorch would save. So
+each can restore the checkpoints of the other.
 """
 
 from __future__ import annotations
@@ -19,82 +20,90 @@ from ckpt.adapters.walk.items import ModuleItems
 
 
 class StandIn(ABC):
-    """The training thread calls all methods."""
+    """The base class of stand-ins.
+
+    Thread safety:
+        Only the training thread calls the methods.
+    """
 
     @abstractmethod
     def look(self) -> None:
-        """Bring this stand-in up to date with the object that it stands for.
-
-        ckpt calls it before every walk over the state. The object itself is not changed.
+        """Bring this stand-in up to date with the object that it stands for, without changing that
+        object. ckpt calls this method before every walk over the state.
         """
 
     @abstractmethod
     def settle(self) -> None:
-        """Take over what was restored into what is shown.
+        """Pass the restored tensors and values on to the object that this stand-in stands for.
 
-        Called on every rank, once everything has been read and set.
+        ckpt calls this method on every rank, after all tensors were read and all values set.
         """
 
 
 class Refilled(ABC):
-    """An object with a ``state_dict()`` that a restore must not fill in place.
+    """The base class of objects that give a restore other tensors to fill than those of their
+    ``state_dict()``.
 
     A subclass must also be a ``Stateful`` of ``torch.distributed.checkpoint``.
     """
 
     @abstractmethod
     def targets(self) -> dict[str, Any]:
-        """Return what a restore fills and then gives to ``load_state_dict``, with the names of
-        ``state_dict()`` and the present values.
+        """Return a dict with the names of ``state_dict()`` and the present values. A restore fills
+        its tensors, and then passes it to ``load_state_dict``.
         """
 
 
 class Checked(ABC):
-    """An object that refuses some of what was saved before the restore changes anything."""
+    """The base class of objects that check a saved ``state_dict()``, and may refuse it before the
+    restore changes anything.
+    """
 
     @abstractmethod
     def check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise a ``CkptError`` if ``load_state_dict`` must not get this; changes nothing.
+        """Raise a ``CkptError`` if ``load_state_dict`` must not get ``state_dict``.
 
-        The values of tensors and arrays in it have not been read yet.
+        The method changes nothing. The tensors and arrays in ``state_dict`` have their shapes and
+        dtypes, but their values have not been read yet.
         """
 
 
 class ModuleStandIn(nn.Module, StandIn):
-    """Stands for a module."""
+    """The base class of objects that stand for a module."""
 
     @abstractmethod
     def items(self, path: str) -> ModuleItems:
-        """Return its items at ``path`` of a state. They are the same object while nothing has
-        changed.
+        """Return the items that the stand-in at ``path`` of a state saves. The result is the same
+        object as in the last call if nothing has changed.
         """
 
 
 class OptimizerStandIn(Optimizer, StandIn):
-    """Stands for an optimizer.
+    """The base class of objects that stand for an optimizer.
 
-    ``param_groups`` and ``state`` are as torch's, but for what stands for parameters: values of a
-    module that stands in, too.
+    ``param_groups`` and ``state`` are like those of an optimizer of torch. But in place of
+    parameters they have the values of the ``ModuleStandIn`` that stands for the module.
 
-    Its step hooks are those of the optimizer that steps.
+    The step hooks of the stand-in must be those of the optimizer that does the step.
     """
 
     @abstractmethod
     def new_state(
         self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> Source:
-        """Return memory for a value of a parameter's state that does not exist yet."""
+        """Return a new tensor for the value ``key`` of the state of ``parameter``, which a restore
+        fills since the optimizer has no such value yet.
+        """
 
     @abstractmethod
     def extra(self) -> dict[str, Any]:
-        """Return other values to save, equal on all ranks.
-
-        A restore into another kind of optimizer leaves them out.
+        """Return values to save besides the parameter groups and the state. They must be equal on
+        all ranks. A restore into another kind of optimizer ignores them.
         """
 
     @abstractmethod
     def load_extra(self, extra: dict[str, Any]) -> None:
-        """Set the values that ``extra`` has returned.
+        """Set the values that ``extra`` returned when the checkpoint was saved.
 
-        It is called before ``settle``, and only if these values were saved.
+        ckpt calls this method before ``settle``, and only if the checkpoint has these values.
         """

@@ -1,4 +1,4 @@
-"""The trained part of a model, in the place of the model."""
+"""``trainable``: the trained part of a model, to put into a state in place of the model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from ckpt.errors import ConfigError
 
 
 def trainable(model: nn.Module) -> nn.Module:
-    """Return what stands in a state for the trained part of ``model``.
+    """Return an object to put into a state for the trained part of ``model``.
 
     ``{"model": ckpt.trainable(model), "optimizer": optimizer}`` saves and restores the parameters
-    that require a gradient at the time of the call, under the names that they have in the whole
-    model, and the buffers and extra state of modules that hold such a parameter themselves. All
-    other parameters and buffers are left out, also those of a ``BatchNorm(affine=False)``. The
-    manifest names them, so a restore of the whole model leaves them alone and its report says so.
+    that require a gradient at the time of the save or restore, under the names that they have in
+    the whole model. It also saves the buffers and the extra state of each module that directly
+    holds such a parameter. All other parameters and buffers are left out, also those of a
+    ``BatchNorm(affine=False)``. The manifest names them, so a restore of the whole model leaves
+    them alone, and its report lists them.
 
     Raises:
         ConfigError: No parameter requires a gradient, or ``model`` is no module.
@@ -45,13 +46,15 @@ class _Trainable(ModuleStandIn):
         self._known: tuple[ModuleItems, Sequence[bool], ModuleItems] | None = None
 
     def look(self) -> None:
-        """Do nothing, since nothing is kept that could be out of date."""
+        """Do nothing, since ``items`` reads the model on every call."""
 
     def settle(self) -> None:
         """Do nothing, since a restore fills the model's own tensors."""
 
     def items(self, path: str) -> ModuleItems:
-        """Return the items of the model that are trained now."""
+        """Return the items of the model that are saved, by the parameters that require a gradient
+        now.
+        """
         whole = self._memory.items(path, self.model)
         trained = [_is_trained(entry.value) for entry in whole.entries]
         if self._known is None or self._known[0] is not whole or self._known[1] != trained:
@@ -60,6 +63,9 @@ class _Trainable(ModuleStandIn):
 
 
 def _part_of(whole: ModuleItems, trained: Sequence[bool]) -> ModuleItems:
+    """Return ``whole`` without the entries to leave out. ``trained`` says for each entry whether it
+    is a trained parameter.
+    """
     pairs = list(zip(whole.entries, trained, strict=True))
     homes = {_home(entry) for entry, is_trained in pairs if is_trained}
     kept = [
@@ -74,7 +80,7 @@ def _part_of(whole: ModuleItems, trained: Sequence[bool]) -> ModuleItems:
 
 
 def _home(entry: Entry) -> str:
-    """Return the name of the module that holds the entry itself."""
+    """Return the canonical name of the module that directly holds the entry."""
     return entry.fqn.rpartition(".")[0]
 
 

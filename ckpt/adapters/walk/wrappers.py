@@ -1,4 +1,4 @@
-"""The wrappers among the tensors of a module or optimizer, compared by what is in them."""
+"""The wrapper tensors (see ``tensors.wrapped``) among the tensors of a module or optimizer."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node
 
 Named = tuple[str, AnyPiece | None]
-"""The name of a tensor, and the piece of it that is here; None if it is a whole tensor."""
+"""The name of a tensor, and the piece of it that this rank holds (None if the tensor is whole)."""
 NameOf = Callable[[int], Named | None]
-"""From the index of a tensor to its name; None if it is not saved."""
+"""A function from the index of a tensor to its name and piece, or None if it is not saved."""
 
 
 class Wrappers:
-    """The wrappers among ``tensors``. Each is taken apart once.
+    """The wrapper tensors among the tensors of a module or optimizer. Each is taken apart once.
 
     Attributes:
-        tensors: ``tensors``, with the innermost tensors in the place of each wrapper.
-        key: Differs if the wrappers are other ones though their innermost tensors are the same.
-        nodes: The name of each wrapper, and its node.
+        tensors: The tensors, with the innermost tensors in place of each wrapper tensor.
+        key: A value that is the same on the next save if the wrapper tensors have not changed. The
+            innermost tensors must be compared besides.
+        nodes: The name of each wrapper tensor -> its node in the manifest's tree.
 
     Raises:
-        UnsupportedValue: One that cannot be saved, with its name.
+        UnsupportedValue: A wrapper tensor cannot be saved. The error names it.
     """
 
     def __init__(
         self, tensors: Sequence[Source], name_of: NameOf, *, are_plain: bool = False
     ) -> None:
-        """``are_plain``: all are known to be of torch's own kinds."""
+        """Take the wrapper tensors among ``tensors`` apart.
+
+        ``are_plain`` is True if the caller knows that there are none.
+        """
         self._found: dict[int, Apart] = {}
         self.tensors = tensors
         self.key: tuple[Hashable, ...] = ()
@@ -74,7 +78,9 @@ class Wrappers:
         return [tensor] if taken is None else [leaf for _, leaf in taken.layer.leaves()]
 
     def held(self, index: int, item: Held) -> Iterator[Held]:
-        """Yield ``item``, which has the tensor at ``index``, or what is inside of it."""
+        """Yield ``item``, whose tensor is the one at ``index``. If this tensor is a wrapper tensor,
+        yield an item for each innermost tensor instead.
+        """
         if (taken := self._found.get(index)) is None:
             yield item
             return
@@ -88,7 +94,7 @@ class Wrappers:
 
 
 def in_module(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
-    """Return the wrappers in a module that ``choice`` takes."""
+    """Return the wrapper tensors of the module at ``path`` that ``choice`` takes."""
 
     def name_of(index: int) -> Named | None:
         entry = items.held[index]
@@ -99,7 +105,7 @@ def in_module(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
 
 
 def in_optimizer(path: str, items: OptimizerItems) -> Wrappers:
-    """Return the wrappers in the state of an optimizer."""
+    """Return the wrapper tensors in the state of the optimizer at ``path``."""
 
     def name_of(index: int) -> Named:
         part, key, _ = items.owners[index]
