@@ -193,7 +193,9 @@ class TierQueue(Generic[T]):
             if (order := self._choose()) is None:
                 return Turn(None)
             if self.shared:
-                self._coordinator.set_once(subject, msgspec.json.encode(order))
+                # An earlier call may have set an order and got no answer from the job's store.
+                stands = self._coordinator.set_once(subject, msgspec.json.encode(order))
+                order = msgspec.json.decode(stands, type=_Order)
                 self._serial += 1
             return self._take(order)
         answer = self._coordinator.verdict(subject, timeout=self._timeout)

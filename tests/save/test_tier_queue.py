@@ -89,6 +89,34 @@ def test_a_leader_that_is_gone_does_not_hold_the_others_for_ever():
     assert (took, lost, kinds) == ([], [1, 2], {CommitError})
 
 
+class LostAnswer(WorldCoordinator):
+    """A connection that breaks after the first order was set and before the answer came."""
+
+    broken: Callable[[], object] | None = None
+
+    def set_once(self, subject: str, verdict: bytes) -> bytes:
+        stands = super().set_once(subject, verdict)
+        if (broken := self.broken) is not None:
+            self.broken = None
+            broken()
+            raise CommitError("the answer was lost")
+        return stands
+
+
+def test_the_leader_takes_the_order_that_the_others_have_read() -> None:
+    world = World(2, patience=5)
+    leader = LostAnswer(world, 0)
+    queues = [
+        TierQueue[str](1, each, backlog=4, timeout=0.05) for each in (leader, world.coordinator(1))
+    ]
+    for queue in queues:
+        queue.push(QueuedStep(StepRef(1, "aa"), "one"))
+    # A newer step comes to both ranks before the leader asks again.
+    leader.broken = lambda: [queue.push(QueuedStep(StepRef(2, "aa"), "two")) for queue in queues]
+    turns = [queue.take() for queue in queues]
+    assert [turn.next.task for turn in turns if turn and turn.next] == ["one", "one"]
+
+
 def test_a_queue_that_was_empty_asks_for_a_thread_again():
     queue = TierQueue[str](1, World(1).coordinator(0), backlog=4, timeout=5)
     for step in (1, 2):
