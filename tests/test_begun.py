@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt import CheckpointManager
+from ckpt import CheckpointManager, Tier
 from ckpt.errors import CkptError, StagingError, ThreadLimit
 from ckpt.pipeline.workers import Workers
 from ckpt.save.active_save import HandOver
@@ -167,6 +167,32 @@ def test_a_save_needs_no_new_thread_to_begin(
         finishes(lambda: train(state, 1) or True)
         manager.save(state, 2)
         assert manager.steps() == [2]
+
+
+@pytest.mark.parametrize("name", ["prune", "backfill"])
+def test_a_commit_needs_no_new_thread(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one, the slot would stay taken, and the save would end on no tier."""
+
+    def refused(self: threading.Thread) -> None:
+        if self.name.startswith(f"ckpt-{name}"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    start = threading.Thread.start
+    tiers = [Tier(str(tmp_path / "near"), keep_last=1), Tier(str(tmp_path / "far"))]
+    state = trained()
+    with CheckpointManager(tiers) as manager:
+        manager.save(state, 1)
+    with CheckpointManager(tiers, slots=1) as manager:
+        assert manager.restore(state)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            pending = manager.save_async(state, 2)
+            assert pending.exception(60) is None
+        finishes(lambda: manager.save(state, 3))
+    assert CheckpointManager(tiers[:1]).steps() == [3]
 
 
 def test_tensors_are_let_go_with_a_save_that_was_called_off(

@@ -204,6 +204,9 @@ class Pruner:
             late_metrics=self._rule.keep_best is not None,
         )
         self._workers = Workers("prune", 1, nice=config.nice, cpus=config.cpus)
+        if leads:
+            # If no thread can be started, the construction fails, and not a commit later.
+            self._workers.start()
         self._lock = threading.Lock()
         self._queued = self._done = self._warned = False
 

@@ -64,6 +64,8 @@ class Backfill:
         patience = config.commit_timeout_seconds
         self._retry = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._watcher = Workers("backfill", 1, nice=config.nice, cpus=config.cpus)
+        # If no thread can be started, the construction fails, and not a commit later.
+        self._watcher.start()
 
     def begin(self) -> None:
         """Start to copy in the background, and return at once.
