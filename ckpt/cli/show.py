@@ -297,7 +297,8 @@ def _flat(
         case _Tagged(tag=tag, fields=fields) if not any(
             isinstance(item, dict | list | _Tagged) for item in fields.values()
         ):
-            yield path, clip(f"<{tag}{''.join(f' {item}' for item in fields.values())}>")
+            whole = f"<{tag}{''.join(f' {(text or str)(item)}' for item in fields.values())}>"
+            yield path, whole if text else clip(whole)
         case _Tagged(tag="optimizer", fields={"groups": list(groups), "state": dict(state)}):
             for index, group in enumerate(groups):
                 yield from _settings(join(join(path, "param_groups"), str(index)), group, text)

@@ -142,3 +142,11 @@ def test_values_of_one_rank_and_the_end_of_long_ones_count(
     found = cli("diff", "runs", "--step", 0, "--step", 1, "--json")
     assert found.code == 1
     assert sorted(found.json["plain"]) == ["rng of rank 0", "text"]
+
+
+def test_the_end_of_a_long_object_counts(cli: Cli, backend: StorageBackend) -> None:
+    for step in range(2):
+        value = {"$": "stateful", "v": {"$": "tuple", "v": [*range(600), step]}}
+        write_checkpoint(backend, step, ARRAYS, tree={"state": value})
+    found = cli("diff", "runs", "--step", 0, "--step", 1, "--json")
+    assert (found.code, list(found.json["plain"])) == (1, ["state"])
