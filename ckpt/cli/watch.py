@@ -31,7 +31,7 @@ from ckpt.errors import NoCheckpoint
 from ckpt.storage.places import is_missing
 
 _END_SECONDS: Final = 30.0
-"""How long to wait for the processes that a stopped command has started."""
+"""How long a stopped command and the processes that it has started have to end."""
 _LOOK_SECONDS: Final = 0.05
 """The time between two checks whether these processes have ended."""
 _TERMINATED: Final = 128 + signal.SIGTERM
@@ -164,7 +164,7 @@ def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
     """Run the command for a step, and return its exit code.
 
     If a signal ends this process meanwhile, the command and the processes that it has started get
-    SIGTERM. This function waits for them and then raises.
+    SIGTERM, and SIGKILL after 30 s. This function waits for them and then raises.
     """
     named = {"path": step.path, "step": str(step.step), "root": step.root}
     command = _PLACE.sub(lambda place: shlex.quote(named[place[1]]), command)
@@ -181,18 +181,16 @@ def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
             signals.hold()
             with suppress(ProcessLookupError):  # The process has just ended
                 os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-            _await_group(process.pid)
+            _end_group(process)
             raise
 
 
-def _await_group(group: int) -> None:
-    """Wait until all processes of a process group have ended, but at most 30 s.
-
-    A process that ignores SIGTERM may run on.
-    """
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Wait at most 30 s until a process and its process group have ended. Then kill the group."""
     deadline = time.monotonic() + _END_SECONDS
     with suppress(ProcessLookupError):
         while time.monotonic() < deadline:
-            os.killpg(group, 0)
+            process.poll()  # A process that has ended is in its group until its parent has seen that
+            os.killpg(process.pid, 0)
             time.sleep(_LOOK_SECONDS)
+        os.killpg(process.pid, signal.SIGKILL)

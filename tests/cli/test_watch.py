@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.cli import watch
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli
@@ -115,6 +116,17 @@ def test_a_signal_ends_the_command_and_the_pin(runs: Path, number: int, command:
             b"ended\n" if command == CHILD else b""
         )  # all processes have ended
     assert not (runs / "watchers").exists()
+
+
+def test_a_command_that_ignores_a_signal_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_END_SECONDS", 0.0)
+    command = ["sh", "-c", "trap '' TERM; echo began; sleep 1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, process_group=0) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"began\n"
+        process.terminate()
+        watch._end_group(process)
+        assert process.wait() == -signal.SIGKILL
 
 
 def test_an_error_in_a_loop_ends_the_program(runs: Path) -> None:
