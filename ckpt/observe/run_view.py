@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Final, Literal
@@ -202,7 +202,7 @@ class TierWatch:
     def view(self, history: History) -> TierView:
         """Return a view of the tier from the last listing and from ``history``."""
         whole = [each for each in self.steps if each.state == "committed"]
-        known = _known_of(self.url, history)
+        known = _known_of(self.url, history, {each.ref.step for each in whole})
         never = not known.steps and not known.waiting and is_missing(self.url)
         return TierView(
             url=self.url,
@@ -279,10 +279,21 @@ def _look(tiers: Sequence[TierWatch], patience: float) -> None:
         tier.take()
 
 
-def _known_of(url: str, history: History) -> TierView:
-    """Return the view of a tier that follows from the journals alone, without listing the tier."""
+def _known_of(url: str, history: History, committed: Collection[int] = ()) -> TierView:
+    """Return the view of a tier that follows from the journals alone, without listing the tier.
+
+    Args:
+        url: The URL of the tier.
+        history: The history from the journals.
+        committed: Steps that the tier lists as committed. None of them waits: the agent has
+            committed the steps that a trainer left to it, and the journal does not say so.
+    """
     there = [(save, save.tiers[url]) for save in history.saves.values() if url in save.tiers]
-    waiting = [save.at for save, arrival in there if arrival.state == "saving"]
+    waiting = [
+        save.at
+        for save, arrival in there
+        if arrival.state == "saving" and save.step not in committed
+    ]
     arrived = [save for save, arrival in there if arrival.state == "committed"]
     return TierView(
         url=url,
