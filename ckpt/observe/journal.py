@@ -48,10 +48,10 @@ VERIFIED: Final = "Verified"
 _MOST_TEXT: Final = 500
 _MOST_FILES: Final = 128
 _MOST_BYTES: Final = 64 << 20
-"""The most bytes that a reader reads from all files together. It reads the files of low ranks
-first.
-"""
+"""The most bytes that a reader reads from all files together."""
 _OLD: Final = ".old"
+_VERIFY: Final = "verify.jsonl"
+"""The file of the verifications of all jobs."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -199,7 +199,7 @@ def note_verified(root: str, step: int, fault: str, *, journal: str | None = Non
     """
     with contextlib.suppress(ConfigError, OSError):
         if os.path.isdir(folder := journal_of(root if journal is None else journal)):
-            path = os.path.join(folder, "verify.jsonl")
+            path = os.path.join(folder, _VERIFY)
             if os.path.exists(path) and os.path.getsize(path) >= LIMIT_BYTES:
                 os.replace(path, path + _OLD)
             file = _open(path)
@@ -247,11 +247,15 @@ class JournalReader:
         return sorted(found, key=lambda record: record.at)
 
     def _names(self) -> list[str]:
+        """Return the names of at most 128 files, those of verifications first, since each run has
+        only two of them, and then those of the lowest ranks.
+        """
         try:
-            names = sorted(os.listdir(self._folder))
+            names = os.listdir(self._folder)
         except OSError:
             return []
-        return [name for name in names if name.endswith((".jsonl", ".jsonl" + _OLD))][:_MOST_FILES]
+        kept = (name for name in names if name.endswith((".jsonl", ".jsonl" + _OLD)))
+        return sorted(kept, key=lambda name: (not name.startswith(_VERIFY), name))[:_MOST_FILES]
 
 
 def _records(path: str, size: int) -> Iterator[Record]:

@@ -163,6 +163,20 @@ def test_what_is_read_of_all_files_is_bounded(
     assert found[-1].step == 9
 
 
+def test_verifications_are_read_whatever_the_number_of_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = str(tmp_path / "run")
+    for rank in range(3):
+        with contextlib.closing(Journal(root, rank=rank)) as journal:
+            journal(SaveFailed(step=1, error=OSError("disk")))
+    note_verified(root, 1, "")
+    monkeypatch.setattr(journals, "_MOST_FILES", 3)
+    found = JournalReader(root).read()
+    assert [record.event for record in found].count("SaveFailed") == 2
+    assert (1, root) in history_of(found).verified
+
+
 def test_many_jobs_and_many_saves_are_read_in_linear_time() -> None:
     saves = [Record(at=n, event="SaveStaged", step=n, tiers=("a",)) for n in range(8000)]
     begun = [Record(at=n, event=OPENED) for n in range(8000, 16000)]
