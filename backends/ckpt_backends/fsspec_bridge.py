@@ -1,6 +1,6 @@
 """The backend for any file system that fsspec knows, and the base of the S3 and GCS backends.
 
-The guarantees depend on the file system. On object stores (``_OBJECT_STORES``), an object appears
+The guarantees depend on the file system. On object stores (``OBJECT_STORES``), an object appears
 as a whole or not at all. On a local disk behind ``dir::``, an object is renamed into place, but its
 bytes are not forced to the medium. On other file systems, such as SFTP or SMB, a crash during
 ``put`` may leave a short object. Use these for further copies, and not as the only tier.
@@ -31,13 +31,11 @@ from ckpt.storage.api import (
     check_written,
     is_there,
 )
+from ckpt.storage.places import OBJECT_STORES
 from ckpt_backends.foreign_errors import clean, foreign
 from ckpt_backends.posix import open_posix
 
 PART_BYTES: Final = 8 << 20
-_OBJECT_STORES: Final = frozenset(
-    {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "cos"}
-)
 # On these stores, the server lets only one of several ``pipe_file(mode="create")`` succeed.
 _CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs"})
 _RENAMES: Final = frozenset({"file", "local"})  # ``mv`` of these file systems is one rename
@@ -187,7 +185,7 @@ class StorageBackendOnFsspec:
     ) -> None:
         self._fs, self._root, self.url, self._secrets = fs, root.rstrip("/"), url, tuple(secrets)
         names = _protocols(fs)
-        self._object_store = bool(names & _OBJECT_STORES)
+        self._object_store = bool(names & OBJECT_STORES)
         self._creates = bool(names & _CREATES)
         self._renames = bool(names & _RENAMES)
         self.capabilities = capabilities or Capabilities(

@@ -8,7 +8,10 @@ from urllib.parse import unquote, urlsplit
 
 from ckpt.storage.registry import scheme_of
 
-_OBJECT_STORES: Final = frozenset({"s3", "gs", "gcs"})
+OBJECT_STORES: Final = frozenset(
+    {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "cos"}
+)
+"""The schemes of buckets, some of them only served by fsspec."""
 _ALIASES: Final = {"gcs": "gs"}
 
 Relation = Literal["apart", "same", "inside", "around"]
@@ -25,8 +28,8 @@ def is_missing(url: str) -> bool:
 
 
 def is_object_store(url: str) -> bool:
-    """Return True if ``url`` names a bucket of S3 or GCS, which all nodes see alike."""
-    return scheme_of(url) in _OBJECT_STORES
+    """Return True if ``url`` names a bucket, which all nodes see alike."""
+    return scheme_of(url) in OBJECT_STORES
 
 
 def relation(one: str, two: str) -> Relation:

@@ -46,7 +46,18 @@ def test_a_folder_that_exists_is_not_missing_whatever_its_spelling(tmp_path: Pat
     assert is_missing(f"file://{tmp_path}/run%20#2")
 
 
-def test_what_a_scheme_says() -> None:
-    urls = ["runs", "file:///runs", "s3://b", "GS://b", "memory://m", "simplecache::s3://b"]
-    assert [is_folder(url) for url in urls] == [True, True, False, False, False, False]
-    assert [is_object_store(url) for url in urls] == [False, False, True, True, False, False]
+@pytest.mark.parametrize(
+    ("url", "folder", "object_store"),
+    [
+        ("runs", True, False),
+        ("file:///runs", True, False),
+        ("s3://b", False, True),
+        ("GS://b", False, True),
+        ("az://container/runs", False, True),
+        ("abfss://container@account.dfs.core.windows.net", False, True),
+        ("memory://m", False, False),
+        ("simplecache::s3://b", False, False),
+    ],
+)
+def test_what_a_scheme_says(url: str, folder: bool, object_store: bool) -> None:
+    assert (is_folder(url), is_object_store(url)) == (folder, object_store)
