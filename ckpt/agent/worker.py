@@ -8,7 +8,6 @@ import selectors
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -99,12 +98,14 @@ class Worker:
         for the end of the process.
         """
         try:
-            with suppress(BlockingIOError):
-                data = os.read(self._pipe.fileno(), _READ_BYTES)
-                if not data:
-                    self._on_end(self._await())
-                    return
-                self._unread += data
+            data = os.read(self._pipe.fileno(), _READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._on_end(self._await())
+            return
+        self._unread += data
+        try:
             for frame in frames(self._unread):
                 self._on_report(_REPORTS.decode(frame))
         except (AgentError, msgspec.MsgspecError) as error:
