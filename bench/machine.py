@@ -25,7 +25,7 @@ def conditions(folder: str) -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),
-        "commit": _commit(),
+        "commit": commit_of(os.path.dirname(os.path.abspath(__file__))),
         "command": "python -m bench " + " ".join(sys.argv[1:]),
         "load_begin": load(),
     }
@@ -73,15 +73,19 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str:
-    here = os.path.dirname(os.path.abspath(__file__))
-    done = subprocess.run(
-        ["git", "-C", here, "describe", "--always", "--dirty", "--abbrev=10"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or "unknown"
+def commit_of(tree: str) -> str:
+    """Return the commit of a working tree, with "-dirty" if a tracked file differs from it.
+
+    Reports below ``bench/results`` do not count: one run writes them while it goes on.
+    """
+    commit = _git(tree, "rev-parse", "--short=10", "HEAD")
+    changed = _git(tree, "status", "--porcelain", "-uno", "--", ":/", ":(top,exclude)bench/results")
+    return f"{commit or 'unknown'}{'-dirty' if changed else ''}"
+
+
+def _git(tree: str, *words: str) -> str:
+    done = subprocess.run(["git", "-C", tree, *words], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def evict(path: str) -> None:
