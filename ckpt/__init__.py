@@ -10,7 +10,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors.text import CleanLog
+from ckpt.errors.sanitize import CleanLog
 from ckpt.version import __version__
 
 if TYPE_CHECKING:

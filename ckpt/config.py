@@ -50,7 +50,7 @@ from ckpt.checks import (
 )
 from ckpt.codec.registry import NO_CODEC, parse_codec
 from ckpt.errors import ConfigError
-from ckpt.errors.text import redact
+from ckpt.errors.sanitize import redact
 
 CONFIG_NAME: Final = "ckpt.toml"
 ROOT_VARIABLE: Final = "CKPT_ROOT"

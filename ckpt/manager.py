@@ -50,8 +50,8 @@ from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import Replicas, RestoreContext, RestoreOptions, Restorer
 from ckpt.save.active_save import EARLIER_FAILED, SKIPPED, HandOver, MemoryNotices, Reports
 from ckpt.save.closing import Closing
-from ckpt.save.jobs import Jobs
 from ckpt.save.ledger import SaveLedger
+from ckpt.save.save_job import SaveJobs
 from ckpt.save.saver import Saver
 from ckpt.staging.fence import Fence
 from ckpt.storage.tiers import Tiers, as_tiers, closed_on_error, open_tiers
@@ -101,7 +101,7 @@ class CheckpointManager:
             raise ManagerClosed(has_script_ended=True)
         warn_of_untested(torch.__version__)
         self._config = with_settings(config or SaveConfig(), settings)
-        self._jobs = Jobs(metadata or {})
+        self._jobs = SaveJobs(metadata or {})
         self._tiers = open_tiers(as_tiers(tiers))
         self._observers = Observers(observers)
         self._ledger = SaveLedger(self._observers, self._config)

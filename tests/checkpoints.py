@@ -17,7 +17,7 @@ from ckpt.coordination.owner import Owner
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
-from ckpt.model.fill import fill
+from ckpt.model.fill_manifest import fill
 from ckpt.model.keys import OWNER, StepRef, data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of, pack_fragment

@@ -25,7 +25,7 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from ckpt.errors.text import redact
+from ckpt.errors.sanitize import redact
 from ckpt_backends.oserrors import BY_ERRNO
 
 _BY_CODE: Final[Mapping[str, type[StorageError]]] = {

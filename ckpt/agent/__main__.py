@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from ckpt.agent.copy_server import copy_files
+from ckpt.agent.copy_worker import copy_files
 from ckpt.agent.finish import Finish
 from ckpt.agent.messages import encode
 from ckpt.agent.place import Place

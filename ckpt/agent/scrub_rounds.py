@@ -14,7 +14,7 @@ from typing import Final
 from ckpt.agent.messages import Job, ScrubStatus, urls_of
 from ckpt.agent.reports import Ended, Order, Report, Verified, Verifying
 from ckpt.agent.worker import Worker, Workplace
-from ckpt.errors.text import redact
+from ckpt.errors.sanitize import redact
 
 _log = logging.getLogger("ckpt")
 _LOOK_SECONDS: Final = 300.0

@@ -17,7 +17,7 @@ from ckpt.agent.messages import Job, JobStatus, urls_of
 from ckpt.agent.reports import Copied, Copying, Ended, Order, Report
 from ckpt.agent.worker import Worker, Workplace
 from ckpt.errors import AgentError
-from ckpt.errors.text import redact
+from ckpt.errors.sanitize import redact
 from ckpt.processes import Process
 from ckpt.storage.places import relation
 

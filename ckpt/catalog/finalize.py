@@ -45,7 +45,7 @@ from ckpt.errors import (
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.fill import fill
+from ckpt.model.fill_manifest import fill
 from ckpt.model.keys import StepRef, fragment_name, is_about_rank, is_fragment
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of

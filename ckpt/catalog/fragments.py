@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ckpt.errors import ChecksumMismatch, ManifestCorrupt
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES
-from ckpt.model.fill import carried_fragment, fill, ranks_of
+from ckpt.model.fill_manifest import carried_fragment, fill, ranks_of
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.packed import read_fragment

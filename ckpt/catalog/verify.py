@@ -31,7 +31,7 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES
-from ckpt.model.fill import carried_fragments, fill
+from ckpt.model.fill_manifest import carried_fragments, fill
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFile
 from ckpt.pipeline.chunk_reader import ChunkReader, runs_of

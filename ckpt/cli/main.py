@@ -287,7 +287,7 @@ def _other(error: Exception, *, as_json: bool) -> int:
     """
     from ckpt.cli.output import fail_unexpected, show_json
     from ckpt.config import debug_wanted
-    from ckpt.errors.text import clean
+    from ckpt.errors.sanitize import clean
 
     if isinstance(error, _ShowsItself):
         said = io.StringIO()

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from ckpt.catalog.verify import OnProgress
 from ckpt.errors import CkptError
-from ckpt.errors.text import clean, redact
+from ckpt.errors.sanitize import clean, redact
 from ckpt.model.readable import duration as duration
 from ckpt.model.readable import rate as rate
 from ckpt.model.readable import size as size

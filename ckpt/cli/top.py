@@ -21,7 +21,7 @@ from ckpt.cli.agent import scrubbed
 from ckpt.cli.options import PlacesArgument, RootsOption, places
 from ckpt.cli.output import duration, size
 from ckpt.cli.serve import ConfigsOption, watched_runs
-from ckpt.errors.text import clean
+from ckpt.errors.sanitize import clean
 from ckpt.observe.run_view import RunView, StepView, TierView
 
 _ROWS = 12  # The number of steps that are shown of each run

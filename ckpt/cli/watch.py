@@ -190,7 +190,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + _END_SECONDS
     with suppress(ProcessLookupError):
         while time.monotonic() < deadline:
-            process.poll()  # A process that has ended is in its group until its parent has seen that
+            process.poll()  # Otherwise a process that has ended stays in its group
             os.killpg(process.pid, 0)
             time.sleep(_LOOK_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)

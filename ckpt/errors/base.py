@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from ckpt.errors.text import clean
+from ckpt.errors.sanitize import clean
 
 
 class CkptError(Exception):

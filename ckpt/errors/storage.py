@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import ClassVar, TypeVar
 
 from ckpt.errors.base import CkptError
-from ckpt.errors.text import clean
+from ckpt.errors.sanitize import clean
 
 
 class StorageError(CkptError):

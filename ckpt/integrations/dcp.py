@@ -46,7 +46,7 @@ from ckpt.errors import (
     ShapeMismatch,
     StepExists,
 )
-from ckpt.errors.text import redact
+from ckpt.errors.sanitize import redact
 from ckpt.integrations.dcp_items import Entries, Path, gathered, leaves, state_of
 from ckpt.integrations.stored import Failed, fill, opened, opened_step
 from ckpt.manager import CheckpointManager

@@ -41,11 +41,11 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.events import Event, SaveCommitted, SaveFailed
+from ckpt.integrations.all_ranks import of_all
 from ckpt.integrations.deepspeed_tags import check_loads
 from ckpt.integrations.deepspeed_values import Owned, StoredTensor, packed, unpacked
 from ckpt.integrations.stored import Failed, built, opened
 from ckpt.integrations.tested import warn_of_untested
-from ckpt.integrations.together import of_all
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
 from ckpt.model.values import following, parse

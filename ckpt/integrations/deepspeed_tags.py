@@ -15,7 +15,7 @@ from torch import distributed as dist
 
 from ckpt.errors import NoCheckpoint
 from ckpt.errors.base import few
-from ckpt.integrations.together import of_all
+from ckpt.integrations.all_ranks import of_all
 
 Tags = Callable[[], list[str]]
 

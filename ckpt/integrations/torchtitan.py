@@ -44,10 +44,10 @@ from ckpt.adapters.walk.stand_in import ModuleStandIn
 from ckpt.config import MEMORY, Tier
 from ckpt.errors import ConfigError, EntryMissing, RestoreError
 from ckpt.errors.base import few
-from ckpt.errors.text import redact
+from ckpt.errors.sanitize import redact
+from ckpt.integrations.all_ranks import of_first
 from ckpt.integrations.resizing import refusing_resize, same_or_first
 from ckpt.integrations.tested import warn_of_untested
-from ckpt.integrations.together import of_first
 from ckpt.model.keys import StepRef
 
 TESTED: Final = ("0.3", "0.3")

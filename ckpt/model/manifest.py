@@ -9,7 +9,8 @@ chunks, which ``split_rows`` cuts, so each chunk of a shard is itself a box.
 
 Two records are stored. `Packed` is the fragment of one rank, with the rank's chunks and shards in
 columns. `Manifest` refers to the fragments of all ranks. In memory, `Fragment` is a fragment with
-its columns unpacked to objects, and ``model.fill`` puts the contents of fragments into a manifest.
+its columns unpacked to objects, and ``model.fill_manifest`` puts the contents of fragments into a
+manifest.
 
 The small structs are JSON arrays in field order (``array_like``), because a record may hold a
 million of them. They contain no reference cycles, so the garbage collector skips them
@@ -198,8 +199,8 @@ class Manifest(
 
     The stored manifest leaves out what the fragments hold and not every rank needs: files have no
     chunks, an encoding has one length (the size of the file), tensors have no shards, and
-    ``per_rank`` is empty. ``model.fill.fill`` adds these parts for the ranks whose fragments it
-    gets.
+    ``per_rank`` is empty. ``model.fill_manifest.fill`` adds these parts for the ranks whose
+    fragments it gets.
 
     Attributes:
         tied: Tied names, each with the name that its bytes are stored under.
@@ -211,8 +212,9 @@ class Manifest(
         carried: Copies of the fragments of all ranks, without the parts that are merged. It is
             empty unless a fragment has ``in_manifest`` set.
         per_rank: The trees of ``PerRank`` values by rank, for the ranks whose fragments
-            ``model.fill.fill`` has added.
-        is_filled: Whether ``model.fill.fill`` has added the fragments of all ranks. Never stored.
+            ``model.fill_manifest.fill`` has added.
+        is_filled: Whether ``model.fill_manifest.fill`` has added the fragments of all ranks. Never
+            stored.
     """
 
     format: int

@@ -2,8 +2,8 @@
 
 Every record is checked before it is used: names of files do not lead out of their folder, sizes are
 possible, and layouts have as many elements as their tensors. Other modules do the rest:
-``model.packed`` checks the columns of a fragment, and ``model.fill`` and ``plan.restore`` check
-that boxes do not overlap.
+``model.packed`` checks the columns of a fragment, and ``model.fill_manifest`` and ``plan.restore``
+check that boxes do not overlap.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.gather import Wait, gather
 from ckpt.errors import CkptError, IntegrityError, StorageError
-from ckpt.model.fill import carried_fragments, fill
+from ckpt.model.fill_manifest import carried_fragments, fill
 from ckpt.model.keys import StepRef, rank_of
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import size

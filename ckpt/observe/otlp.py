@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from ckpt.checks import shown
 from ckpt.errors import CkptError, ConfigError, MissingExtra
-from ckpt.errors.text import redact
+from ckpt.errors.sanitize import redact
 from ckpt.pipeline.workers import Workers
 from ckpt.version import __version__
 

@@ -12,7 +12,7 @@ from typing import Final, Literal
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import Tier
 from ckpt.errors import CkptError
-from ckpt.errors.text import redact
+from ckpt.errors.sanitize import redact
 from ckpt.observe.disk_space import FolderSpace
 from ckpt.observe.history import Arrival, History, SavedStep, history_of
 from ckpt.observe.journal import JournalReader

@@ -21,7 +21,7 @@ from starlette.responses import (  # pyright: ignore[reportMissingImports]
 from starlette.routing import Route  # pyright: ignore[reportMissingImports]
 
 from ckpt.errors import CkptError, ConfigError, NoCheckpoint
-from ckpt.errors.text import clean
+from ckpt.errors.sanitize import clean
 from ckpt.model.readable import duration, size
 from ckpt.observe.run_view import MEANING, RunView
 from ckpt.page.contents import Opened, run_page

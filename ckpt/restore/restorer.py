@@ -34,7 +34,7 @@ from ckpt.catalog.finalize import Finisher
 from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.owner import Owner
-from ckpt.coordination.together import Damaged, Together
+from ckpt.coordination.restore_rounds import Damaged, RestoreRounds
 from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, RestoreError
 from ckpt.errors.base import few
 from ckpt.events import CommitFinished, Observers, Repaired, Restored, StepDamaged
@@ -150,7 +150,7 @@ class Restorer:
         self._read_through, self._selection = options.read_through, options.selection
         self._waiting = context.waiting
         self._shared = _is_shared(options.replicas, coordinator)
-        self._together = Together(
+        self._rounds = RestoreRounds(
             coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS
         )
         self._overwritten = False
@@ -172,7 +172,7 @@ class Restorer:
         """
         began = time.perf_counter()
         skipped: list[tuple[int, str]] = []
-        subject = f"{self._together.subject}/nodes"
+        subject = f"{self._rounds.subject}/nodes"
         with NodeSurvey(self._tiers, self._coordinator, subject=subject, step=step) as neighbours:
             landed = self._first(state, step, skipped, neighbours)
         if landed is not None:
@@ -209,7 +209,7 @@ class Restorer:
         proposals = (
             self._proposals(step, neighbours) if self._coordinator.rank == LEADER else iter(())
         )
-        while (proposal := self._together.next(proposals, _Proposal)) is not None:
+        while (proposal := self._rounds.next(proposals, _Proposal)) is not None:
             skipped += proposal.passed
             if not proposal.folder:
                 break
@@ -317,7 +317,7 @@ class Restorer:
             [tier.backend for tier in sources.tiers], ref,
             retry=self._retry, on_repair=partial(_warn, ref), partial=sources.partial,
         )  # fmt: skip
-        fit, nowhere = self._together.do(
+        fit, nowhere = self._rounds.do(
             "match",
             ref.step,
             lambda: self._fit(state, sources, origin),
@@ -360,7 +360,7 @@ class Restorer:
         """
 
         def agree(what: str, work: Callable[[], object]) -> None:
-            self._together.do(what, step, lambda: (work(),), lambda _: ())
+            self._rounds.do(what, step, lambda: (work(),), lambda _: ())
 
         if not self._shared:
             agree("read", lambda: taking.all_of(fit.plan))
@@ -380,7 +380,7 @@ class Restorer:
             found, matched, plan = origin.whole(partial(self._matched, state, sources, origin))
         context = CacheContext(
             coordinator=self._coordinator,
-            subject=f"{self._together.subject}/fetch",
+            subject=f"{self._rounds.subject}/fetch",
             patience=_PATIENCE_SECONDS,
             workers=self._workers,
             retry=self._retry,

@@ -14,7 +14,7 @@ from ckpt.locks import Event
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import Once, Workers
 from ckpt.save.ledger import SaveLedger
-from ckpt.save.rank_files import SaveJob
+from ckpt.save.save_job import SaveJob
 from ckpt.save.trained import Trained
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Snapshot

@@ -15,7 +15,7 @@ from ckpt.errors import OutOfSpace
 from ckpt.retention.pruner import Pruner
 from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
-from ckpt.save.rank_files import SaveJob
+from ckpt.save.save_job import SaveJob
 
 T = TypeVar("T")
 

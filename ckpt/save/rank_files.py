@@ -5,9 +5,7 @@ the fragment that describes it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Protocol
 
@@ -31,12 +29,13 @@ from ckpt.model.manifest import (
 )
 from ckpt.model.packed import Frames, frames_of, pack_fragment
 from ckpt.pipeline.encoded_writer import widths_of, write_encoded
-from ckpt.pipeline.image_writer import ImageWrite, OnBytes, Source, adopt_image, write_image
+from ckpt.pipeline.image_writer import ImageWrite, OnBytes, adopt_image, write_image
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.save import SavePlan
 from ckpt.retention.removal import discard
+from ckpt.save.save_job import SaveJob
 from ckpt.storage.api import Adopting, Rooted
 from ckpt.storage.tiers import OpenTier
 
@@ -76,63 +75,6 @@ class Copiers(Protocol):
     """Makes the `FileCopier` for a tier, or returns None if the agent does not serve the tier."""
 
     def copier(self, target: OpenTier) -> FileCopier | None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveJob:
-    """Describes one save for the tier writers.
-
-    Attributes:
-        ref: The step.
-        trial: The number of earlier tries to save this step.
-        plan: The save plan of the image.
-        image: The bytes of the image, which may still be landing. They are valid until the save has
-            ended.
-        tied: Name of a tensor that shares memory with another one -> the name of that other one.
-        tree: The plain values of the state, encoded.
-        per_rank: The plain values that only this rank has, encoded.
-        replicas: Waits until the whole image has landed, and returns the digests of replicas.
-            Raises the error of the copy if it has failed.
-        metadata: The metadata of the manifest, encoded.
-        created_at: When the save began, in seconds since 1970.
-        confirm: Raises an error if the image does not hold the state as it was at the call. Called
-            before each commit.
-        known: The chunk table of the image; empty until the image has been written to a tier.
-        source: The tier whose files ``image`` reads; None if the image is in memory.
-    """
-
-    ref: StepRef
-    trial: int
-    plan: SavePlan
-    image: Source
-    tied: Mapping[str, str]
-    tree: bytes
-    per_rank: bytes
-    replicas: Callable[[], Mapping[str, str]]
-    metadata: bytes
-    created_at: float
-    confirm: Callable[[], None]
-    known: tuple[Chunk, ...] = ()
-    source: OpenTier | None = None
-
-    @property
-    def passes_by(self) -> bool:
-        """Whether the image passes through memory in waves, so that it cannot be read twice."""
-        return self.image.capacity < self.image.size
-
-    def from_files(self, image: StoredImage, source: OpenTier) -> SaveJob:
-        """Return this job for a farther tier. It reads ``image`` from ``source``, not the slot."""
-        return replace(
-            self,
-            image=image,
-            replicas=dict(self.replicas()).copy,
-            confirm=_intact,
-            source=source,
-        )
-
-
-def _intact() -> None:
-    """Do nothing: the image was confirmed before its commit on a nearer tier."""
 
 
 class _Written:

@@ -32,7 +32,8 @@ from ckpt.pipeline.workers import Once, Workers
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
 from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
-from ckpt.save.rank_files import Copiers, SaveJob
+from ckpt.save.rank_files import Copiers
+from ckpt.save.save_job import SaveJob
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.save.suspicion import Suspicions
 from ckpt.save.tier_queue import QueuedStep, TierQueue

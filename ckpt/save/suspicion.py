@@ -31,7 +31,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.workers import Workers
 from ckpt.save.ledger import SaveLedger
-from ckpt.save.rank_files import SaveJob
+from ckpt.save.save_job import SaveJob
 from ckpt.save.trained import Chunks, ScannedImage, Trained
 
 _log = logging.getLogger("ckpt")

@@ -44,7 +44,8 @@ from ckpt.retention.pruner import Pruner, sweep
 from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
 from ckpt.save.out_of_space import RoomMaker
-from ckpt.save.rank_files import FileCopier, RankFiles, SaveJob
+from ckpt.save.rank_files import FileCopier, RankFiles
+from ckpt.save.save_job import SaveJob
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.storage.tiers import OpenTier
 

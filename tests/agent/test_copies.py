@@ -22,7 +22,7 @@ import torch
 from bench.proxy import Proxy
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import Connection, connect, reach, status
-from ckpt.agent.copy_server import copy_files
+from ckpt.agent.copy_worker import copy_files
 from ckpt.agent.messages import (
     AskWorker,
     CopyFile,
@@ -444,7 +444,7 @@ def test_a_worker_goes_on_if_the_event_of_a_finished_copy_comes_late(
         answered.wait(0.5)
         write(descriptor, value)
 
-    monkeypatch.setattr("ckpt.agent.copy_server.os.eventfd_write", late)
+    monkeypatch.setattr("ckpt.agent.copy_worker.os.eventfd_write", late)
     with CheckpointManager(tmp_path / "near") as manager:
         save(manager, 1, elements=1000)
     ours, theirs = socket.socketpair()

@@ -53,9 +53,7 @@ def test_a_run_takes_the_packages_of_its_tree(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     ).stdout.split()
-    assert found == [
-        str(folder / name / "__init__.py") for name in ("ckpt", "ckpt_backends")
-    ]
+    assert found == [str(folder / name / "__init__.py") for name in ("ckpt", "ckpt_backends")]
 
 
 def test_a_tree_without_the_packages_is_refused(tmp_path: Path) -> None:

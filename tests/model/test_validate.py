@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckpt.errors import CodecMissing, FormatUnsupported, ManifestCorrupt
-from ckpt.model.fill import fill
+from ckpt.model.fill_manifest import fill
 from ckpt.model.manifest import (
     Chunk,
     Encoding,

@@ -15,7 +15,7 @@ from bench.worlds import Job, World, model_of
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.fill import fill, ranks_of
+from ckpt.model.fill_manifest import fill, ranks_of
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of

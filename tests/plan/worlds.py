@@ -11,7 +11,7 @@ import numpy as np
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.fill import fill
+from ckpt.model.fill_manifest import fill
 from ckpt.model.keys import data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of as unpacked

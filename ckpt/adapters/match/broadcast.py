@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckpt.coordination.together import Parted
+from ckpt.coordination.restore_rounds import Parted
 from ckpt.errors import CkptError, RestoreError
 from ckpt.model.checksum import checksum
 from ckpt.pipeline.chunk_reader import Sink

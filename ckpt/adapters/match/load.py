@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.adapters.match.fill import fill
+from ckpt.adapters.match.fill_tensor import fill
 from ckpt.adapters.match.load_optimizer import match_optimizer
 from ckpt.adapters.match.matching import Matched, Matching
 from ckpt.adapters.match.saved import ABSENT, Saved, holds_tensors, is_mapping, kind, tag

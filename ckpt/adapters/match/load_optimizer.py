@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from ckpt.adapters.match.fill import fill
+from ckpt.adapters.match.fill_tensor import fill
 from ckpt.adapters.match.matching import Matching
 from ckpt.adapters.match.materialise import is_meta
 from ckpt.adapters.match.own_step import state_of_step

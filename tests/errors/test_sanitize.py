@@ -13,7 +13,7 @@ import pytest
 
 from ckpt.errors import ConfigError, ObjectNotFound, PeerFailed, RootInUse, UnknownScheme
 from ckpt.errors.base import CkptError
-from ckpt.errors.text import clean, redact
+from ckpt.errors.sanitize import clean, redact
 from tests.kit.texts import ESCAPES
 
 

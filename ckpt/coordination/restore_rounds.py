@@ -43,7 +43,7 @@ class _Answer(msgspec.Struct, frozen=True):
         outcome: ``ok``, ``damaged`` (try the next step), ``parted`` (the rank has lost touch with
             another one, which may know the reason) or ``stop``.
         reason: Why the outcome is not ``ok``.
-        names: The names that the rank reports (see `Together.do`).
+        names: The names that the rank reports (see `RestoreRounds.do`).
     """
 
     outcome: str
@@ -54,7 +54,7 @@ class _Answer(msgspec.Struct, frozen=True):
 _decoder: Final = msgspec.json.Decoder(_Answer)
 
 
-class Together:
+class RestoreRounds:
     """The rounds of one restore.
 
     Args:

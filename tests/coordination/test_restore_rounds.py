@@ -1,4 +1,4 @@
-"""What all ranks do together in a restore.
+"""The rounds of a restore, which all ranks go through together.
 
 If one rank fails, all ranks soon get an error with the cause.
 """
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from ckpt.coordination import together
+from ckpt.coordination import restore_rounds
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.together import Damaged, Parted, Together, common
+from ckpt.coordination.restore_rounds import Damaged, Parted, RestoreRounds, common
 from ckpt.errors import ChecksumMismatch, RestoreError
 from tests.coordination.world import World
 
@@ -34,7 +34,8 @@ def outcome(
                 raise work
             return work
 
-        return Together(coordinator, subject="x", patience=60).do("read", 7, do, lambda _: ())[0]
+        rounds = RestoreRounds(coordinator, subject="x", patience=60)
+        return rounds.do("read", 7, do, lambda _: ())[0]
 
     return World(3, patience=patience).run(run, works)
 
@@ -54,7 +55,7 @@ def test_who_was_left_waits_for_the_one_who_knows_why() -> None:
 def test_nobody_waits_long_for_a_dead_rank_once_one_has_failed(
     first: Exception, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(together, "_PARTED_SECONDS", 0.5)
+    monkeypatch.setattr(restore_rounds, "_PARTED_SECONDS", 0.5)
     began = time.monotonic()
     found = outcome({0: "a", 1: first})
     assert time.monotonic() - began < 10

@@ -1,0 +1,127 @@
+"""The description of one save for the tier writers, which the training thread makes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from ckpt.adapters.walk.collect import Collected
+from ckpt.adapters.walk.prepare import Prepared
+from ckpt.config import Metadata
+from ckpt.errors import ConfigError
+from ckpt.model.keys import StepRef
+from ckpt.model.manifest import Chunk
+from ckpt.model.metrics import METRICS
+from ckpt.model.patterns import LEFT_OUT
+from ckpt.model.values import dumps, to_json
+from ckpt.pipeline.image_writer import Source
+from ckpt.pipeline.stored_image import StoredImage
+from ckpt.plan.save import SavePlan
+from ckpt.staging.snapshot import Snapshot
+from ckpt.storage.tiers import OpenTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveJob:
+    """Describes one save for the tier writers.
+
+    Attributes:
+        ref: The step.
+        trial: The number of earlier tries to save this step.
+        plan: The save plan of the image.
+        image: The bytes of the image, which may still be landing. They are valid until the save has
+            ended.
+        tied: Name of a tensor that shares memory with another one -> the name of that other one.
+        tree: The plain values of the state, encoded.
+        per_rank: The plain values that only this rank has, encoded.
+        replicas: Waits until the whole image has landed, and returns the digests of replicas.
+            Raises the error of the copy if it has failed.
+        metadata: The metadata of the manifest, encoded.
+        created_at: When the save began, in seconds since 1970.
+        confirm: Raises an error if the image does not hold the state as it was at the call. Called
+            before each commit.
+        known: The chunk table of the image; empty until the image has been written to a tier.
+        source: The tier whose files ``image`` reads; None if the image is in memory.
+    """
+
+    ref: StepRef
+    trial: int
+    plan: SavePlan
+    image: Source
+    tied: Mapping[str, str]
+    tree: bytes
+    per_rank: bytes
+    replicas: Callable[[], Mapping[str, str]]
+    metadata: bytes
+    created_at: float
+    confirm: Callable[[], None]
+    known: tuple[Chunk, ...] = ()
+    source: OpenTier | None = None
+
+    @property
+    def passes_by(self) -> bool:
+        """Whether the image passes through memory in waves, so that it cannot be read twice."""
+        return self.image.capacity < self.image.size
+
+    def from_files(self, image: StoredImage, source: OpenTier) -> SaveJob:
+        """Return this job for a farther tier. It reads ``image`` from ``source``, not the slot."""
+        return replace(
+            self,
+            image=image,
+            replicas=dict(self.replicas()).copy,
+            confirm=_intact,
+            source=source,
+        )
+
+
+def _intact() -> None:
+    """Do nothing: the image was confirmed before its commit on a nearer tier."""
+
+
+class SaveJobs:
+    """Makes a `SaveJob` for each save of one manager.
+
+    Args:
+        metadata: The user's metadata, which every manifest gets.
+
+    Raises:
+        UnsupportedValue: The metadata is not made of plain values.
+        ConfigError: The metadata has a name that ckpt uses itself.
+    """
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = dict(metadata)
+        self._packed = to_json("metadata", self._metadata)
+        for name, setting in ((METRICS, "metrics"), (LEFT_OUT, "only")):
+            if name in self._metadata:
+                raise ConfigError(
+                    f"metadata: {name!r} is where save_async({setting}=...) keeps what it is "
+                    "given: take another name"
+                )
+
+    def job(
+        self,
+        ref: StepRef,
+        trial: int,
+        prepared: Prepared,
+        snapshot: Snapshot,
+        collected: Collected,
+        notes: Metadata,
+    ) -> SaveJob:
+        """Return the description of one save. ``notes`` are added to the user's metadata."""
+        if collected.left_out:
+            notes = {**notes, LEFT_OUT: collected.left_out}
+        return SaveJob(
+            ref=ref,
+            trial=trial,
+            plan=prepared.plan,
+            image=snapshot.window,
+            tied=collected.tied,
+            tree=dumps(collected.tree, "state"),
+            per_rank=dumps(collected.per_rank, "state"),
+            replicas=snapshot.replicas,
+            metadata=to_json("metadata", {**self._metadata, **notes}) if notes else self._packed,
+            created_at=time.time(),
+            confirm=snapshot.confirm,
+        )
