@@ -67,7 +67,7 @@ def test_a_folder_that_was_removed_still_has_its_history(cli: Cli) -> None:
 
 def test_a_step_that_the_tier_lists_does_not_wait(cli: Cli, steps: dict[int, Written]) -> None:
     journal = Journal("runs", rank=0)
-    for step in (400, 500):  # The agent has committed 400, which its trainer had left to it
+    for step in (300, 500):  # The agent has committed 300, which its trainer had left to it
         journal(SaveStaged(step=step, nbytes=7, stall_seconds=1, tiers=(journal_root(),)))
     journal.close()
     [tier] = watch_runs([Tier("runs")], {})[0].look(60).tiers
