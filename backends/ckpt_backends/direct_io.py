@@ -251,6 +251,9 @@ def _rename_noreplace(source: str, target: str) -> bool:
 def read_at(path: str, offset: int, outs: Sequence[memoryview], *, direct: bool = True) -> int:
     """Fill ``outs``, one after another, with the bytes of the file from ``offset`` on.
 
+    The memory may have any alignment. With ``direct``, bytes that are not in the page cache are
+    read with ``O_DIRECT`` if the file system allows that.
+
     Return the number of bytes read, which is less than the length of ``outs`` if the file ends
     before.
     """

@@ -58,8 +58,13 @@ class Connection:
     """
 
     def __init__(self, connected: socket.socket) -> None:
-        """Raise ``AgentError`` if the process at the other end belongs to another user, or is no
-        agent.
+        """Receive the agent's welcome.
+
+        Raises:
+            AgentError: The process at the other end belongs to another user, or sends something
+                else.
+            EOFError: It closes the connection.
+            OSError: It sends nothing in time, or the connection breaks.
         """
         self._socket = connected
         connected.settimeout(_ANSWER_SECONDS)

@@ -112,8 +112,11 @@ class Scrub:
         except CkptError as error:
             self._errors[tier.url] = str(error)
 
-    def _find(self, tier: OpenTier, there: list[tuple[StepRef, _Root]]) -> None:
-        """Add the steps of ``tier`` that are due to ``there``, each with its root.
+    def _find(self, tier: OpenTier, due: list[tuple[StepRef, _Root]]) -> None:
+        """Append each step of ``tier`` whose verification is due to ``due``, with its root.
+
+        A step is due if the order does not list it as verified. On a tier of this node alone, steps
+        of other jobs are left out.
 
         Raises:
             RootInUse: The root belongs to another job, which is not known to have ended.
@@ -124,7 +127,7 @@ class Scrub:
         refs = committed(tier.backend)
         if ranks is not None:  # An earlier job may have had other ranks on this node
             refs = [ref for ref in refs if job_of(ref) == self._job.owner.attempt]
-        there += [(ref, root) for ref in refs if f"{tier.url} {ref.folder}" not in self._known]
+        due += [(ref, root) for ref in refs if f"{tier.url} {ref.folder}" not in self._known]
 
     def _scrub(self, root: _Root, ref: StepRef) -> None:
         """Verify a step, mend it, and report the result. Nothing is reported of a step that another

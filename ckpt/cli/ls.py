@@ -303,7 +303,10 @@ def _several_as_json(tiers: Sequence[_Tier], rows: Sequence[_Row]) -> None:
 
 
 def _cell(tier: _Tier, row: _Row) -> str:
-    """Return as text how much of an attempt is on one tier; "-" if nothing of it is there."""
+    """Return as text how much of an attempt is on one tier, or how it is damaged.
+
+    The text is "-" if the tier has nothing of it, and "unreachable" if the tier was not listed.
+    """
     if tier.failed:
         return "unreachable"
     held = tier.steps.get(row.ref)

@@ -85,7 +85,9 @@ def claim_rank_to_bring(backend: StorageBackend, ref: StepRef, rank: int) -> boo
 
 
 def is_marker_to_bring(marker_bytes: int) -> bool:
-    """Return True if a rank's marker of this size is that of an agent that brings files."""
+    """Return True if a rank's marker of ``marker_bytes`` bytes is that of ``claim_rank_to_bring``:
+    an agent copies the files of the rank to this tier. The kinds of markers differ in their size.
+    """
     return marker_bytes == len(_BROUGHT)
 
 

@@ -65,10 +65,12 @@ class LastStep:
         self._over = False
 
     def requested(self, step: int) -> bool:
-        """Return True if ``step``, which is over, is the last step or a later one.
+        """Return True if training stops after ``step``, which is over: it is the last step that all
+        ranks have agreed on, or a later one.
 
-        After this rank has promised a step, a call for that step or a later one waits until all
-        ranks have agreed. The wait has no bound.
+        Until this rank has promised a step (see the module), return False at once. After that,
+        return False for a step before the promised one, and for any other step wait without a bound
+        until all ranks have agreed.
         """
         with self._lock:
             if self._promise is None:

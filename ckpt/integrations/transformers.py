@@ -377,7 +377,10 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
 
 
 def make_ckpt_trainer(cls: type[Any]) -> type[Any]:
-    """Return ``cls``, ``Trainer`` or a class that derives from it, with `CkptTrainerMixin`.
+    """Return a new subclass of ``cls`` with `CkptTrainerMixin`, or ``cls`` itself if it has the
+    mixin already.
+
+    ``cls`` is ``transformers.Trainer`` or a subclass of it, and is not changed.
 
     Raises:
         ConfigError: ``cls`` is no trainer.

@@ -172,7 +172,8 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Return None if the boxes cover every element of a tensor of ``shape`` exactly once, else a
     text that describes the fault.
 
-    Boxes without elements are ignored. Apart from sorting, the time grows linearly with the number
+    A box that is not inside the tensor is a fault, even if it has no elements. Other boxes without
+    elements are ignored. Apart from sorting, the time grows linearly with the number
     of boxes.
     """
     for box in boxes:

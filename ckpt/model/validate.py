@@ -2,6 +2,7 @@
 
 Every record is checked before it is used: names of files do not lead out of their folder, sizes are
 possible, and layouts have as many elements as their tensors. Other modules do the rest:
+``model.encoding`` checks the size and the JSON of a record, ``model.values`` the nesting of trees,
 ``model.packed`` checks the columns of a fragment, and ``model.fill_manifest`` and ``plan.restore``
 check that boxes do not overlap.
 """

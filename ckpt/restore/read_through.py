@@ -337,7 +337,10 @@ class ReadThrough:
         return outcome == _DONE
 
     def _may_change(self, position: int) -> bool:
-        """Return True if no other job that may be alive owns the root of a cache."""
+        """Return True if no other job that may be alive owns the root of a cache.
+
+        Return False also if its owner cannot be read. The log has the reason.
+        """
         cache = self._tiers[position]
         try:
             self._context.retry.call(Claim(cache.backend, self._me).use)

@@ -135,13 +135,19 @@ class Evictor:
         *,
         or_none: bool = False,
     ) -> int:
-        """Remove steps of ``found`` until ``over`` bytes are freed.
-
-        Returns the number of bytes that are still to be freed, which is 0 or less on success.
+        """Remove steps of ``found`` until ``over`` bytes are freed, in the order of ``_going``.
 
         Args:
+            found: The attempts that the tier lists.
+            ref: The step that the room is for. It is not removed.
+            over: The number of bytes to free.
+            restored: The number of the step that the job has restored; None if there is none.
             why: The reason, for the log.
-            or_none: Remove nothing more as soon as all removable steps together are too small.
+            or_none: Stop as soon as all steps that may still be removed have fewer bytes together
+                than are still to be freed. Steps that were removed before that stay removed.
+
+        Returns:
+            The number of bytes that are still to be freed, which is 0 or less on success.
         """
         tried: set[StepRef] = set()
         while over > 0:

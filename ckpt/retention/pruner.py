@@ -135,7 +135,8 @@ def sweep(
 ) -> None:
     """Remove the steps and the remains of earlier jobs from a tier in memory.
 
-    Such a tier has room only for the steps of the running job.
+    Such a tier has room only for the steps of the running job. Pinned steps, steps in a format that
+    this ckpt cannot read, and steps of jobs that may be alive stay.
 
     Args:
         backend: The store.

@@ -38,9 +38,10 @@ class Trained:
         era: The number of restores before the save.
         still: The ``id`` of each tensor that is not trained now, because its group has a learning
             rate of zero or it needs no gradient.
-        moving: The ``id`` of each tensor that is trained now.
-        seen: For each part of the state: ``id`` of a tensor -> the name under which its bytes are
-            stored.
+        moving: The ``id`` of each tensor that is trained now, and of each optimizer stand-in, which
+            ``seen`` does not name.
+        seen: One mapping for each segment, and one for all tensors outside of segments: ``id`` of a
+            tensor -> the name under which its bytes are stored.
     """
 
     era: int

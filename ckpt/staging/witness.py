@@ -167,7 +167,10 @@ class Subset:
                 )
 
     def build(self) -> None:
-        """Create the views of the places in host memory, unless this was done before."""
+        """Create the views of those places that are in host memory, unless this was done before.
+
+        ``__init__`` has created the views of the places on accelerators.
+        """
         # Two threads may run this at once. Each works on the list that it has read.
         if addresses := self._addresses:
             self._host = [

@@ -130,10 +130,15 @@ class Matching:
             self._renamed[name] = source
 
     def lack(self, name: str, source: str, parameter: str = "") -> None:
-        """Note that the checkpoint lacks ``name``, if the restore concerns it.
+        """Note that the checkpoint has no value for ``name``, if the restore fills ``name``.
 
-        If ``name`` is a value of an optimizer's state, ``parameter`` is the name of its parameter
-        in the checkpoint.
+        The report lists it as left alone if the save left it out on purpose, else as missing.
+
+        Args:
+            name: The name in the state.
+            source: The name that the value would have in the checkpoint.
+            parameter: If ``name`` is a value of an optimizer's state, the name of its parameter in
+                the checkpoint.
         """
         if not self.takes(name):
             return
