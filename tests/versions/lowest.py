@@ -19,7 +19,7 @@ from typing import Final
 from tests.versions.matrix import ROOT, uv
 
 BUILD: Final = ROOT / ".build" / "lowest"
-EXTRAS: Final = ("s3", "obstore", "gcs", "metrics", "serve")
+EXTRAS: Final = ("s3", "obstore", "gcs", "otlp", "serve")
 CHECKERS: Final = {"codespell", "import-linter", "mypy", "pre-commit", "pyright", "ruff"}
 """Tools of ``make check``. They restrict the versions of what they share with ckpt."""
 CLIENTS: Final = ("httpx<0.28",)  # starlette's tests need it when starlette has its lowest version
@@ -38,7 +38,8 @@ def requirements() -> Iterator[str]:
     )
     names = {"torch"}
     yield f"torch=={pins['torch']}"
-    for each in [*project["dependencies"], *(each for name in EXTRAS for each in extras[name])]:
+    at_floor = [each for name in EXTRAS for part in extras[name] for each in _parts(part, extras)]
+    for each in [*project["dependencies"], *at_floor]:
         if _name(each) not in names:
             names.add(_name(each))
             yield re.sub(r">=([\d.]+).*", r"==\1", each)
@@ -50,11 +51,11 @@ def requirements() -> Iterator[str]:
 
 
 def _parts(requirement: str, extras: dict[str, list[str]]) -> list[str]:
-    """Return a requirement, or those of the extras of ckpt that it names."""
+    """Return a requirement, or those of the extras of ckpt that it names, also indirectly."""
     if not requirement.startswith("ckpt-stream["):
         return [requirement]
     names = requirement.partition("[")[2].rstrip("]").split(",")
-    return [each for name in names for each in extras[name]]
+    return [part for name in names for each in extras[name] for part in _parts(each, extras)]
 
 
 def _name(requirement: str) -> str:
