@@ -274,7 +274,10 @@ class StorageBackendOnFsspec:
                 yield posixpath.basename(key)
 
     def delete(self, key: str) -> None:
-        with self.errors(key), suppress(FileNotFoundError):
+        with (
+            self.errors(key),
+            suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),
+        ):
             self._fs.rm_file(self.path_of(key))
 
     def close(self) -> None:

@@ -231,7 +231,7 @@ class PosixBackend:
 
     def delete(self, key: str) -> None:
         path = self._writable(check_key(key))
-        with mapped(key), suppress(FileNotFoundError, NotADirectoryError):
+        with mapped(key), suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             os.unlink(path)
             _sync_folder(os.path.dirname(path))
         _remove_abandoned(os.path.dirname(path))

@@ -149,6 +149,7 @@ class ShmBackend(PosixBackend):
         path = self._readable(check_key(key))
         with mapped(key):
             return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", 0)
+        self._file(key, path)  # Otherwise ``open`` refuses a folder and leaves its descriptor open
 
     def _top(self) -> str:
         """Return the path of the folder through its descriptor. A folder that takes its name later

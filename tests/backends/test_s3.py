@@ -67,6 +67,14 @@ class TestRclone(BackendConformance):
         upload.abort()
         assert list(backend.list("")) == []
 
+    def test_deleting_a_folder_or_a_key_below_an_object_removes_nothing(self, backend):
+        """rclone takes such keys for paths. It fails with the status 500, or removes the object. So
+        only a key beside the object is deleted here.
+        """
+        backend.put("there/is/this", [b"x"])
+        backend.delete("there/is/thi")
+        assert [info.key for info in backend.list("")] == ["there/is/this"]
+
     def test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(self, backend):
         """rclone removes a folder that becomes empty, although another request puts an object
         there. One object stays, so that no folder becomes empty.

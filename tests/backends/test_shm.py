@@ -70,6 +70,13 @@ class TestShm(BackendConformance):
     def test_a_folder_that_is_removed_and_made_again_keeps_its_identity(self, open_root):
         """The ranks of a node may open it while a job that ends removes it."""
         ending = open_root("x")
+    def test_a_folder_is_not_opened_as_an_object(self, backend):
+        backend.put("step/x", [b"0123456789"])
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(ObjectNotFound):
+            backend.open_file("step")
+        assert os.listdir("/proc/self/fd") == before
+
         identity = ending.identity()
         assert identity != open_root("y").identity()
         inode = os.stat(ending._top()).st_ino

@@ -229,6 +229,14 @@ class BackendConformance(UploadConformance):
         backend.delete("a/b")
         assert list(backend.list("")) == []
 
+    def test_deleting_a_folder_or_a_key_below_an_object_removes_nothing(
+        self, backend: StorageBackend
+    ) -> None:
+        backend.put("there/is/this", [b"x"])
+        for key in ("there", "there/is", "there/is/this/not", "there/is/thi"):
+            backend.delete(key)
+        assert [info.key for info in backend.list("")] == ["there/is/this"]
+
     def test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(
         self, backend: StorageBackend
     ) -> None:
