@@ -72,11 +72,13 @@ def stores() -> list[str]:
     urls: list[str] = []
     for entry in found:
         url = f"shm://{entry.name.removeprefix(prefix)}"
-        if (
+        if not (
             entry.name.startswith(prefix)
             and _NAME.fullmatch(url)
             and entry.is_dir(follow_symlinks=False)
         ):
+            continue
+        with suppress(FileNotFoundError):  # A job may have closed, and removed its empty folder
             if _is_own(entry.stat(follow_symlinks=False)):
                 urls.append(url)
             else:
@@ -147,9 +149,9 @@ class ShmBackend(PosixBackend):
     def open_file(self, key: str) -> BinaryIO:
         """Return the file of an object, open for reading. The caller closes it."""
         path = self._readable(check_key(key))
+        self._file(key, path)  # Otherwise ``open`` refuses a folder and leaves its descriptor open
         with mapped(key):
             return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", 0)
-        self._file(key, path)  # Otherwise ``open`` refuses a folder and leaves its descriptor open
 
     def _top(self) -> str:
         """Return the path of the folder through its descriptor. A folder that takes its name later

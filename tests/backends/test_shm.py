@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,8 @@ from ckpt.errors import ObjectNotFound, StorageError
 from ckpt.storage.api import Adopting
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch
-from ckpt_backends.shm import open_shm
+from ckpt_backends import shm
+from ckpt_backends.shm import open_shm, stores
 
 
 class TestShm(BackendConformance):
@@ -67,9 +70,6 @@ class TestShm(BackendConformance):
             backend.open_file("step/y")
         Path(backend._top(), "step/link").unlink()
 
-    def test_a_folder_that_is_removed_and_made_again_keeps_its_identity(self, open_root):
-        """The ranks of a node may open it while a job that ends removes it."""
-        ending = open_root("x")
     def test_a_folder_is_not_opened_as_an_object(self, backend):
         backend.put("step/x", [b"0123456789"])
         before = os.listdir("/proc/self/fd")
@@ -77,6 +77,9 @@ class TestShm(BackendConformance):
             backend.open_file("step")
         assert os.listdir("/proc/self/fd") == before
 
+    def test_a_folder_that_is_removed_and_made_again_keeps_its_identity(self, open_root):
+        """The ranks of a node may open it while a job that ends removes it."""
+        ending = open_root("x")
         identity = ending.identity()
         assert identity != open_root("y").identity()
         inode = os.stat(ending._top()).st_ino
@@ -85,3 +88,21 @@ class TestShm(BackendConformance):
         assert os.stat(again._top()).st_ino != inode
         assert again.identity() == identity
         again.close()
+
+
+def test_a_store_that_a_job_removes_meanwhile_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own, scan = f"ckpt-memory-{os.getuid()}-", os.scandir
+    for name in ("a", "b"):
+        (tmp_path / f"{own}{name}").mkdir(mode=0o700)
+
+    @contextmanager
+    def listed_before_the_removal(path: str) -> Iterator[list[os.DirEntry[str]]]:
+        with scan(path) as entries:
+            yield list(entries)
+        (tmp_path / f"{own}a").rmdir()
+
+    monkeypatch.setattr(shm, "_SHM", str(tmp_path))
+    monkeypatch.setattr(os, "scandir", listed_before_the_removal)
+    assert stores() == ["shm://b"]
