@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import subprocess
+import threading
 from typing import Final
 
 from ckpt.errors import ConfigError
@@ -38,6 +39,7 @@ class Striping:
 
     def __init__(self, root: str, count: int | None) -> None:
         self._root, self._count = root, count
+        self._lock = threading.Lock()  # Guards the two fields below
         self._lfs: str | None = None
         self._looked = False
 
@@ -46,16 +48,20 @@ class Striping:
 
         Never raise: a failure is logged once, since files without striping are valid, too.
         """
-        if not self._looked:
-            self._looked = True
-            self._lfs = self._find()
-        if self._lfs is None:
+        with self._lock:  # Another thread must not leave its folder as it is while this one looks
+            if not self._looked:
+                self._lfs = self._find()
+                self._looked = True
+            lfs = self._lfs
+        if lfs is None:
             return
         count = str(self._count or _COUNT)
         layout = ["-E", "64M", "-c", "1", "-S", "4M", "-E", "-1", "-c", count, "-S", "4M"]
-        if (error := _run([self._lfs, "setstripe", *layout, folder])[1]) is not None:
-            _log.warning("ckpt: no striping on %s: %s", folder, error)
-            self._lfs = None  # Do not try again, so that the warning is logged only once
+        if (error := _run([lfs, "setstripe", *layout, folder])[1]) is not None:
+            with self._lock:
+                is_first, self._lfs = self._lfs is not None, None  # Do not try again
+            if is_first:
+                _log.warning("ckpt: no striping on %s: %s", folder, error)
 
     def _find(self) -> str | None:
         """Return the path of the program ``lfs`` if it must set layouts, else None."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import stat
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 import ckpt_backends.lustre
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import ConfigError
+from ckpt_backends.lustre import Striping
 from ckpt_backends.mounts import kind_of
 from ckpt_backends.posix import open_posix
 
@@ -111,6 +113,46 @@ def test_what_lfs_refuses_costs_one_warning(
     ]
     assert len(reported) == 1
     assert "out of targets" in reported[0]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_threads_that_make_folders_at_once_all_stripe_them_or_warn_once(
+    tmp_path: Path,
+    lustre: Asked,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    broken: bool,
+) -> None:
+    """One thread still looks for ``lfs`` while the other thread makes its folder."""
+    if broken:
+        monkeypatch.setenv("BROKEN", "1")
+    looks, is_made = threading.Event(), threading.Event()
+    striping = Striping(str(tmp_path / "scratch"), 8)
+    made = [tmp_path / "scratch" / name for name in ("one", "two")]
+    find = striping._find
+
+    def find_slowly() -> str | None:
+        looks.set()
+        is_made.wait(0.05)  # A thread that does not wait for this one sets it at once
+        return find()
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        striping.apply(str(folder))
+        is_made.set()
+
+    monkeypatch.setattr(striping, "_find", find_slowly)
+    threads = [threading.Thread(target=make, args=[folder]) for folder in made]
+    threads[0].start()
+    assert looks.wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join(10)
+    warnings = [record for record in caplog.records if "no striping" in record.getMessage()]
+    if broken:
+        assert len(warnings) == 1
+    else:
+        assert sorted(call[-1] for call in lustre()) == sorted(map(str, made))
 
 
 def test_without_lfs_nothing_is_done(tmp_path: Path, lustre: Asked) -> None:
