@@ -66,6 +66,17 @@ def test_neighbours_and_namesakes_are_no_nests(tmp_path):
     CheckpointManager(tiers).close()
 
 
+def test_a_place_is_on_the_server_that_its_query_or_its_options_name() -> None:
+    keys = {"key": "a", "secret": "b"}
+    here, there = (f"http://127.0.0.1:{port}" for port in (1, 2))
+    asked, option = Tier(f"s3://b/a?endpoint_url={here}", keys), {**keys, "endpoint_url": here}
+    CheckpointManager([asked, Tier(f"s3://b/a?endpoint_url={there}", keys)]).close()
+    CheckpointManager([asked, Tier(asked.url, {**keys, "endpoint_url": there})]).close()
+    for same in (asked, Tier("s3://b/a", option), Tier(f"s3://b/a?endpoint_url={here}/", keys)):
+        assert "named twice" in refused(asked, same)
+    assert "is inside of" in refused(asked, Tier("s3://b/a/c", option))
+
+
 def test_there_is_one_memory(tmp_path):
     assert "named twice" in refused("memory", "memory", tmp_path)
     assert "named twice" in refused(*2 * [f"shm://test-twice-{os.getpid()}"], tmp_path)

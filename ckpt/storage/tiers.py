@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl
 
 from ckpt.codec.registry import NO_CODEC
 from ckpt.config import MEMORY, Tier
@@ -212,5 +213,10 @@ def _check_apart(one: OpenTier, two: OpenTier) -> None:
 
 
 def _endpoint(tier: OpenTier) -> str:
-    """Return the server of an object store as the option ``endpoint_url`` names it, else ''."""
-    return "" if is_folder(tier.url) else str(tier.tier.options.get("endpoint_url", ""))
+    """Return the server of an object store, as ``endpoint_url`` names it in the options or in the
+    query of the URL. Return '' if neither names one. The options have priority, as in the backends.
+    """
+    if is_folder(tier.url):
+        return ""
+    settings = {**dict(parse_qsl(tier.tier.url.partition("?")[2])), **tier.tier.options}
+    return str(settings.get("endpoint_url") or "").rstrip("/")
