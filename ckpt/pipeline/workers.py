@@ -75,8 +75,9 @@ class Workers:
         self._nice, self._cpus = nice, frozenset(cpus) if cpus is not None else None
         self._settle = partial(_settle, name, nice, self._cpus)
         self._queue: _Queue = SimpleQueue()
-        # One item for each idle thread. Ctrl-C cannot leave its lock taken (see ``ckpt.locks``).
-        self._idle = SimpleQueue[None]()
+        # One item for each call that has not ended. Ctrl-C cannot leave its lock taken (see
+        # ``ckpt.locks``).
+        self._unfinished = SimpleQueue[None]()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -104,8 +105,10 @@ class Workers:
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"the threads of {self.name!r} are closed")
-            has_thread = self._take_idle() or self._start_one()
+            # A thread is idle if there are more threads than calls that have not ended.
+            has_thread = self._unfinished.qsize() < len(self._threads) or self._start_one()
             if has_thread:
+                self._unfinished.put(None)
                 self._queue.put(task)
         if not has_thread:
             task.run()
@@ -121,15 +124,6 @@ class Workers:
         with self._lock:
             for _ in range(0 if self._closed else count - len(self._threads)):
                 self._start_one()
-                self._idle.put(None)
-
-    def _take_idle(self) -> bool:
-        """Reserve an idle thread for the next call. Return False if no thread is idle."""
-        try:
-            self._idle.get_nowait()
-        except Empty:
-            return False
-        return True
 
     def _start_one(self) -> bool:
         """Start one more thread, unless the group has ``count`` of them or the system starts no
@@ -145,7 +139,7 @@ class Workers:
             return True
         name = f"ckpt-{self.name}_{len(self._threads)}"
         thread = threading.Thread(
-            target=_run, args=(self._queue, self._idle, self._settle), name=name, daemon=True
+            target=_run, args=(self._queue, self._unfinished, self._settle), name=name, daemon=True
         )
         try:
             thread.start()
@@ -224,7 +218,7 @@ class Workers:
         self.close(cancel=exc[0] is not None)
 
 
-def _run(queue: _Queue, idle: SimpleQueue[None], settle: Callable[[], None]) -> None:
+def _run(queue: _Queue, unfinished: SimpleQueue[None], settle: Callable[[], None]) -> None:
     """Run the calls in ``queue`` until None arrives: the body of each thread.
 
     A thread has no reference to its group, so that the group can be garbage collected.
@@ -233,7 +227,7 @@ def _run(queue: _Queue, idle: SimpleQueue[None], settle: Callable[[], None]) -> 
     while (task := queue.get()) is not None:
         task.run()
         del task
-        idle.put(None)
+        unfinished.get_nowait()
     queue.put(None)  # Another thread of the group takes this and ends, too
 
 

@@ -196,6 +196,35 @@ def test_a_thread_that_was_started_ahead_takes_the_first_work():
         assert sum(thread.name.startswith("ckpt-ahead") for thread in threading.enumerate()) == 1
 
 
+@pytest.mark.parametrize("ahead", [3, 2])
+def test_a_thread_that_could_not_be_started_ahead_is_started_with_the_work(monkeypatch, ahead):
+    meeting = threading.Barrier(2, timeout=10)
+    with Workers("later", 2) as group:
+        with monkeypatch.context() as patch:
+            NoMore(patch, 1)
+            group.start(ahead)
+        assert sorted(group.run_all([meeting.wait] * 2)) == [0, 1]
+
+
+def test_a_thread_that_could_not_be_started_for_work_is_started_with_later_work(monkeypatch):
+    meeting = threading.Barrier(2, timeout=10)
+    with Workers("later", 2) as group:
+        with monkeypatch.context() as patch:
+            NoMore(patch, 1)
+            group.run_all([int] * 5)
+        assert sorted(group.run_all([meeting.wait] * 2)) == [0, 1]
+
+
+def test_without_any_thread_at_the_end_of_the_script_work_is_done_at_once(monkeypatch):
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with Workers("over", 2) as group:
+        group.start(2)
+        assert group.submit(int).done()
+
+
 def test_threads_of_a_group_that_nobody_closes_end_with_it():
     group = Workers("lost", 1)
     group.submit(int).result()
