@@ -86,8 +86,11 @@ def abort_reason(error: CkptError) -> Aborted:
             return Aborted(reason=f"{kind}: {error}", failures={})
 
 
-def rebuild(verdict: Aborted, step: int) -> CkptError:
-    """Return the error that ``verdict`` carries, for ``step``."""
+def rebuild(verdict: Aborted, step: int, *, awaited: str = "the part") -> CkptError:
+    """Return the error that ``verdict`` carries, for ``step``.
+
+    ``awaited`` says what the leader has waited for, if the error is a `CommitTimeout`.
+    """
     if kind := _STORAGE_ERRORS.get(verdict.kind):
         key, root = verdict.names
         return placed(kind(key, verdict.reason), root)
@@ -95,7 +98,7 @@ def rebuild(verdict: Aborted, step: int) -> CkptError:
         case "PeerFailed":
             return PeerFailed(step, verdict.failures)
         case "CommitTimeout":
-            return CommitTimeout(step, verdict.ranks, float(verdict.reason), "the part")
+            return CommitTimeout(step, verdict.ranks, float(verdict.reason), awaited)
         case "ReplicasDiverged":
             return ReplicasDiverged(verdict.names[0], verdict.ranks)
         case "TensorIncomplete":

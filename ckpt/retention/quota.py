@@ -14,9 +14,10 @@ from typing import Final
 import msgspec
 
 from ckpt.codec.registry import NO_CODEC
+from ckpt.coordination.abort_reason import Aborted, abort_reason, rebuild
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, arrivals
-from ckpt.errors import CkptError, CommitTimeout, OutOfSpace
+from ckpt.errors import CkptError, CommitTimeout
 from ckpt.model.keys import StepRef
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
@@ -24,6 +25,7 @@ from ckpt.retention.policy import StepGuard
 from ckpt.storage.tiers import OpenTier
 
 _OK: Final = b"ok"
+_AWAITED: Final = "the size"
 _GRACE_SECONDS: Final = 30.0
 """How much longer than the leader the other ranks wait, so that its timeout error reaches them."""
 
@@ -68,11 +70,10 @@ class Quota:
                 anyway.
 
         Raises:
-            OutOfSpace: There is no room. Ranks that are not the leader also raise it, with the
-                message of the leader's error, if the leader has failed for another reason.
-            CommitTimeout: On the leader, a rank did not post its size. On another rank, the leader
-                did not answer.
-            CkptError: On the leader, no room could be made for another reason.
+            OutOfSpace: There is no room.
+            CommitTimeout: A rank did not post its size, or the leader did not answer.
+            CkptError: No room could be made for another reason. All ranks raise the error of the
+                leader. If that is not a `CkptError`, the other ranks raise a `CommitError`.
         """
         subject = self._subject(ref, trial)
         self._coordinator.post(subject, msgspec.json.encode(nbytes))
@@ -81,11 +82,8 @@ class Quota:
             try:
                 if asked and (needed := self._sum(ref, subject)) is not None:
                     self._evictor.make_room(ref, needed, restored=restored)
-            except OutOfSpace as full:
-                answer = full.detail.encode()
-                raise
-            except CkptError as error:
-                answer = str(error).encode()
+            except BaseException as error:
+                answer = msgspec.json.encode(_reason(error))
                 raise
             finally:
                 self._coordinator.set_once(subject, answer)
@@ -97,7 +95,8 @@ class Quota:
             if given is None:
                 raise CommitTimeout(ref.step, [LEADER], wait, "room on the tier")
             if given != _OK:
-                raise OutOfSpace(ref.folder, given.decode())
+                reason = msgspec.json.decode(given, type=Aborted)
+                raise rebuild(reason, ref.step, awaited=_AWAITED)
 
     def give_up(self, ref: StepRef, trial: int) -> None:
         """Post that this rank has given a save up, so that the leader does not wait for its size.
@@ -130,10 +129,14 @@ class Quota:
 
     def _sum(self, ref: StepRef, subject: str) -> int | None:
         """Return the size of the images of all ranks; None if a rank has given the save up."""
-        total, wait = 0, Wait(self._timeout, "the size", ref.step)
+        total, wait = 0, Wait(self._timeout, _AWAITED, ref.step)
         ranks = range(self._coordinator.world_size)
         for _, message in arrivals(self._coordinator, subject, ranks, wait):
             if (nbytes := msgspec.json.decode(message, type=int | None)) is None:
                 return None
             total += nbytes
         return total
+
+
+def _reason(error: BaseException) -> Aborted:
+    return abort_reason(error) if isinstance(error, CkptError) else Aborted(repr(error), {})
