@@ -58,8 +58,8 @@ def compare(
     Args:
         one: The first checkpoint.
         two: The second checkpoint.
-        on_name: Called after each tensor whose bytes were compared, with the number of common names
-            that are done and the number of all common names.
+        on_name: Called after each common name, with the number of common names that are done and
+            the number of all common names.
         read: Whether to read the data of a tensor if checksums cannot decide. Otherwise its name
             goes to ``unread``.
 
@@ -72,23 +72,30 @@ def compare(
     )
     common = sorted(one.tensors.keys() & two.tensors.keys())
     for done, name in enumerate(common):
-        a, b = one.tensors[name], two.tensors[name]
-        if (a.dtype, a.shape) != (b.dtype, b.shape):
-            found.kinds[name] = (a, b)
-            continue
-        same = _by_checksums(one, two, name)
-        if same is None and not read:
-            found.unread.append(name)
-            continue
-        if same is None:
-            found.read_names += 1
-            same = _by_bytes(one, two, name)
-        if same:
-            found.equal += 1
-        else:
-            found.values.append(name)
+        _compare_tensor(found, one, two, name, read=read)
         on_name(done + 1, len(common))
     return found
+
+
+def _compare_tensor(
+    found: Difference, one: StepReader, two: StepReader, name: str, *, read: bool
+) -> None:
+    """Compare a tensor that both checkpoints have, and add the result to ``found``."""
+    a, b = one.tensors[name], two.tensors[name]
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        found.kinds[name] = (a, b)
+        return
+    same = _by_checksums(one, two, name)
+    if same is None and not read:
+        found.unread.append(name)
+        return
+    if same is None:
+        found.read_names += 1
+        same = _by_bytes(one, two, name)
+    if same:
+        found.equal += 1
+    else:
+        found.values.append(name)
 
 
 def _by_checksums(one: StepReader, two: StepReader, name: str) -> bool | None:
