@@ -106,6 +106,7 @@ class Watcher:
 
         Raises:
             NoCheckpoint: The step was removed before, or is being removed.
+            ThreadLimit: The system starts no thread that renews the pin.
         """
         pin = put_pin(self._backend, step.ref, LEASE_SECONDS, self._reason)
         over = threading.Event()
@@ -119,16 +120,16 @@ class Watcher:
                     _log.warning("ckpt: the pin on step %d was not renewed: %s", step.step, error)
 
         workers = Workers("watch", 1)
-        renewing = workers.submit(renew)
         try:
+            renewing = workers.submit(renew)
             yield
         finally:
             over.set()
             # When the interpreter exits, the thread has already ended. The pin then ends by itself.
             if not sys.is_finalizing():
-                renewing.result()
                 workers.close()
                 remove_pin(self._backend, pin)
+        renewing.result()
 
     def leave(self, step: CommittedStep) -> None:
         """Pass over ``step``. The next `Watcher` of this name returns it again."""

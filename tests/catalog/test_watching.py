@@ -16,7 +16,7 @@ from ckpt.catalog import index, pins, watching
 from ckpt.catalog.index import attempts, committed
 from ckpt.catalog.pins import all_pins
 from ckpt.catalog.watching import Watcher, each_step
-from ckpt.errors import AccessDenied, ConfigError, TransientStorageError
+from ckpt.errors import AccessDenied, ConfigError, ThreadLimit, TransientStorageError
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.registry import open_backend
@@ -89,6 +89,21 @@ def test_a_step_whose_handling_raised_comes_again(tmp_path: Path) -> None:
     gc.collect()  # the error holds the iterator
     assert seen(tmp_path) == [1, 2]
     assert all_pins(open_backend(str(tmp_path))) == []
+
+
+def test_a_step_is_not_kept_if_no_thread_can_renew_its_pin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    save(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(ThreadLimit):
+            seen(tmp_path)
+    assert all_pins(open_backend(str(tmp_path))) == []
+    assert seen(tmp_path) == [1]
 
 
 def test_only_the_newest_comes_if_it_is_asked_for(tmp_path: Path) -> None:
