@@ -43,13 +43,11 @@ class Imported:
     Attributes:
         names: A description of each entry of the state, by its name.
         notes: Notes for the user about differences between the source and the checkpoint.
-        nbytes: Unused; it is always 0.
         kind: The kind of the source.
     """
 
     names: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[str] = field(default_factory=list[str])
-    nbytes: int = 0
     kind: str = ""
 
 
