@@ -231,12 +231,17 @@ def _move(place: str, out: str) -> None:
     """Move the file or folder ``place`` to ``out``.
 
     A file, a link or a folder with content that another process has put there in the meantime is
-    not replaced. Then the function raises ``ConfigError`` or ``OSError``.
+    not replaced. Then the function raises ``ConfigError``.
     """
     if os.path.isdir(place):
         if os.path.lexists(out):
             raise _is_there(out)
-        os.rename(place, out)  # This fails if ``out`` is a file, a link or a folder with content
+        try:
+            os.rename(place, out)
+        except OSError:  # ``out`` may be a file, a link or a folder with content now
+            if os.path.lexists(out):
+                raise _is_there(out) from None
+            raise
         return
     try:
         os.link(place, out)

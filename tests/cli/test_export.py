@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,32 @@ def test_what_appears_during_an_export_stays(
     assert "is there already" in ran.err
     assert Path("victim").read_text() == "mine"
     assert sorted(os.listdir()) == sorted([out, "victim"])
+
+
+@pytest.mark.parametrize("what", ["file", "link", "folder"])
+@pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+def test_what_appears_just_before_a_folder_is_moved_stays(
+    cli: Cli, saved: Path, kind: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("victim").mkdir()
+    Path("victim", "note").write_text("mine")
+    real, made = os.rename, Path("out").absolute()
+
+    def late(place: str, to: str) -> None:
+        if Path(to) == made and what == "link":
+            made.symlink_to("victim")
+        elif Path(to) == made and what == "file":
+            made.write_text("mine")
+        elif Path(to) == made:
+            shutil.copytree("victim", made)
+        real(place, to)
+
+    monkeypatch.setattr(os, "rename", late)
+    ran = cli("export", saved, "out", "--format", kind)
+    assert ran.code == 2, ran.err
+    assert "is there already" in ran.err
+    assert (made if what == "file" else made / "note").read_text() == "mine"
+    assert sorted(os.listdir()) == ["out", "victim"]
 
 
 def test_a_full_disk_is_told(cli: Cli, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
