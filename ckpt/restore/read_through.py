@@ -41,7 +41,7 @@ from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import without
-from ckpt.plan.restore import ChunkRead, RestorePlan
+from ckpt.plan.restore import ChunkRead, Place, RestorePlan
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import StepGuard
@@ -192,9 +192,9 @@ class ReadThrough:
                     self._list(position)
             if not missing:
                 break
-        for read, source in taster.placed:
+        for read, source in taster.placed.values():
             self.taken[source] += read.nbytes
-        return without(plan, [read for read, _ in taster.placed])
+        return without(plan, [read for read, _ in taster.placed.values()])
 
     def _fill(
         self, position: int, files: Sequence[StoredFile], taster: _Taster
@@ -490,16 +490,21 @@ class _Taster:
     Thread safety: any thread may call ``taste``.
 
     Attributes:
-        placed: The chunks that were copied to their targets, each with the position of its source.
+        placed: The chunks that were copied to their targets, each with the position of its source,
+            by their places.
     """
 
     def __init__(self, plan: RestorePlan, sink: Sink) -> None:
         self._wanted = {read.place: read for read in plan.reads}
         self._sink = sink
-        self.placed: list[tuple[ChunkRead, int]] = []
+        self.placed: dict[Place, tuple[ChunkRead, int]] = {}
 
     def taste(self, position: int, read: ChunkRead, raw: memoryview) -> None:
-        """Copy a chunk to its targets, if ``plan`` wants it. This is an ``OnChunk``."""
-        if wanted := self._wanted.get(read.place):
+        """Copy a chunk to its targets, if ``plan`` wants it. This is an ``OnChunk``.
+
+        A chunk may pass by again: its file is fetched once more if a cache refuses it, or after an
+        error of the store.
+        """
+        if (wanted := self._wanted.get(read.place)) and read.place not in self.placed:
             self._sink.place(wanted, raw)
-            self.placed.append((wanted, position))
+            self.placed[read.place] = (wanted, position)

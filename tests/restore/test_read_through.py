@@ -225,6 +225,20 @@ def test_a_full_disk_met_by_one_rank_is_no_ones_failure(
     assert not is_committed(store, written.ref)
 
 
+def test_what_a_second_cache_fetches_again_is_counted_once(
+    tmp_path: Path, far: FaultyBackend, written: Written
+) -> None:
+    near, second = str(tmp_path / "near"), str(tmp_path / "second")
+    full = FaultyBackend(
+        open_backend(near), [Rule(verb="upload", key="rank-00002", fault=Raise(OutOfSpace))]
+    )
+    node = Node((near, full), (second, open_backend(second)), (str(tmp_path / "far"), far))
+    array, cache, left, _ = node.rank(written.ref, World(1).coordinator(0), ALL)
+    assert np.array_equal(array, ARRAY)
+    assert is_committed(open_backend(second), written.ref)
+    assert (dict(cache.taken), left.reads) == ({2: ARRAY.nbytes}, ())
+
+
 def test_what_somebody_else_is_about_to_list_there_is_not_taken_back_from_a_full_disk(
     tmp_path: Path, far: FaultyBackend, written: Written
 ) -> None:
