@@ -12,7 +12,7 @@ from ckpt.catalog.index import attempts, is_committed
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.transfer import FetchReport, fetch_step
 from ckpt.catalog.verify import OnProgress, StepFolder
-from ckpt.codec.registry import NO_CODEC
+from ckpt.codec.registry import encoder_of
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -99,11 +99,12 @@ class StepCopier:
         far, codec = self.tier, self.tier.tier.codec
         has_capacity = far.tier.capacity is not None
         evictor = Evictor(far, self.claim, _CopyGuard(far.backend, self.guard, held.ref))
-        # Encoding a step that is not encoded yet changes its size, which is then not known before.
-        known = codec == NO_CODEC or bool(held.codecs)
+        encoder = encoder_of(codec)
+        is_alike = held.codecs == ((encoder.codec,) if encoder else ())
+        # Encoding a step in another way changes its size, which is then not known before.
+        known = encoder is None or is_alike
         if has_capacity:
-            raw = codec == NO_CODEC and held.codecs
-            nbytes = held.staged_bytes if raw else held.nbytes
+            nbytes = held.nbytes if is_alike or not held.codecs else held.staged_bytes
             evictor.make_room(held.ref, nbytes, restored=None, stored=known)
         folder = StepFolder(far.backend, held.ref, workers, self.retry)
         report = fetch_step(

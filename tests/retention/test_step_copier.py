@@ -1,0 +1,65 @@
+"""Room is made for a copy by the size that it will have on the tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager, Tier
+from ckpt.catalog.index import committed
+from ckpt.catalog.inventory import Inventory
+from ckpt.codec import registry
+from ckpt.coordination.owner import Owner
+from ckpt.pipeline.workers import Workers
+from ckpt.retention.claim import Claim
+from ckpt.retention.evictor import Evictor
+from ckpt.retention.policy import FixedGuard
+from ckpt.retention.step_copier import StepCopier
+from ckpt.storage.tiers import open_tiers
+
+STATE = {"x": torch.zeros(50_000)}
+
+
+@pytest.mark.parametrize(
+    ("source", "codec", "size", "known"),
+    [
+        ("none", "none", "nbytes", True),
+        ("zstd", "none", "staged_bytes", True),
+        ("none", "zstd", "nbytes", False),
+        ("zstd", "zstd:3", "nbytes", True),
+        ("other", "zstd", "staged_bytes", False),
+    ],
+)
+def test_a_copy_that_is_encoded_again_is_checked_when_its_size_is_known(
+    near: Path,
+    far: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    codec: str,
+    size: str,
+    known: bool,
+) -> None:
+    asked: list[tuple[int, bool]] = []
+    settled: list[int] = []
+
+    def make_room(_: Evictor, ref: object, staged: int, *, stored: bool, **__: Any) -> None:
+        asked.append((staged, stored))
+
+    monkeypatch.setitem(registry.BUILT_IN, "other", registry.BUILT_IN["zstd"])  # type: ignore[arg-type]
+    monkeypatch.setattr(Evictor, "make_room", make_room)
+    monkeypatch.setattr(Evictor, "settle", lambda _, ref, **__: settled.append(ref.step))
+    with CheckpointManager(Tier(str(near), codec=source)) as manager:
+        manager.save(STATE, 7)
+    tiers = open_tiers([Tier(str(near)), Tier(str(far), codec=codec, capacity="1GB")])
+    (held,) = Inventory(tiers[0].backend).look()
+    claim = Claim(tiers[1].backend, Owner.here("b" * 12))
+    claim.take()
+    with Workers("copy", 1) as workers:
+        copier = StepCopier(tiers[1], claim, [tiers[0].backend], FixedGuard())
+        copier.copy(held, workers)
+    assert asked == [(getattr(held, size), known)]
+    assert settled == ([] if known else [7])
+    assert committed(tiers[1].backend) == [held.ref]
