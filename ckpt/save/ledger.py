@@ -112,7 +112,12 @@ class SaveLedger:
             timeout: How many seconds ``close`` has waited, for the log line.
         """
         missing = missing_at_the_end(self.pending, timeout)
-        _log.error("ckpt: %s: this process ends: %s; older checkpoints are whole", reason, missing)
+        what = f"close has not ended within {timeout} s, and no save was given up"
+        _log.error(
+            "ckpt: %s: this process ends: %s; older checkpoints are whole",
+            reason,
+            what if missing is None else missing,
+        )
         with self._lock:
             self._pending = []
 
