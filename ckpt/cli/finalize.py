@@ -86,9 +86,9 @@ def finalize(
         _show(tried)
     failures = [one.error for one in tried if one.error]
     if failures and len(failures) == len(tried):
-        if not json:
-            raise failures[0]
-        raise typer.Exit(failures[0].exit_code)
+        if json or len(failures) > 1:  # The reasons are shown already
+            raise typer.Exit(failures[0].exit_code)
+        raise failures[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,16 @@ def test_a_job_that_lives_commits_by_itself(
     assert f"process {os.getpid()}" in refused(cli, left)
 
 
+def test_of_several_saves_that_all_stay_as_they_are_each_reason_is_shown_once(
+    cli: Cli, left: Written, backend: StorageBackend
+) -> None:
+    write_checkpoint(backend, 500, ARRAYS, world_size=2, commit=False)
+    own(backend, Owner.here("abc123"))
+    lines = refused(cli, left).splitlines()
+    assert [f"step {step} (attempt abc123) was left alone" in "".join(lines) for step in (400, 500)]
+    assert len([line for line in lines if f"process {os.getpid()}" in line]) == 2
+
+
 def test_a_job_of_another_machine_must_be_known_to_be_dead(
     cli: Cli, left: Written, backend: StorageBackend
 ) -> None:
