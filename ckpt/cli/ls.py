@@ -38,9 +38,9 @@ def ls(
     where: PlacesArgument = None,
     newest: Annotated[
         int | None,
-        typer.Option("-n", "--newest", metavar="N", min=1, help="Only the N newest steps."),
+        typer.Option("-n", "--newest", metavar="N", min=1, help="List only the N newest steps."),
     ] = None,
-    reverse: Annotated[bool, typer.Option("--reverse", help="The newest first.")] = False,
+    reverse: Annotated[bool, typer.Option("--reverse", help="List the newest step first.")] = False,
     root: RootsOption = None,
     config: ConfigOption = None,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
@@ -158,7 +158,7 @@ A table with a column for each of several tiers does not have the column "tensor
 
 
 def _rows(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[_Row]:
-    """Return the rows of the ``newest`` newest attempts (None: all), oldest step first.
+    """Return the rows of all attempts at the ``newest`` newest steps (None: all), oldest first.
 
     Of several attempts at one step, the attempt that a restore takes comes last. ``reverse``
     reverses the order of the rows.
@@ -176,7 +176,8 @@ def _rows(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[
     older = {
         one for one, two in pairwise(ref for ref in refs if known[ref]) if one.step == two.step
     }
-    rows = [_Row(ref, known[ref], ref in older) for ref in refs[-newest if newest else 0 :]]
+    steps = frozenset(sorted({ref.step for ref in refs})[-newest if newest else 0 :])
+    rows = [_Row(ref, known[ref], ref in older) for ref in refs if ref.step in steps]
     return rows[::-1] if reverse else rows
 
 

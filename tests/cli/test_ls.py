@@ -92,6 +92,14 @@ def test_of_two_attempts_at_a_step_the_younger_is_last_and_the_other_is_older(
         assert cli(*words).out.count(", older") == 2
 
 
+def test_steps_are_counted_and_not_the_attempts_at_them(cli: Cli, backend: StorageBackend) -> None:
+    for step, attempt in ((3, "aaaaaa"), (4, "aaaaaa"), (4, "bbbbbb"), (5, "aaaaaa")):
+        write_checkpoint(backend, step, ARRAYS, attempt=attempt)
+    for place in (["runs"], ["runs", "empty"]):
+        found = cli("ls", *place, "-n", 2, "--json").json["steps"]
+        assert [row["step"] for row in found] == [4, 4, 5]
+
+
 def test_a_folder_that_is_missing_or_empty_says_so(cli: Cli) -> None:
     ran = cli("ls", "--root", "nowhere")
     assert ran.code == 7
