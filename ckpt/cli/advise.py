@@ -33,17 +33,18 @@ def advise(
         typer.Option(
             "--failures-per-day",
             metavar="N",
-            help="Of the whole job. Default: how often the journal says that it began again.",
+            help="How often the whole job fails. Default: how often it has begun again, by the "
+            "journal.",
         ),
     ] = None,
     restart: Annotated[
-        str, typer.Option(metavar="TIME", help="From a failure until training runs again.")
+        str, typer.Option(metavar="TIME", help="The time from a failure until training runs again.")
     ] = "5m",
     drag: Annotated[
         str,
         typer.Option(
             metavar="TIME",
-            help="What training loses per save while it streams; `python -m bench train` "
+            help="The training time that a save costs while it streams; `python -m bench train` "
             "measures it.",
         ),
     ] = "",

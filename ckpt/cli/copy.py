@@ -50,13 +50,13 @@ def copy(
     ],
     step: Annotated[
         int | None,
-        typer.Option("--step", metavar="N", min=0, help="This step, all attempts at it."),
+        typer.Option("--step", metavar="N", min=0, help="Copy this step, with all attempts at it."),
     ] = None,
     all_steps: Annotated[
-        bool, typer.Option("--all", help="Every committed step, newest first.")
+        bool, typer.Option("--all", help="Copy every committed step, newest first.")
     ] = False,
     latest: Annotated[
-        bool, typer.Option("--latest", help="The newest step. This is the default.")
+        bool, typer.Option("--latest", help="Copy the newest step. This is the default.")
     ] = False,
     check: Annotated[
         bool,

@@ -51,7 +51,8 @@ def diff(
             "--step",
             metavar="N",
             min=0,
-            help="Of both; given twice, of A and of B. Default: the newest.",
+            help="The step of both checkpoints. Give the option twice to name the step of A, and "
+            "then the step of B. Default: the newest step of each.",
         ),
     ] = None,
     values: Annotated[

@@ -69,7 +69,10 @@ def export(
     ] = "",
     max_shard_size: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Of one file in a folder (safetensors). Default: 5GB."),
+        typer.Option(
+            metavar="SIZE",
+            help="The most bytes of one file in a folder (safetensors). Default: 5GB.",
+        ),
     ] = None,
     root: RootOption = None,
     timeout: TimeoutOption = TIMEOUT_SECONDS,

@@ -51,11 +51,11 @@ RootsOption = Annotated[
     ),
 ]
 ConfigOption = Annotated[
-    str | None, typer.Option("--config", metavar="FILE", help="All tiers of this ckpt.toml.")
+    str | None, typer.Option("--config", metavar="FILE", help="Use all tiers of this ckpt.toml.")
 ]
 ConfigFileOption = Annotated[
     str | None,
-    typer.Option("--config", metavar="FILE", help="What to go by instead of ./ckpt.toml."),
+    typer.Option("--config", metavar="FILE", help="Read this file instead of ./ckpt.toml."),
 ]
 StepOption = Annotated[
     int | None,

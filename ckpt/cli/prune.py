@@ -65,7 +65,7 @@ def prune(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Also where a job may run whose farther tiers still read from here."
+            "--force", help="Prune also if a job may run whose farther tiers still read from here."
         ),
     ] = False,
     root: RootOption = None,

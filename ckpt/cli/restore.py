@@ -43,7 +43,7 @@ _DEFAULT_FOLDER = "restored"
 def restore(
     where: PlacesAndStepArgument = None,
     latest: Annotated[
-        bool, typer.Option("--latest", help="The newest intact step. This is the default.")
+        bool, typer.Option("--latest", help="Restore the newest intact step. This is the default.")
     ] = False,
     step: StepOption = None,
     root: Annotated[

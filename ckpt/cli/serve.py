@@ -44,7 +44,7 @@ def serve(
             "--interval",
             metavar="SECONDS",
             min=0.2,
-            help="Between two looks at the stores. Default: 2 for folders, else 15.",
+            help="The time between two looks at the stores. Default: 2 for folders, else 15.",
         ),
     ] = None,
 ) -> None:

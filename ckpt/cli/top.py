@@ -35,7 +35,12 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print once, and end.")] = False,
     interval: Annotated[
         float,
-        typer.Option("--interval", metavar="SECONDS", min=0.2, help="Between two looks."),
+        typer.Option(
+            "--interval",
+            metavar="SECONDS",
+            min=0.2,
+            help="The time between two looks at the stores.",
+        ),
     ] = 2.0,
 ) -> None:
     r"""Show runs in the terminal, live: tiers, the newest steps on each, and what the agent of this

@@ -38,9 +38,10 @@ from ckpt.storage.api import StorageBackend
 def verify(
     where: PlacesAndStepArgument = None,
     step: StepOption = None,
-    all_steps: Annotated[bool, typer.Option("--all", help="Every committed step.")] = False,
+    all_steps: Annotated[bool, typer.Option("--all", help="Verify every committed step.")] = False,
     all_tiers: Annotated[
-        bool, typer.Option("--all-tiers", help="On every tier of --config, or of ./ckpt.toml.")
+        bool,
+        typer.Option("--all-tiers", help="Verify on every tier of --config, or of ./ckpt.toml."),
     ] = False,
     root: RootsOption = None,
     config: ConfigOption = None,

@@ -43,7 +43,11 @@ SERIES: Final[dict[str, tuple[_Kind, tuple[str, ...], str]]] = {
     "tier_step": ("gauge", _TIER, "The newest step on the tier."),
     "tier_commit_timestamp_seconds": ("gauge", _TIER, "When a step was last committed there."),
     "durable_step": ("gauge", (), "The newest step on a tier that is not in memory."),
-    "durable_timestamp_seconds": ("gauge", (), "When that was; before it, when the job began."),
+    "durable_timestamp_seconds": (
+        "gauge",
+        (),
+        "When a step was last committed on a tier that is not in memory, or when the job began.",
+    ),
     "save_interval_seconds": ("gauge", (), "Between the last two saves."),
     "slot_bytes": ("gauge", (), "Host memory of all slots of the rank."),
     "backlog_steps": ("gauge", _TIER, "Steps that wait for the tier."),
