@@ -105,7 +105,7 @@ class NodeServer:
         addresses: The addresses at which the server listens.
         port: Its port at each of these addresses.
         token: The token that requests must contain.
-        served_bytes: About how many bytes of files were sent.
+        served_bytes: How many bytes of files were sent.
 
     Thread safety: any thread may call ``allow``. The owner calls ``close``, once.
     """
@@ -338,7 +338,7 @@ class NodeServer:
         is_plain = not isinstance(connection, ssl.SSLSocket)  # sendfile() cannot encrypt
         if length and offset < size and is_plain and isinstance(store, OpensFiles):
             with suppress(CkptError), store.open_file(key) as file:
-                self.served_bytes += connection.sendfile(file, offset, min(length, size - offset))
+                self._count(connection.sendfile(file, offset, min(length, size - offset)))
             return  # After an error, the answer is too short, which the caller notices
         memory = aligned_memory(min(length, _PIECE_BYTES)) if length else memoryview(b"")
         for at in range(offset, min(offset + length, size), _PIECE_BYTES):
@@ -348,7 +348,11 @@ class NodeServer:
             except CkptError:
                 return  # The answer is too short, which the caller notices
             connection.sendall(piece)
-            self.served_bytes += len(piece)
+            self._count(len(piece))
+
+    def _count(self, nbytes: int) -> None:
+        with self._changed:
+            self.served_bytes += nbytes
 
     def _check(self, tier: int, key: str) -> None:
         """Raise ``ObjectNotFound`` if other nodes may not read ``key``.

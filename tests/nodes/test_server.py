@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import secrets
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,28 @@ def test_a_file_in_memory_is_sent_without_a_copy(
     assert read(node.store, KEY, 5, len(DATA) - 6) == DATA[5:-1]
     is_plain_memory = node.store.url.startswith("shm:") and node.encryption is None
     assert sent == ([len(DATA) - 6] if is_plain_memory else [])
+
+
+def test_bytes_that_are_sent_at_once_are_all_counted(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2, timeout=20)
+
+    def together(send: Callable[..., Any]) -> Callable[..., Any]:
+        def sent(connection: socket.socket, *args: Any) -> Any:
+            if len(args) == 3 or len(args[0]) == 1000:  # The bytes of a file
+                both.wait()
+            return send(connection, *args)
+
+        return sent
+
+    for kind in (socket.socket, ssl.SSLSocket):
+        monkeypatch.setattr(kind, "sendall", together(kind.sendall))
+    monkeypatch.setattr(socket.socket, "sendfile", together(socket.socket.sendfile))
+    with Workers("test", 2) as workers:
+        for given in [workers.submit(read, node.store, KEY, 0, 1000) for _ in range(2)]:
+            assert given.result() == DATA[:1000]
+    assert until(lambda: node.server.served_bytes == 2000)
 
 
 def test_a_file_that_is_cut_while_it_is_sent_is_an_error(
