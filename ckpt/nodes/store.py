@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import socket
 import ssl
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Final, NoReturn
+from typing import Final, NoReturn, Self, TypeVar
 
 from ckpt.errors import ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.keys import MANIFEST
@@ -33,13 +33,24 @@ _LEAST_BYTES_PER_SECOND: Final = 256 << 10
 
 _log = logging.getLogger("ckpt")
 
+T = TypeVar("T")
+
+
+class _CutShort(ConnectionError):
+    """The connection has ended in the middle of the bytes of an object."""
+
 
 class NodeStore:
     """A store that reads the files of one local tier from other nodes. It cannot write.
 
+    Several nodes may have the same object. If the first of them does not give it, for any reason,
+    the next one is asked. A store cannot know that the bytes of an object are damaged, so a reader
+    that finds damage asks the store of the next copy (see ``copies``).
+
     If a node does not answer, or if its whole answer takes too long, the request is sent once more.
     If that fails too, the store sends no more requests to the silent node, and the files of the
-    silent node count as missing.
+    silent node count as missing. If the answer begins and ends too soon both times, only this file
+    counts as missing, since perhaps the node cannot read it.
 
     Args:
         tier: The index of the tier.
@@ -47,6 +58,9 @@ class NodeStore:
         peers: The other nodes, with the steps and files that each has announced.
         encryption: Encrypts the connections. If it is None, they are not encrypted.
         is_over: Returns True if no files are wanted any more. Requests under way then fail.
+
+    Attributes:
+        first: The number of the copy that is asked for first, counted from 0.
 
     Thread safety: any thread may use it.
     """
@@ -63,8 +77,23 @@ class NodeStore:
         self._is_over = is_over
         self.url = f"{url} of other nodes"
         self.capabilities = Capabilities(put_if_absent=False, shared=True)
+        # ``copies`` shares these with the stores that it returns.
         self._dead: set[int] = set()
         self._reached: dict[int, str] = {}
+        self._noted: set[tuple[int, str]] = set()
+        self.first = 0
+
+    def copies(self, number: int) -> list[Self]:
+        """Return ``number`` stores, one for each copy that a file may have. The first one is this
+        store.
+
+        The nodes that have an object have an order. The store of a copy asks the node of this copy
+        first, and then the others. It has no object that has fewer copies.
+        """
+        others = [copy.copy(self) for _ in range(1, number)]
+        for place, other in enumerate(others, 1):
+            other.first = place
+        return [self, *others]
 
     def folders(self, prefix: str) -> Iterator[str]:
         """Return the folders of the steps that the nodes have announced, if ``prefix`` is empty.
@@ -87,20 +116,16 @@ class NodeStore:
                         yield ObjectInfo(key=key, size=size)
 
     def head(self, key: str) -> ObjectInfo:
-        for peer in self._holders(key):
-            folder, _, name = key.partition("/")
-            if (size := peer.tiers[self._tier][folder].files.get(name)) is not None:
-                return ObjectInfo(key=key, size=size)
-            with suppress(ObjectNotFound):
-                return ObjectInfo(key=key, size=self._ask(peer, key, 0, memoryview(b"")))
-        raise ObjectNotFound(key)
+        folder, _, name = key.partition("/")
+
+        def size_on(peer: Peer) -> int:
+            announced = peer.tiers[self._tier][folder].files.get(name)
+            return self._ask(peer, key, 0, memoryview(b"")) if announced is None else announced
+
+        return ObjectInfo(key=key, size=self._first(key, size_on))
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
-        for peer in self._holders(key):
-            with suppress(ObjectNotFound):
-                self._ask(peer, key, offset, out.cast("B"))
-                return
-        raise ObjectNotFound(key, "no node that answers has it")
+        self._first(key, lambda peer: self._ask(peer, key, offset, out.cast("B")))
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:  # noqa: ARG002
         self._abort_all(key)
@@ -117,24 +142,54 @@ class NodeStore:
     def _abort_all(self, key: str) -> NoReturn:
         raise StorageError(key, "other nodes' tiers are only read")
 
+    def _first(self, key: str, work: Callable[[Peer], int]) -> int:
+        """Call ``work`` with one node after the other that has the object ``key``, and return the
+        first result.
+
+        Raises:
+            StorageError: ``work`` has failed for each node. The error is a
+                ``TransientStorageError`` if there is one, since another try may succeed then. It is
+                an ``ObjectNotFound`` only if no node has the object.
+        """
+        failures: dict[int, StorageError] = {}
+        for peer in self._holders(key):
+            try:
+                found = work(peer)
+            except ObjectNotFound:
+                continue
+            except StorageError as error:
+                if self._is_over():
+                    raise
+                failures[peer.rank] = error
+            else:
+                self._note(key, failures)
+                return found
+        raise min(
+            failures.values(),
+            key=lambda error: not isinstance(error, TransientStorageError),
+            default=ObjectNotFound(key, "no node that answers has it"),
+        )
+
     def _holders(self, key: str) -> Sequence[Peer]:
-        """Return the nodes that have announced the object ``key`` and still answer. Fragments are
-        not announced: a node with a rank's data file has its fragment, too.
+        """Return the nodes that have announced the object ``key`` and still answer, in the order in
+        which they are asked. Fragments are not announced: a node with a rank's data file has its
+        fragment, too.
         """
         folder, _, name = key.partition("/")
         stem = name.partition(".")[0]
-        found = deque[Peer]()
+        found: list[Peer] = []
         for peer in self._peers:
             step = peer.tiers.get(self._tier, {}).get(folder)
-            if step is None or peer.rank in self._dead:
-                continue
-            if (
+            if step is not None and (
                 step.listed
                 if name == MANIFEST
                 else any(file.partition(".")[0] == stem for file in step.files)
             ):
                 found.append(peer)
-        return found
+        if self.first >= len(found):
+            return []
+        turned = found[self.first :] + found[: self.first]
+        return [peer for peer in turned if peer.rank not in self._dead]
 
     def _ask(self, peer: Peer, key: str, offset: int, out: memoryview) -> int:
         """Fill ``out`` from an object of another node, and return the size of the object.
@@ -148,12 +203,24 @@ class NodeStore:
                 return self._request(peer, key, offset, out)
             except OSError as error:
                 if again:
-                    self._dead.add(peer.rank)
+                    if not isinstance(error, _CutShort):
+                        self._dead.add(peer.rank)
                     self._warn(peer, error)
-        raise ObjectNotFound(key, f"{_name(peer)} does not answer")
+        raise ObjectNotFound(key, f"{_name(peer.rank)} does not answer")
+
+    def _note(self, key: str, failures: Mapping[int, StorageError]) -> None:
+        """Log once for each rank in ``failures`` that its node does not give an object which
+        another node has given.
+        """
+        for rank, error in failures.items():
+            if (rank, key) not in self._noted:
+                self._noted.add((rank, key))
+                _log.warning(
+                    "ckpt: %s does not give a file that another node has: %s", _name(rank), error
+                )
 
     def _warn(self, peer: Peer, error: OSError) -> None:
-        node, why = _name(peer), reason_of(error)
+        node, why = _name(peer.rank), reason_of(error)
         # A wrong certificate fails the copies of each step. The reason is logged only once.
         if self._encryption is None or self._encryption.is_new(node, why):
             _log.warning("ckpt: %s does not give its files: %s", node, why)
@@ -178,14 +245,17 @@ class NodeStore:
             if magic != MAGIC:
                 raise ConnectionError("the process that answers is not of this job")
             if self._encryption is not None:
-                self._encryption.connected(_name(peer))
+                self._encryption.connected(_name(peer.rank))
             if outcome == NOT_THERE:
                 raise ObjectNotFound(key)
             if outcome != OK:
-                raise TransientStorageError(key, f"{_name(peer)} cannot read it")
+                raise TransientStorageError(key, f"{_name(peer.rank)} cannot read it")
             if out and offset + len(out) > size:
                 raise StorageError(key, f"has {size} bytes, {offset + len(out)} were wanted")
-            self._fill(connection, out, deadline)
+            try:
+                self._fill(connection, out, deadline)
+            except ConnectionError as error:
+                raise _CutShort(str(error)) from error
             return int(size)
 
     def _fill(self, connection: socket.socket, out: memoryview, deadline: float) -> None:
@@ -233,6 +303,9 @@ class NodeStore:
 class Union:
     """A local tier with the files of all nodes, for listings of steps. It cannot write.
 
+    If this node's part fails, the store has what the other nodes have. It raises the error only if
+    they do not have what is wanted.
+
     Args:
         own: This node's part of the tier, which is asked first.
         others: The parts of the other nodes.
@@ -247,29 +320,42 @@ class Union:
         self.put, self.upload, self.delete = others.put, others.upload, others.delete
 
     def folders(self, prefix: str) -> Iterator[str]:
-        return iter({*self._own.folders(prefix), *self._others.folders(prefix)})
+        found = set(self._others.folders(prefix))
+        try:
+            found.update(self._own.folders(prefix))
+        except StorageError:
+            if not found:
+                raise
+        return iter(found)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        found = {
-            info.key: info for store in (self._others, self._own) for info in store.list(prefix)
-        }
+        found = {info.key: info for info in self._others.list(prefix)}
+        try:
+            found.update((info.key, info) for info in self._own.list(prefix))
+        except StorageError:
+            if not found:
+                raise
         return iter(found.values())
 
     def head(self, key: str) -> ObjectInfo:
-        try:
-            return self._own.head(key)
-        except ObjectNotFound:
-            return self._others.head(key)
+        return self._nearest(lambda store: store.head(key))
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
+        self._nearest(lambda store: store.read_into(key, offset, out))
+
+    def _nearest(self, work: Callable[[StorageBackend], T]) -> T:
+        """Return the result of ``work`` for this node's part, or for the others if that fails."""
         try:
-            self._own.read_into(key, offset, out)
-        except ObjectNotFound:
-            self._others.read_into(key, offset, out)
+            return work(self._own)
+        except StorageError as error:
+            try:
+                return work(self._others)
+            except ObjectNotFound:
+                raise error from None
 
     def close(self) -> None:
         """Do nothing, since ``own`` and ``others`` are not closed here."""
 
 
-def _name(peer: Peer) -> str:
-    return f"the node of rank {peer.rank}"
+def _name(rank: int) -> str:
+    return f"the node of rank {rank}"

@@ -5,6 +5,7 @@ its local tiers. The nodes serve these files to each other until the restore end
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class Sources:
 
     Attributes:
         tiers: The stores, nearest first. The local tiers of the other nodes come right after the
-            last local tier of this node, and before the farther tiers.
+            last local tier of this node, and before the farther tiers. If other nodes have several
+            copies of a file, there is a store for each copy.
         partial: The positions in ``tiers`` of the stores that have only some nodes' files. A
             missing file there is no damage.
         distance: For the file of each rank that a node has announced: 0 if this node has it, 1 if
@@ -251,7 +253,9 @@ class NodeSurvey:
             return Sources(tuple(tiers), frozenset(), {})
         after = tiers.index(spanning[-1]) + 1
         others = tuple(
-            OpenTier(tier.index, Tier("nodes://"), self._store(tier, peers)) for tier in spanning
+            OpenTier(tier.index, Tier("nodes://"), store)
+            for tier in spanning
+            for store in self._store(tier, peers).copies(most_copies(peers, tier.index))
         )
         partial = {place for place, tier in enumerate(tiers) if tier.nodes}
         partial |= set(range(after, after + len(others)))
@@ -286,6 +290,20 @@ class NodeSurvey:
         """
         of = tier.nodes.of if tier.nodes else (0,) * self._coordinator.world_size
         return [peer for peer in peers if of[peer.rank] != of[self._coordinator.rank]]
+
+
+def most_copies(peers: Sequence[Peer], tier: int) -> int:
+    """Return how many copies of a file the nodes have on a tier at most, and at least 1.
+
+    Each node has a manifest, and there may be hundreds of nodes, so at most two manifests count.
+    The result is the same on all ranks, since they tell each other the positions of stores.
+    """
+    files, manifests = Counter[tuple[str, str]](), Counter[str]()
+    for peer in peers:
+        for folder, step in peer.tiers.get(tier, {}).items():
+            files.update((folder, name) for name in step.files)
+            manifests[folder] += step.listed
+    return max([1, *files.values(), *(min(each, 2) for each in manifests.values())])
 
 
 def _is_part(tier: OpenTier) -> bool:
