@@ -113,7 +113,7 @@ class Agent:
         self._idle_seconds, self._memory_seconds = idle_seconds, memory_seconds
         self._listening: socket.socket | None = None
         self._listens, self._may_work = Lock(place, "listen"), Lock(place, "work")
-        self._works = self._ends = self._full = False
+        self._works = self._ends = self._full = self._signalled = False
         self._started, self._busy = time.time(), time.monotonic()
         self._jobs: list[WatchedJob] = []
         self._over: list[JobStatus] = []
@@ -520,7 +520,8 @@ class Agent:
         ready = {key.fd for key, _ in self._selector.select(0)}
         for job in list(self._jobs):
             job.look(ready)  # The trainer may have ended just before the signal
-        self._stop(at_once=self._ends and not self._memory_seconds)
+        self._stop(at_once=self._signalled)
+        self._signalled = True
 
     def _look_for_socket(self) -> None:
         """Make the socket again if it was removed. If a lock file was removed too, another agent

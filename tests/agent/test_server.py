@@ -31,6 +31,7 @@ from ckpt.agent.messages import (
     is_newer,
 )
 from ckpt.agent.place import Place
+from ckpt.agent.server import Agent
 from ckpt.errors import AgentError
 from ckpt.processes import Process
 from tests.agent.conftest import holders, job, job_of
@@ -442,6 +443,26 @@ def test_an_agent_that_finishes_for_another_lets_it_listen_but_not_work(place: P
     assert connection.stopped().given_up == ()
     assert connection.next_news() is None
     connection.close()
+
+
+@pytest.mark.parametrize("before", [None, False, True])
+def test_the_second_signal_ends_the_agent_at_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch, before: bool | None
+) -> None:
+    """The first one does not, also after a request to stop and without a time for memory."""
+    agent = Agent(place, idle_seconds=60, memory_seconds=0, scrub_seconds=60)
+    ear, mouth = socket.socketpair()
+    with contextlib.ExitStack() as ends:
+        for each in (ear.close, mouth.close, agent._close):
+            ends.callback(each)
+        if before is not None:
+            agent._stop(keep_memory=before)
+        asked: list[bool] = []
+        monkeypatch.setattr(agent, "_stop", lambda *, at_once: asked.append(at_once))
+        for _ in range(2):
+            mouth.send(b"x")
+            agent._on_signal(ear)
+    assert asked == [False, True]
 
 
 def test_a_command_starts_the_agent_once(place: Place, cli: Cli) -> None:
