@@ -318,14 +318,12 @@ def _taken(leaf: Any, filled: torch.Tensor) -> Any:
 
 
 def _new_jax(array: Any, filled: torch.Tensor) -> Any:
-    """Return a JAX array with the values of ``filled`` and the sharding of ``array``.
-
-    A key of random numbers gets the default device.
-    """
+    """Return a JAX array with the values of ``filled`` and the sharding of ``array``."""
     jax = _jax()
     if _is_key(array):
         data = jax.numpy.asarray(filled.numpy())
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+        key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+        return jax.device_put(key, array.sharding)
     values = jax.device_put(_to_numpy(filled, _numpy_dtype(array)), array.sharding)
     return array.at[...].set(values) if array.weak_type else values
 

@@ -179,6 +179,16 @@ def test_a_key_of_random_numbers_draws_what_it_would_have_drawn(tmp_path: Path, 
     assert jax.random.normal(found[1], 3).tolist() == jax.random.normal(source[1], 3).tolist()
 
 
+def test_a_key_of_random_numbers_returns_to_its_devices(tmp_path: Path, jax: Any) -> None:
+    key = jax.random.split(jax.random.key(3), 4)
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    target = jax.device_put(jax.random.split(jax.random.key(4), 4), sharding)
+    found = moved(tmp_path, key, target)
+    assert found.sharding == sharding
+    assert (jax.random.key_data(found) == jax.random.key_data(key)).all()
+
+
 def test_classes_that_jax_knows_as_trees_are_trees(tmp_path: Path, jax: Any) -> None:
     class Layer:
         def __init__(self, weight: Any, name: Any) -> None:
