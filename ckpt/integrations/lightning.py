@@ -42,7 +42,7 @@ from ckpt.integrations.lightning_loops import (
     misses_plateau,
     more_follows,
 )
-from ckpt.integrations.lightning_paths import BEST, NEWEST, Candidate, path_of
+from ckpt.integrations.lightning_paths import BEST, NEWEST, Candidate, path_of, step_of
 from ckpt.integrations.lightning_strategy import MODULE, CkptStrategy, mix_in
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
@@ -173,10 +173,13 @@ class CkptCheckpoint(ModelCheckpoint):
 
         Returns:
             The number of the step, "newest" or "best". None if ``path`` is not in the folder.
+
+        Raises:
+            ConfigError: ``path`` is in the folder, and names no step.
         """
         place, _, step = path.partition("#")
         if f"{place}#" == self._path(""):
-            return int(step) if step.isdigit() else step
+            return step_of(path, step)
         folder = _absolute(path)
         if folder == self.root:
             return NEWEST

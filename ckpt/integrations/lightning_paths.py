@@ -31,6 +31,25 @@ def path_of(root: str, step: int | str) -> str:
     return f"{SCHEME}://{quote(root)}#{step}"
 
 
+def step_of(path: str, text: str) -> int | str:
+    """Return the step that ``text``, the part of ``path`` after ``#``, means.
+
+    Returns:
+        The number of the step, "newest" or "best". An empty text means "newest".
+
+    Raises:
+        ConfigError: The text is something else.
+    """
+    if text.isdecimal():
+        return int(text)
+    if text not in ("", NEWEST, BEST):
+        raise ConfigError(
+            f"{path!r} names no step: end it with # and the number of a step, or with "
+            f"#{NEWEST} or #{BEST}"
+        )
+    return text or NEWEST
+
+
 class Candidate(str):
     """A path that ``ckpt_path="last"`` may mean.
 
@@ -74,13 +93,13 @@ class _Places(AbstractFileSystem):  # type: ignore[misc]
         root, _, step = path.partition("#")
         if mode != "rb":
             raise ConfigError(f"{SCHEME}://{path} is a step of ckpt: it can only be read")
-        if step == BEST:
+        if (wanted := step_of(f"{SCHEME}://{path}", step)) == BEST:
             raise ConfigError(
                 f"{SCHEME}://{path} names no step, since this process has saved none: give "
                 "ckpt_path='best' to validate, test or predict of a trainer with the callback, or "
                 "export a step with `ckpt export`"
             )
-        state = _stored(unquote(root), int(step) if step.isdigit() else None)
+        state = _stored(unquote(root), wanted if isinstance(wanted, int) else None)
         carried = state["lightning"]  # A list has the value of each rank
         first = carried[0] if isinstance(carried, list) else carried
         file = io.BytesIO()

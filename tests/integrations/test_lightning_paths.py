@@ -38,6 +38,27 @@ def test_load_from_checkpoint_takes_the_best_model_path(
     assert all(map(torch.equal, found.state_dict().values(), trained.state_dict().values()))
 
 
+@pytest.mark.parametrize("step", ["foo", "-1", "\N{SUPERSCRIPT TWO}", "last"])
+def test_a_path_with_another_word_than_a_step_is_refused(
+    nets: Any, tmp_path: Path, step: str
+) -> None:
+    """It does not mean the newest step, either."""
+    callback = CkptCheckpoint(tmp_path)
+    path = f"ckpt://{tmp_path}#{step}"
+    with pytest.raises(ConfigError, match="names no step: end it with # and the number"):
+        callback.which(path)
+    with pytest.raises(ConfigError, match="names no step: end it with # and the number"):
+        nets.Net.load_from_checkpoint(path)
+
+
+def test_a_path_without_a_word_is_the_newest_step(tmp_path: Path) -> None:
+    callback = CkptCheckpoint(tmp_path)
+    for path in (f"ckpt://{tmp_path}", f"ckpt://{tmp_path}#", f"ckpt://{tmp_path}#newest"):
+        assert callback.which(path) == "newest"
+    assert callback.which(f"ckpt://{tmp_path}#12") == 12
+    assert callback.which(f"ckpt://{tmp_path}#best") == "best"
+
+
 def test_a_path_without_a_step_says_how_to_get_one(nets: Any, tmp_path: Path) -> None:
     callback = CkptCheckpoint(tmp_path, monitor="val_loss")
     with pytest.raises(ConfigError, match="ckpt export"):
