@@ -106,7 +106,10 @@ def check_is_checkpoint(asked: object, output_dir: str, steps: Sequence[int]) ->
         if folder and os.path.isfile(os.path.join(folder, STATE)):
             return
     if steps:
-        way = f"give {folder_of(output_dir, steps[-1])!r}, or True for the newest step"
+        # A fresh machine has no folders. True writes that of the newest step.
+        folders = (folder_of(output_dir, step) for step in reversed(steps))
+        found = next((each for each in folders if os.path.isfile(os.path.join(each, STATE))), None)
+        way = ("give " if found is None else f"give {found!r}, or ") + "True for the newest step"
     else:
         way = f'{output_dir} has no step of ckpt: give the folder of a checkpoint, or "auto"'
     raise ConfigError(
@@ -160,6 +163,8 @@ def remove_folders(output_dir: str, *, keep: Collection[object]) -> None:
     for step, folder in _folders(output_dir).items():
         if step not in keep:
             gone = os.path.join(output_dir, f".checkpoint-{step}.gone")
+            # A process that was killed may have left files here, and then the folder would stay.
+            shutil.rmtree(gone, ignore_errors=True)
             with contextlib.suppress(OSError):  # Another node may have renamed the folder
                 os.rename(folder, gone)
             shutil.rmtree(gone, ignore_errors=True)

@@ -39,6 +39,7 @@ from ckpt.config import Mode, SaveConfig, Tier
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
 from ckpt.events import Event, Observer, SaveCommitted
 from ckpt.integrations.tested import warn_of_untested
+from ckpt.integrations.together import of_all
 from ckpt.integrations.trainer_folder import (
     Kept,
     check_is_checkpoint,
@@ -166,7 +167,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 f"output_dir={os.path.dirname(os.path.normpath(asked))!r}"
             )
         try:
-            self._ckpt_restore_text(manager, step)
+            read = self._ckpt_read_text(manager, step)
         except RestoreError as error:
             if not manager.steps():
                 raise steps_lost(self.args.output_dir, self._ckpt_places()) from error
@@ -174,7 +175,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 f"{asked} points to step {step}, which cannot be restored: {error}. "
                 "resume_from_checkpoint=True takes the newest step that can"
             ) from error
-        self._ckpt_check_history(manager, asked)
+        assert read is not None
+        self._ckpt_write_text(manager, *read, asked)
         return asked
 
     def _ckpt_newest(self, manager: CheckpointManager) -> str | None:
@@ -204,14 +206,39 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         Remove the folders of steps that the tiers no longer have. All ranks must call this. Return
         None if there is no step.
         """
-        text = {"trainer": ""}
-        if (report := manager.restore(text, step, only="trainer")) is None:
+        if (found := self._ckpt_read_text(manager, step)) is None:
             return None
-        if self.is_local_process_zero():
-            write_folder(self.args.output_dir, report.step, text["trainer"])
-            remove_folders(self.args.output_dir, keep=set(manager.steps()))
-        self.accelerator.wait_for_everyone()
-        return report.step
+        self._ckpt_write_text(manager, *found)
+        return found[0]
+
+    def _ckpt_read_text(
+        self, manager: CheckpointManager, step: int | None
+    ) -> tuple[int, str] | None:
+        """Return the number of ``step`` (None: the newest) and the text of its folder.
+
+        All ranks must call this. Return None if there is no step.
+        """
+        text = {"trainer": ""}
+        report = manager.restore(text, step, only="trainer")
+        return None if report is None else (report.step, text["trainer"])
+
+    def _ckpt_write_text(
+        self, manager: CheckpointManager, step: int, text: str, asked: str | None = None
+    ) -> None:
+        """Write the folder of ``step``, and remove those of steps that the tiers no longer have.
+
+        All ranks must call this. If it fails on one rank, it fails on all. If the history refuses
+        ``asked``, which is the folder of ``step`` that the user gave, no folder is changed.
+        """
+
+        def write() -> None:
+            if asked is not None:
+                self._ckpt_check_history(manager, asked)
+            if self.is_local_process_zero():
+                write_folder(self.args.output_dir, step, text)
+                remove_folders(self.args.output_dir, keep=set(manager.steps()))
+
+        of_all(f"could not write the folder of step {step}", write)
 
     def _ckpt_check_history(self, manager: CheckpointManager, asked: str | None) -> None:
         """Raise ``ConfigError`` if the tiers have a step after that of the folder ``asked``.

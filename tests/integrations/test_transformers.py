@@ -182,9 +182,12 @@ def test_a_folder_that_was_not_written_is_written_when_the_run_resumes(tmp_path:
 def test_a_folder_names_the_step_to_go_back_to(tmp_path: Path) -> None:
     whole = trainer(tmp_path)
     whole.train()
+    state = tmp_path / "checkpoint-3" / "trainer_state.json"
+    state.write_text(noted := state.read_text() + "\n")
     with pytest.raises(ConfigError, match=r"first remove the newer steps \(step-000000006\.\*, "):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert steps(tmp_path) == folders(tmp_path) == [3, 6, 9, 10]
+    assert state.read_text() == noted  # The refused step has changed nothing
     for step in (6, 9, 10):
         (newer,) = (tmp_path / "ckpt").glob(f"step-{step:09d}.*")
         shutil.rmtree(newer)
