@@ -25,7 +25,7 @@ from ckpt.errors.sanitize import clean
 from ckpt.model.readable import duration, size
 from ckpt.observe.run_view import MEANING, RunView
 from ckpt.page.contents import Opened, run_page
-from ckpt.page.live_views import Live
+from ckpt.page.live_views import Live, silent_since
 from ckpt.page.request_checks import App, Guard
 
 _STATIC: Final[Mapping[str, str]] = {
@@ -174,7 +174,7 @@ def _templates() -> jinja2.Environment:
         "short": _short,
         "shape": _shape,
     }
-    shown: dict[str, Any] = {"meaning": MEANING}
+    shown: dict[str, Any] = {"meaning": MEANING, "silent_since": silent_since}
     environment.globals.update(shown)
     return environment
 

@@ -27,7 +27,7 @@ STRIP: Final = 60
 """The number of newest steps that the strip of steps by tier shows."""
 TENSORS: Final = 200
 """The number of tensors on one page of a step."""
-_LISTED: Final = 20
+_LISTED: Final = 8
 """The greatest number of records in ``RunPage.failures``."""
 
 
@@ -165,12 +165,14 @@ class StepPage:
 class Opened:
     """Opens the steps of a run, and keeps the reader of the step that was opened last.
 
+    The reader is used again while its tier is the nearest one that has the step.
+
     Thread safety: any thread may call the methods. ``_last`` is replaced as a whole.
     """
 
     def __init__(self, watch: RunWatch) -> None:
         self._watch = watch
-        self._last: tuple[StepView, str, StepReader] | None = None
+        self._last: tuple[StepReader, str, StepRef] | None = None
 
     def step(self, run: RunView, name: str) -> tuple[StepView, str, StepReader]:
         """Open a step from the nearest tier that has it.
@@ -189,18 +191,17 @@ class Opened:
         row = find_row(run, name)
         if row is None:
             raise NoCheckpoint(run.name, f"step {name} is not there")
-        if (last := self._last) is not None and (last[0].step, last[0].attempt) == (
-            row.step,
-            row.attempt,
-        ):
-            return row, *last[1:]
         ref = StepRef(row.step, row.attempt)
         for tier, cell in zip(run.tiers, row.cells, strict=True):
+            if cell.state not in ("committed", "verified"):
+                continue
+            if (last := self._last) is not None and last[1:] == (tier.url, ref):
+                return row, tier.url, last[0]
             backend = next((t.backend for t in self._watch.tiers if t.url == tier.url), None)
-            if backend is not None and cell.state in ("committed", "verified"):
+            if backend is not None:
                 reader = StepReader(backend, ref, read_manifest(backend, ref), Workers("page", 1))
-                self._last = row, tier.url, reader
-                return self._last
+                self._last = reader, tier.url, ref
+                return row, tier.url, reader
         raise NoCheckpoint(run.name, f"step {row.step} is on no tier that can be read")
 
     def page(self, run: RunView, name: str, wanted: str, tensor: str, page: int) -> StepPage:

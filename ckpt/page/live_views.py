@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from ckpt.observe.run_view import RunView, RunWatch
+from ckpt.observe.run_view import RunView, RunWatch, TierView
 from ckpt.pipeline.workers import Workers
 
 _log = logging.getLogger("ckpt")
@@ -18,6 +19,8 @@ _IDLE_SECONDS: Final = 60.0
 """
 _PATIENCE_SECONDS: Final = 2.0
 """How long one look waits for the answers of a run's tiers."""
+_SILENT: Final = re.compile(r"no answer for (\d+) s")
+"""The error of a tier that does not answer."""
 
 
 class Live:
@@ -78,10 +81,26 @@ class Live:
             self.version += 1
 
 
+def silent_since(tier: TierView, at: float) -> float | None:
+    """Return since when a tier has not answered, in seconds since 1970; None if it answers.
+
+    Args:
+        tier: The view of the tier.
+        at: The time of the view.
+    """
+    found = _SILENT.fullmatch(tier.error)
+    return at - int(found[1]) if found else None
+
+
 def _lasting(view: RunView) -> RunView:
-    """Return ``view`` with its time and the free and total space of its tiers set to 0.
+    """Return ``view`` without its time, the free and total space of its tiers, and how long a tier
+    has not answered.
 
     These change with every look, and are no reason to show the page again.
     """
-    tiers = tuple(replace(tier, free=0.0, size=0.0) for tier in view.tiers)
-    return replace(view, at=0.0, tiers=tiers)
+
+    def lasting(tier: TierView) -> TierView:
+        error = "no answer" if _SILENT.fullmatch(tier.error) else tier.error
+        return replace(tier, free=0.0, size=0.0, error=error)
+
+    return replace(view, at=0.0, tiers=tuple(map(lasting, view.tiers)))

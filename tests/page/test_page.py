@@ -110,6 +110,17 @@ def test_two_steps_are_compared_by_checksum(make: Make, run: Path) -> None:
     assert "Equal 2 tensors" in text_of(page.get("/run/0/diff?a=100&b=200"))
 
 
+def test_a_step_that_was_removed_is_not_shown_from_memory(make: Make, run: Path) -> None:
+    """It is opened again from the next tier, and is a 404 when no tier has it."""
+    page = make(run, run.parent / "far")
+    assert f"read from {run}" in text_of(page.get("/run/0/step/200"))
+    for tier, status in ((run, 200), (run.parent / "far", 404)):
+        shutil.rmtree(next(tier.glob("step-000000200.*")))
+        page.live._look()
+        shown = page.get("/run/0/step/200", status)
+        assert f"read from {run}" not in text_of(shown)
+
+
 def test_another_layout_is_not_read(make: Make, run: Path) -> None:
     write_checkpoint(open_backend(str(run)), 500, ARRAYS, world_size=3)
     reported = text_of(make(run).get("/run/0/diff?a=200&b=500"))
