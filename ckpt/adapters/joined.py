@@ -28,6 +28,11 @@ from ckpt.errors import ConfigError
 _START_SECONDS: Final = 300.0
 _ANY_PORT: Final = 0
 _MOST_PORT: Final = 65535
+_SILENT: Final = "does rank 0 run, and can this machine reach that address?"
+_UNREACHED: Final = (
+    f"{_SILENT} Rank 0 has given the name of its host, or 127.0.0.1 if it cannot look that up: "
+    "pass host= on rank 0 with a name or address that the other machines reach"
+)
 
 
 def join(
@@ -137,7 +142,7 @@ def _broadcast(
         raise ConfigError("join: rank 0 has failed to serve a store: see its own error")
     if store is None:
         host, port = _host_and_port(address)
-        store = _store(host, port, serves=False, timeout=timeout)
+        store = _store(host, port, serves=False, timeout=timeout, way=_UNREACHED)
     return _meet(store, rank, world_size, deadline)
 
 
@@ -168,7 +173,17 @@ def _own_name() -> str:
     return "127.0.0.1"
 
 
-def _store(host: str, port: int, *, serves: bool, timeout: float) -> Any:
+def _store(host: str, port: int, *, serves: bool, timeout: float, way: str = _SILENT) -> Any:
+    """Return a store at ``host`` and ``port``.
+
+    Args:
+        serves: Whether this process serves the store, and does not connect to it.
+        timeout: How many seconds to wait for the store.
+        way: What the error says for a store that cannot be reached.
+
+    Raises:
+        ConfigError: The store cannot be served, or cannot be reached.
+    """
     try:
         return dist.TCPStore(
             host,
@@ -179,11 +194,8 @@ def _store(host: str, port: int, *, serves: bool, timeout: float) -> Any:
             multi_tenant=True,  # Allows a second manager to join at the same address
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        way = (
-            "is the port free on this machine, and is this the machine of that name?"
-            if serves
-            else "does rank 0 run, and can this machine reach that address?"
-        )
+        if serves:
+            way = "is the port free on this machine, and is this the machine of that name?"
         said = str(error).splitlines()[0]
         raise ConfigError(f"join: no store at {host}:{port}: {way} ({said})") from None
 

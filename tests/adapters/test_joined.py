@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,14 @@ def test_rank_0_broadcasts_also_when_it_has_failed() -> None:
     with pytest.raises(ConfigError, match=r"no store at no\.such\.host"):
         ckpt.join_mpi(failing, host="no.such.host", timeout=1)
     assert failing.heard == ""
+
+
+def test_a_rank_that_cannot_reach_rank_0_learns_of_the_argument_for_it() -> None:
+    """The host name of rank 0 may be unknown, and then it gives 127.0.0.1."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ConfigError, match=r"no store at 127\.0\.0\.1:.* pass host= on rank 0"):
+        ckpt.join_mpi(Communicator(1, f"127.0.0.1:{port}"), timeout=0.1)
 
 
 @pytest.mark.parametrize("variable", ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE"])
