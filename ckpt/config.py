@@ -36,6 +36,7 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, Final, Literal, Self, TypedDict, get_args
 
 from ckpt.checks import (
@@ -406,7 +407,9 @@ def with_settings(config: SaveConfig, settings: Settings) -> SaveConfig:
         ConfigError: A setting is unknown, or has a wrong value.
     """
     if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
-        way = f"there are {', '.join(Settings.__annotations__)}"
+        near = get_close_matches(unknown[0], Settings.__annotations__, n=1, cutoff=0.5)
+        way = f"did you mean {near[0]}? " if near else ""
+        way += f"there are {', '.join(Settings.__annotations__)}"
         if unknown[0] in Tier.__dataclass_fields__:
             more = ", keep_last=1" if unknown[0] in ("keep_best", "keep_every") else ""
             way = f"it belongs to a tier: CheckpointManager(Tier(url, {unknown[0]}=...{more}))"

@@ -153,13 +153,15 @@ class CheckpointManager:
         """Return a manager as the file ``path``, or ``./ckpt.toml``, describes it.
 
         Raises:
-            ConfigError: The file is not valid, or names no tier.
+            ConfigError: There is no file, the file is not valid, or it names no tier.
         """
         config = load_config(path)
         if not config.tiers:
-            raise ConfigError(
-                f'{config.path or "ckpt.toml"} names no place: write root = "..." or [[tiers]]'
-            )
+            if config.path is None:
+                raise ConfigError(
+                    f"there is no ckpt.toml in {os.getcwd()}: give the path of a file"
+                )
+            raise ConfigError(f'{config.path} names no place: write root = "..." or [[tiers]]')
         return cls(config.tiers, config=config.save, metadata=config.metadata, **settings)
 
     def prepare(self, state: Mapping[str, Any]) -> None:

@@ -582,8 +582,16 @@ def test_a_manager_can_be_built_from_a_file(
     assert manifest.chunk_bytes == 2 << 20
     assert [chunk.nbytes for chunk in manifest.files[0].chunks[1:]] == [512 << 10] * 6
     (tmp_path / "ckpt.toml").write_text("[save]\nslots = 1\n")
-    with pytest.raises(ConfigError, match="names no place"):
+    with pytest.raises(ConfigError, match=r"ckpt\.toml names no place"):
         CheckpointManager.from_config()
+    (tmp_path / "ckpt.toml").unlink()
+    with pytest.raises(ConfigError, match=rf"there is no ckpt\.toml in {tmp_path}"):
+        CheckpointManager.from_config()
+
+
+def test_a_setting_with_a_typing_error_is_answered_with_the_one_that_is_like_it() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting 'on_buzy'; did you mean on_busy\?"):
+        CheckpointManager("runs", on_buzy="skip")  # type: ignore[call-arg]
 
 
 def test_metadata_is_kept_and_must_be_plain(memory: str) -> None:

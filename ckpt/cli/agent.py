@@ -71,9 +71,9 @@ def agent(
     node before the trainer starts, so that its restore is local. A tier that has a later step, or
     the same, stays as it is. Nothing is removed to make room.
 
-    Exit code 10: there is no agent, it could not be started, it does not answer, or it has not
-    finished all jobs. prefetch: 7: there is no such step. 4: it is damaged. 3: there is no room, or
-    a store has failed. 5: the job of a near tier is alive.
+    Exit code 10: there is no agent for "status", it could not be started, it does not answer, or it
+    has not finished all jobs. prefetch: 7: there is no such step. 4: it is damaged. 3: there is no
+    room, or a store has failed. 5: the job of a near tier is alive.
 
     \b
     Examples:

@@ -50,8 +50,12 @@ def show_line(text: str = "", style: str = "") -> None:
 
 
 def show_plain(text: str) -> None:
-    """Print a line as it is, without escapes or ``***``, such as an address with a token."""
+    """Print a line as it is, without escapes or ``***``, such as an address with a token.
+
+    The line is there at once, also in a pipe or file.
+    """
     sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def show_facts(facts: Mapping[str, str]) -> None:

@@ -38,8 +38,8 @@ from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.config import Mode, SaveConfig, Tier
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
 from ckpt.events import Event, Observer, SaveCommitted
+from ckpt.integrations.all_ranks import of_all
 from ckpt.integrations.tested import warn_of_untested
-from ckpt.integrations.together import of_all
 from ckpt.integrations.trainer_folder import (
     Kept,
     check_is_checkpoint,

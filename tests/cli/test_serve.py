@@ -71,7 +71,7 @@ def test_a_wrong_call_serves_nothing(
 
 def start(*words: str) -> tuple[subprocess.Popen[str], str]:
     """Start ``ckpt serve runs``, and return the process and its address."""
-    command = [sys.executable, "-um", "ckpt.cli.main", "serve", "runs", "--port", "0", *words]
+    command = [sys.executable, "-m", "ckpt.cli.main", "serve", "runs", "--port", "0", *words]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert server.stdout
     return server, server.stdout.readline().split()[-1]
