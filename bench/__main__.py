@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns 1 if a contender failed anywhere, after all the others have been measured.
     """
-    asked = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    asked = _parser(words).parse_args(words)
     console = Console()
     if asked.scenario == "render":
         for result in report.read(asked.out).values():
@@ -80,7 +81,10 @@ def _options(name: str, asked: argparse.Namespace) -> Any:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser. It imports only the scenario in ``arguments``, since `bench.against` runs
+    that with the packages of another commit, which the other scenarios may not fit.
+    """
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     verbs = parser.add_subparsers(required=True, metavar="scenario", dest="scenario")
     for name, words in {
@@ -110,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "all":
             verb.add_argument("--minutes", type=float, default=25, help="for all together [25]")
-        else:
+        elif name in arguments:
             _add_options(verb, scenarios.load(name).Options())
     render = verbs.add_parser(
         "render", help="make the tables and plots again from the JSON of earlier runs"

@@ -77,6 +77,13 @@ def test_a_place_is_on_the_server_that_its_query_or_its_options_name() -> None:
     assert "is inside of" in refused(asked, Tier("s3://b/a/c", option))
 
 
+def test_a_place_is_on_the_server_that_a_variable_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://LOCALHOST:80")
+    keys = {"key": "a", "secret": "b"}
+    same = Tier("s3://b/a", {**keys, "endpoint_url": "http://localhost"})
+    assert "named twice" in refused(Tier("s3://b/a", keys), same)
+
+
 def test_there_is_one_memory(tmp_path):
     assert "named twice" in refused("memory", "memory", tmp_path)
     assert "named twice" in refused(*2 * [f"shm://test-twice-{os.getpid()}"], tmp_path)

@@ -169,7 +169,7 @@ def test_a_save_needs_no_new_thread_to_begin(
         assert manager.steps() == [2]
 
 
-@pytest.mark.parametrize("name", ["prune", "backfill"])
+@pytest.mark.parametrize("name", ["prune", "backfill", "queue"])
 def test_a_commit_needs_no_new_thread(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,7 +170,8 @@ def test_the_table_of_verbs_has_all() -> None:
 
 @pytest.mark.parametrize("line", commands("python -m bench"))
 def test_the_bench_knows(line: str) -> None:
-    bench._parser().parse_args(shlex.split(line)[3:])
+    words = shlex.split(line)[3:]
+    bench._parser(words).parse_args(words)
 
 
 # -- settings --------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
             return process.wait()
         except BaseException:
             signals.hold()
-            with suppress(ProcessLookupError):  # The process has just ended
+            with suppress(ProcessLookupError, PermissionError):  # It may have just ended
                 os.killpg(process.pid, signal.SIGTERM)
             _end_group(process)
             raise
@@ -188,7 +188,7 @@ def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """Wait at most 30 s until a process and its process group have ended. Then kill the group."""
     deadline = time.monotonic() + _END_SECONDS
-    with suppress(ProcessLookupError):
+    with suppress(ProcessLookupError, PermissionError):  # A command may change its user
         while time.monotonic() < deadline:
             process.poll()  # Otherwise a process that has ended stays in its group
             os.killpg(process.pid, 0)

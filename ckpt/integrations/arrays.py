@@ -320,11 +320,13 @@ def _taken(leaf: Any, filled: torch.Tensor) -> Any:
 def _new_jax(array: Any, filled: torch.Tensor) -> Any:
     """Return a JAX array with the values of ``filled`` and the sharding of ``array``."""
     jax = _jax()
+    # An array that is committed to no device may be used with arrays on any devices.
+    place = array.sharding if array.committed else None
     if _is_key(array):
         data = jax.numpy.asarray(filled.numpy())
         key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-        return jax.device_put(key, array.sharding)
-    values = jax.device_put(_to_numpy(filled, _numpy_dtype(array)), array.sharding)
+        return jax.device_put(key, place)
+    values = jax.device_put(_to_numpy(filled, _numpy_dtype(array)), place)
     return array.at[...].set(values) if array.weak_type else values
 
 

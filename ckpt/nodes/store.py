@@ -205,7 +205,10 @@ class NodeStore:
                 if again:
                     if not isinstance(error, _CutShort):
                         self._dead.add(peer.rank)
-                    self._warn(peer, error)
+                        self._warn(peer, error)
+                    elif (peer.rank, key) not in self._noted:
+                        self._noted.add((peer.rank, key))
+                        self._warn(peer, error)
         raise ObjectNotFound(key, f"{_name(peer.rank)} does not answer")
 
     def _note(self, key: str, failures: Mapping[int, StorageError]) -> None:

@@ -295,15 +295,22 @@ class NodeSurvey:
 def most_copies(peers: Sequence[Peer], tier: int) -> int:
     """Return how many copies of a file the nodes have on a tier at most, and at least 1.
 
-    Each node has a manifest, and there may be hundreds of nodes, so at most two manifests count.
-    The result is the same on all ranks, since they tell each other the positions of stores.
+    Hundreds of nodes may have a manifest, or a file that was read through, so at most two manifests
+    and four copies of a file count. The result is the same on all ranks, since they tell each other
+    the positions of stores.
     """
     files, manifests = Counter[tuple[str, str]](), Counter[str]()
     for peer in peers:
         for folder, step in peer.tiers.get(tier, {}).items():
             files.update((folder, name) for name in step.files)
             manifests[folder] += step.listed
-    return max([1, *files.values(), *(min(each, 2) for each in manifests.values())])
+    return max(
+        [
+            1,
+            *(min(each, 4) for each in files.values()),
+            *(min(each, 2) for each in manifests.values()),
+        ]
+    )
 
 
 def _is_part(tier: OpenTier) -> bool:

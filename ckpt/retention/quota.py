@@ -9,6 +9,7 @@ capacity is reached, the rank that finds it full makes room.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -78,12 +79,14 @@ class Quota:
         subject = self._subject(ref, trial)
         self._coordinator.post(subject, msgspec.json.encode(nbytes))
         if self._coordinator.rank == LEADER:
-            answer = _OK
+            answer = msgspec.json.encode(Aborted("the leader has failed", {}))
             try:
                 if asked and (needed := self._sum(ref, subject)) is not None:
                     self._evictor.make_room(ref, needed, restored=restored)
+                answer = _OK
             except BaseException as error:
-                answer = msgspec.json.encode(_reason(error))
+                with suppress(Exception):  # A text may have surrogates, which JSON has not
+                    answer = msgspec.json.encode(_reason(error))
                 raise
             finally:
                 self._coordinator.set_once(subject, answer)

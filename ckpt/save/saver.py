@@ -156,7 +156,9 @@ class Saver:
             for writer in self._durable[1:]
         }
         self._queue_threads = {
-            writer.url: Workers(f"queue{writer.tier.index}", 1, nice=config.nice, cpus=config.cpus)
+            writer.url: _started(
+                Workers(f"queue{writer.tier.index}", 1, nice=config.nice, cpus=config.cpus)
+            )
             for writer in self._durable[1:]
         }
         self._backfill: Backfill | None = None
@@ -167,12 +169,9 @@ class Saver:
         self.suspicions = Suspicions(coordinator.clone(), reports.ledger, config)
         self._lock, self._swept, self._left = threading.Lock(), False, threading.Event()
         self._untaken: int | None = None
-        self._copier = Workers("copy", 1)
+        self._copier = _started(Workers("copy", 1))
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
-        self._streamer = Workers("save", 1, nice=config.nice, cpus=config.cpus)
-        # Start now: a save that has begun and cannot start them would hold the optimizer's step.
-        self._copier.start()
-        self._streamer.start()
+        self._streamer = _started(Workers("save", 1, nice=config.nice, cpus=config.cpus))
 
     # -- slots -------------------------------------------------------------------------------------
 
@@ -616,3 +615,13 @@ def await_detaches(coordinator: Coordinator) -> None:
             gather(coordinator, _DETACHES, Wait(_DETACHES_SECONDS, "the detach"))
     except CkptError as error:
         _log.info("ckpt: the job is left to the agent without some ranks: %s", error)
+
+
+def _started(threads: Workers) -> Workers:
+    """Start a thread of the group, and return the group.
+
+    If the system starts no thread, the manager is not built. A save that has begun and gets no
+    thread would hold the optimizer's step, or would end on no tier.
+    """
+    threads.start()
+    return threads

@@ -6,8 +6,8 @@ import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-from urllib.parse import parse_qsl
+from typing import TYPE_CHECKING, Final
+from urllib.parse import parse_qsl, urlsplit
 
 from ckpt.codec.registry import NO_CODEC
 from ckpt.config import MEMORY, Tier
@@ -15,13 +15,19 @@ from ckpt.errors import ConfigError
 from ckpt.model.checksum import checksum
 from ckpt.storage.api import Adopting, StorageBackend
 from ckpt.storage.places import is_folder, is_object_store, relation
-from ckpt.storage.registry import open_backend
+from ckpt.storage.registry import open_backend, scheme_of
 
 if TYPE_CHECKING:  # At run time, commands that list tiers must not import ssl, which is slow
     from ckpt.tls import Encryption
 
 Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
 """A folder or URL, a `Tier`, or several of these, nearest first."""
+_ENDPOINT_VARIABLES: Final = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "gs": ("STORAGE_EMULATOR_HOST",),
+    "gcs": ("STORAGE_EMULATOR_HOST",),
+}
+"""Scheme -> the variables that name the server to the clients of a store, the first that is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +220,20 @@ def _check_apart(one: OpenTier, two: OpenTier) -> None:
 
 def _endpoint(tier: OpenTier) -> str:
     """Return the server of an object store, as ``endpoint_url`` names it in the options or in the
-    query of the URL. Return '' if neither names one. The options have priority, as in the backends.
+    query of the URL, or a variable that the clients read. Return '' if none of them names one. The
+    options have priority, as in the backends.
     """
     if is_folder(tier.url):
         return ""
     settings = {**dict(parse_qsl(tier.tier.url.partition("?")[2])), **tier.tier.options}
-    return str(settings.get("endpoint_url") or "").rstrip("/")
+    given = settings.get("endpoint_url")
+    if not given:
+        names = _ENDPOINT_VARIABLES.get(scheme_of(tier.url), ())
+        given = next((os.environ[name] for name in names if os.environ.get(name)), "")  # noqa: TID251
+    text = str(given)
+    try:
+        server = urlsplit(text)
+        port = server.port or {"http": 80, "https": 443}.get(server.scheme, 0)
+    except ValueError:  # The backend refuses it
+        return text
+    return f"{server.hostname}:{port}{server.path.rstrip('/')}" if server.hostname else text

@@ -85,5 +85,17 @@ def test_no_rank_goes_on_if_the_leader_has_failed_in_a_way_of_its_own(
     assert "ValueError('unforeseen')" in str(found[1])
 
 
+def test_no_rank_goes_on_if_the_error_of_the_leader_cannot_be_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OutOfSpace("a name that is not UTF-8: \udcff", "full")
+
+    monkeypatch.setattr(Evictor, "make_room", fail)
+    found = agreed(tmp_path, World(2), [0, 1])
+    assert isinstance(found[0], OutOfSpace)
+    assert isinstance(found[1], CommitError)
+
+
 def test_ranks_for_which_there_is_room_go_on(tmp_path: Path) -> None:
     assert agreed(tmp_path, World(2), [0, 1]) == {0: None, 1: None}
