@@ -301,18 +301,16 @@ class Saver:
         self.suspicions.close()
         if self._backfill is not None:
             self._backfill.close()
-        if self._replicas is not None:
-            self._replicas.close(wait=not leaves)
-        if not self._left.is_set():
-            # These tiers need not keep steps any more for a farther tier, or until they are copied.
-            for writer in self._durable[: -1 if self._replicas is None else None]:
-                writer.prune_later()
+        # These tiers need not keep steps for a farther tier any more.
+        for writer in self._durable[: 0 if self._left.is_set() else -1]:
+            writer.prune_later()
         logs = self._is_leader and not self._left.is_set()
         if logs and self._warn_of_steps_in_memory():
             logs = False  # The writers would log a similar warning
         for writer in self._writers:
             writer.close(self.steps.durable_step, logs=logs)
         if self._replicas is not None:
+            self._replicas.close(wait=not leaves)
             with self._lock:
                 # A rank may leave because a node is lost. This job's steps may lack copies then.
                 sweeps = self._writers if self._swept and not leaves else ()
