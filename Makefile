@@ -106,7 +106,8 @@ build: $(STAMP) ## wheel and sdist in dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
 
 clean: ## remove what the other targets made, except .venv and bench/results
-	rm -rf runs/demo runs/demo-tiers dist .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf runs/demo runs/demo-tiers
+	rm -rf dist .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name .git -prune -o -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The constraints are variables, since an isolated build reads no -c: the second name is for pip 25.3 and later.

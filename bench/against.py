@@ -1,7 +1,9 @@
 """Compare this tree with another one of the same project, such as the commit before a change.
 
     git worktree add /tmp/before COMMIT
-    python -m bench.against /tmp/before [--scenarios train restore] [--rounds 5]
+    python -m bench.against /tmp/before [--scenarios train restore] [--rounds 5] [--quick]
+
+Options that this program does not know, such as ``--quick``, go to the scenarios.
 
 Each round runs each scenario twice, once with the packages of either tree, and each round begins
 with the other tree. Both runs use the bench of this tree and the same environment, and they measure
@@ -30,6 +32,7 @@ from bench.style import write
 
 _HERE: Final = Path(__file__).resolve().parent.parent
 _SCENARIOS: Final = ("train", "raw", "small", "restore", "ranks", "objects")
+_OURS: Final = "ckpt.save_async"
 _TIMES: Final = (
     "stall_seconds",
     "drag_seconds",
@@ -70,11 +73,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=Path(".build/bench"), help="on the disk")
     parser.add_argument("--out", type=Path, help="a file for all values, as JSON")
-    asked = parser.parse_args()
-    asked.dir.mkdir(parents=True, exist_ok=True)
+    asked, options = parser.parse_known_args()
+    disk = asked.dir.resolve()  # The runs have working folders of their own
+    disk.mkdir(parents=True, exist_ok=True)
     console = Console()
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(dir=asked.dir) as folder:
+    with tempfile.TemporaryDirectory(dir=disk) as folder:
         trees = {
             "before": packages(asked.other.resolve(), Path(folder, "before")),
             "now": packages(_HERE, Path(folder, "now")),
@@ -85,7 +89,7 @@ def main() -> int:
                 for name in list(trees)[:: -1 if number % 2 else 1]:
                     console.print(f"{scenario}, round {number + 1}: {name}", style="dim")
                     try:
-                        runs[name].append(_run(scenario, trees[name], asked.dir.resolve()))
+                        runs[name].append(_run(scenario, options, trees[name], disk))
                     except subprocess.CalledProcessError as error:
                         console.print(error.stdout, markup=False)
                         return 1
@@ -109,12 +113,12 @@ def packages(tree: Path, folder: Path) -> Path:
     return folder
 
 
-def _run(scenario: str, tree: Path, folder: Path) -> Figures:
+def _run(scenario: str, options: Sequence[str], tree: Path, folder: Path) -> Figures:
     """Return the figures of one run with the packages in ``tree``."""
     with tempfile.TemporaryDirectory(dir=tree.parent) as out:
         command = [sys.executable, "-m", "bench", scenario, "--out", out, "--dir", str(folder)]
         subprocess.run(
-            [*command, "--contenders", "ckpt.save_async"],
+            [*command, *options, "--contenders", _OURS],
             cwd=tree,
             env={**os.environ, "PYTHONPATH": str(tree)},
             stdout=subprocess.PIPE,
@@ -154,7 +158,9 @@ def compared(scenario: str, before: Sequence[Figures], now: Sequence[Figures]) -
 
 
 def _table(rows: Iterable[Row]) -> Table:
-    table = Table("scenario", "case", "contender", "figure", "before", "now", "now / before")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in ("scenario", "case", "figure", "before", "now", "now / before"):
+        table.add_column(heading, no_wrap=heading != "case")
     for row in rows:
         case, name, column = row.figure
         values = [statistics.median(run) for run in (row.before, row.now)]
@@ -165,9 +171,8 @@ def _table(rows: Iterable[Row]) -> Table:
         )
         table.add_row(
             row.scenario,
-            case,
-            name,
-            column,
+            case if name == _OURS else f"{case}, {name.removeprefix('ckpt.')}",
+            column.removesuffix("_bytes_per_second").removesuffix("_seconds").replace("_", " "),
             *written,
             f"{statistics.median(row.ratios):.2f} ({min(row.ratios):.2f}-{max(row.ratios):.2f})",
         )

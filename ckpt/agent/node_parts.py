@@ -169,7 +169,7 @@ class NodeParts:
         ``ref``.
 
         Args:
-            ref: A step of which this node has no manifest.
+            ref: A step whose manifest this node does not have.
         """
         newest = self.newest()
         if newest is None or self._unsettled(self._folder(newest)):
@@ -225,9 +225,9 @@ class NodeParts:
         """Return this node's part of an older step that this node's copies may complete.
 
         An older step is tried only if a step has failed because agents of other nodes are silent.
-        The part returned is that of the newest step that this node has committed, that the shared
-        tier lacks, and of which this node has copies of the silent ranks' files. Return None if
-        there is no such step.
+        The step must be committed on this node and missing on the shared tier, and this node must
+        have copies of the silent ranks' files. Return the part of the newest step of that kind, or
+        None if there is none.
         """
         silent = self._unsettled(self._folder(max(failed))) if failed else set[int]()
         there = self._newest_there()

@@ -161,8 +161,8 @@ class Scrub:
             )
         )
         for tier in self._tiers:
-            # All nodes have the journal of a shared tier, so it gets no entry about a step of which
-            # this node verifies only its part.
+            # All nodes have the journal of a shared tier, so it gets no entry about a step if this
+            # node verifies only its own part of the step.
             if root.ranks is None or tier.local:
                 note_verified(url, ref.step, damage, journal=tier.url)
 

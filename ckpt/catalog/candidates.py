@@ -80,7 +80,7 @@ def candidates(
         step: The step that is wanted.
         workers: Threads, one for each store. Some of them may still wait for the answer of a store
             when the iterator ends.
-        finish: Called for the attempts at a step of which no attempt is committed.
+        finish: Called for the attempts at a step if none of them is committed.
         lists: Lists the attempts on a store.
 
     Raises:

@@ -81,7 +81,7 @@ def filled(
     A manifest that is filled already is returned as it is.
 
     Args:
-        read: Reads a fragment of which the manifest has no copy. Several threads call it.
+        read: Reads a fragment that the manifest does not carry. Several threads call it.
         key: The key of the manifest, for errors.
 
     Raises:

@@ -269,10 +269,10 @@ class Inventory:
         outline: _Outline,
         files: Sequence[_NamedFile],
     ) -> list[str]:
-        """Return the names of missing files: of ``files``, and of the fragments of the step.
+        """Return the names of the missing files among ``files`` and the fragments of the step.
 
-        Fragments of which the manifest has copies are not needed. With ``part``, only the fragments
-        of the ranks of ``files`` are needed. A listing may lag behind, so each file that is not in
+        Fragments that the manifest carries are not needed. With ``part``, only the fragments of the
+        ranks of ``files`` are needed. A listing may lag behind, so each file that is not in
         ``objects`` is looked up by a request of its own.
         """
         needed = list(files)

@@ -1,4 +1,4 @@
-"""Copy a step to one store from several processes, each of which copies the files of some ranks.
+"""Copy a step to one store from several processes. Each process copies the files of some ranks.
 
 The agents of a job whose nodes have tiers of their own do this after the job has ended. They share
 nothing but the destination store, so they coordinate through the folder of the step there:

@@ -129,7 +129,8 @@ class Watcher:
             if not sys.is_finalizing():
                 workers.close()
                 remove_pin(self._backend, pin)
-        renewing.result()
+        if renewing.done():  # It is not if the interpreter exits
+            renewing.result()
 
     def leave(self, step: CommittedStep) -> None:
         """Pass over ``step``. The next `Watcher` of this name returns it again."""

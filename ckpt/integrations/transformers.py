@@ -239,6 +239,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 remove_folders(self.args.output_dir, keep=set(manager.steps()))
 
         of_all(f"could not write the folder of step {step}", write)
+        self.accelerator.wait_for_everyone()  # Without torch.distributed, such as on XLA
 
     def _ckpt_check_history(self, manager: CheckpointManager, asked: str | None) -> None:
         """Raise ``ConfigError`` if the tiers have a step after that of the folder ``asked``.

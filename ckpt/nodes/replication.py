@@ -83,10 +83,8 @@ class NodeReplicas:
     ) -> None:
         self._server, self._coordinator, self._observers = server, coordinator, observers
         self._pace = Pace(config.replicate_mb_per_s)
-        self._copying = Workers("replicas", 1, nice=config.nice, cpus=config.cpus)
+        self._copying = Workers("replicas", 1, nice=config.nice, cpus=config.cpus).started()
         self._writing = Workers("copies", 1, nice=config.nice, cpus=config.cpus)
-        # If no thread can be started, the construction fails, and not a commit later.
-        self._copying.start()
         self._lock = threading.Lock()
         self._restored: StepRef | None = None
         self._restores = 0

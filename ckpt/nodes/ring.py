@@ -1,4 +1,4 @@
-"""The copies that one node keeps on one tier: from which nodes, and of which steps."""
+"""The copies of other nodes' files that one node keeps on one tier."""
 
 from __future__ import annotations
 

@@ -202,13 +202,14 @@ class NodeStore:
             try:
                 return self._request(peer, key, offset, out)
             except OSError as error:
-                if again:
-                    if not isinstance(error, _CutShort):
-                        self._dead.add(peer.rank)
-                        self._warn(peer, error)
-                    elif (peer.rank, key) not in self._noted:
-                        self._noted.add((peer.rank, key))
-                        self._warn(peer, error)
+                if not again:
+                    continue
+                if not isinstance(error, _CutShort):
+                    self._dead.add(peer.rank)
+                elif (peer.rank, key) in self._noted:
+                    continue  # It is in the log already
+                self._noted.add((peer.rank, key))
+                self._warn(peer, error)
         raise ObjectNotFound(key, f"{_name(peer.rank)} does not answer")
 
     def _note(self, key: str, failures: Mapping[int, StorageError]) -> None:

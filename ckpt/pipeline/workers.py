@@ -1,4 +1,4 @@
-"""The threads of ckpt, all of which this module starts.
+"""The threads of ckpt. Only this module starts threads.
 
 Each thread has a name and belongs to a group. Each group has an owner that closes it.
 """
@@ -124,6 +124,16 @@ class Workers:
         with self._lock:
             for _ in range(0 if self._closed else count - len(self._threads)):
                 self._start_one()
+
+    def started(self) -> Self:
+        """Start one thread, and return the group. Later calls of ``submit`` then get a thread, also
+        if the system starts no more threads.
+
+        Raises:
+            ThreadLimit: The system starts no thread.
+        """
+        self.start()
+        return self
 
     def _start_one(self) -> bool:
         """Start one more thread, unless the group has ``count`` of them or the system starts no

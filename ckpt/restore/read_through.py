@@ -164,8 +164,8 @@ class ReadThrough:
     def _is_worth(self, file: StoredFile, wanted: int) -> bool:
         """Return True if a file is to be fetched when a rank wants ``wanted`` bytes of it.
 
-        If nodes have tiers of their own, a node does not fetch a file of which a rank wants only a
-        small part, such as some buffers.
+        If nodes have tiers of their own, a node does not fetch a file if a rank wants only a small
+        part of it, such as some buffers.
         """
         least = file.file.size // _FEW if self._caches and self._tiers[self._caches[0]].nodes else 0
         return wanted > least

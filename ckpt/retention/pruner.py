@@ -206,8 +206,7 @@ class Pruner:
         )
         self._workers = Workers("prune", 1, nice=config.nice, cpus=config.cpus)
         if leads:
-            # If no thread can be started, the construction fails, and not a commit later.
-            self._workers.start()
+            self._workers.start()  # Otherwise a commit might get no thread
         self._lock = threading.Lock()
         self._queued = self._done = self._warned = False
 

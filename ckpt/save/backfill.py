@@ -63,9 +63,7 @@ class Backfill:
         self._hurry = threading.Event()
         patience = config.commit_timeout_seconds
         self._retry = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
-        self._watcher = Workers("backfill", 1, nice=config.nice, cpus=config.cpus)
-        # If no thread can be started, the construction fails, and not a commit later.
-        self._watcher.start()
+        self._watcher = Workers("backfill", 1, nice=config.nice, cpus=config.cpus).started()
 
     def begin(self) -> None:
         """Start to copy in the background, and return at once.

@@ -156,9 +156,7 @@ class Saver:
             for writer in self._durable[1:]
         }
         self._queue_threads = {
-            writer.url: _started(
-                Workers(f"queue{writer.tier.index}", 1, nice=config.nice, cpus=config.cpus)
-            )
+            writer.url: _started(f"queue{writer.tier.index}", config)
             for writer in self._durable[1:]
         }
         self._backfill: Backfill | None = None
@@ -169,9 +167,9 @@ class Saver:
         self.suspicions = Suspicions(coordinator.clone(), reports.ledger, config)
         self._lock, self._swept, self._left = threading.Lock(), False, threading.Event()
         self._untaken: int | None = None
-        self._copier = _started(Workers("copy", 1))
+        self._copier = Workers("copy", 1).started()
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
-        self._streamer = _started(Workers("save", 1, nice=config.nice, cpus=config.cpus))
+        self._streamer = _started("save", config)
 
     # -- slots -------------------------------------------------------------------------------------
 
@@ -615,11 +613,10 @@ def await_detaches(coordinator: Coordinator) -> None:
         _log.info("ckpt: the job is left to the agent without some ranks: %s", error)
 
 
-def _started(threads: Workers) -> Workers:
-    """Start a thread of the group, and return the group.
+def _started(name: str, config: SaveConfig) -> Workers:
+    """Return a group with one thread, which runs already.
 
-    If the system starts no thread, the manager is not built. A save that has begun and gets no
-    thread would hold the optimizer's step, or would end on no tier.
+    A save that has begun and gets no thread would hold the optimizer's step, or would end on no
+    tier.
     """
-    threads.start()
-    return threads
+    return Workers(name, 1, nice=config.nice, cpus=config.cpus).started()

@@ -63,7 +63,7 @@ def kind_of(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One wrapper tensor and the tensors inside of it, some of which may be wrapper tensors too.
+    """One wrapper tensor and the tensors inside of it. These may be wrapper tensors, too.
 
     Attributes:
         kind: The qualified name of the wrapper's class.
