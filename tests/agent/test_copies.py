@@ -91,9 +91,10 @@ def wire(moto_server: Server) -> Iterator[Proxy]:
         yield proxy
 
 
-def bucket(wire: Proxy, path: Path, **how: Any) -> Tier:
+def bucket(wire: Proxy, path: Path, read_timeout: int = 5, **how: Any) -> Tier:
     options = {"key": KEY, "secret": SECRET, "region": "us-east-1", "endpoint_url": wire.url}
-    hasty = {"retries": {"max_attempts": 1}, "connect_timeout": 1, "read_timeout": 5}
+    limits = {"connect_timeout": 1, "read_timeout": read_timeout}
+    hasty = {"retries": {"max_attempts": 1}, **limits}
     return Tier(f"s3://bucket/{path.name}", {**options, "config_kwargs": hasty}, **how)
 
 
@@ -265,15 +266,22 @@ def test_a_worker_that_is_silent_is_ended(
     place: Place, tmp_path: Path, wire: Proxy, caplog, monkeypatch
 ) -> None:
     """Otherwise it would continue to write later."""
-    far = bucket(wire, tmp_path)
+    far = bucket(wire, tmp_path, read_timeout=100)
     manager, going = begun(place, wire, [Tier(str(tmp_path / "near")), far])
+    wire.bytes_per_second = 2e5  # The rest of the file takes longer than the next lines
     [worker] = lent(place)
     # From here on, since a busy machine may take longer to lend a worker. The next report of the
     # worker begins the first wait of one second.
     monkeypatch.setattr("ckpt.agent.copy_client._SILENCE_SECONDS", 1.0)
     monkeypatch.setattr("ckpt.agent.copy_client._END_SECONDS", 0.5)
-    reached = going.progress
-    assert until(lambda: going.progress > reached)
+    next_answer, short_waits = Connection.next_answer, threading.Event()
+
+    def observed(connection: Connection, timeout: float) -> Any:
+        short_waits.set()
+        return next_answer(connection, timeout)
+
+    monkeypatch.setattr(Connection, "next_answer", observed)
+    assert short_waits.wait(100)
     with contextlib.suppress(ProcessLookupError):  # It has ended: it was silent under load
         os.kill(worker, signal.SIGSTOP)
     wire.bytes_per_second = 0.0
