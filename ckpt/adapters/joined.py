@@ -1,5 +1,5 @@
-"""Coordinators for ranks without ``torch.distributed``: processes that know their rank and the
-address of rank 0, MPI ranks, and Horovod ranks.
+"""Make coordinators for ranks that do not use ``torch.distributed``: processes that know their rank
+and the address of rank 0, MPI ranks, and Horovod ranks.
 
 Rank 0 serves a TCPStore, and the other ranks connect to it. No process group is made, and only the
 coordinator uses the store.
@@ -40,9 +40,9 @@ def join(
 ) -> Coordinator:
     """Return the coordinator of ``world_size`` processes, for ``CheckpointManager(coordinator=)``.
 
-    All ranks call this function, once for each manager and in the same order. It returns when all
-    ranks have called it. The store has no password: use it only in networks where
-    ``torch.distributed`` may be used.
+    All ranks call this function once for each manager, for the managers in the same order. It
+    returns when all ranks have called it. Rank 0 serves a TCPStore, which has no password. Use this
+    function only in a network in which ``torch.distributed`` may be used too.
 
     Args:
         rank: The number of this process, from 0.
@@ -70,8 +70,8 @@ def join_mpi(
 ) -> Coordinator:
     """Return the coordinator of the ranks of an MPI communicator of mpi4py.
 
-    All ranks of ``comm`` call this function, once for each manager and in the same order. Rank 0
-    chooses a free port and broadcasts it.
+    All ranks of ``comm`` call this function once for each manager, for the managers in the same
+    order. Rank 0 chooses a free port and broadcasts it.
 
     Args:
         comm: The communicator. It defaults to ``MPI.COMM_WORLD``.
@@ -80,8 +80,8 @@ def join_mpi(
         timeout: How many seconds to wait for the other ranks.
 
     Raises:
-        ConfigError: mpi4py is not installed.
-        CkptError: The errors of `join`.
+        ConfigError: ``comm`` is None, and mpi4py is not installed.
+        CkptError: See `join`.
     """
     if comm is None:
         try:
@@ -97,17 +97,17 @@ def join_horovod(
 ) -> Coordinator:
     """Return the coordinator of the ranks of Horovod.
 
-    All ranks call this function after ``hvd.init()``, once for each manager and in the same order.
-    Rank 0 chooses a free port and broadcasts it.
+    All ranks call this function after ``hvd.init()``, once for each manager, for the managers in
+    the same order. Rank 0 chooses a free port and broadcasts it.
 
     Args:
-        hvd: The module in use: ``horovod.torch``, ``horovod.tensorflow``, or another one.
+        hvd: The Horovod module that the job uses, such as ``horovod.torch``.
         host: The name or address by which the other machines reach rank 0. It defaults to the host
             name of rank 0. Only the value that rank 0 passes is used.
         timeout: How many seconds to wait for the other ranks.
 
     Raises:
-        CkptError: The errors of `join`.
+        CkptError: See `join`.
     """
     rank, size = hvd.rank(), hvd.size()
     return _broadcast(
@@ -124,8 +124,8 @@ def _broadcast(
 ) -> Coordinator:
     """Return the coordinator of ranks that learn the address of the store from rank 0.
 
-    Rank 0 serves the store at a free port, and passes the address to ``broadcast``, which returns
-    the text of rank 0 on every rank.
+    Rank 0 serves the store at a free port, and passes the address to ``broadcast``. All ranks call
+    ``broadcast``, and on each of them it returns the text that rank 0 has passed.
     """
     if world_size == 1:
         return SingleCoordinator()
@@ -136,7 +136,7 @@ def _broadcast(
             store = _store(host, _ANY_PORT, serves=True, timeout=timeout)
             address = f"{host}:{store.port}"
     finally:
-        # The other ranks wait for this broadcast, so rank 0 also sends it (empty) if it has failed.
+        # The other ranks wait for this broadcast. Rank 0 sends an empty text if it has failed.
         address = broadcast(address)
     if not address:
         raise ConfigError("join: rank 0 has failed to serve a store: see its own error")
@@ -177,9 +177,9 @@ def _store(host: str, port: int, *, serves: bool, timeout: float, way: str = _SI
     """Return a store at ``host`` and ``port``.
 
     Args:
-        serves: Whether this process serves the store, and does not connect to it.
+        serves: True if this process serves the store, False if it connects to the store.
         timeout: How many seconds to wait for the store.
-        way: What the error says for a store that cannot be reached.
+        way: The advice in the error if the store cannot be reached.
 
     Raises:
         ConfigError: The store cannot be served, or cannot be reached.
@@ -216,7 +216,7 @@ def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordina
     size = str(world_size).encode()
     coordinator.post("joined", size)
     sizes = {coordinator.set_once("world_size", size)}
-    # If the sizes differ, this rank must not wait, since some of the ranks may not exist.
+    # If the sizes differ, this rank must not wait for ``world_size`` ranks: some may not exist.
     if sizes == {size}:
         wait = Wait(max(0.0, deadline - time.monotonic()), "the join")
         sizes |= set(gather(coordinator, "joined", wait).values())

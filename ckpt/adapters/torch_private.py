@@ -1,15 +1,14 @@
-"""The private names of torch that ckpt uses where torch has no public names for the same purpose.
+"""Give access to private names of torch, where torch has no public name for the same purpose.
 
-All other modules use these names through this module. Where one of the tested releases lacks a
-name, this module has another way to the same result. For the names in ``REQUIRED`` there is no
-other way: the import of this module raises ``ConfigError`` if torch lacks one of them. Names of
-objects of FSDP can only be checked when such an object exists, so the functions that use them raise
-the error.
+If one of the tested releases lacks a name, a function of this module gets the same result in
+another way. There is no other way for the names in ``REQUIRED``: the import of this module raises
+``ConfigError`` if torch lacks one of them. Attributes of FSDP's objects can be checked only when
+such an object exists, so the functions that use them raise this error.
 
-A few private names are used directly by other modules, since they are the same in all tested
-releases: the attributes that a save reads of thousands of tensors (``Tensor._version``,
-``DTensor._local_tensor`` and ``DTensor._spec``), and the attributes of ``nn.Module`` that
-subclasses use (``_modules`` and ``_save_to_state_dict``).
+Other modules use private names through this module. They use a few directly that are the same in
+all tested releases. Among these are the attributes that a save reads of thousands of tensors (such
+as ``Tensor._version`` and ``DTensor._local_tensor``), and the attributes of ``nn.Module`` that
+subclasses use (such as ``_modules`` and ``_save_to_state_dict``).
 """
 
 from __future__ import annotations
@@ -132,9 +131,8 @@ def outside_of_workers() -> Generator[None]:
 
 
 def waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for the collective whose result ``tensor`` is going to be, and return the result.
-
-    A tensor that is no result of an asynchronous collective is returned as it is.
+    """Return ``tensor``. If it is the result of an asynchronous collective, wait for the collective
+    and return the tensor with the result.
     """
     if isinstance(tensor, _found["AsyncCollectiveTensor"]):
         return cast("Any", tensor).wait()  # type: ignore[no-any-return]
@@ -158,8 +156,8 @@ def storage_identity(tensor: torch.Tensor) -> int:
 
 
 def with_versions(values: Mapping[str, Any], of: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return ``values`` as a state dict with the versions of modules (``_metadata``) that the state
-    dict ``of`` has.
+    """Return a state dict with the items ``values``, and with the versions of modules
+    (``_metadata``) of the state dict ``of``.
     """
     found: Any = OrderedDict(values)
     found._metadata = getattr(of, "_metadata", {})
@@ -181,11 +179,12 @@ def use_count(tensor: torch.Tensor) -> int:
 
 
 def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return a function that compares its arguments with ``tensors`` as they are now.
+    """Return a function that returns True if its arguments have the properties that ``tensors``
+    have now.
 
-    It is the comparison of ``torch.compile``, which compares types, dtypes, shapes, strides and
-    lazy views of many tensors in one call. It also returns False if it cannot compare: for a tensor
-    that is given twice, and if this version of torch lacks the comparison.
+    ``torch.compile`` has such a function, which compares types, dtypes, shapes, strides and lazy
+    views of many tensors in one call. If it cannot be used, the result is ``always_unknown``. This
+    is so if ``tensors`` has a tensor twice, or if this torch lacks the function.
     """
     core: Any = torch._C
     try:
@@ -199,7 +198,7 @@ def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def always_unknown(*_: torch.Tensor) -> bool:
-    """Return False. This function replaces the comparison of ``guards_of`` where torch has none."""
+    """Return False. This is the result of ``guards_of`` if torch cannot compare the tensors."""
     return False
 
 
@@ -207,7 +206,7 @@ def always_unknown(*_: torch.Tensor) -> bool:
 
 
 def root_mesh(mesh: Any) -> Any:
-    """Return the mesh that ``mesh`` was cut from, or ``mesh`` itself."""
+    """Return the mesh that ``mesh`` was cut from, or ``mesh`` itself if it is not a part of one."""
     if (ask := getattr(mesh, "_get_root_mesh", None)) is not None:
         return ask()
     # Torch up to 2.9 has this function instead of the method.
@@ -217,7 +216,11 @@ def root_mesh(mesh: Any) -> Any:
 def fsdp2_groups(module: nn.Module) -> Sequence[Any]:
     """Return the groups of parameters that ``fully_shard(module)`` has made.
 
-    Modules that were given to ``fully_shard`` in one call have the same groups.
+    Modules that were given to ``fully_shard`` in one call have the same groups. The result is empty
+    if the module has no parameters of its own.
+
+    Raises:
+        ConfigError: The installed torch has neither name of the groups.
     """
     sharded: Any = module
     state = sharded._get_fsdp_state()
@@ -231,7 +234,9 @@ def fsdp2_groups(module: nn.Module) -> Sequence[Any]:
 
 
 def may_be_gathering(group: Any) -> bool:
-    """Return True unless it is certain that no all-gather of this FSDP2 group is under way."""
+    """Return False if no all-gather of this FSDP2 group is under way. Return True if one is, or if
+    this torch does not show it.
+    """
     return getattr(group, "_all_gather_result", group) is not None
 
 
@@ -248,8 +253,8 @@ def stand_in_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> tuple[Any,
     """Return a new optimizer of the same class as ``optimizer``, and a deep copy of ``settings``.
 
     The new optimizer has deep copies of the attributes of ``optimizer``, but no hooks, parameter
-    groups or state. Device meshes and process groups are not copied. An object that is in the
-    attributes and in ``settings`` is also one object in the copies.
+    groups or state. It shares device meshes and process groups with ``optimizer``. An object that
+    is in the attributes and in ``settings`` is also one object in the copies.
     """
     made: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): made}
@@ -307,8 +312,8 @@ class FlatParameter(NamedTuple):
         parts: The parts of the original parameters.
         size: The number of elements of the flat parameter on this rank; None with
             ``use_orig_params``.
-        tied: The name of each further parameter that shares its memory with one in ``parts`` -> the
-            name of the latter.
+        tied: The name of each further parameter that shares its memory with a parameter in
+            ``parts`` -> the name of the parameter in ``parts``.
     """
 
     held: Sequence[torch.Tensor]
@@ -333,7 +338,7 @@ def fsdp1_handle(wrapper: Any) -> Any:
 
 
 def fsdp1_ignored(wrapper: Any) -> Sequence[torch.Tensor]:
-    """Return the parameters that an FSDP1 wrapper was told to ignore."""
+    """Return the parameters that an FSDP1 wrapper ignores."""
     return tuple(wrapper._ignored_params)
 
 
@@ -355,8 +360,8 @@ def fsdp1_over_dtensors(handle: Any) -> Iterator[str]:
 
 
 def fsdp1_flat(handle: Any) -> FlatParameter | None:
-    """Return the flat parameter of a handle, or None if the module has its original parameters,
-    whole, instead of a flat one.
+    """Return the flat parameter of a handle, or None if the module keeps its original parameters
+    whole.
     """
     flat, is_sharded = handle.flat_param, bool(handle.uses_sharded_strategy)
     if handle._use_orig_params and not is_sharded:
@@ -400,6 +405,6 @@ def fsdp1_reshard(handle: Any) -> None:
     for name in ("_full_param_padded", "_full_prec_full_param_padded"):
         memory: torch.Tensor | None = getattr(handle.flat_param, name, None)
         if memory is not None and memory.untyped_storage().size():
-            if memory.device.type != "cpu":  # Queued work may still read it
+            if memory.device.type != "cpu":  # Queued work may still read the memory
                 memory.record_stream(handle._device_handle.current_stream())
             memory.untyped_storage().resize_(0)

@@ -1,9 +1,9 @@
-"""The coordinator over the job's TCPStore. It uses a connection and keys of its own, and makes no
-process group.
+"""Coordinate the ranks of a job over its TCPStore.
 
-It works with any store that ``init_process_group`` was given (torchrun's, ``tcp://``, ``file://``),
-and with the stores that `ckpt.adapters.joined` makes. It clones the connection, so a wait in the
-background never delays the trainer's own use of the store.
+The coordinator works with any store that ``init_process_group`` uses (that of torchrun, ``tcp://``
+or ``file://``), and with the stores that `ckpt.adapters.joined` makes. It uses keys of its own, and
+makes no process group. It clones the connection to the store, so a wait in the background never
+delays calls of the trainer to the store.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from ckpt.errors import CommitError, ConfigError
 T = TypeVar("T")
 
 _LOOK_SECONDS: Final = 1.0
-"""How long ``collect`` waits for the message of the highest rank before it reads the messages of
-all ranks. So it notices a failure of another rank after this time at the latest.
+"""The shortest pause of ``collect`` in seconds. In a pause, ``collect`` waits for the message of
+the highest rank only. After it, ``collect`` reads the messages of all ranks, since another rank may
+have failed.
 """
 _REST: Final = 4
-"""After ``collect`` has read the messages of all ranks, it waits this many times as long as that
-took, since reading the messages of thousands of ranks takes seconds of the store's time.
+"""The least ratio of a pause of ``collect`` to the time of the reads before it. Reading the
+messages of thousands of ranks takes seconds of the store's time, so long reads give long pauses.
 """
 _BLOCK: Final = 256
 """The number of keys in one request. The time of the server grows faster than linearly with this
@@ -42,8 +43,8 @@ number, and one request for each key costs seven times as much (docs/scale.md).
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.025
 _GROWTH: Final = 1.25
-"""Each pause between two requests of a wait is this many times as long as the pause before. So a
-wait lasts at most a quarter longer than necessary.
+"""Each pause between two requests of a wait is this many times as long as the pause before it,
+until the pauses have their full length. So a wait lasts at most a quarter longer than necessary.
 """
 _LOOKS: Final = 512
 """The most requests per second that all ranks together send once their pauses have their full
@@ -53,7 +54,7 @@ _NOTHING: Final = "\0"
 """The value that ``compare_set`` returns for a key without a value. No message is equal to it."""
 _START_SECONDS: Final = 300.0
 _FAREWELL_SECONDS: Final = 5.0
-"""How long rank 0 waits in ``close`` for the other ranks to close too."""
+"""The most seconds that rank 0 waits in ``close`` for the other ranks to close too."""
 _GROUP_WAY: Final = (
     "call torch.distributed.init_process_group() before building the manager, or give it "
     'coordinator=ckpt.join(rank, world_size, "host:port")'
@@ -64,8 +65,8 @@ _WORLDS: Final = {
     "HOROVOD_SIZE": "give the manager coordinator=ckpt.join_horovod(hvd)",
     "OMPI_COMM_WORLD_SIZE": _MPI_WAY,
 }
-"""The environment variables in which launchers give the number of ranks -> advice how to get a
-coordinator under that launcher.
+"""The environment variable in which a launcher gives the number of ranks -> the advice how to get a
+coordinator under this launcher.
 """
 _serial = itertools.count()
 
@@ -79,11 +80,14 @@ class TorchStoreCoordinator:
         Any thread may call the methods.
 
     Args:
-        group: This process' rank and the number of ranks, for a coordinator of other ranks than
-            those of the default process group.
+        group: The rank of this process and the number of ranks. It defaults to those of the default
+            process group.
         name: A name for this coordinator, the same on all its ranks, which no other coordinator of
             the job uses. Coordinators with a name need not be built in the same order on all ranks.
-        store: The store to use in place of that of the default process group.
+        store: The store. It defaults to the store of the default process group.
+
+    Raises:
+        CommitError: The store cannot be reached.
     """
 
     def __init__(
@@ -112,11 +116,12 @@ class TorchStoreCoordinator:
         _asked(lambda: self._store.set(f"{subject}/{self.rank}", message.decode()))
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
-        """Return the messages of ``ranks`` on ``subject`` that have arrived, by rank, as soon as
-        there is one. Return an empty dict if none has arrived after ``timeout`` seconds.
+        """Return the messages of ``ranks`` on ``subject`` that have arrived, by rank.
 
-        The call first waits for the message of the highest rank. When this message has arrived, or
-        after a pause, the call reads the messages of all ``ranks``.
+        The call waits for the message of the highest of ``ranks``. When this message has arrived,
+        and after each pause (see ``_LOOK_SECONDS``), the call reads the messages of all ``ranks``.
+        It returns as soon as it has read at least one. It returns an empty dict if none has arrived
+        after ``timeout`` seconds.
         """
         keys = {rank: f"{subject}/{rank}" for rank in sorted(ranks)}
         deadline, pause = time.monotonic() + timeout, _LOOK_SECONDS
@@ -134,41 +139,44 @@ class TorchStoreCoordinator:
         return {}
 
     def set_once(self, subject: str, verdict: bytes) -> bytes:
-        """Set the verdict on ``subject`` if there is none, and return the verdict that stands. If
-        several ranks set one, the first to reach the store wins.
+        """Set the verdict on ``subject`` if there is none, and return the verdict that then stands.
+        If several ranks call this method, the first call to reach the store sets the verdict.
         """
         return _asked(lambda: self._store.compare_set(f"{subject}/verdict", "", verdict.decode()))
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
         """Return the verdict on ``subject``, or None if there is none after ``timeout`` seconds.
-        With 0 the call does not wait.
+        If ``timeout`` is 0, the call does not wait.
         """
         key = f"{subject}/verdict"
         return self._look(key) if timeout <= 0 or self._wait([key], timeout) else None
 
     def forget(self, subject: str) -> None:
-        """Remove this rank's message on ``subject`` from the store. Never raises.
+        """Remove this rank's message on ``subject`` from the store. The call never raises.
 
-        The messages of each save take a few hundred bytes for each rank and tier, which would add
-        up in a month of training. Verdicts are not removed.
+        The messages of each save take a few hundred bytes for each rank and tier. They would add up
+        in a month of training. Verdicts are not removed.
         """
         with contextlib.suppress(dist.DistError, RuntimeError):
             self._store.delete_key(f"{subject}/{self.rank}")
 
     def clone(self) -> TorchStoreCoordinator:
-        """Return an equal coordinator with a connection of its own. A connection of torch's store
-        serves one call at a time, so a wait on it would delay calls from other threads.
+        """Return an equal coordinator with a connection of its own.
+
+        A connection of torch's store serves one call at a time, so a wait on it delays calls from
+        other threads.
         """
         other = copy.copy(self)
         other._store = PrefixStore(self._prefix, _own_connection(self._base))
         return other
 
     def close(self) -> None:
-        """Tell the other ranks that this rank needs the store no longer.
+        """Tell the other ranks that this rank no longer needs the store. The call ignores errors of
+        the store.
 
-        Rank 0, whose process may serve the store, then waits for all ranks to do so, at most
-        ``_FAREWELL_SECONDS``, since some may not have received the last verdict yet. It does not
-        wait while an exception is handled, such as one that ends the process.
+        Rank 0 then waits until all ranks have closed, for at most ``_FAREWELL_SECONDS``. Its
+        process may serve the store, and other ranks may not have received the last verdict yet.
+        Rank 0 does not wait while an exception is handled, such as one that ends the process.
         """
         with contextlib.suppress(CommitError):
             self.post("bye", b"-")
@@ -191,10 +199,10 @@ class TorchStoreCoordinator:
         return None if found == _NOTHING.encode() else found
 
     def _there(self, keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Return those of ``keys``, pairs of a rank and a key, whose key has a value.
+        """Return those of ``keys``, which are pairs of a rank and a key, whose key has a value.
 
-        One request asks whether all keys of a block have values. The keys are looked up one by one
-        only in a block in which some have none.
+        One request asks the store whether all keys of a block have values. If some have none, one
+        more request for each key of the block follows.
         """
         found: list[tuple[int, str]] = []
         for start in range(0, len(keys), _BLOCK):
@@ -209,7 +217,7 @@ class TorchStoreCoordinator:
         return _asked(lambda: self._store.check(keys))
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
-        """Wait until all ``keys`` have a value, and return True, or False after ``seconds``.
+        """Return True when all ``keys`` have a value, or False after ``seconds``.
 
         The call asks the store again and again, with growing pauses. ``Store.wait`` is not used,
         since it prints two warnings at each timeout, and kills the process if a thread is inside of
@@ -232,7 +240,7 @@ def _own_connection(base: Store | None) -> Store:
     try:
         return cast(Store, store.clone())
     except RuntimeError:
-        # Stores such as HashStore live in this process and have no connection to clone.
+        # A store in this process, such as HashStore, has no connection to clone.
         return cast(Store, store)
 
 
@@ -252,7 +260,7 @@ def find_coordinator() -> Coordinator:
     a ``SingleCoordinator``.
 
     Raises:
-        ConfigError: A launcher has started several ranks, and there is no process group.
+        ConfigError: A launcher has started several ranks, and there is no process group for them.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchStoreCoordinator()
