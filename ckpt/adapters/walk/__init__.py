@@ -1,3 +1,3 @@
-"""The walk over a state. It finds the tensors with their names, builds the tree of everything else,
-and prepares the save plan.
+"""Walk over a state: find its tensors with their names, build the tree of all other values, and
+prepare the save plan.
 """

@@ -1,4 +1,4 @@
-"""Advice for the errors about values that cannot be saved."""
+"""Give advice in the errors about values that cannot be saved."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ _CODE: Final = (
 
 
 def advice_for(value: object) -> str:
-    """Return how to save the content of ``value``, which has no ``state_dict``, in another way.
-
-    The text is empty if there is no advice for this kind of value.
+    """Return a text that says how to save the content of ``value`` in another way; empty if there
+    is no advice for this kind of value. ``value`` has no ``state_dict``.
     """
     match value:
         case enum.Enum():

@@ -1,4 +1,4 @@
-"""The choice of the part of a state that a save writes."""
+"""Choose the part of a state that a save writes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ckpt.model.values import join
 
 
 class Choice:
-    """The part of a state that ``patterns`` choose. It remembers the decision for each name, and
-    which patterns have matched a name.
+    """A choice of a part of a state by ``patterns``. It remembers the decision for each name, and
+    the patterns that have matched a name.
 
     Dicts, modules and optimizers may be saved in part. Any other value is saved as a whole or not
     at all.
@@ -60,15 +60,15 @@ class Choice:
     def part_of(self, state: Mapping[Any, Any], path: str = "") -> Mapping[Any, Any]:
         """Return ``state``, the dict at ``path``, without the values that are not saved.
 
-        Modules and optimizers that are saved in part stay in the result. The walk over them asks
-        ``takes`` for each of their names.
+        A module or optimizer stays in the result if any part of it may be saved. The walk then
+        calls ``takes`` for each of its values.
         """
         if self._patterns is WHOLE:
             return state
         found: dict[Any, Any] = {}
         if type(state) is OrderedDict:
             found = OrderedDict()
-            vars(found).update(vars(state))  # A state dict keeps the versions of modules there
+            vars(found).update(vars(state))  # A state dict has an attribute with module versions
         for key, value in state.items():
             name = join(path, key)
             taken = self.takes(name)

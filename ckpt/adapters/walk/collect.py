@@ -1,10 +1,14 @@
-"""The walk over a state, which finds its tensors with their names, and a tree of everything else.
+"""Walk over a state: find its tensors with their names, and build a tree of all other values.
 
-The tree has the shape of the state. Containers and plain values stand in the tree as they are. Any
-other value is represented by a node with a tag: ``tensor`` and ``array`` (with the name under which
-the bytes are stored), ``module`` and ``optimizer`` (the names of their tensors are below their
-path), ``object`` (with its ``state_dict()``), and ``per_rank`` (the value is in a tree of each
-rank).
+The tree has the shape of the state. Containers and plain values have the nodes that
+``ckpt.model.values`` defines. Any other value has a node with one of these tags:
+
+* ``tensor`` and ``array``, with the name under which the bytes are stored;
+* ``subclass``, a wrapper tensor, with the nodes of the tensors inside of it;
+* ``module`` and ``optimizer``, whose tensors have names below the path of the node;
+* ``object``, with the node of its ``state_dict()``;
+* ``per_rank``, whose values are in a separate tree of each rank;
+* ``size``, ``dtype`` and ``device``, which are values of torch.
 """
 
 from __future__ import annotations
@@ -69,10 +73,11 @@ class Collected:
     """The result of a walk over a state, in the order of the walk.
 
     Attributes:
-        parts: The tensors. The tensors of a module or optimizer form one segment, which is the same
-            object as in the last walk if nothing in it has changed. Other tensors stand alone.
-        tied: The name of a tensor that shares the memory of an earlier tensor -> the name under
-            which the bytes of that one are stored.
+        parts: The tensors. The tensors of a module, an optimizer or a large dict form one segment,
+            which is the same object as in the last walk if nothing in it has changed. Any other
+            tensor is a ``Held`` of its own.
+        tied: The name of each tensor that shares the memory of an earlier tensor -> the name under
+            which the bytes of the earlier tensor are stored.
         tree: The tree of the state.
         per_rank: The path of each ``PerRank`` value -> the tree of the value on this rank.
         optimizers: The optimizers whose steps the fence must hold.
@@ -117,15 +122,16 @@ def collect(
     Args:
         rank: The number of this rank.
         memory: The results of the last walk over this state; None for a first walk.
-        lasting: True if large dicts of tensors keep the same tensors from save to save. If False,
-            only a dict with the same tensors as in the last walk is treated in this way.
-        captured: The optimizers whose steps run no hook, since a graph replays them.
-        patterns: The part of the state to walk over. Names are the same as in a walk over all of
-            it.
+        lasting: True if each large dict of tensors will have the same tensors on later saves. It
+            then forms a segment at once. If False, a large dict forms a segment only if it has the
+            same tensors as in the last walk.
+        captured: The optimizers whose steps run no hook, since a graph replays the steps.
+        patterns: The part of the state to walk over. Names are the same as in a walk over the whole
+            state.
 
     Raises:
-        UnsupportedValue: The state has a value that only pickle could save. The error names its
-            path and says what to do.
+        UnsupportedValue: The state has a value that ckpt cannot save, such as one that only pickle
+            could save. The error names its path, and gives advice if there is any.
     """
     if not isinstance(state, Mapping):
         raise UnsupportedValue(
@@ -165,16 +171,16 @@ class _Optimizers:
     captured: Collection[Optimizer]
 
     def holds(self, optimizer: Optimizer) -> bool:
-        """Return True if nothing but calls of ``step()``, which a hook can hold, changes the
-        tensors of the optimizer. They may then be copied while training goes on.
+        """Return True if only calls of ``step()`` change the tensors of the optimizer, and a hook
+        can hold these calls. The tensors may then be copied while training goes on.
         """
         return not (
             methods_beyond_step(optimizer) or is_capturable(optimizer) or optimizer in self.captured
         )
 
     def owned(self) -> set[int]:
-        """Return the identities (``id``) of the parameters that nothing but ``step()`` of these
-        optimizers changes (see ``holds``).
+        """Return the identities (``id``) of the parameters of these optimizers. A parameter counts
+        only if ``holds`` returns True for each optimizer that has it.
         """
         late: set[int] = set()
         eager: set[int] = set()
@@ -272,10 +278,11 @@ class _Walk:
         raise UnsupportedValue(path, kind, advice_for(value))
 
     def made(self, value: object, path: str) -> Node:
-        """Return the node of a value that is not plain, inside of an object that a restore makes.
+        """Return the node of a value that is not plain, and that a restore must make itself.
 
-        ``encode`` calls this method in place of ``other`` there, since a restore cannot make a
-        wrapper tensor.
+        This is so for values inside of a ``state_dict()``, for example. ``encode`` calls this
+        method for them in place of ``other``. The method refuses a wrapper tensor, since a restore
+        cannot make one.
         """
         if is_wrapper(value):
             kind = f"{kind_of(value)} that a restore would have to make"
@@ -297,7 +304,9 @@ class _Walk:
 
         ``replicas`` are the ranks that are known to hold the same tensor.
         """
-        if self._alone:  # It is never tied to other tensors, so these do not depend on this rank
+        # A tensor of this rank alone is never tied to another tensor, so that the stored names of
+        # all other tensors are the same on all ranks.
+        if self._alone:
             if isinstance(tensor, DTensor | LocalShards):
                 kind = type(tensor).__name__
                 raise UnsupportedValue(name, f"{kind} in a PerRank", "put it into the state itself")
@@ -313,8 +322,8 @@ class _Walk:
         return stored
 
     def _has_owner(self, tensor: Source) -> bool:
-        """Return True if nothing but the step of its ``owner``, which the fence holds, changes the
-        tensor. The owner is added to the optimizers to fence.
+        """Return True if ``tensor`` is a ``LocalShards`` with an ``owner``, and only the step of
+        the owner changes it. Add the owner to the optimizers whose steps the fence must hold.
         """
         if not isinstance(tensor, LocalShards) or tensor.owner is None:
             return False
@@ -327,9 +336,9 @@ class _Walk:
         """Return the name under which the bytes of ``tensor`` are stored: ``name``, or that of an
         earlier tensor which is the same object or has the same memory.
 
-        ``seen`` and ``at`` are tables like those of this walk, for a segment that is being built.
-        The tensor is added to them if it is stored under ``name``. Such tensors are kept alive, so
-        no other tensor can have the same identity.
+        ``seen`` and ``at`` are ``_seen`` and ``_at`` of this walk, or the tables of a segment that
+        is being built. The call adds the tensor to them if it is stored under ``name``. The result
+        of the walk keeps such a tensor alive, so no other tensor can have the same identity.
         """
         check_initialized(name, tensor)
         self._read()
@@ -356,10 +365,10 @@ class _Walk:
     def _table(self, value: Mapping[Any, Any], path: str) -> Node:
         """Register the tensors of a large dict as one segment, and return the node of the dict.
 
-        Returns None if the dict has other values than plain tensors and ``LocalShards``, or keys
-        that are not plain. Unless the walk is ``lasting``, it also returns None if the dict has
-        other tensors than in the last walk, since these may be temporary and must not be kept
-        alive. ``encode`` then encodes the values one by one.
+        Returns None if ``encode`` must encode the values one by one. This is so if the dict has
+        other values than plain tensors and ``LocalShards``, or a key that is no string or begins
+        with '$'. Unless the walk is ``lasting``, it is also so if the dict has other tensors than
+        in the last walk. These may be temporary, and a segment would keep them alive.
         """
         tensors = tuple(value.values())
         known = PLAIN if self._is_remade else {*PLAIN, LocalShards}
@@ -414,7 +423,8 @@ class _Walk:
         if segment is None or not segment.closed or not segment.still(key, tensors):
             return False
         before = self._segments_before()
-        # Segments compare by identity. The same segments before this one need no new comparison.
+        # Segments compare by identity. If the segments before this one are the same as in the last
+        # walk, they are known to share no memory with this one.
         if before is None or before != segment.apart_from:
             self._read()
             if not (
@@ -442,8 +452,8 @@ class _Walk:
     def _read(self) -> None:
         """Add the tensors of all segments so far to ``_seen`` and ``_at``.
 
-        This is done as late as possible. A walk that takes all segments of the last walk in the
-        same order needs neither table.
+        The walk calls this method as late as possible, since it needs neither table if it takes all
+        segments of the last walk in the same order.
         """
         for segment in self._unread:
             self._seen.update(segment.seen)
@@ -463,9 +473,9 @@ class _Walk:
                 held.append(item)
             else:
                 tied[item.name] = stored
-        self._read()  # Without candidates, ``_stored`` has not called it
-        # ``_read`` will replace the list of each of these addresses by that of this segment, which
-        # must therefore have the earlier tensors too.
+        self._read()  # ``_stored`` has not called this method if there are no candidates
+        # A later call of ``_read`` replaces the list at each of these addresses by the list of this
+        # segment. So this list must have the earlier tensors too.
         for address in at.keys() & self._at.keys():
             at[address] = [*self._at[address], *at[address]]
         return Segment(key, tensors, held=held, tied=tied, seen=seen, at=at)
@@ -489,7 +499,7 @@ class _Walk:
         late = list(map(self._owned.__contains__, map(id, items.tensors)))
 
         def named() -> Iterator[Held]:
-            # A tensor that has several names becomes one source, which is then found to be tied.
+            # All names of a tensor get the same source, so that ``_stored`` ties them.
             made: dict[tuple[int, object], Source] = {}
             rows = zip(items.held, items.tensors, late, strict=True)
             for index, (entry, tensor, is_late) in enumerate(rows):
@@ -537,8 +547,8 @@ class _Walk:
             wrappers = in_optimizer(path, known)
             if self._take_again(path, (late, known, *wrappers.key), wrappers.tensors):
                 return known, wrappers
-        # The items are made again even if only the shape of a tensor has changed, since it may now
-        # belong to another part of a parameter.
+        # The items are made again even if only the shape of a tensor has changed, since the tensor
+        # may now belong to another part of a parameter.
         items = OptimizerItems(path, optimizer, keeper, self._parameters, now, self._choice)
         self._memory.optimizers[path] = items
         wrappers = in_optimizer(path, items)

@@ -1,4 +1,4 @@
-"""The entries of a module, and the parts of its parameters that a module or an optimizer holds."""
+"""Describe the entries of a module, and the parts of parameters that an optimizer holds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class Entry:
     """One item of a module's state dict.
 
     Attributes:
-        key: Its key in the module's own state dict.
-        fqn: Its canonical name, without the additions of wrappers such as DDP.
+        key: The key of the item in the module's own state dict.
+        fqn: The canonical name of the item, without the additions of wrappers such as DDP.
         value: The tensor, or the value of an extra state.
         piece: The piece of a larger tensor that ``value`` holds; None if ``value`` is the whole
             tensor.
-        replicas: The ranks that are known to hold the same, if ``value`` is a plain tensor.
+        replicas: If ``value`` is a plain tensor, the ranks that are known to hold the same tensor.
+            If it is a DTensor, the ``around`` of ``layout.replicas_of``.
         left: True if another of ``replicas`` saves the entry and this rank does not. The values on
             the two ranks may differ.
     """
@@ -39,7 +40,8 @@ class Entry:
 
 
 class Part(NamedTuple):
-    """A named part of a tensor among an optimizer's parameters.
+    """One named parameter in a tensor of an optimizer's parameter groups. A flat parameter of FSDP1
+    may contain several named parameters, whole or in pieces. Any other tensor contains one.
 
     Attributes:
         path: The path of the named parameter in the state.
@@ -56,8 +58,8 @@ class Part(NamedTuple):
         return self.piece is None or self.piece.is_here
 
     def all_of(self, parameter: Source) -> Source:
-        """Return the named parameter, which ``parameter`` holds: as ``LocalShards`` if it is a
-        piece, else ``parameter`` itself.
+        """Return the piece of the named parameter in the tensor ``parameter``, as ``LocalShards``.
+        If the tensor is the whole named parameter, return ``parameter`` itself.
         """
         if self.piece is None or not isinstance(parameter, torch.Tensor):
             return parameter
@@ -67,8 +69,8 @@ class Part(NamedTuple):
         """Return True if this rank saves ``value``, a value of the optimizer's state of this part.
 
         A value that belongs to the whole parameter, such as a step counter, is saved only by ranks
-        that hold a part of the parameter. The optimizers of the other ranks do not step it, since
-        it has no elements there.
+        that hold elements of the parameter. On any other rank, the optimizer does not step the
+        parameter.
         """
         return self.is_here or (
             isinstance(value, torch.Tensor) and self.piece is not None and self.piece.fits(value)
@@ -92,8 +94,8 @@ class ModuleItems:
         entries: The items.
         parts: The identity (``id``) of each parameter -> its parts. A flat parameter of FSDP1 may
             have several parts; any other parameter has one.
-        holders: The identity of each parameter -> the ranks that are known to have a parameter of
-            its name, whatever part of it they hold.
+        holders: The identity of each parameter -> the ranks that are known to have a parameter with
+            the same name. They may hold other parts of it.
         held: The entries whose values are tensors.
         tensors: The values of ``held``.
         others: The entries whose values are no tensors.

@@ -1,4 +1,4 @@
-"""The results of the last walk over a state, which the next walk uses again."""
+"""Keep the results of the last walk over a state for the next walk."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class Memory:
         return self._choices.setdefault(patterns, Choice(patterns))
 
     def items(self, path: str, module: nn.Module) -> ModuleItems:
-        """Return ``items_of(path, module)``. The last result is returned again if the state dict of
-        the module has the same keys and the same tensor objects. A state dict with values that are
-        no tensors never counts as the same.
+        """Return ``items_of(path, module)``. The call returns the last result again if the state
+        dict of the module has the same keys and the same tensor objects. A state dict with a value
+        that is no tensor always counts as changed.
         """
         if isinstance(module, ModuleStandIn):
             return module.items(path)
@@ -109,8 +109,8 @@ class Memory:
 class Structure:
     """The parameters of an optimizer, and the keys and values of its state, in their order.
 
-    It is made and compared in a few passes at the speed of C, since an optimizer may have thousands
-    of values.
+    A structure is made and compared in a few passes at the speed of C, since an optimizer may have
+    thousands of values.
 
     Attributes:
         objects: The parameters of all groups, then the keys of the state, then the keys within the
@@ -134,8 +134,10 @@ class Structure:
         self.kinds = list(map(type, self.values))
 
     def is_as(self, known: Structure, sources: Iterable[int]) -> bool:
-        """Return True if this structure is the same as ``known``. Of the values of the state, only
-        the types must be equal, and the values at the indices ``sources`` must be the same objects.
+        """Return True if this structure is the same as ``known``.
+
+        The values of the state at the indices ``sources`` must be the same objects. All other
+        values need only have the same types.
         """
         if self.sizes != known.sizes or self.kinds != known.kinds:
             return False
@@ -153,8 +155,8 @@ class OptimizerItems:
         owners: For each item of ``tensors``, the part of a parameter that it belongs to, its key in
             the state, and the parameter.
         tensors: The tensors of the state. A tensor that has several names occurs once for each.
-        others: The values of the state that are not tensors: their indices in ``Structure.values``
-            and their names.
+        others: For each value of the state that is not a tensor, its index in ``Structure.values``
+            and its name.
         are_plain: True if each tensor is exactly a ``torch.Tensor`` or an ``nn.Parameter``.
     """
 
@@ -216,7 +218,7 @@ class OptimizerItems:
         self.are_plain = PLAIN.issuperset(map(type, self.tensors))
 
     def is_of(self, keeper: Keeper, parameters: Parameters, now: Structure, choice: Choice) -> bool:
-        """Return True if this record still describes the optimizer.
+        """Return True if this record still describes the optimizer, whose structure is ``now``.
 
         All tensors must be the same objects, and all other values must have the same keys and
         types.

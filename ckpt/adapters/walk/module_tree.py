@@ -1,9 +1,10 @@
-"""A record that tells whether the ``state_dict()`` of a module has changed, without a call of it.
+"""Detect whether the ``state_dict()`` of a module has changed, without a call of the method.
 
 A call of ``state_dict()`` is slow, since it builds the names of all values, and a dict for each
-module. If all modules of a tree inherit the ``state_dict()`` of ``nn.Module``, its result is the
-same as long as the tables of the modules (parameters, buffers, children and hooks) hold the same
-objects. The tables are compared in a few passes at the speed of C.
+module. The tables of a module are the dicts and sets with its parameters, buffers, children and
+hooks. If all modules inherit the ``state_dict()`` of ``nn.Module``, its result is the same as long
+as their tables hold the same objects. A ``ModuleTree`` compares the tables in a few passes at the
+speed of C.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _INHERITED: Final = _methods(nn.Module)
 
 
 class ModuleTree:
-    """A module with all modules inside of it, and the contents of their tables.
+    """A record of a module, all modules inside of it, and the contents of their tables.
 
     Thread safety:
         Only the training thread uses it.
@@ -62,23 +63,23 @@ class ModuleTree:
         self._attributes = list(map(_attributes, self._modules))
         self._tables: list[Any] = list(chain.from_iterable(map(_tables, self._attributes)))
         self._sizes = list(map(len, self._tables))
-        # Most tables are empty. ``_sizes`` shows whether these still are, so their contents are not
-        # compared.
+        # Most tables are empty, and ``_sizes`` shows whether they stay empty. The contents of only
+        # the other tables are compared.
         self._filled = [table for table in self._tables if table]
         self._dicts = [table for table in self._filled if not isinstance(table, set)]
         self._names = list(chain.from_iterable(self._filled))
         self._values = list(chain.from_iterable(map(_values, self._dicts)))
 
     def is_usual(self) -> bool:
-        """Return True if no method and no hook of a module changes its ``state_dict()``, so that
-        ``still`` may be used.
+        """Return True if all modules inherit their ``state_dict()``, have no hooks for it, and have
+        tables of the usual types. Only then the result of ``still`` is meaningful.
         """
         hooks = chain.from_iterable(map(_hooks, self._attributes))
         return self._inherits() and _KINDS.issuperset(map(type, self._tables)) and not any(hooks)
 
     def still(self) -> bool:
-        """Return True if the tables still hold the same objects, so that ``state_dict()`` is the
-        same.
+        """Return True if the tables hold the same objects as when they were recorded, so that
+        ``state_dict()`` returns the same result as then.
         """
         try:
             return (
@@ -94,14 +95,14 @@ class ModuleTree:
             return False
 
     def _inherits(self) -> bool:
-        """Return True if no class and no module overrides a method of ``nn.Module``."""
+        """Return True if no class and no module overrides a method in ``_METHODS``."""
         return all(_methods(kind) == _INHERITED for kind in self._classes) and all(
             map(_has_no_method, map(dict.keys, self._attributes))
         )
 
 
 def _modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return ``module`` and all modules inside of it, as ``state_dict()`` visits them.
+    """Return ``module`` and all modules inside of it that ``state_dict()`` visits, each once.
 
     ``Module.modules()`` is not used, since a class may override it.
     """
@@ -116,8 +117,8 @@ def _modules_of(module: nn.Module) -> list[nn.Module]:
 
 
 def tree_of(module: nn.Module) -> ModuleTree | None:
-    """Return the record of ``module`` and the modules inside of it, or None if one of them has a
-    ``state_dict()`` that such a record cannot describe.
+    """Return the record of ``module`` and the modules inside of it. Return None if one of them
+    overrides its ``state_dict()``, has a hook for it, or has unusual tables.
     """
     try:
         found = ModuleTree(module)

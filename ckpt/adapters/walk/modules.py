@@ -1,4 +1,4 @@
-"""The canonical names of the tensors of modules and optimizers.
+"""Find the tensors of modules and optimizers, and give them canonical names.
 
 DDP, ``torch.compile``, FSDP1 and activation checkpointing insert a part of their own into the names
 of parameters. A canonical name is the name without these insertions. The state of an optimizer is
@@ -49,8 +49,10 @@ _WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mo
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """Return the optimizer that ``optimizer`` wraps and shares its state and groups with, or
-    ``optimizer`` itself if it is no such wrapper. Accelerate and Lightning use such wrappers.
+    """Return the optimizer inside of a wrapper as Accelerate and Lightning make it, or
+    ``optimizer`` itself if it is no such wrapper.
+
+    Such a wrapper has the same ``state`` and ``param_groups`` objects as the optimizer inside.
     """
     found: Optimizer = optimizer
     while (inner := _inner(found)) is not None and (
@@ -61,19 +63,20 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer | None:
-    # Accelerate keeps it in the attribute ``optimizer``, and Lightning in ``_optimizer``.
+    # Accelerate keeps the inner one in the attribute ``optimizer``, and Lightning in
+    # ``_optimizer``.
     held = (optimizer.__dict__.get(name) for name in ("optimizer", "_optimizer"))
     return next((each for each in held if isinstance(each, Optimizer)), None)
 
 
 def methods_beyond_step(optimizer: Optimizer) -> tuple[str, ...]:
     """Return the names of the public methods that an optimizer has besides those of
-    ``torch.optim.Optimizer``, and by which it may change its tensors.
+    ``torch.optim.Optimizer``, and that may change its tensors.
 
     If there are none, only ``step`` changes the tensors. A hook can hold ``step``, so the tensors
     may be copied while training goes on. Schedule-free optimizers have the methods ``train`` and
-    ``eval``, for instance, and sharpness-aware ones ``first_step`` and ``second_step``. The methods
-    of classes of torch and of ckpt do not count, since they are known not to matter.
+    ``eval``, for instance, and sharpness-aware ones ``first_step`` and ``second_step``. Methods
+    that classes of torch and of ckpt define do not count, since they are known to be harmless.
     """
     inner: Optimizer = getattr(optimizer, "optim", optimizer) if is_zero(optimizer) else optimizer
     kind: Any = type(inner)  # Mypy takes the hash of an optimizer for that of its class
@@ -101,8 +104,10 @@ def _own_methods(kind: type) -> tuple[str, ...]:
 
 def check_optimizer(path: str, optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
     """Raise ``UnsupportedValue`` if the optimizer at ``path`` may have state outside of its
-    attributes ``state`` and ``param_groups``. ``others`` are the optimizers of the state, which
-    are saved by themselves.
+    attributes ``state`` and ``param_groups``.
+
+    ``others`` are the optimizers that the state has under names of their own. The optimizer may
+    hold these.
     """
     kind = type(optimizer).__qualname__
     if is_zero(optimizer):
@@ -143,8 +148,8 @@ def check_owners(path: str, optimizer: Optimizer) -> None:
 
 @contextmanager
 def asked(path: str, value: object) -> Generator[None]:
-    """Convert errors of the block, which calls the ``state_dict()`` of ``value``, to
-    ``UnsupportedValue`` with the path of ``value``. Other errors of ckpt pass unchanged.
+    """Convert an error of the block to an ``UnsupportedValue`` with the path of ``value``. The
+    block calls ``value.state_dict()``. Errors of ckpt of any other class pass unchanged.
     """
     try:
         yield
@@ -163,16 +168,17 @@ def asked(path: str, value: object) -> Generator[None]:
 def raw_state(path: str, module: nn.Module) -> dict[str, Any]:
     """Return the state dict of the module at ``path`` with its own tensors, not detached.
 
-    The hooks of the module run, but no hook runs if any part of the module is wrapped in FSDP1,
-    since the hooks of FSDP1 gather parameters.
+    If any part of the module is wrapped in FSDP1, no hook of the module runs, since the hooks of
+    FSDP1 gather parameters. Otherwise, all hooks run.
     """
     with asked(path, module):
         return hookless_state(module) if is_fsdp1(module) else module.state_dict(keep_vars=True)
 
 
 def entries(path: str, module: nn.Module) -> Iterator[Entry]:
-    """Yield the items of the module's state dict with canonical names, in its order. The tensors
-    are not detached. A flat parameter of FSDP1 gives an entry for each parameter in it.
+    """Yield the items of the module's state dict with canonical names, in the order of the dict.
+
+    The tensors are not detached. A flat parameter of FSDP1 gives an entry for each parameter in it.
     """
     prefixes = _wrapper_prefixes(module)
     flats: Mapping[int, Mapping[str, AnyPiece | None]] = flat_parameters(module)
@@ -184,7 +190,7 @@ def entries(path: str, module: nn.Module) -> Iterator[Entry]:
 
 
 def canonical(module: nn.Module) -> Callable[[str], str]:
-    """Return a function from the module's own names to canonical names."""
+    """Return a function that converts a key of the module's state dict to its canonical name."""
     prefixes = _wrapper_prefixes(module)
     return lambda key: _clean(key, prefixes)
 
@@ -240,7 +246,9 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
 
 def _check_fsdp1(path: str, module: nn.Module, found: set[int]) -> None:
     """Raise ``UnsupportedValue`` if FSDP1 has gathered a flat parameter of the module, or has
-    flattened DTensors. ``found`` are the identities of the values in the module's state dict.
+    flattened DTensors.
+
+    ``found`` are the identities (``id``) of the values in the module's state dict.
     """
     if not is_fsdp1(module):
         return
@@ -258,8 +266,8 @@ def _check_fsdp1(path: str, module: nn.Module, found: set[int]) -> None:
 
 
 def _shared(module: nn.Module, found: Sequence[Entry]) -> Iterator[Entry]:
-    """Yield the entries of ``module`` with ``replicas`` and ``left`` set, as far as the unit of
-    each entry tells them.
+    """Yield the entries ``found`` of ``module``, with ``replicas`` and ``left`` set if the unit of
+    the entry (see ``tensors.units``) determines them.
     """
     unit_of = units_of(module)
     units = [unit_of(entry.key) for entry in found]
@@ -276,7 +284,7 @@ def _shared(module: nn.Module, found: Sequence[Entry]) -> Iterator[Entry]:
         is_buffer = id(entry.value) in buffers
         is_ignored = id(entry.value) in unit.ignored and (is_buffer or entry.value.requires_grad)
         if is_ignored or (not ranks[unit] and unit.is_first is None):
-            # The unit does not tell which other ranks hold the same.
+            # The unit does not show which other ranks hold the same tensor.
             yield entry
         elif is_buffer and unit.is_first is not None:
             yield entry if unit.is_first else replace(entry, replicas=ranks[unit], left=True)
@@ -291,8 +299,8 @@ class Parameters:
 
     Attributes:
         items: The items of each module of the state.
-        alone: The identity (``id``) of each parameter that no module holds, but that stands by
-            itself in the state -> its path.
+        alone: The identity (``id``) of each parameter that no module holds, and that is in a dict,
+            list or tuple of the state -> its path.
     """
 
     def __init__(self, modules: Iterable[tuple[nn.Module, ModuleItems]]) -> None:
@@ -304,12 +312,12 @@ class Parameters:
         self, optimizers: Iterable[Optimizer], tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
         """Add to ``alone`` those parameters of ``optimizers`` that no module holds and that are
-        among ``tensors``, the tensors that stand by themselves in the state.
+        among ``tensors``, the tensors in the dicts, lists and tuples of the state.
 
         A tensor in the state may be the parameter itself, or another tensor with the same memory,
-        as those of ``state_dict()`` are.
+        such as a tensor of a ``state_dict()``.
         """
-        # Sets are compared, since each save looks up thousands of parameters.
+        # A comparison of sets is fast, and each save looks up thousands of parameters.
         held = set[int]().union(*(items.parts for items in self.items))
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         if all(held.issuperset(map(id, parameters)) for parameters in groups):
@@ -328,8 +336,8 @@ class Parameters:
         return any(id(parameter) in items.parts for items in self._items.values())
 
     def of(self, module: nn.Module) -> ModuleItems | None:
-        """Return the items of ``module``, or None if it is not in the containers of the state, but
-        inside of an object.
+        """Return the items of ``module``, or None if it is inside of an object of the state, and
+        not in the dicts, lists and tuples of the state.
         """
         return self._items.get(id(module))
 
@@ -346,8 +354,8 @@ class Parameters:
         return (Part(self.alone.get(id(parameter)) or placeless(group, position)),)
 
     def holders_of(self, parameter: Source) -> tuple[int, ...]:
-        """Return the ranks that are known to have a parameter with the same name. The result is
-        empty if no module of the state holds ``parameter``.
+        """Return the ranks that are known to have a parameter with the name of ``parameter``. The
+        result is empty if no module of the state holds ``parameter``.
         """
         for items in self._items.values():
             if id(parameter) in items.holders:
@@ -356,7 +364,9 @@ class Parameters:
 
 
 def placeless(group: int, position: int) -> str:
-    """Return the name that takes the place of the path for a parameter that is not in the state."""
+    """Return the name to use in place of a path for a parameter that is not in the state. It
+    consists of the index of its parameter group and its position in the group.
+    """
     return f"{PLACELESS}{group}/{position}"
 
 
@@ -411,7 +421,8 @@ def new_state(
         piece: The piece of the saved parameter that ``parameter`` holds; None if it holds all.
 
     Raises:
-        RestoreError: The parameter is a DTensor, and the saved tensor has another shape.
+        RestoreError: The parameter is a DTensor, and the saved tensor has another shape and at
+            least one dimension.
     """
     dtype = getattr(torch, saved.dtype)
     if piece is not None and piece.shape == saved.shape and key != "step":

@@ -1,5 +1,5 @@
-"""Functions that find modules, optimizers, tensors and objects with a ``state_dict()`` in the
-containers of a state.
+"""Find modules, optimizers, tensors and objects with a ``state_dict()`` in the dicts, lists and
+tuples of a state.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def declares_state(value: object) -> bool:
     """Return True if the class of ``value`` inherits from torch's ``Stateful`` (of
     ``torch.distributed.checkpoint``) and is no ``nn.Module``.
 
-    The ``state_dict()`` of such an object gives its own tensors. A restore fills these in place
-    before it passes that dict to ``load_state_dict()``. Examples are ``ModelWrapper`` and
-    ``OptimizersContainer`` of torchtitan.
+    The ``state_dict()`` of such an object returns the tensors that the object itself uses. A
+    restore fills these tensors in place, and then passes the dict to ``load_state_dict()``.
+    Examples are ``ModelWrapper`` and ``OptimizersContainer`` of torchtitan.
     """
     api = sys.modules.get("torch.distributed.checkpoint.stateful")
     return (
@@ -50,8 +50,10 @@ def look_again(objects: Sequence[tuple[str, Any]]) -> None:
 
 
 def check_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> None:
-    """Raise ``UnsupportedValue`` if ``FakeTensorMode`` is active, in which tensors have no data,
-    and the state has a tensor.
+    """Raise ``UnsupportedValue`` if the state has a tensor while ``FakeTensorMode`` is active. In
+    this mode, tensors have no data.
+
+    ``objects`` are the modules and optimizers of ``state``, with their paths.
     """
     if torch.empty(0, device="cpu").untyped_storage().device.type != "meta":
         return
@@ -68,7 +70,9 @@ def check_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> 
 
 
 def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the object of each module and optimizer in the containers of a state."""
+    """Yield the path and the object of each module and optimizer in the dicts, lists and tuples of
+    a state, except those for which ``declares_state`` is True.
+    """
     if isinstance(value, nn.Module | Optimizer):
         if not declares_state(value):
             yield path, value
@@ -82,8 +86,8 @@ def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
 
 
 def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the path and the object of each tensor that stands by itself in the containers of a
-    state.
+    """Yield the path and the object of each tensor in the dicts, lists and tuples of a state. The
+    tensors of modules, optimizers and other objects are not among them.
     """
     if isinstance(value, torch.Tensor):
         yield path, value

@@ -1,9 +1,9 @@
-"""The save plan of a collected state, and the snapshots that are taken with it.
+"""Make the save plan of a collected state, and snapshots with this plan.
 
 The plan is kept as long as the structure of the state (names, layouts and replicas) is the same.
-The structure is compared on every save, part by part, so a plan is never used for another state.
-The list of copies from a segment's tensors to their places in a slot is kept too, since the tensors
-of an unchanged segment have the same memory.
+Every save compares the structure, part by part, so a plan is never used for another structure. The
+copies from a segment's tensors to their places in a slot are kept too, since the tensors of an
+unchanged segment have the same memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ckpt.storage.tiers import OpenTier
 
 Part = Segment | Held
 
-_SMALL_STATE_BYTES: Final = 512  # A step counter and its entries in the header
+_SMALL_STATE_BYTES: Final = 512  # The size of a step counter and its entries in the header
 
 
 class _Place(NamedTuple):
@@ -62,7 +62,7 @@ class Prepared:
         plan: The save plan.
         by_leaf: For each leaf, the sources of the plan's items that write it.
         devices: The devices of the tensors that are not in host memory.
-        lock: Held while the plan is laid over a slot.
+        lock: The lock that a thread holds while it lays the plan over a slot.
     """
 
     leaves: tuple[Leaf, ...]
@@ -75,7 +75,7 @@ class Prepared:
         self, slots: Iterable[Slot], parts: Sequence[Part], *, overlap: bool, check: CheckMode
     ) -> None:
         """Match the tensors of ``parts`` with their places in ``slots`` ahead of time, so that the
-        first save need not do it.
+        first save need not do it. The arguments are those of ``snapshot``.
 
         Thread safety:
             Any thread may call this method.
@@ -96,8 +96,15 @@ class Prepared:
         overlap: bool,
         check: CheckMode = "sampled",
     ) -> Snapshot:
-        """Return the snapshot of ``parts`` for a save to ``slot``: each tensor with its place in
-        the slot, and a sample of its bytes if ``check`` asks for it. Nothing is copied yet.
+        """Return the snapshot of ``parts`` for a save to ``slot``. No tensor is copied yet.
+
+        Args:
+            slot: The slot. The call writes the header of the image to it.
+            parts: The collected tensors, which must have the structure of the plan.
+            step: The number of the step.
+            overlap: True if late tensors may be copied while training goes on; False if all tensors
+                are copied before the save returns.
+            check: The ``check`` of ``SaveConfig``.
         """
         with self.lock:
             image, chosen = self._lay(slot, parts, overlap)
@@ -134,8 +141,8 @@ class Prepared:
         wrappers: list[tuple[str, torch.Tensor]] = []
         for offset, (held, form) in enumerate(_forms(part)):
             leaf = self.leaves[first + offset]
-            # These are aliases of the memory at the call. If ``parameter.data = other`` replaces
-            # the memory of the parameter during the copy, the old memory is still copied.
+            # These tensors are aliases of the memory at the call. If ``parameter.data = other``
+            # replaces the memory of the parameter during the copy, the old memory is still copied.
             parts = form.memories(leaf.boxes)
             # A cached plan guarantees shapes, but not that the memory still exists.
             for memory in parts:
@@ -156,7 +163,8 @@ class Prepared:
             if len(leaf.replicas) > 1 and leaf.nbytes:
                 boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)
                 checks.append(Check(leaf.name, boxes, tuple(parts), is_late))
-        # If each batch is sorted, sorting all batches together is a merge.
+        # The snapshot sorts the late copies of all batches together. This is fast if each batch is
+        # sorted already.
         late.sort(key=attrgetter("end"))
         return Batch(
             eager=tuple(eager), late=tuple(late), checks=tuple(checks), wrappers=tuple(wrappers)
@@ -201,7 +209,7 @@ class PlanCache:
         Raises:
             UnsupportedValue: A tensor cannot be saved, or two tensors have the same name. The error
                 has the name.
-            StagingError: A graph of one of the tensors' devices is being captured.
+            StagingError: A device of the tensors is capturing a graph.
         """
         found = [
             part if isinstance(part, Segment) else _signature(part, form_of(part.tensor))
@@ -214,7 +222,7 @@ class PlanCache:
         return self._prepared
 
     def forget(self) -> None:
-        """Forget the plan, and release the slots and tensors that it refers to."""
+        """Forget the plan and the tensors. The slots then drop the copies that they keep for it."""
         self._prepared = None
         self._known = []
 
@@ -315,10 +323,12 @@ def _nbytes(parameter: Source) -> int:
 
 
 def _may_be_late(memory: torch.Tensor) -> bool:
-    """Return False if ``memory`` must be copied before the call of the save returns.
+    """Return True if ``memory`` may be copied while training goes on, and False if it must be
+    copied before the call of the save returns.
 
-    This holds for devices without streams, for a tensor made in inference mode, which has no
-    version counter to watch, and for a lazy view, whose memory has other values than the view.
+    The result is False on an accelerator without streams, and for a tensor made in inference mode,
+    which has no version counter. It is also False for a lazily conjugated or negated view, whose
+    memory has other values than the view.
     """
     return is_ordered(memory.device) and not (
         memory.is_inference() or memory.is_conj() or memory.is_neg()

@@ -1,8 +1,8 @@
-"""Segments: the named tensors of one module or optimizer, which are kept from save to save.
+"""Keep the named tensors of one module, optimizer or large dict from save to save, as a segment.
 
-It takes longer than a training step can spare to name thousands of tensors. It is fast to compare
-them with those of the last save. A segment is used again only if every tensor is the same object
-with the same address, shape, stride, dtype and lazy conjugation or negation.
+Naming thousands of tensors would delay training noticeably. Comparing them with the tensors of the
+last save is fast. A segment is used again only if every tensor is the same object with the same
+address, shape, stride, dtype and lazy conjugation or negation.
 
 A tensor object may get another dtype, shape or memory at any time (``model.half()``,
 ``parameter.data = other``). So a segment keeps these properties of its tensors as values, which it
@@ -24,18 +24,19 @@ from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.torch_private import guards_of, storage_identity
 
 
-# A walk makes thousands of these, and a frozen dataclass takes four times as long to make.
+# A walk makes thousands of these objects, and a frozen dataclass takes four times as long to make.
 class Held(NamedTuple):
     """A tensor of the state, with its name.
 
     Attributes:
         name: The name of the tensor in the checkpoint.
         tensor: The tensor.
-        late: True if nothing but an optimizer's step, which the fence holds, changes the tensor.
-        replicas: The ranks that are known to hold the same, if it is a plain tensor.
+        late: True if only an optimizer's step changes the tensor, and the fence holds this step.
+        replicas: If it is a plain tensor, the ranks that are known to hold the same tensor. If it
+            is a DTensor, the ``around`` of ``layout.replicas_of``.
         left: True if another of ``replicas`` saves the tensor and this rank does not. The values on
             the two ranks may differ.
-        watched: The wrapper tensors that it is inside of, which have version counters of their own.
+        watched: The wrapper tensors around the tensor. They have version counters of their own.
     """
 
     name: str
@@ -53,14 +54,15 @@ are stored.
 
 
 class Segment:
-    """Named tensors that are compared with those of the next save together.
+    """The named tensors of one module, optimizer or large dict. The next save compares its tensors
+    with them in a few passes.
 
     Attributes:
         held: The tensors whose bytes are stored under their own names.
         forms: The form of each of ``held``.
         tied: The name of each other tensor -> the name under which its bytes are stored.
         seen: The identity (``id``) of each tensor in ``held`` -> its name.
-        at: The addresses of the tensors in ``held``.
+        at: The tensors in ``held`` by their addresses, with earlier tensors at these addresses.
         closed: True if no tensor is tied to one of another segment. Only then the segment may be
             used again.
         apart_from: The segments that came before this one in the last walk, and that are known to
@@ -138,9 +140,9 @@ class Table:
 class Facts:
     """The properties of some tensors that must not change while views of their memory are in use.
 
-    They are kept as values. Each property of all tensors is compared in one pass at the speed of C,
-    since there may be thousands of tensors. No pass collects the values that it reads, since
-    thousands of new tuples would start the garbage collector.
+    The properties are kept as values. Each property of all tensors is compared in one pass at the
+    speed of C, since there may be thousands of tensors. A pass makes no list of the values that it
+    reads, since thousands of new tuples would start the garbage collector.
     """
 
     __slots__ = (
@@ -174,8 +176,8 @@ class Facts:
         self._kinds = kinds
 
     def still(self, tensors: Sequence[Source]) -> bool:
-        """Return True if the properties of ``tensors`` are the same now. Return False if a tensor
-        is of a kind that cannot be compared.
+        """Return True if ``tensors`` have the recorded properties now. Return False if a tensor is
+        of a kind that cannot be compared.
         """
         kinds = list(map(type, tensors))
         if self._kinds != kinds:
@@ -241,8 +243,8 @@ def place_of(tensor: Source) -> int:
     """Return a number that is equal for tensors with the same memory: the address of the memory, or
     0 if the tensor has no memory of its own at one address.
 
-    If this rank holds no element of a DTensor, the number is made of the identity of its storage,
-    since all ranks must agree which DTensors share their memory.
+    If this rank holds no element of a DTensor, the number depends on the identity of its storage.
+    All ranks must agree which DTensors share their memory, including ranks without elements.
     """
     if is_plain(tensor):
         return tensor.data_ptr() if tensor.layout is torch.strided else 0

@@ -1,8 +1,8 @@
-"""Stand-ins: objects that take the place of a module or optimizer in a state, for a framework that
-keeps these in a form of its own.
+"""Define stand-ins: objects that take the place of a module or optimizer in a state, for a
+framework that keeps its modules or optimizers in a form of its own.
 
-A stand-in saves the names and shapes that a plain module or optimizer of PyTorch would save. So
-each can restore the checkpoints of the other.
+A stand-in saves the names and shapes that a plain module or optimizer of PyTorch would save. So a
+stand-in can restore the checkpoint of a plain module or optimizer, and the other way round.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Refilled(ABC):
 
     @abstractmethod
     def targets(self) -> dict[str, Any]:
-        """Return a dict with the names of ``state_dict()`` and the present values. A restore fills
-        its tensors, and then passes it to ``load_state_dict``.
+        """Return a dict with the keys of ``state_dict()`` and the present values. A restore fills
+        the tensors in the dict, and then passes the dict to ``load_state_dict``.
         """
 
 
@@ -61,7 +61,7 @@ class Checked(ABC):
 
     @abstractmethod
     def check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise a ``CkptError`` if ``load_state_dict`` must not get ``state_dict``.
+        """Raise a ``CkptError`` if the object must not load ``state_dict``.
 
         The method changes nothing. The tensors and arrays in ``state_dict`` have their shapes and
         dtypes, but their values have not been read yet.
@@ -82,23 +82,26 @@ class OptimizerStandIn(Optimizer, StandIn):
     """The base class of objects that stand for an optimizer.
 
     ``param_groups`` and ``state`` are like those of an optimizer of torch. But in place of
-    parameters they have the values of the ``ModuleStandIn`` that stands for the module.
+    parameters they have the ``Entry.value`` objects of the ``ModuleStandIn`` for the module.
 
-    The step hooks of the stand-in must be those of the optimizer that does the step.
+    The stand-in must have the same step hooks as the optimizer that does the step, so that the
+    fence can hold this step.
     """
 
     @abstractmethod
     def new_state(
         self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> Source:
-        """Return a new tensor for the value ``key`` of the state of ``parameter``, which a restore
-        fills since the optimizer has no such value yet.
+        """Return a new tensor for the value ``key`` of the state of ``parameter``.
+
+        A restore calls this method if the optimizer has no such value of this dtype and shape. It
+        then fills the tensor.
         """
 
     @abstractmethod
     def extra(self) -> dict[str, Any]:
-        """Return values to save besides the parameter groups and the state. They must be equal on
-        all ranks. A restore into another kind of optimizer ignores them.
+        """Return values to save besides the parameter groups and the state. The values must be
+        equal on all ranks. A restore into another kind of optimizer ignores them.
         """
 
     @abstractmethod

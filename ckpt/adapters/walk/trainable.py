@@ -1,4 +1,4 @@
-"""``trainable``: the trained part of a model, to put into a state in place of the model."""
+"""Put the trained part of a model into a state, in place of the model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def trainable(model: nn.Module) -> nn.Module:
     ``{"model": ckpt.trainable(model), "optimizer": optimizer}`` saves and restores the parameters
     that require a gradient at the time of the save or restore, under the names that they have in
     the whole model. It also saves the buffers and the extra state of each module that directly
-    holds such a parameter. All other parameters and buffers are left out, also those of a
-    ``BatchNorm(affine=False)``. The manifest names them, so a restore of the whole model leaves
-    them alone, and its report lists them.
+    holds such a parameter. All other parameters and buffers are left out. This includes the buffers
+    of a ``BatchNorm(affine=False)``, which holds no parameter. The manifest names the values that
+    are left out. So a restore of the whole model does not change them, and its report lists them.
 
     Raises:
         ConfigError: No parameter requires a gradient, or ``model`` is no module.
@@ -52,7 +52,7 @@ class _Trainable(ModuleStandIn):
         """Do nothing, since a restore fills the model's own tensors."""
 
     def items(self, path: str) -> ModuleItems:
-        """Return the items of the model that are saved, by the parameters that require a gradient
+        """Return the items of the model to save. They depend on which parameters require a gradient
         now.
         """
         whole = self._memory.items(path, self.model)

@@ -1,4 +1,6 @@
-"""The wrapper tensors (see ``tensors.wrapped``) among the tensors of a module or optimizer."""
+"""Replace the wrapper tensors (see ``tensors.wrapped``) of a module or optimizer by the tensors
+inside of them.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,10 @@ class Wrappers:
     """The wrapper tensors among the tensors of a module or optimizer. Each is taken apart once.
 
     Attributes:
-        tensors: The tensors, with the innermost tensors in place of each wrapper tensor.
-        key: A value that is the same on the next save if the wrapper tensors have not changed. The
-            innermost tensors must be compared besides.
+        tensors: The tensors, with the innermost tensors in place of each wrapper tensor. Wrapper
+            tensors that are not saved are left out.
+        key: A value that is equal on the next save if the wrapper tensors have not changed. It does
+            not cover the innermost tensors, so these must be compared separately.
         nodes: The name of each wrapper tensor -> its node in the manifest's tree.
 
     Raises:
@@ -38,9 +41,9 @@ class Wrappers:
     def __init__(
         self, tensors: Sequence[Source], name_of: NameOf, *, are_plain: bool = False
     ) -> None:
-        """Take the wrapper tensors among ``tensors`` apart.
+        """Take apart the wrapper tensors among ``tensors``. ``name_of`` gives the name of each.
 
-        ``are_plain`` is True if the caller knows that there are none.
+        ``are_plain`` is True if the caller knows that there are no wrapper tensors.
         """
         self._found: dict[int, Apart] = {}
         self.tensors = tensors
