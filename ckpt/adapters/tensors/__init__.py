@@ -1,1 +1,1 @@
-"""Tensors of the state: their layout, their memory, and the ranks that hold the same tensors."""
+"""Describe the tensors of a state: their layout, memory, and the ranks that hold the same ones."""

@@ -1,9 +1,10 @@
-"""Adapters of other distributions: entry points of the group ``ckpt.adapters``.
+"""Call the adapters that other distributions provide as entry points of the group
+``ckpt.adapters``.
 
 An adapter is a function that takes one value of a state. It returns an object with ``state_dict()``
 and ``load_state_dict()`` to save and load in place of the value, or None if it does not support the
-value. ckpt calls it for values that it cannot save by itself, such as an engine or a loader of a
-framework.
+value. ckpt calls adapters for values that it cannot save by itself, such as an engine or a loader
+of a framework.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def _adapters() -> tuple[Adapter, ...]:
 
 
 def adapted(value: Any) -> Any:
-    """Return the object that the first adapter which supports ``value`` gives for it, or ``value``
-    itself if no adapter supports it.
+    """Return the object that the first adapter for ``value`` returns. Return ``value`` itself if no
+    adapter supports it, or if ckpt needs no adapter for it.
     """
     if isinstance(value, _KNOWN):
         return value

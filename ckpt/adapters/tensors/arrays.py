@@ -1,4 +1,4 @@
-"""The conversion of NumPy arrays to tensors."""
+"""Convert NumPy arrays to tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def tensor_of(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
     """Return the elements of the array at ``path`` of a state as a tensor of the same shape.
 
     The tensor shares the memory of the array if the array is C-contiguous and writeable. Otherwise
-    it has a copy.
+    the tensor has a copy of the elements.
 
     Raises:
-        UnsupportedValue: The array has a dtype that torch lacks, or is of a subclass (such as a
-            masked array) that is more than its elements.
+        UnsupportedValue: The array has a dtype that torch lacks, or belongs to a subclass of
+            ``np.ndarray`` other than ``np.memmap``.
     """
     if isinstance(array, np.ma.MaskedArray):
         raise UnsupportedValue(

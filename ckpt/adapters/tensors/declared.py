@@ -1,4 +1,4 @@
-"""Plain parameters that the user has declared to be parts of larger tensors."""
+"""Let the user declare that plain parameters and buffers are parts of larger tensors."""
 
 from __future__ import annotations
 
@@ -35,17 +35,20 @@ class DeclaredPart(NamedTuple):
         return 0 not in self.own_shape
 
     def fits(self, memory: torch.Tensor) -> bool:
-        """Return True if ``memory`` has the shape of the box, as the parameter has, and the
-        optimizer state that has one element for each of the parameter's.
+        """Return True if ``memory`` has the shape of the box. The parameter has this shape, and so
+        has optimizer state with one element for each element of the parameter.
         """
         return tuple(memory.shape) == self.own_shape
 
     def of(self, name: str, memory: torch.Tensor) -> LocalShards:
-        """Return the larger tensor, called ``name``, as ``LocalShards`` with its box in ``memory``.
+        """Return the larger tensor as ``LocalShards``. The only part is the box, with its elements
+        in ``memory``. A box without elements gives no part.
+
+        ``name`` is the name of the larger tensor, for the error.
 
         Raises:
-            ConfigError: ``memory`` has not the shape of the box, since the parameter has got
-                another shape after its declaration.
+            ConfigError: ``memory`` has another shape than the box, since the shape of the parameter
+                has changed after its declaration.
         """
         if not self.fits(memory):
             raise ConfigError(
@@ -59,8 +62,8 @@ class DeclaredPart(NamedTuple):
 def declare_part(
     tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int], replicas: Iterable[int] = ()
 ) -> None:
-    """Declare that a plain parameter or buffer is a part of a larger tensor, as the experts of one
-    rank are.
+    """Declare that a plain parameter or buffer is a part of a larger tensor, for example the
+    weights of the experts on one rank.
 
     The module is then saved and restored with the whole tensor under the parameter's name, and can
     be restored on any other number of ranks. The same holds for the optimizer's state of the

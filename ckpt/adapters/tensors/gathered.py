@@ -1,4 +1,4 @@
-"""The removal of copies of parameters that torch computes with, since a restore does not fill them.
+"""Remove the copies of parameters that torch keeps, since a restore does not fill these copies.
 
 FSDP keeps the gathered parameters of some modules after a forward pass, and its next forward pass
 uses them again. ``torch.autocast`` keeps parameters that it has converted to the lower precision
@@ -27,8 +27,8 @@ _log = logging.getLogger("ckpt")
 
 
 def release(module: nn.Module) -> None:
-    """Free the parameters that FSDP has gathered in ``module``, so that its next forward pass
-    gathers the restored ones.
+    """Free the parameters that FSDP has gathered in ``module``, so that the next forward pass
+    gathers the restored parameters.
 
     All ranks call this function in the same order, since it waits for the end of an all-gather that
     is under way. Parameters of FSDP1 inside ``summon_full_params()`` stay gathered.
@@ -45,7 +45,7 @@ def release(module: nn.Module) -> None:
 
 def forget_copies() -> None:
     """Drop the converted parameters that ``torch.autocast`` keeps, and all compiled graphs of this
-    process if inductor may have frozen one. torch makes both again when it needs them.
+    process if inductor may have frozen one. Torch makes both again when it needs them.
     """
     torch.clear_autocast_cache()
     if has_frozen_graphs():

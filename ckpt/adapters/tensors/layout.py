@@ -1,5 +1,5 @@
-"""The layout of a tensor: the boxes that this rank holds, the memory of each box, and the ranks
-that hold the same boxes. ``leaf_of`` makes the leaf of a tensor from it.
+"""Find the layout of a tensor: the boxes that this rank holds, the memory of each box, and the
+ranks that hold the same boxes. ``leaf_of`` makes the leaf of a tensor from its layout.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ def is_plain(tensor: Source) -> TypeGuard[torch.Tensor]:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of ``tensor`` that this rank holds, as a plain tensor with the same memory.
-    So no code of a subclass runs when its bytes are read and written.
+
+    Operations on the result run no code of a tensor subclass.
     """
     return held if is_plain(held := held_in(tensor)) else plain_alias(held)
 
 
 def held_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, and any other tensor as it is. If a collective that
-    fills it is under way, the call waits for the result.
+    """Return the local tensor of a DTensor, and any other tensor as it is. If the tensor is the
+    result of a collective that is under way, the call waits for the collective.
     """
     if is_plain(tensor):
         return tensor
@@ -61,8 +62,9 @@ def _parts(source: Source) -> tuple[torch.Tensor, ...]:
 
 
 def memories(source: Source, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
-    """Return, for each of ``boxes``, a plain tensor with the memory that ``source`` holds of it.
-    ``boxes`` are those of the leaf that ``leaf_of`` makes of ``source``.
+    """Return a plain tensor for each of ``boxes``, with the memory of ``source`` for this box.
+
+    ``boxes`` must be those of the leaf that ``leaf_of`` makes of ``source``.
     """
     return _in_boxes(tuple(map(local, _parts(source))), boxes)
 
@@ -75,14 +77,14 @@ def _in_boxes(held: tuple[torch.Tensor, ...], boxes: Sequence[Box]) -> Sequence[
 
 
 class Form(NamedTuple):
-    """The layout and the memory that a tensor or ``LocalShards`` has at one time. They are kept as
+    """The layout and the memory that a tensor or ``LocalShards`` has at one time. Both are kept as
     values, since the object itself may get another dtype, shape or memory later.
 
     Attributes:
         signature: A value that is equal for two sources if and only if their leaves and the formats
             of their memory are equal.
         held: Plain tensors with the memory that this rank holds. They keep this memory when the
-            source gets another one.
+            source gets other memory.
         wrapper: The DTensor if the source is one, else None. Operations on a DTensor move its own
             version counter, and operations on its local tensor move that of the tensor in ``held``.
     """
@@ -92,8 +94,9 @@ class Form(NamedTuple):
     wrapper: torch.Tensor | None = None
 
     def memories(self, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
-        """Return a plain tensor with the memory of each of ``boxes``. ``boxes`` are those of the
-        leaf that ``leaf_of`` made of the source.
+        """Return a plain tensor with the memory of each of ``boxes``.
+
+        ``boxes`` must be those of the leaf that ``leaf_of`` made of the source.
         """
         return _in_boxes(self.held, boxes)
 
@@ -175,10 +178,11 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
 
 
 def boxes_of(name: str, tensor: DTensor) -> tuple[Box, ...]:
-    """Return the boxes of a DTensor that this rank holds.
+    """Return the boxes of a DTensor that this rank holds; empty if it holds none.
 
     Raises:
-        UnsupportedValue: The placement gives no boxes, as a partial one.
+        UnsupportedValue: A placement does not assign boxes to ranks, such as ``Partial``. The error
+            has ``name``.
     """
     if not tensor.device_mesh.get_coordinate():
         return ()
@@ -221,7 +225,7 @@ def check(name: str, tensor: torch.Tensor) -> str:
             "save int_repr(), q_scale() and q_zero_point()",
         )
     if is_plain(tensor):
-        # Most tensors are plain, and only their storage can be missing.
+        # Most tensors are plain. After the checks above, only their storage can be missing.
         check_storage(name, tensor)
         return dtype_name(name, tensor.dtype)
     held, memory = held_in(tensor), local(tensor)
@@ -242,7 +246,7 @@ def has_storage(memory: torch.Tensor) -> bool:
     """Return True if the storage of a plain tensor contains all its elements.
 
     A wrapper tensor (see ``tensors.wrapped``) has no storage. A parameter that FSDP has freed has
-    an empty one.
+    an empty storage.
     """
     if not (count := memory.numel()):
         return True
@@ -289,14 +293,17 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 
 
 def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Return the global ranks that hold the same boxes as this rank, ascending; empty if there is
-    no other. Their mesh coordinates differ from those of this rank only in replicated dimensions.
+    """Return the global ranks that hold the same boxes as this rank, ascending and including this
+    rank. Return an empty tuple if no other rank holds them.
+
+    The mesh coordinates of these ranks differ only in replicated dimensions.
 
     Args:
-        around: The ranks of the widest mesh in the same unit (see ``tensors.units``). If the mesh
-            of the tensor is a part of that mesh (``mesh["dp"]`` of a 2-D mesh), the tensor counts
-            as replicated over the dimensions that its own mesh lacks, since all ranks of the unit
-            have a tensor of that name. If ``around`` is empty, only the tensor's own mesh counts.
+        around: The ranks of the widest mesh in the same unit (see ``tensors.units``). The mesh of
+            the tensor may be a part of that mesh, such as ``mesh["dp"]`` of a 2-D mesh. The tensor
+            then counts as replicated over the dimensions that its own mesh lacks, since all ranks
+            of the unit have a tensor of that name. If ``around`` is empty, only the tensor's own
+            mesh counts.
     """
     here = tensor.device_mesh.get_coordinate()
     if here is None:
@@ -311,8 +318,8 @@ def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...
 
 
 def holders_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Return the global ranks that are known to have a tensor of this name, whatever part of it
-    they hold. ``around`` is that of ``replicas_of``.
+    """Return the global ranks that are known to have a tensor with the name of ``tensor``. They may
+    hold other boxes of it. ``around`` is as in ``replicas_of``.
     """
     return _alike(tensor, {}, around)
 
@@ -323,9 +330,12 @@ def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
 
 
 def _alike(tensor: DTensor, kept: Mapping[int, int], around: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the ranks whose coordinates are those in ``kept`` (dimension of the tensor's mesh ->
-    coordinate), ascending. They are ranks of the tensor's mesh. If this mesh is a part of a wider
-    one, they are ranks of the wider mesh that are in ``around``.
+    """Return the ranks that have the mesh coordinates ``kept``, ascending.
+
+    ``kept`` is a mapping: a dimension of the tensor's mesh -> the coordinate in this dimension. The
+    result has ranks of the tensor's own mesh. This mesh may be a part of a wider one, and
+    ``around`` may contain all of these ranks. The result then also has the other ranks in
+    ``around`` that have these coordinates in the wider mesh.
     """
     mesh = tensor.device_mesh
     own = (

@@ -1,8 +1,8 @@
-"""``LocalShards``: a tensor as the boxes that this rank holds, each with its own memory.
+"""Describe a tensor by the boxes that this rank holds, each with its own memory.
 
 ckpt describes ``ShardedTensor``, the parameters of FSDP1, and parameters inside of flat buffers in
-this form. For a sharded layout that ckpt does not support by itself, put ``LocalShards`` into the
-state in place of the tensor.
+this form, as ``LocalShards``. For a sharded layout that ckpt does not support by itself, put
+``LocalShards`` into the state in place of the tensor.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class LocalShards:
         owner: The optimizer whose ``step`` is the only code that changes the memory, if there is
             one. The memory is then copied while training continues, and the next step of this
             optimizer waits for the copy.
+
+    Raises:
+        ConfigError: A part is not inside of ``shape``, the parts have different dtypes, or there is
+            neither a part nor a ``dtype``.
 
     Attributes:
         boxes: The boxes of the parts, in the order of ``shards``.
@@ -84,8 +88,14 @@ class LocalShards:
         *,
         owner: Optimizer | None = None,
     ) -> LocalShards:
-        """Return a tensor of ``shape`` whose elements on this rank follow each other in row-major
-        order. The 1-D ``memory`` holds them, and ``start`` is the index of the first one.
+        """Return ``LocalShards`` for a rank that holds consecutive elements of a flattened tensor.
+
+        Args:
+            shape: The shape of the whole tensor.
+            start: The index of the rank's first element in the row-major order of the tensor.
+            memory: The elements of the rank, as a 1-D tensor.
+            replicas: The ``replicas`` of ``LocalShards``.
+            owner: The ``owner`` of ``LocalShards``.
         """
         shards: list[tuple[Sequence[int], torch.Tensor]] = []
         memory, at = memory.detach(), 0  # A detached tensor shares the version counter

@@ -1,4 +1,4 @@
-"""Values that each rank saves and restores for itself, such as random number generators."""
+"""Let each rank save and restore values for itself, such as random number generators."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class PerRank:
     Args:
         value: Anything that a state may hold: plain values, which a restore replaces, or an object
             with ``state_dict`` and ``load_state_dict``, which a restore loads in place.
-        on_resize: Whose value a rank takes if the checkpoint was saved by another number of ranks:
-            "error", "same_rank", "first" or a function (see ``OnResize``).
+        on_resize: The rule by which a rank gets its value if another number of ranks has saved the
+            checkpoint: "error", "same_rank", "first" or a function (see ``OnResize``).
 
     Raises:
         ConfigError: ``on_resize`` is none of these.
@@ -53,10 +53,10 @@ class PerRank:
 
 
 class RngState:
-    """The random number generators of this process: that of Python, the global one of NumPy, that
-    of torch on the CPU and, once the accelerator is in use, those of its devices.
+    """The global random number generators of this process: those of Python, of NumPy, of torch on
+    the CPU and, once the accelerator is in use, of its devices.
 
-    Put it into the state as ``PerRank(RngState())``, since the generators of ranks differ.
+    Put this object into the state as ``PerRank(RngState())``, since each rank has its own states.
     """
 
     def state_dict(self) -> dict[str, Any]:

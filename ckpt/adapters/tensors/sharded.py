@@ -1,9 +1,8 @@
-"""FSDP1: the parameters that are pieces of flat parameters, and the ``ShardedTensor`` of its state
-dicts.
+"""Describe the parameters of FSDP1, which are pieces of flat parameters, and ``ShardedTensor``.
 
 FSDP1's own ``state_dict()`` gathers parameters over the training process group and returns copies.
-So this module does not run the hooks that do it. The part of a parameter that a rank holds is a
-range of elements of the flat parameter. ckpt reads and fills this range in place.
+This module does not run the hooks of FSDP1, which do this. The part of a parameter that a rank
+holds is a range of elements of the flat parameter. ckpt reads and fills this range in place.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Piece(NamedTuple):
     """The part of one parameter that a flat parameter holds on this rank: a range of elements.
 
     Attributes:
-        fqn: The parameter's key in the module, which tells pieces without elements apart.
+        fqn: The parameter's key in the module. Two pieces without elements may differ only in it.
         shape: The shape of the whole parameter.
         start: The index of the range's first element in the flattened parameter.
         at: The index of the range's first element in the flat memory.
@@ -56,8 +55,8 @@ class Piece(NamedTuple):
         return self.length > 0
 
     def fits(self, memory: torch.Tensor) -> bool:
-        """Return True if ``memory`` has the shape of the flat memory, as the flat parameter has,
-        and its optimizer state.
+        """Return True if ``memory`` has the shape of the flat memory. The flat parameter has this
+        shape, and so has optimizer state with one element for each of its elements.
         """
         return memory.shape == (self.size,)
 
@@ -75,8 +74,8 @@ class Piece(NamedTuple):
 
 
 def gathered(name: str) -> UnsupportedValue:
-    """Return the error for a parameter that is gathered, so that the flat parameter is not in use
-    and its piece cannot be read.
+    """Return the error for a parameter that FSDP1 has gathered. The module then does not use the
+    flat parameter, so the piece of the parameter cannot be read.
     """
     return UnsupportedValue(
         name,
@@ -120,11 +119,11 @@ def is_fsdp1(module: nn.Module) -> bool:
 
 
 def groups_of(wrapper: Any) -> tuple[tuple[int, ...], bool]:
-    """Return the ranks of the process group of one FSDP1 wrapper, and True if this rank is the
-    first of all ranks of the wrapper.
+    """Return the ranks that share the parameters of an FSDP1 wrapper, and True if this rank is the
+    first of them.
 
-    With hybrid sharding, the ranks are all ranks of the job, if shards and copies together occupy
-    all of them.
+    The result has the ranks of the wrapper's process group. With hybrid sharding, it has all ranks
+    of the job instead, if shards and copies together occupy all of them.
     """
     ranks, copies = _groups(wrapper)
     here = torch.distributed.get_rank()

@@ -1,8 +1,9 @@
-"""Units: the parts of a module from which a rank concludes which ranks hold the same plain tensors.
+"""Divide a module into units, from which a rank concludes which ranks hold the same plain tensors.
 
-No rank knows the names of tensors on other ranks: an expert of a ``ModuleList`` may be on this rank
-alone. What one wrapper (DDP, FSDP1, ``fully_shard``) holds is a unit. A rank draws conclusions
-about a tensor on other ranks only from the unit of this tensor.
+A unit is the part of a module that one wrapper (DDP, FSDP1, ``fully_shard``) holds. A rank draws
+conclusions about a tensor on other ranks only from the unit of this tensor. It does not know the
+names of tensors on other ranks. An expert of a ``ModuleList`` may be on one rank alone, for
+example.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Unit:
     """The part of a module that one wrapper holds, or a part outside of all wrappers.
 
     Attributes:
-        ranks: The ranks on which the wrapper keeps parameters equal; empty if only the DTensors in
-            the unit tell the ranks, or none are known. If the mesh of a DTensor in the unit has
-            more ranks, those count instead.
+        ranks: The ranks on which the wrapper keeps parameters equal; empty if the wrapper does not
+            show them. If the mesh of a DTensor in the unit has more ranks, the ranks of the mesh
+            count instead.
         is_first: True if the buffers of this rank are saved, False if those of another rank are,
             and None outside of all wrappers, where the buffers of all ranks must be equal. No
             wrapper keeps changing buffers, such as those of a BatchNorm, equal on all ranks. (DDP
@@ -43,7 +44,9 @@ class Unit:
 
 
 def units_of(module: nn.Module) -> Callable[[str], Unit]:
-    """Return a function from a key of the module's state dict to its unit."""
+    """Return a function that takes a key of the module's state dict, and returns the unit that the
+    value under this key is in.
+    """
     units = dict(_walk(module, "", Unit(), {}))
 
     def unit(key: str) -> Unit:
@@ -64,8 +67,8 @@ def _walk(
     unit = _own_unit(module, known) or around
     yield path, unit
     children: Mapping[str, nn.Module | None] = module._modules
-    # A list with None in some places may hold modules that are on this rank alone, and other ranks
-    # may have the modules that are missing here.
+    # A list with None in some places may hold modules that are on this rank alone. Other ranks may
+    # have the modules for these places.
     sparse = isinstance(module, nn.ModuleList | nn.ModuleDict) and None in children.values()
     for name, child in children.items():
         if child is not None:

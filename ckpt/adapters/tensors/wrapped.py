@@ -1,9 +1,10 @@
-"""Wrapper tensors: tensors whose elements are in other tensors.
+"""Take apart wrapper tensors, which are tensors whose elements are in other tensors.
 
-Quantised weights and optimizer state, jagged and two-tensor wrappers are subclasses of
-``torch.Tensor`` without memory of their own. The ``__tensor_flatten__`` of the class gives the
-names of the tensors inside and the metadata. ckpt saves the inner tensors and fills them in place,
-and compares the metadata. It never makes an object of a class that a checkpoint names.
+A wrapper tensor is of a subclass of ``torch.Tensor`` and has no memory of its own. Examples are
+quantised weights, quantised optimizer state and jagged tensors. The ``__tensor_flatten__`` of the
+class returns the names of the tensors inside, and metadata. A save stores the tensors inside and
+the metadata. A restore compares the metadata and fills the tensors inside in place. It never makes
+an object of a class that a checkpoint names.
 """
 
 from __future__ import annotations
@@ -118,8 +119,9 @@ class Inside(NamedTuple):
     """An innermost tensor of a wrapper tensor, to be saved under a name of its own.
 
     Attributes:
-        source: The tensor, or ``LocalShards`` if it is cut as the DTensor around it is.
-        replicas: The ranks that are known to hold the same.
+        source: The tensor, or ``LocalShards`` if the tensor is a part of a larger one, cut like the
+            DTensor around it.
+        replicas: The ranks that are known to hold the same tensor.
     """
 
     source: Source
@@ -135,8 +137,9 @@ class Apart:
         tensor: The wrapper tensor, or the DTensor whose local tensor it is.
         layer: The layer of the wrapper tensor on this rank.
         watched: The tensors around the innermost ones that have version counters of their own.
-        key: A value that is the same on the next save if the wrapper tensors and the layout of the
-            DTensor have not changed. The innermost tensors must be compared besides.
+        key: A value that is equal on the next save if the wrapper tensors and the layout of the
+            DTensor have not changed. It does not cover the innermost tensors, so these must be
+            compared separately.
     """
 
     name: str
@@ -162,11 +165,12 @@ class Apart:
 
 
 def apart(name: str, tensor: torch.Tensor) -> Apart:
-    """Take apart a wrapper tensor, or the DTensor of one, that is ``name`` in the state.
+    """Take apart a wrapper tensor, or a DTensor whose local tensor is one. ``name`` is its name in
+    the state.
 
     Raises:
-        UnsupportedValue: The wrapper tensor cannot be saved, since it has memory of its own, or
-            metadata that consists not only of plain values, for instance.
+        UnsupportedValue: The wrapper tensor cannot be saved. For example, it has memory of its own,
+            or metadata with a value that is not plain.
     """
     held = held_in(tensor)
     layer = _layer(name, held, _as_it_is)
@@ -181,7 +185,7 @@ def apart(name: str, tensor: torch.Tensor) -> Apart:
 
 
 class _Same:
-    """Holds a tensor, and equals another object only if that holds the same tensor object."""
+    """Holds a tensor. Two of these are equal if and only if they hold the same tensor object."""
 
     __slots__ = ("held",)
 
@@ -352,11 +356,11 @@ _known_sizes: Final = WeakKeyDictionary[type, dict[Hashable, frozenset[str]]]()
 
 def _following(name: str, layer: Layer) -> frozenset[str]:
     """Return the paths in the metadata of this rank's part of a DTensor that hold the size of the
-    part. The saved metadata has the size of the whole tensor there.
+    part. The saved metadata has the size of the whole tensor at these paths.
 
-    A path counts only if its value follows the size when the class slices the part. A block size,
-    for instance, may equal the size of the part by chance. The result for a class, a shape and the
-    metadata is cached, since each save needs it.
+    A path counts only if a slice of the part has the size of the slice at this path. Another value,
+    such as a block size, may equal the size of the part by chance. The result for a class, a shape
+    and the metadata is cached, since each save needs it.
     """
     held, path = layer.held, _metadata_of(name)
     places = _places_of_size(held, path, torch.Size)
@@ -396,8 +400,8 @@ def _sharded(
     """Return the innermost tensors of a DTensor of a wrapper tensor, by their paths.
 
     If the DTensor is not sharded, its inner tensors are whole. If it is sharded by rows, each inner
-    tensor is a part of a larger tensor, cut by rows, or is whole on each rank. The slice
-    ``part[:n]`` of this rank's part shows which of the two it is.
+    tensor is either whole on each rank, or a part of a larger tensor that is cut by rows. An inner
+    tensor is a part if it is shorter in a slice ``[:n]`` of this rank's part of the DTensor.
     """
     held, boxes = held_in(tensor), boxes_of(name, tensor)
     leaves = dict(layer.leaves())
@@ -449,8 +453,8 @@ def _cut_by_rows(name: str, layer: Layer) -> set[str]:
 
 
 def _slices(held: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield slices of the first rows of ``held``, each after the number of slices of this length
-    that make up ``held``. Lengths that the class cannot slice are left out.
+    """Yield pairs of a number and a slice of the first rows of ``held``. The number says how many
+    slices of this length make up ``held``. Lengths that the class cannot slice are left out.
     """
     rows = held.shape[0] if held.ndim else 0
     for parts in dict.fromkeys((*_prime_factors(rows), rows)):

@@ -1,7 +1,7 @@
-"""The object that keeps the state of an optimizer on this rank.
+"""Find the object that keeps the state of an optimizer on this rank.
 
-It is the optimizer itself, or for ``ZeroRedundancyOptimizer`` the optimizer inside of it, which has
-this rank's share of the parameters.
+This object is the optimizer itself. For a ``ZeroRedundancyOptimizer``, it is the optimizer inside
+of it, which has this rank's share of the parameters.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ def is_zero(optimizer: Optimizer) -> bool:
 
 
 def keeper_of(path: str, optimizer: Optimizer) -> Keeper:
-    """Return the state of ``optimizer``, which is at ``path`` in the state that is saved.
+    """Return the state of ``optimizer``, which is at ``path`` in the state to save or restore.
 
-    The parameter groups are not a part of it. In each case ``optimizer.param_groups`` has all
-    parameters.
+    The result has no parameter groups. ``optimizer.param_groups`` has all parameters, also for a
+    ``ZeroRedundancyOptimizer``.
 
     Raises:
-        UnsupportedValue: The optimizer steps during ``backward()``.
+        UnsupportedValue: ``optimizer`` is a ``ZeroRedundancyOptimizer`` that steps during
+            ``backward()``.
     """
     if not is_zero(optimizer):
         return Keeper(optimizer.state)
