@@ -1,1 +1,1 @@
-"""The matching of a checkpoint with a state, and the code that fills the state from it."""
+"""Match a checkpoint with a state, and fill the state from the checkpoint."""

@@ -1,9 +1,9 @@
-"""The restore with ``replicas="broadcast"``: of several ranks that want the same chunk, one reads
-and verifies it, and sends it to the others over gloo.
+"""Restore with ``replicas="broadcast"``: if several ranks want the same chunk, one of them reads
+and verifies the chunk, and sends it to the other ranks over gloo.
 
 The restore proceeds in rounds. In each round, a rank reads its next parcels (groups of chunks)
 while the parcels of the round before are sent. The next round begins only after all ranks have
-agreed that the round has succeeded. So a rank that meets damage leaves no other rank waiting in a
+agreed that the round has succeeded. So if a rank finds damage, no other rank waits for it in a
 collective. If a collective itself fails, its time limit ends it. Ranks verify the chunks that they
 receive by the same checksums as the chunks that they read.
 """
@@ -35,10 +35,12 @@ PARCEL_BYTES: Final = 32 << 20
 """The most bytes of a parcel. A larger chunk is a parcel of its own."""
 FLIGHT_BYTES: Final = 128 << 20
 """The most bytes of the parcels that are sent at once. Besides its state, a rank needs memory for
-these parcels and for two parcels that it reads itself.
+these parcels. For each of its groups, it also needs memory for two parcels that it reads itself.
 """
 WORTH_BYTES: Final = 1 << 20
-"""Ranks that want fewer bytes than this in common read them each by itself."""
+"""The least bytes that a group of ranks shares. If ranks want fewer bytes in common, each of them
+reads these bytes itself.
+"""
 TIMEOUT: Final = timedelta(seconds=600)
 """The time limit of a collective."""
 
@@ -85,9 +87,9 @@ class Broadcast:
         self._free: list[memoryview] = []
         self._lock = threading.Lock()
         self.read_bytes = 0
-        """The bytes that this rank has read from storage."""
+        """The bytes that this rank has read from storage, where chunks may be encoded."""
         self.received_bytes = 0
-        """The bytes that this rank has received from other ranks, counted before any codec."""
+        """The raw bytes of the chunks that other ranks have sent to this rank."""
 
     def run(self, agree: Agree) -> None:
         """Read all chunks of the plan into the sink.
@@ -105,8 +107,8 @@ class Broadcast:
             self._part()
 
     def _meet(self) -> None:
-        """Exchange the keys of the chunks that the ranks want. Decide which ranks share which
-        chunks, and make the process groups for it.
+        """Exchange the keys of the chunks that the ranks want, decide which ranks share which
+        chunks, and make a process group for each set of ranks that share chunks.
         """
         with self._collective():
             world = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -194,7 +196,9 @@ class Broadcast:
                         self._free.append(load.memory)
 
     def _flights(self, parcels: Sequence[Parcel]) -> Generator[list[Parcel]]:
-        """Yield ``parcels`` in lists of at most ``FLIGHT_BYTES``, which are sent at once."""
+        """Yield lists of ``parcels`` to send at once. A list with several parcels has at most
+        ``FLIGHT_BYTES``.
+        """
         flight: list[Parcel] = []
         nbytes = 0
         for parcel in parcels:
@@ -242,8 +246,8 @@ class Broadcast:
 
     @contextmanager
     def _collective(self) -> Generator[None]:
-        """Destroy the process groups if the block fails, so that no rank waits for this one in a
-        collective. Errors of torch become ``Parted``.
+        """Destroy the process groups if the block fails, so that no other rank waits for this rank
+        in a collective. A ``RuntimeError`` becomes ``Parted``.
         """
         try:
             yield
@@ -305,8 +309,8 @@ class _LoadSink:
 def _mark(read: ChunkRead) -> Target:
     """Return the first target of the chunk, which identifies it in this restore.
 
-    The offset of the chunk in its file cannot identify it, since this depends on the codec of the
-    tier.
+    The offset of the chunk in its file cannot identify it, since the offset depends on the codec of
+    the tier.
     """
     return read.targets[0]
 

@@ -1,4 +1,4 @@
-"""The matching of one tensor of the state with its node in the checkpoint."""
+"""Match one tensor of the state with its node in the checkpoint."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ def fill(match: Matching, name: str, source: str, target: Source, node: Node) ->
     Args:
         match: The matching that the request is added to.
         name: The name of the tensor in the state.
-        source: Its name in the checkpoint.
+        source: The name of the tensor in the checkpoint.
         target: The tensor to fill.
-        node: Its node in the checkpoint.
+        node: The node of the tensor in the checkpoint.
 
     Raises:
         KindMismatch: Only one of ``target`` and ``node`` is a wrapper tensor, or they differ in
             their class, their metadata or the tensors inside.
         ShapeMismatch, DtypeMismatch, RestoreError: See ``Matching.want``.
-        UnsupportedValue: ``target`` is a wrapper tensor that cannot be filled.
+        ManifestCorrupt: The node of a wrapper tensor names a tensor that the checkpoint lacks.
+        UnsupportedValue: ``target`` cannot be filled.
     """
     if not (isinstance(target, torch.Tensor) and is_wrapper(target)):
         match.expect(node, name, "tensor", "array")
@@ -49,7 +50,7 @@ def fill(match: Matching, name: str, source: str, target: Source, node: Node) ->
             raise ManifestCorrupt(
                 "tree", f"it names the tensor {stored[:80]!r}, which is not there"
             )
-        # Codes of a quantized tensor have no meaning in another dtype.
+        # The integers in a quantised tensor have no meaning in another dtype.
         if f"torch.{saved.dtype}" != str(held.dtype):
             here = str(held.dtype).removeprefix("torch.")
             way = "build the target with the class and the settings that were saved"

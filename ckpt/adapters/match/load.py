@@ -1,4 +1,4 @@
-"""The matching of a manifest with a state.
+"""Match a manifest with a state.
 
 A restore first matches the whole state, and changes nothing meanwhile. Then it reads bytes into the
 tensors. Then it sets all other values.
@@ -64,11 +64,13 @@ def match(
     Raises:
         EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch, OptimizerMismatch: The manifest
             does not fit the state.
-        ConfigError: A ``PerRank`` value was saved by another number of ranks and has no
-            ``on_resize``, or a renaming fails.
+        ConfigError: A ``PerRank`` value was saved by another number of ranks, and its ``on_resize``
+            is "error" or chooses a rank that does not exist. Or a renaming fails.
         RestoreError: The state is no dict, the manifest has a tree that ckpt does not write, or an
             object of the state raises an error.
-        UnsupportedValue: A tensor of the state cannot be filled, as under ``FakeTensorMode``.
+        ManifestCorrupt, FormatUnsupported: The manifest has a value that cannot be made.
+        UnsupportedValue: A tensor of the state cannot be filled, for example under
+            ``FakeTensorMode``, or a ``state_dict()`` raises an error.
     """
     if not isinstance(state, MutableMapping):
         way = "a state is a dict: {'model': model, 'optimizer': optimizer, ...}"
@@ -130,7 +132,7 @@ class _Match:
         elif node is not ABSENT:
             self._item(value, node, name, source, put)
         elif inside and self._all.selection.renaming:
-            # By a renaming, the checkpoint may have the values inside of it in another place.
+            # With a renaming, the checkpoint may have the values inside of this one elsewhere.
             with self._all.one(name, source):
                 self._item(value, node, name, source, put)
         else:
@@ -161,11 +163,11 @@ class _Match:
     def _item(
         self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]
     ) -> None:
-        """Match ``node`` with ``target``, the value ``path`` of the state. ``put`` replaces this
+        """Match ``node`` with ``target``, the value at ``path`` of the state. ``put`` replaces this
         value in its container.
 
-        ``node`` is ``ABSENT`` only if the checkpoint may have the values inside of ``target`` in
-        another place, by a renaming.
+        ``node`` is ``ABSENT`` only if the renaming may find the values inside of ``target``
+        elsewhere in the checkpoint.
         """
         if not is_stateful(target):
             target = adapted(target)
@@ -196,8 +198,8 @@ class _Match:
         """Return the ``state_dict()`` (or ``targets()``) of an object whose tensors a restore fills
         in place, or None for any other value.
 
-        Such an object is of a ``Stateful`` class, or has sharded tensors, and the checkpoint has
-        tensors of it.
+        Such an object is ``Stateful`` (see ``declares_state``) or has sharded tensors, and its node
+        has tensors inside.
         """
         if not (
             is_stateful(target)
@@ -218,7 +220,8 @@ class _Match:
         """Match the tensors of ``live``, the ``state_dict()`` of ``target``. After they were read,
         ``target.load_state_dict`` gets this dict, as in ``torch.distributed.checkpoint.load``.
         """
-        # The tensors of an object that is filled through its targets keep their shapes.
+        # The tensors of a ``Refilled`` object keep their shapes. In any other object, the restore
+        # replaces a tensor that was saved with another shape (see ``_leaf``).
         before, self._in_object = self._in_object, not isinstance(target, Refilled)
         self._mapping(live, path, source)
         self._in_object = before
@@ -242,7 +245,7 @@ class _Match:
                     self._all.expect(node, path, "per_rank")
                 self._per_rank(target, node, path, source)
             case _ if is_stateful(target):
-                # Other programs store a plain mapping for such an object.
+                # An imported checkpoint has a plain mapping for such an object.
                 if not is_mapping(node):
                     self._all.expect(node, path, "object")
                 made = self._all.values.order(node["v"] if tag(node) == "object" else node, path)
@@ -285,8 +288,8 @@ class _Match:
             self._actions.append(lambda: put(made()))
 
     def _per_rank(self, target: PerRank, node: Node, path: str, at: str) -> None:
-        """Match a ``PerRank`` value, which is ``at`` in the checkpoint. In an imported checkpoint,
-        ``node`` is a list of the values of all ranks, as an export writes it.
+        """Match a ``PerRank`` value with the value at the path ``at`` of the checkpoint. In an
+        imported checkpoint, ``node`` is a list of the values of all ranks, as an export writes it.
         """
         saved_world = len(node) if isinstance(node, list) else self._saved.manifest.world_size
         source: int | None = self._rank
@@ -323,8 +326,8 @@ class _Match:
 def _match_module(match: Matching, module: nn.Module, node: Node, path: str, source: str) -> None:
     """Match a module with a saved module or a plain dict of tensors, by canonical names.
 
-    ``node`` is ``ABSENT`` if the checkpoint may have the tensors of the module in other places, by
-    a renaming.
+    ``node`` is ``ABSENT`` if the checkpoint has no value called ``source``, and the renaming may
+    find the tensors of the module elsewhere in the checkpoint.
 
     Raises:
         KindMismatch, ShapeMismatch, DtypeMismatch: The saved values do not fit.

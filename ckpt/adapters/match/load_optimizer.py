@@ -1,4 +1,4 @@
-"""The matching of an optimizer of the state with a saved optimizer.
+"""Match an optimizer of the state with a saved optimizer.
 
 The saved state of a parameter is found by the parameter's name. If a renaming gives the parameter
 another name in the checkpoint, its state is looked up under that name.
@@ -63,15 +63,15 @@ def match_optimizer(
     Args:
         match: The matching that the work is added to.
         optimizer: The optimizer in the state.
-        node: The saved optimizer, or ``ABSENT`` if the checkpoint may have its parts in other
-            places, by a renaming.
+        node: The saved optimizer. It is ``ABSENT`` if the renaming may find the values of the
+            optimizer elsewhere in the checkpoint.
         path: The name of the optimizer in the state.
-        source: Its name in the checkpoint.
+        source: The name of the optimizer in the checkpoint.
 
     Raises:
         OptimizerMismatch: The saved optimizer is of another kind, and the restore is strict.
-        RestoreError: The saved settings do not fit the parameter groups of ``optimizer``, or it has
-            parameters on the meta device that no module of the state holds.
+        RestoreError: The saved settings do not fit the parameter groups of ``optimizer``, or
+            ``optimizer`` has parameters on the meta device that no module of the state holds.
     """
     if node is not ABSENT:
         match.expect(node, path, "optimizer")
@@ -103,8 +103,9 @@ class _Found:
         parameter: The tensor in the parameter group.
         part: The parameter, or the part of it.
         is_here: True if this rank keeps any state of the part.
-        name: The name of the optimizer's values of the part, such as ``optimizer/model/weight``.
-        source: The name of these values in the checkpoint.
+        name: The common prefix of the names of the optimizer's values for the part, such as
+            ``optimizer/model/weight``.
+        source: The prefix of the names of these values in the checkpoint.
         weight: The name of the parameter itself in the checkpoint.
         saved: The saved settings and values; None if the checkpoint has none.
     """
@@ -123,7 +124,7 @@ class _Loader:
     """Matches one optimizer.
 
     Attributes:
-        found: The parameters that the checkpoint has and that the restore concerns.
+        found: The parameters that the checkpoint has, and that have state or settings to restore.
     """
 
     def __init__(self, match: Matching, optimizer: Optimizer, path: str, source: str) -> None:
@@ -159,13 +160,13 @@ class _Loader:
                 name = f"{self._path}/{short}"
                 weight = self._match.source(short)
                 there = self._match.source(name)
-                # If no rule of the renaming names this state, it follows its parameter.
+                # If no rule of the renaming names this state, it is renamed like its parameter.
                 if there in (name, f"{source}/{short}"):
                     there = f"{source}/{weight}"
                 saved = self._match.saved.parameter(there)
                 if saved is None and not self._match.parameters.in_module(parameter):
-                    # The saved state may have lacked the parameter. Then the name has its position
-                    # in the optimizer in place of its path.
+                    # The state may have lacked the parameter when it was saved. The name in the
+                    # checkpoint then has its position in the optimizer in place of its path.
                     older = f"{source}/{placeless(g, p)}"
                     saved = self._match.saved.parameter(older)
                     there = older if saved else there
@@ -174,9 +175,10 @@ class _Loader:
     def strangers(self) -> tuple[str, Sequence[str], Sequence[str]] | None:
         """Return None if the saved optimizer may be of the same kind as this one.
 
-        Otherwise, return the proof: "state" or "settings", the names of these that only the saved
-        optimizer has, and those that only this one has. If only one of the two has names that the
-        other lacks, this proves nothing, since options and versions of torch add names.
+        Otherwise, return the evidence: "state" or "settings", then the names of such values that
+        only the saved optimizer has, then the names that only this optimizer has. Both optimizers
+        must have names that the other one lacks. Names in only one of them prove nothing, since
+        options and versions of torch add names.
         """
         saved: set[str] = set()
         settings: set[str] = set()
@@ -189,8 +191,8 @@ class _Loader:
         there = settings - _HOW - _OF_SCHEDULERS - {_NAMES}
         here = {key for key in self._optimizer.defaults if isinstance(key, str)} - _HOW
         known = {key for group in self._optimizer.param_groups for key in group}
-        # Each of the two must have two settings that the other lacks. A single one may be a new
-        # default of a later torch, or a key that a user has added.
+        # Each optimizer must have two settings that the other one lacks. A single setting may be a
+        # new default of a later torch, or a key that a user has added.
         if len(here - there) > 1 and len(there - known) > 1:
             return "settings", sorted(there - known), sorted(here - there)
         return None
@@ -235,8 +237,8 @@ class _Loader:
                 if isinstance(current := group.get(key), torch.Tensor) and isinstance(
                     value, torch.Tensor
                 ):
-                    # A captured graph reads the learning rate at its address, so it is filled in
-                    # place.
+                    # A captured graph reads the learning rate at its address, so the tensor is
+                    # filled in place.
                     current.copy_(value)
                 else:
                     group[key] = value
@@ -244,7 +246,7 @@ class _Loader:
         self._match.actions.append(apply)
 
     def _keys(self, each: _Found) -> set[str]:
-        """Return the keys of the saved state of a part, as they stand in names."""
+        """Return the keys of the saved state of a part, in the form that ``_part`` returns."""
         names = [
             *below(self._match.saved.names, each.source),
             *(each.saved.values if each.saved else ()),
@@ -330,9 +332,9 @@ class _Loader:
     def _dtype(self, each: _Found, held: Any, saved: Tensor) -> str:
         """Return the dtype that a value gets if the restore may convert it.
 
-        This is the dtype of the present value ``held``. If there is none, it is the dtype of the
-        parameter if value and parameter were saved with the same dtype and shape, else the saved
-        dtype.
+        This is the dtype of the present value ``held``. If there is no present value, and value and
+        parameter were saved with the same dtype and shape, this is the dtype of the parameter.
+        Otherwise, this is the saved dtype.
         """
         if isinstance(held, Source):
             return str(held.dtype).removeprefix("torch.")
@@ -346,8 +348,10 @@ def _without_names(settings: Node) -> Node:
 
 
 def _key(name: str, part: str, present: Mapping[str, Any]) -> object:
-    """Return the key of a value in the optimizer's state, whose last part of a name is ``part``.
-    ``present`` has the keys of the present state, by their parts of names.
+    """Return the key of the value ``name`` in the optimizer's state of a parameter.
+
+    ``part`` is the last part of the name. ``present`` maps such parts to the keys of the present
+    state.
 
     Raises:
         RestoreError: The key is neither a string nor an int, so ``part`` does not determine it, and
@@ -363,5 +367,5 @@ def _key(name: str, part: str, present: Mapping[str, Any]) -> object:
 
 
 def _part(key: object) -> str:
-    """Return a key of the optimizer's state in the form in which it stands in names."""
+    """Return a key of the optimizer's state in the form in which names contain it."""
     return state_name("", "", key)[2:]

@@ -1,5 +1,5 @@
-"""The collection of the results of a matching: which tensors to read into which targets, what to do
-after that, and which names lack a counterpart.
+"""Collect the results of a matching: the tensors to read and their targets, the calls to make after
+the reads, and the names without a counterpart.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ASK: Final = "convert it on the way with restore(cast=True)"
 
 @dataclass(slots=True)
 class Matched:
-    """The work of a restore. It reads ``wanted[i]`` into ``targets[i]``, and then calls ``apply``,
-    which sets all other values.
+    """The work of a restore. The restore reads ``wanted[i]`` into ``targets[i]``, and then calls
+    ``apply``, which sets all other values.
 
     Attributes:
         wanted: The leaves to read, with the names and dtypes that they have in the checkpoint.
@@ -40,9 +40,9 @@ class Matched:
         missing: The names of the state that the checkpoint lacks.
         left_alone: The names of the state that the checkpoint lacks because its save left them out
             on purpose.
-        unexpected: The names in the checkpoint that have no place in this rank's state. Another
-            rank (another pipeline stage) may have a place for them, so this is an error only if no
-            rank has one.
+        unexpected: The names in the checkpoint that have no counterpart in this rank's state. They
+            may have one on another rank, such as another pipeline stage, so this is an error only
+            if they have none on any rank.
         unused: The patterns of the selection and the renaming that match no name of this rank's
             state. They may match a name on another rank.
         renamed: Pairs (name in the state, name in the checkpoint).
@@ -101,7 +101,7 @@ class Matching:
 
     def source(self, name: str) -> str:
         """Return the name in the checkpoint for a name of the state, by the rules of the renaming.
-        Note that the rule which gave it was used.
+        Record that the rule for ``name``, if there is one, was used.
         """
         source, pattern = self.selection.renaming.source(name)
         if pattern is not None:
@@ -109,30 +109,30 @@ class Matching:
         return source
 
     def takes(self, name: str) -> bool:
-        """Return True if the restore fills ``name``. Note that the patterns which match it were
-        used.
+        """Return True if the restore fills ``name``. Record that the patterns which match ``name``
+        were used.
         """
         self._unused.difference_update(self.selection.fitting(name))
         return self.selection.takes(name)
 
     def open(self, name: str, source: str) -> None:
-        """Note that the container ``source`` of the checkpoint is matched with the container
-        ``name`` of the state, and that its values are matched one by one.
+        """Record that the container ``source`` of the checkpoint is matched with the container
+        ``name`` of the state, value by value.
         """
         self._opened.setdefault(source, []).append(name)
 
     def claim(self, name: str, source: str, *, silent: bool = False) -> None:
-        """Note that ``source`` has a place in the state. If the two names differ, this is reported
-        as a renaming, unless ``silent`` is True.
+        """Record that ``source`` has a counterpart in the state. If the two names differ, the
+        report lists them as a renaming, unless ``silent`` is True.
         """
         self._taken.add(source)
         if source != name and not silent:
             self._renamed[name] = source
 
     def lack(self, name: str, source: str, parameter: str = "") -> None:
-        """Note that the checkpoint has no value for ``name``, if the restore fills ``name``.
+        """Record that the checkpoint has no value for ``name``, if the restore fills ``name``.
 
-        The report lists it as left alone if the save left it out on purpose, else as missing.
+        The report lists ``name`` as left alone if the save left it out on purpose, else as missing.
 
         Args:
             name: The name in the state.
@@ -149,8 +149,8 @@ class Matching:
 
     @contextmanager
     def one(self, name: str, source: str) -> Generator[None]:
-        """Count the object ``name``, whose values are matched within the block, as missing as a
-        whole if the checkpoint has none of its values.
+        """Return a context manager for a block that matches the values inside of ``name``. If the
+        checkpoint has none of them, only ``name`` itself is recorded as missing.
         """
         known, taken = dict(self._missing), len(self._taken)
         yield
@@ -159,7 +159,7 @@ class Matching:
             self.lack(name, source)
 
     def expect(self, node: Node, path: str, *tags: str) -> None:
-        """Raise ``KindMismatch`` if ``node``, the node of ``path``, has none of ``tags``."""
+        """Raise ``KindMismatch`` unless ``node``, the node of ``path``, has one of ``tags``."""
         if tag(node) not in tags:
             raise KindMismatch(path, kind(node), tags[0])
 
@@ -167,7 +167,8 @@ class Matching:
         """Request that the restore reads the tensor ``source`` of the checkpoint into ``target``,
         the tensor ``name`` of the state.
 
-        ``stored_as`` is the name under which the bytes are stored, if it is not ``source``.
+        ``stored_as`` is the name under which the bytes are stored, if it is not ``source``. If the
+        checkpoint has no such tensor, ``name`` is recorded as missing (see ``lack``).
 
         Raises:
             ShapeMismatch, DtypeMismatch: The target has another shape, or another dtype and the
@@ -234,10 +235,10 @@ class Matching:
         )
 
     def _is_about(self, source: str) -> bool:
-        """Return True if the restore would concern ``source``, a name without a place in the state.
+        """Return True if the selection includes ``source``, which has no counterpart in the state.
 
-        The name that it would have in the state decides. This follows from the innermost container
-        around it that was matched.
+        The selection applies to the name that ``source`` would have in the state. This name follows
+        from the innermost matched container around ``source``.
         """
         inside = source
         while inside and inside not in self._opened:

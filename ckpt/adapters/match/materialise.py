@@ -1,9 +1,8 @@
-"""The restore of tensors that are on the meta device: it gives them memory, and they stay the same
-objects.
+"""Restore tensors that are on the meta device: give them memory, and keep the tensor objects.
 
 So every holder of such a tensor (a module, a tied module, an optimizer) has the real tensor
-afterwards. The restore reads the data into a replacement. Only after all data was read, it swaps
-the contents of the two tensor objects.
+afterwards. The restore reads the data into a replacement. After all data was read, it swaps the
+contents of the two tensor objects.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ class RealTensors:
     def change_places(self) -> None:
         """Swap each tensor for which ``to_fill`` was called with its replacement.
 
-        Modules of ``fully_shard`` need no update, since they look at their shards again before the
-        first forward pass. This cannot have run with parameters on the meta device.
+        Modules of ``fully_shard`` need no update, since they read their shards again before their
+        first forward pass. With parameters on the meta device, no forward pass has run yet.
         """
         for tensor, real in (self._made[each] for each in self._filled):
             torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
@@ -129,9 +128,7 @@ def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_held(tensor: torch.Tensor) -> bool:
-    """Return True if C++ code holds references to ``tensor``, since torch refuses to swap such a
-    tensor.
-    """
+    """Return True if references in C++ code make torch refuse to swap ``tensor``."""
     count = use_count(tensor)
     if count != 2 or not (tensor.is_leaf and tensor.requires_grad):
         return count > 1

@@ -1,9 +1,9 @@
-"""The restore of targets that share a part of their memory: a flat buffer and views of it, a matrix
-and its transpose, or an expanded tensor, whose elements share memory.
+"""Restore targets that share a part of their memory: a flat buffer and views of it, a matrix and
+its transpose, or an expanded tensor, whose elements share memory.
 
-If one of these targets is filled, others change. So the restore reads each into memory of its own,
-copies the values into the targets one after another, and then checks that each target has the
-values that were read for it.
+If one of these targets is filled, others change. So the restore first reads the values of each
+target into separate memory. It then copies them into the targets one after another, and checks that
+each target has the values that were read for it.
 """
 
 from __future__ import annotations
@@ -99,9 +99,10 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _put(shared: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-    """Copy values into targets, and check that all targets have them in the end.
+    """Copy the values that were read into the targets, and check after all copies that each target
+    has its values.
 
-    ``shared`` has the name, the target, and the tensor with the values that were read.
+    ``shared`` has the name of each target, the target, and the tensor with the values for it.
     """
     for _, target, read in shared:
         dtype = str(target.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Optimizer state that a step of the optimizer makes on trial.
+"""Make optimizer state by a trial step of a copy of the optimizer.
 
 Only the optimizer's own code can make a value of a class that ckpt does not know, such as a
 quantised moment.

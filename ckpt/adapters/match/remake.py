@@ -1,6 +1,4 @@
-"""The creation of plain values from the manifest's tree, with the tensors and arrays inside of
-them.
-"""
+"""Make plain values from the manifest's tree, with the tensors and arrays inside of them."""
 
 from __future__ import annotations
 
@@ -43,7 +41,9 @@ class Remaker:
         return lambda: decode(node, self.make)
 
     def _order(self, path: str, tag: str, node: Mapping[str, Node]) -> object:
-        """Do what ``order`` does for one node with a tag. ``decode`` calls this method."""
+        """Make the tensors inside of a node with a tag, and check that its value can be made.
+        ``decode`` calls this method, and ``order`` ignores the result.
+        """
         if tag in ("module", "optimizer", "per_rank", "subclass"):
             raise KindMismatch(path, f"container with a {tag}", "plain value")
         if tag in ("tensor", "array") and node["n"] not in self._made:

@@ -1,4 +1,4 @@
-"""The rules of a restore by which names in the state become names in the checkpoint."""
+"""Convert names in the state to names in the checkpoint, by the rules of a restore."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class _Rule:
 
     Attributes:
         pattern: The pattern for names in the state.
-        expression: The pattern as a regular expression with a group for each ``*``, and a last
-            group for the names below.
+        expression: The pattern as a regular expression. It has a group for each ``*``, and a last
+            group for the rest of a name below the pattern.
         parts: The name in the checkpoint, split at each ``*``.
     """
 
@@ -35,7 +35,7 @@ class _Rule:
         if (found := self.expression.fullmatch(name)) is None:
             return None
         *stars, rest = found.groups(default="")
-        if len(self.parts) == 1:  # Without a star, all matching names have one source
+        if len(self.parts) == 1:  # The name in the checkpoint has no star
             return self.parts[0] + rest
         taken = zip(self.parts, [*stars, rest], strict=True)
         return "".join(part + text for part, text in taken)
@@ -45,11 +45,17 @@ class _Rule:
 class Renaming:
     """The rules by which names in the state become names in the checkpoint.
 
-    The first rule that matches a name counts. A name that no rule matches is the same in both. A
-    rule such as ``{"model/encoder.*": "model/backbone.*"}`` matches a name of the state, and all
-    names below it, and gives the name in the checkpoint. A ``*`` matches any text (also dots and
-    slashes, as few characters as possible), and stands for the same text in the other name. An
-    optimizer's state of a parameter is renamed like the parameter, unless a rule names the state.
+    The first rule that matches a name counts. A name that no rule matches does not change. A rule
+    such as ``{"model/encoder.*": "model/backbone.*"}`` matches a name of the state, and all names
+    below it, and gives the name in the checkpoint. A ``*`` matches any text, including dots and
+    slashes, and as few characters as possible. It stands for the same text in the name in the
+    checkpoint. An optimizer's state of a parameter is renamed like the parameter, unless a rule
+    names the state.
+
+    Attributes:
+        rules: The rules.
+        function: A function that the user gave in place of rules. It takes a name in the state and
+            returns the name in the checkpoint. It is None if there is no such function.
     """
 
     rules: tuple[_Rule, ...] = ()

@@ -1,4 +1,4 @@
-"""Access to the tree and the tensors of a checkpoint by their names."""
+"""Find the nodes and the tensors of a checkpoint by their names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.model.patterns import patterns_of
 from ckpt.model.values import Node, below, decode, join, parse
 
 ABSENT: Final = object()
-"""Represents a node that does not exist. None cannot do this, since it is the node of None."""
+"""Represents a node that does not exist. None is the node of the value None, so it is not used."""
 
 _MAPPINGS: Final = ("dict", "OrderedDict", "Counter")
 
@@ -25,7 +25,8 @@ class SavedParameter:
 
     Attributes:
         settings: The settings of the parameter's group.
-        values: The nodes of those values of its state that are not tensors, by their full names.
+        values: The nodes of those values of the parameter's state that are not tensors, by their
+            full names.
     """
 
     settings: Node
@@ -63,7 +64,7 @@ class Saved:
 
     @property
     def imported(self) -> bool:
-        """True if ``ckpt import`` made the checkpoint from one of another program."""
+        """True if ``ckpt import`` made the checkpoint from a checkpoint of another program."""
         metadata = parse(self.manifest.metadata, "metadata")
         return isinstance(metadata, dict) and "imported_as" in metadata
 
@@ -107,8 +108,8 @@ class Saved:
         return values
 
     def parameter(self, name: str) -> SavedParameter | None:
-        """Return the settings and values of a saved optimizer for one parameter, or None if it has
-        no such parameter.
+        """Return the settings and values of a saved optimizer for one parameter, or None if there
+        is no such optimizer or parameter.
 
         ``name`` consists of the paths of the optimizer and of the parameter:
         ``optimizer/model/layer.weight``.
@@ -132,7 +133,7 @@ class Saved:
         return self._in_left(name) or self._in_left(parameter)
 
     def _in_left(self, name: str) -> bool:
-        """Return True if the saved module around ``name`` lists it among the names left out."""
+        """Return True if the saved module around ``name`` lists ``name`` as left out."""
         path, node = self._around(name, "module")
         return bool(path) and name[len(path) + 1 :] in node.get("left", ())
 
@@ -164,13 +165,13 @@ class Saved:
         return sorted({*values, *tensors})
 
     def unexpected(self, taken: Collection[str], opened: Collection[str]) -> list[str]:
-        """Return the names of the checkpoint that have no place in the state.
+        """Return the names of the checkpoint that have no counterpart in the state.
 
-        A container in which nothing has a place gives one name. If a container is in ``opened``, or
-        has names in ``taken`` below it, its values are examined one by one.
+        If a container is in ``opened``, or has names in ``taken`` below it, its values are examined
+        one by one. Any other container gives only its own name.
 
         Args:
-            taken: The names that have a place in the state, each with all names below it.
+            taken: The names that have a counterpart in the state, each with all names below it.
             opened: The containers whose values were matched one by one.
         """
         names = sorted(taken)

@@ -1,5 +1,5 @@
-"""The settings of a restore: which names it fills, under which names it finds them, and how strict
-it is.
+"""Define the settings of a restore: the names that it fills, the names under which it finds them in
+the checkpoint, and how strict it is.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Selection(Patterns):
     """The part of a state that a restore fills. Values that no pattern matches stay as they are.
 
     Attributes:
-        strict: True if it is an error that the state or the checkpoint lacks a name that the other
-            has. If False, a target that the checkpoint lacks stays as it is, and a value that the
-            state lacks is not read.
+        strict: True if a name that only the state has, or only the checkpoint, is an error. If
+            False, a target that the checkpoint lacks stays as it is, and a value that the state
+            lacks is not read.
         renaming: The rules by which names in the state become names in the checkpoint.
         cast: True if the restore may convert a saved dtype to that of the target.
     """

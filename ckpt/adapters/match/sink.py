@@ -1,5 +1,5 @@
-"""The sink that fills tensors with chunks. Chunks for contiguous CPU memory are read directly into
-it, and all other chunks are copied.
+"""Fill tensors with chunks. A chunk is read directly into contiguous host memory of its target. If
+this is not possible, the bytes of the chunk are copied or converted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LARGE_BYTES: Final = 256 << 10
 
 
 class TensorSink:
-    """Fills ``targets`` with chunks. This rank's memory of ``targets[i]`` has the boxes of
-    ``leaves[i]``.
+    """Fills ``targets`` with chunks. ``leaves[i]`` is the leaf of ``targets[i]``, and has the boxes
+    that this rank holds.
 
     A leaf has the dtype of the saved data. If the target has another dtype, each chunk is
     converted.
@@ -80,9 +80,10 @@ class TensorSink:
         return found if found.nbytes == read.nbytes else None
 
     def _memory(self, leaf: int, piece: int) -> memoryview | None:
-        """Return the memory of box ``piece`` of target ``leaf`` as bytes, or None if it is not one
-        piece of host memory in the row-major order of the box, or does not hold the saved values
-        bit for bit.
+        """Return the memory of box ``piece`` of target ``leaf`` as bytes.
+
+        Returns None unless the memory is one piece of host memory in the row-major order of the
+        box, and must have the same bits as the saved values.
         """
         held = self._locals[leaf][piece]
         if self._converted[leaf] or not held.is_cpu or not held.is_contiguous():
@@ -95,7 +96,9 @@ class TensorSink:
         return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
-        """Copy the parts of a chunk that targets want from ``data``, the bytes of the chunk."""
+        """Copy the parts of a chunk to the targets that need them. ``data`` has the raw bytes of
+        the chunk.
+        """
         if read.nbytes < _LARGE_BYTES and (memory := self.direct(read)) is not None:
             # For thousands of small tensors, this takes a tenth of the time of torch's copies.
             memory[:] = data
@@ -106,8 +109,8 @@ class TensorSink:
             raw = raw.clone()
         plain = over(raw, read.dtype, read.box.shape)
         for index, target in enumerate(read.targets):
-            # A conversion needs the values in their own dtype, not in the integer dtype that takes
-            # its place in plain copies.
+            # A conversion needs the values in their own dtype. For some dtypes, ``plain`` has an
+            # integer dtype, which is enough for copies.
             converted = self._converted[target.leaf]
             chunk = (
                 raw.view(getattr(torch, read.dtype)).view(read.box.shape) if converted else plain
@@ -118,7 +121,7 @@ class TensorSink:
                 region.copy_(part)
 
     def _region(self, read: ChunkRead, index: int) -> torch.Tensor:
-        """Return the view of a target's memory that target number ``index`` of ``read`` names."""
+        """Return a view of the memory that target number ``index`` of ``read`` describes."""
         target = read.targets[index]
         held = self._locals[target.leaf][target.piece]
         box = self._leaves[target.leaf].boxes[target.piece]

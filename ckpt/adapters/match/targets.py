@@ -1,4 +1,4 @@
-"""Properties of values of the state that decide how a restore treats them."""
+"""Test the properties of a state's values that decide how a restore treats them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from ckpt.adapters.walk.objects import declares_state, is_stateful
 
 
 def memory_of(target: Source) -> Hashable:
-    """Return a value that is equal for targets with the same memory, dtype, shape and strides."""
+    """Return a value that is equal for targets with the same memory, dtype, shape and strides. For
+    targets without elements, it is equal only if they are the same object.
+    """
     if isinstance(target, LocalShards):
         return tuple(map(memory_of, target.tensors)) or id(target)
     memory = local(target)
-    address = memory.data_ptr()  # It is 0 for many tensors, and identifies none of them
+    address = memory.data_ptr()  # The address is 0 for all tensors without memory
     if not address or not memory.numel():
         return id(target)
     return address, memory.dtype, memory.shape, memory.stride()

@@ -1,5 +1,5 @@
-"""The conversion of a manifest to a nested state of plain containers, for exports and integrations.
-The caller decides which objects represent the tensors in it.
+"""Convert a manifest to a nested state of plain containers, for exports and integrations. The
+caller decides which objects represent the tensors in the state.
 
 A module becomes a dict by canonical names. An optimizer becomes ``{"state": ..., "param_groups":
 ...}``. Its parameters have numbers, as in ``Optimizer.state_dict``, or names, as in
@@ -31,7 +31,7 @@ _MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "
 
 @dataclass(slots=True)
 class Notes:
-    """The differences between the checkpoint and its conversion: pairs of a name and a reason.
+    """The differences between the checkpoint and its conversion, as pairs of a name and a reason.
 
     Attributes:
         changed: The names whose values are in another form in the conversion.
