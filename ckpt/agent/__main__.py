@@ -30,16 +30,20 @@ from ckpt.pipeline.workers import Workers
 _THREADS: Final = 2
 _NICE: Final = 19
 _COPY_NICE: Final = 10
-"""The niceness of a worker that copies files for a trainer.
+"""The number that is added to the niceness of a worker that copies files for a trainer.
 
-The worker has an interpreter of its own. So no training thread can wait for a lock that a suspended
-thread of the worker holds (decision 6).
+A low priority does not delay the training: the worker is a process with a GIL of its own, so no
+training thread waits for a lock that a suspended thread of the worker holds (decision 6).
 """
 
 
 def run(idle_seconds: float | None = None) -> bool:
-    """Run the agent of this user in this process, and return True when it has ended. Return False
-    at once if another process is the agent.
+    """Run the agent of this user in this process, and return True when the agent has ended. Return
+    False at once if another process is the agent.
+
+    Args:
+        idle_seconds: After how many seconds without a job the agent ends; None for the value of the
+            environment variable.
     """
     agent = _agent(idle_seconds)
     if agent.listen():
@@ -49,11 +53,13 @@ def run(idle_seconds: float | None = None) -> bool:
 
 
 def start() -> int:
-    """Fork a child process that becomes the agent.
+    """Fork a child process that becomes the agent. The call returns in both processes.
 
     Returns:
-        An exit code. The parent returns 0 once this agent or another one listens, and the exit code
-        of the child if the child has ended before. The child returns 0 when the agent has ended.
+        The exit code of the process that the call returns in. In the parent, it is 0 once the child
+        or another agent listens. If the child ends before that, it is the exit code of the child,
+        or 1 if that is 0. In the child, it is 0 when the agent has ended, or at once if another
+        agent listens.
     """
     ear, mouth = os.pipe()
     if child := os.fork():  # A fork is safe here, since no other thread runs yet
@@ -86,8 +92,8 @@ def work(parent: int) -> int:
     The kernel kills this process when the agent ends.
 
     Args:
-        parent: The process id of the agent. If it is not the parent of this process, the process
-            ends at once.
+        parent: The process id of the agent. If the parent of this process has another id, this
+            process ends at once.
     """
     end_with_parent(parent)
     order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
@@ -104,7 +110,7 @@ def work(parent: int) -> int:
 
 
 def _carry_out(order: Order, report: OnReport) -> Ended:
-    """Carry out the task of ``order``, and return the last report. ``report`` gets the others."""
+    """Carry out the task of ``order``, pass reports to ``report``, and return the last report."""
     match order.task:
         case "copy":
             os.nice(_COPY_NICE)
@@ -120,7 +126,7 @@ def _carry_out(order: Order, report: OnReport) -> Ended:
 
 
 def main(words: list[str]) -> int:
-    """Run the process that the arguments ``words`` name, and return its exit code."""
+    """Carry out the command line ``words``, such as ``["work", PID]``, and return an exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     try:
         match words:

@@ -48,23 +48,23 @@ _PARENT: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath
 
 
 class Connection:
-    """A connection to an agent, or to a worker that the agent has lent. One request is under way at
-    a time.
+    """A connection to an agent. After an `AskWorker` request, a worker of the agent has the other
+    end. One request is under way at a time.
 
     Attributes:
-        welcome: The version and the process id of the agent.
+        welcome: The message with the version and the process id of the agent.
 
     Thread safety: one thread at a time.
     """
 
     def __init__(self, connected: socket.socket) -> None:
-        """Receive the agent's welcome.
+        """Receive the agent's `Welcome`. If this fails, the caller closes ``connected``.
 
         Raises:
-            AgentError: The process at the other end belongs to another user, or sends something
-                else.
-            EOFError: It closes the connection.
-            OSError: It sends nothing in time, or the connection breaks.
+            AgentError: The process at the other end belongs to another user, or sends another
+                message.
+            EOFError: The process at the other end closes the connection.
+            OSError: No message arrives within 10 seconds, or the connection breaks.
         """
         self._socket = connected
         connected.settimeout(_ANSWER_SECONDS)
@@ -96,7 +96,7 @@ class Connection:
             raise AgentError(f"the agent cannot be asked: {error!r}") from None
 
     def next_answer(self, timeout: float) -> Answer:
-        """Return the next answer of the agent, or of the worker that the agent has lent.
+        """Return the next answer of the agent, or of the worker that has the other end.
 
         Raises:
             AgentError: The answer is a refusal, the other end has closed the connection, or no
@@ -124,8 +124,8 @@ class Connection:
             return None
 
     def stopped(self) -> Stopped:
-        """Wait until the agent, which was asked to stop, has ended. Return its last message. If the
-        agent was killed or has another version, the message returned names no jobs.
+        """Wait until the agent, which was asked to stop, has ended. Return its last message, or an
+        empty `Stopped` if the agent was killed or has another version.
         """
         self._socket.settimeout(None)
         with suppress(OSError, EOFError, AgentError, msgspec.MsgspecError):
@@ -164,7 +164,7 @@ class Connection:
 
 
 def connect(place: Place) -> Connection | None:
-    """Return a connection to the agent, or None if no agent listens.
+    """Return a connection to the agent in the folder ``place``, or None if no agent listens there.
 
     Raises:
         AgentError: The socket belongs to another user or another program, or cannot be used.
@@ -190,8 +190,8 @@ def connect(place: Place) -> Connection | None:
 def reach(place: Place) -> Connection:
     """Return a connection to an agent of this version. An agent is started if there is none.
 
-    An agent of an older version is asked to end, and is replaced. A newer agent is not replaced.
-    Otherwise two versions on one node would replace each other again and again.
+    An agent of an older version is asked to end, and is replaced. An agent of a newer version is
+    not replaced, because two versions on one node would then replace each other again and again.
 
     Raises:
         AgentError: No agent could be started, or an agent of a newer version runs.
@@ -224,7 +224,7 @@ def reach_and_ask(request: Request, timeout: float = _ANSWER_SECONDS) -> tuple[C
 
     Raises:
         AgentError: No agent could be started, an agent of a newer version runs, or the agent
-            refuses the request.
+            refuses the request or does not answer within ``timeout`` seconds.
     """
     connection = reach(Place.of_this_user())
     try:
@@ -237,7 +237,7 @@ def reach_and_ask(request: Request, timeout: float = _ANSWER_SECONDS) -> tuple[C
 def start(place: Place, timeout: float) -> None:
     """Start an agent, and return once this agent or another one listens.
 
-    The agent gets a session of its own, and inherits no descriptor but that of its log file.
+    The agent runs in a process session of its own, and inherits no open file except its log.
 
     Args:
         place: The folder of the agent.
@@ -276,8 +276,10 @@ def start(place: Place, timeout: float) -> None:
 
 
 def surroundings(place: Place) -> dict[str, str]:
-    """Return the environment for an agent or a worker: the one that object store clients need, with
-    the folder of the agent, and with a path on which Python finds the running copy of ckpt.
+    """Return the environment variables for an agent or a worker.
+
+    They are the variables that the clients of object stores need, the variable with the agent's
+    folder, and a ``PYTHONPATH`` with which Python finds the running copy of ckpt.
     """
     found = environment_for_agent()
     paths = [os.path.abspath(path) for path in found.get("PYTHONPATH", "").split(":") if path]
@@ -305,8 +307,8 @@ def status(place: Place) -> AgentStatus | None:
 
 
 def known_jobs() -> tuple[JobStatus, ...]:
-    """Return the jobs that the agent of this user knows. The tuple is empty if no agent
-    answers.
+    """Return the jobs that the agent of this user knows. The tuple is empty if no agent of this
+    version answers.
     """
     if not os.path.isdir(agent_folder()):
         return ()

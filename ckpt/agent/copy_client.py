@@ -31,9 +31,7 @@ _SILENCE_SECONDS: Final = 30.0
 second.
 """
 _END_SECONDS: Final = 5.0
-"""How long a worker may take to remove the data of a copy that was called off, before it is
-killed.
-"""
+"""How long a worker may take to remove the data of a cancelled copy. After that it is killed."""
 
 
 class AgentCopier:
@@ -42,7 +40,7 @@ class AgentCopier:
     The first copy asks the agent for a worker. A later copy asks again if the worker has ended.
 
     Args:
-        job: The job. It names this process as the only one.
+        job: The job of this process. ``job.processes`` contains only this process.
         rank: The rank of this process, whose files are copied.
         config: The settings of the save: threads, niceness and cores.
         target: The tier that gets the files.
@@ -65,10 +63,12 @@ class AgentCopier:
                 call. An exception that it raises ends the copy.
 
         Returns:
-            The lengths of the encoded chunks on the target. Empty if the target has no codec.
+            The lengths of the encoded chunks on the target, in bytes. Empty if the target has no
+            codec.
 
         Raises:
-            AgentError: The agent could not copy the file. No worker writes to the copy any more.
+            AgentError: The agent could not copy the file. No worker writes to the copy any more, so
+                the caller may copy the file itself.
             TransientStorageError, OutOfSpace: A store has failed.
         """
         on_bytes(0)
@@ -136,9 +136,8 @@ class AgentCopier:
                     raise AgentError("the worker has answered something else")
 
     def _end(self) -> None:
-        """End the worker, and wait until it has ended. Kill it if that takes longer than
-        ``_END_SECONDS``. This process may write the same file next, so the worker must not write to
-        it any more.
+        """Ask the worker to end, and kill it if it has not ended after ``_END_SECONDS``. This
+        process may write the same file next, so the worker must have ended before that.
         """
         if self._connection is not None:
             self._connection.end_requests()

@@ -1,9 +1,9 @@
 """The worker that copies files to farther tiers for a living trainer.
 
-The trainer asks for one file at a time. The commit stays with the trainer: the worker writes no
-fragment, no marker and no manifest, and its files belong to the trainer's own attempt. The worker
-ends when the trainer ends, when the trainer closes the connection, or after five minutes without a
-request.
+The trainer asks for one file at a time. The worker writes the files to the folder of the trainer's
+attempt, but writes no fragment, no marker and no manifest, since the trainer commits the step. The
+worker ends when the trainer ends, when the trainer closes the connection, or after five minutes
+without a request.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ new worker needs a second to start its store client.
 """
 _SEND_SECONDS: Final = 30.0
 _ABORT_SECONDS: Final = 3.0
-"""How long a copy that was called off may take to remove its data."""
+"""How long a cancelled copy may take to remove its data."""
 
 
 def copy_files(order: Order) -> Ended:
-    """Serve the trainer on the connection of ``order`` until it has no more requests, and return
-    the outcome. The process must end afterwards, since a thread that hangs in a copy may still run.
+    """Carry out the requests that a trainer sends over ``order.connection``, and return the outcome
+    when no more requests come. The caller must then end the process, since a thread that hangs in a
+    copy may still run.
     """
     try:
         _Service(order).run()
@@ -73,8 +74,8 @@ class _Service:
         self._copier = Workers("copying", 1)
         self._connection = socket.socket(fileno=order.connection)
         self._connection.settimeout(_SEND_SECONDS)
-        # The process is watched too, since a child of the trainer may keep the connection open
-        # after the trainer has ended.
+        # The trainer's process is watched too, since a child of the trainer may keep the connection
+        # open after the trainer has ended.
         self._trainer = os.pidfd_open(check_peer(self._connection, "the trainer"))
         self._copied = os.eventfd(0)
         self._selector = selectors.DefaultSelector()
@@ -108,7 +109,7 @@ class _Service:
         """Copy one file in another thread, send the progress meanwhile, and return the result.
 
         Raises:
-            EOFError: The trainer has ended or has called the copy off.
+            EOFError: The trainer has ended or has cancelled the copy.
         """
         sent, unwanted = list[int](), threading.Event()
 
@@ -119,8 +120,9 @@ class _Service:
 
         copying = self._copier.submit(self._copy_file, request, count)
         copying.add_done_callback(lambda _: os.eventfd_write(self._copied, 1))
-        # The loop waits for the event and not for the future, which is done a little earlier. An
-        # event that came after the answer would end the wait for the next request.
+        # The loop waits for ``_copied`` and not for the future, which is done a little earlier. If
+        # ``_copied`` became readable after the answer, it would end ``run``, which waits for the
+        # next request.
         while self._copied not in (ready := self._ready(REPORT_SECONDS)):
             # The trainer sends no request during a copy, so the connection has ended.
             if self._connection in ready:

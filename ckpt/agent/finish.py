@@ -2,16 +2,16 @@
 
 1. Writes that the trainer had not finished when it died are discarded. On each tier, a commit that
    lacks only its manifest is finished.
-2. The newest step in memory is copied to the nearest durable tier, if that tier has only older
-   ones.
+2. The newest step in memory is copied to the nearest durable tier, if all steps on that tier are
+   older.
 3. The farther tiers get the steps that they lack and would keep, newest first.
 4. Retention is applied as the trainer would apply it.
 5. Once durable tiers have the steps of the job, its memory is freed (``Finish.clean``).
 
 The agent never owns a root and writes no ``writer.json``, so the next job never waits for the
-agent. The agent works on a root only if its owner is the job itself or an earlier job, or if it has
-no owner, and only while the owner stays the same. It reads the owner again before each manifest and
-each removal. Without an agent, the next job copies the steps to the farther tiers
+agent. The agent works on a root only if the owner of the root is the job itself or an earlier job,
+or if the root has no owner. It reads the owner again before each manifest and each removal, and
+stops if the owner has changed. Without an agent, the next job copies the steps to the farther tiers
 (``save.backfill``).
 """
 
@@ -75,7 +75,7 @@ class Finish:
         report: Called with a report when a step is copied or a commit is finished, and with the
             progress of each copy.
 
-    Thread safety: one thread, which closes it.
+    Thread safety: one thread calls all methods.
     """
 
     def __init__(self, job: Job, workers: Workers, report: OnReport) -> None:
@@ -104,7 +104,8 @@ class Finish:
         self._durable = [root for root in durable if not (job.here and root.tier.local)]
         self._on_node = [root for root in durable if root not in self._durable]
         if not any(root.owner and root.owner.attempt == self._me.attempt for root in found):
-            # If no root names the job, another job may have taken and released the roots since.
+            # If no root names the job, another job may have taken and released the roots since. If
+            # a root could not be read, that root may still name the job.
             self._superseded = self._superseded or not self._errors
 
     def __enter__(self) -> Self:
@@ -202,8 +203,9 @@ class Finish:
     # -- roots -------------------------------------------------------------------------------------
 
     def _look(self, tier: OpenTier, owner: Owner | None) -> _Root | None:
-        """Return the root on which the job is finished, or None if another job has taken the
-        root. In that case, nothing more is done for the job on any tier.
+        """Return the root of ``tier``, or None if ``_may_finish_for`` is False for its ``owner``.
+        In that case, the job counts as superseded, and the agent does no more work for the job on
+        any tier.
         """
         if owner and not self._may_finish_for(owner):
             self._superseded = True
@@ -225,10 +227,11 @@ class Finish:
         return was_there or owner.is_predecessor(self._me)
 
     def _confirm(self, target: _Root) -> None:
-        """Check that no other job has taken the root ``target``, or one of the nearer roots.
+        """Check that no other job has taken the root ``target``, a root in memory, a root of this
+        node alone, or the root of the nearest durable tier.
 
         Raises:
-            RootInUse: The owner of one of them is not the one that it had at the beginning.
+            RootInUse: One of these roots has another owner than when the agent began.
         """
         for root in {*self._memory, *self._on_node, *self._durable[:1], target}:
             owner = read_owner(root.tier.backend)
@@ -236,8 +239,8 @@ class Finish:
                 raise RootInUse(root.tier.url, str(owner or "a job that has closed since"))
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Call ``work``, and keep its error for the outcome. Do nothing once another job has taken
-        one of the roots.
+        """Call ``work``. Keep its ``CkptError`` for the outcome instead of raising it. Do nothing
+        once another job has taken one of the roots.
         """
         if self._superseded:
             return
@@ -258,8 +261,8 @@ class Finish:
         return len(processes) == self._job.ranks and not any(each.lives for each in processes)
 
     def _discard(self, root: _Root) -> None:
-        """Discard the writes that the job had not finished when it died. The copies to this tier
-        may need their room.
+        """Discard the writes that the job had not finished when it died, so that the copies to the
+        tier have more room.
         """
         backend = root.tier.backend
         with suppress(StorageError):  # A store may forbid the listing of unfinished writes
@@ -289,15 +292,16 @@ class Finish:
         ]
 
     def _make_durable(self) -> None:
-        """Copy the steps in memory that are newer than those of the nearest durable tier to that
-        tier: the newest step in any case, and older ones if the tier takes and keeps them.
+        """Copy steps from memory to the nearest durable tier, if they are newer than all steps of
+        the job there. The newest step is copied in any case, and each other step only if the tier
+        takes and keeps it.
         """
         near = self._durable[0]
         there = max((held.ref.step for held in self._own(near)), default=-1)
         for root in self._memory:
             line = [held for held in self._own(root) if held.ref.step > there]
-            # A copy evicts steps only if the tier has a capacity. Then the steps that farther tiers
-            # still need must stay.
+            # A copy evicts steps of the tier only if the tier has a capacity. Then the steps that
+            # farther tiers still need must stay.
             waiting = self._waiting() if near.tier.tier.capacity is not None and line else ()
             copier = self._copier(near, [root, *self._durable[1:]], waiting)
             going = {held.ref: held for held in (*line[:1], *copier.lacking(line, len(line)))}
@@ -305,20 +309,23 @@ class Finish:
                 self._copy(copier, held)
 
     def _take_farther(self, far: _Root) -> None:
-        """Copy the steps to ``far`` that it lacks and would keep, newest first."""
+        """Copy to the tier ``far`` the steps that it lacks and would keep, newest first."""
         others = [root for root in self._durable[1:] if root is not far]
         copier = self._copier(far, [*self._durable[:1], *self._memory, *others])
         for held in self._lacking(copier, self._line()):
             self._attempt(partial(self._copy, copier, held))
 
     def _line(self) -> list[StoredStep]:
-        """Return the steps in memory and on the nearest durable tier, each once."""
+        """Return the committed steps of the job in memory and on the nearest durable tier, each
+        step once.
+        """
         nearer = [*self._durable[:1], *self._memory]
         return list({held.ref: held for root in nearer[::-1] for held in self._own(root)}.values())
 
     def _lacking(self, copier: StepCopier, line: Sequence[StoredStep]) -> list[StoredStep]:
-        """Return the steps of ``line`` that the tier of ``copier`` lacks and would keep. There are
-        at most as many as could wait in the trainer's tier queue, and one that had left the queue.
+        """Return the steps of ``line`` that the tier of ``copier`` lacks and would keep, newest
+        first. Return at most one step more than the trainer's tier queue holds, since the trainer
+        may also have been copying a step that had left the queue.
         """
         return copier.lacking(line, self._job.backlog + 1)
 
@@ -330,7 +337,7 @@ class Finish:
         Args:
             target: The tier that gets steps.
             sources: The tiers from which steps are copied, nearest first.
-            waiting: The steps of the tier that stay while it makes room for others.
+            waiting: The steps on the target that must stay when room is made for a copy.
         """
         durable = [root.tier.backend for root in self._durable if root is not target]
         return StepCopier(
@@ -353,8 +360,8 @@ class Finish:
         _log.info("ckpt: step %d is on %s now, in %.2f s", step, url, time.perf_counter() - began)
 
     def _prune(self, root: _Root) -> None:
-        """Apply retention to a durable tier. On the nearest one, keep the steps that farther tiers
-        still lack.
+        """Apply retention to a durable tier. On the nearest durable tier, also keep the steps that
+        farther tiers still lack.
         """
         rule = Retention.of(root.tier.tier)
         if rule.keeps_all or not self._own(root):
@@ -365,14 +372,14 @@ class Finish:
         prune(root.tier.backend, rule, context)
 
     def _fill_node(self, root: _Root, newest: StepRef) -> None:
-        """Copy the step ``newest`` from this node's memory to a folder of the node. The next job
-        then reads it without the network, although the memory is freed. The shared tier has the
-        step, so a failure is only logged.
+        """Copy the step ``newest`` from this node's memory to ``root``, a durable tier of this node
+        alone. The next job then reads the step without the network, although the memory is freed. A
+        failure is only logged, since the shared tier has the step.
         """
         tier, here = root.tier, self._job.here
         if tier.tier.codec != NO_CODEC or tier.tier.capacity is not None:
-            # This node does not know how other nodes have encoded their files, and cannot keep a
-            # capacity.
+            # This node does not know how other nodes have encoded their files, and the copy makes
+            # no room on a tier with a capacity.
             return
         there = self._own(root, Inventory(tier.backend, part=True))
         for memory in self._memory:
@@ -392,12 +399,13 @@ class Finish:
             _log.info("ckpt: step %d is on %s now", newest.step, tier.url)
 
     def _prune_node(self, root: _Root, newest: StepRef) -> None:
-        """Apply retention to a folder of this node alone.
+        """Apply retention to ``root``, a durable tier of this node alone.
 
         Args:
-            newest: The newest step of the shared tier. It stays, and so does each step that the
-                shared tier lacks and would keep. If the folder has a later step, nothing is
-                removed.
+            root: The root of the tier.
+            newest: The newest step of the shared tier. It stays on the node's tier, and so does
+                each step that the shared tier lacks and would keep. If the node's tier has a later
+                step, nothing is removed.
         """
         rule, backend = Retention.of(root.tier.tier), root.tier.backend
         inventory = Inventory(backend, part=True)
@@ -411,8 +419,9 @@ class Finish:
         prune(backend, rule, context, inventory=inventory)
 
     def _waiting(self) -> set[StepRef]:
-        """Return the steps that a farther tier lacks and may still read from the nearest durable
-        tier. Return all steps if a tier could not be asked.
+        """Return the steps that a farther tier lacks and may still get from the nearest durable
+        tier. Return all steps of ``_line`` if a farther tier cannot be read, or if any task has
+        failed before.
         """
         line = self._line()
         every = {held.ref for held in line}
@@ -425,16 +434,17 @@ class Finish:
             return every
 
     def _give_back(self, root: _Root) -> None:
-        """Remove ``writer.json`` from a root that the job has left to the agent, as the job's own
-        ``close`` without ``detach`` would have.
+        """Remove ``writer.json`` from a root, if the job still owns the root and has left it to the
+        agent. Without ``detach``, the job's own ``close`` would have removed the file.
         """
         owner = read_owner(root.tier.backend)
         if owner and owner.attempt == self._me.attempt and self._handed_over:
             root.tier.backend.delete(OWNER)
 
     def _free(self, root: _Root) -> None:
-        """Free the memory of the steps that are not needed any more. If no step is left on the
-        tier, remove its ``writer.json`` too.
+        """Free the memory of each step of the job that can never become a checkpoint, or for which
+        a durable tier has the same or a later step. If no step is left on the tier, remove its
+        ``writer.json`` too.
         """
         durable = max(
             (held.ref.step for each in self._durable for held in self._own(each)), default=-1
@@ -457,8 +467,8 @@ def _is_left_over(held: StoredStep, parts: NodeParts | None) -> bool:
     """Return True if a step in memory is incomplete and can never become a checkpoint.
 
     Args:
-        parts: The parts of this node, if nodes have tiers of their own. Other nodes may need this
-            node's part of the step.
+        parts: This node's parts of the steps. If it is None, no part of a step is left over, since
+            other nodes may need the part.
     """
     return held.state == "incomplete" and not (
         held.is_part and (parts is None or parts.may_be_whole(held.ref))

@@ -44,8 +44,9 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     Attributes:
         at_once: Whether the agent gives up the jobs whose trainers have ended. Otherwise it
             finishes them first.
-        keep_memory: Whether steps stay in memory for the usual time. The agent ends after that
-            time. Otherwise their memory is freed as soon as durable tiers have them.
+        keep_memory: Whether the steps of a finished job stay in memory for the configured time, as
+            they would without `Stop`. The agent ends after that time. Otherwise the memory is freed
+            as soon as durable tiers have the steps.
     """
 
     at_once: bool = False
@@ -168,14 +169,17 @@ class FileCopied(msgspec.Struct, frozen=True, tag="file_copied"):
     """The end of a copy: the file is durable on the other tier.
 
     Attributes:
-        lengths: The lengths of its encoded chunks there. Empty if that tier has no codec.
+        lengths: The lengths in bytes of the file's encoded chunks on the other tier. Empty if the
+            other tier has no codec.
     """
 
     lengths: tuple[int, ...] = ()
 
 
 class FileFailed(msgspec.Struct, frozen=True, tag="file_failed"):
-    """The end of a copy that has failed. No part of the file is visible on the other tier."""
+    """The end of a copy that has failed for ``reason``. Readers of the other tier see no part of
+    the file.
+    """
 
     reason: Aborted
 
@@ -220,10 +224,10 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         attempt: The job's attempt.
         state: "running": the trainer lives. "waiting": the work begins at ``next_at``, or when
-            another agent or another job on the same roots has ended. "finishing": a worker copies.
-            "kept": durable tiers have the steps, and the memory is freed at ``next_at``. For a job
-            that is over: "done", "closed" by its trainer, "superseded" by another job, or "given
-            up" after a day or when the agent was stopped.
+            another agent or another job on the same roots has ended. "finishing": a worker finishes
+            the job, or frees its memory. "kept": durable tiers have the steps, and the memory is
+            freed at ``next_at``. For a job that is over: "done", "closed" by its trainer,
+            "superseded" by another job, or "given up" after a day or when the agent was stopped.
         tiers: The URLs of the tiers, nearest first, without credentials.
         in_parts: Whether other nodes have parts of the steps.
         processes: The process ids of the trainer on this node.
@@ -261,9 +265,10 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True, tag="agent_status")
         version: The version of the agent.
         pid: Its process id.
         started: When the agent started, in seconds since 1970.
-        idle_seconds: After how many seconds without a job the agent ends by itself.
+        idle_seconds: After how many seconds without a job the agent ends.
         works: Whether the agent may start workers: it has taken ``work.lock``.
-        jobs: The jobs that are over, and then the others, each the oldest first.
+        jobs: First the jobs that are over, and then the other jobs. Both are ordered by age, oldest
+            first.
     """
 
     version: str

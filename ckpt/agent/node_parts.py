@@ -1,21 +1,22 @@
-"""The copies from a node's own tiers to a tier that all nodes share, by the agents of all nodes.
+"""Copy steps from the tiers of single nodes to a tier that all nodes share. The agents of all nodes
+do this together.
 
 An agent sees only its node's part of each step: the files of the ranks on its node. It copies this
 part to the nearest shared tier, and the agents of the other nodes copy their parts
-(``ckpt.catalog.transfer_by_rank``). In the folder of the step there, each agent notes that the
-ranks of its node have ended and that its node has their files. An agent copies nothing before all
-ranks of the job are noted. An agent that finds all parts on the shared tier puts the manifest. In
-this module, to bring a step is to do all of that.
+(``ckpt.catalog.transfer_by_rank``). In the folder of the step on the shared tier, each agent first
+puts a note for each rank of its node. The note says that the rank has ended and that the node has
+its files. An agent copies nothing before all ranks of the job have notes. An agent that finds all
+parts on the shared tier puts the manifest. In this module, to bring a step is to do all of that.
 
 The newest step may differ from node to node, since the ranks may have been killed when only some
 nodes had the manifest. So an agent also copies its part of a step for which another agent has put a
 note. Only an agent whose node has the manifest commits, because the manifest proves that the save
 was committed.
 
-A node may be lost together with its agent. Then the ranks of that node are not noted, or their
-files do not arrive. If this node is a buddy of that node and has copies of these files, the agent
-of this node first waits for the other agent, and then copies the files itself. If the copies belong
-to an older step, it copies the older step.
+A node may be lost together with its agent. Then the ranks of that node get no notes, or their files
+do not arrive. If this node is a buddy of the lost node and has copies of these files, the agent of
+this node first waits for the other agent, and then copies the files itself. If this node's copies
+belong to an older step, the agent brings the older step.
 """
 
 from __future__ import annotations
@@ -118,8 +119,9 @@ class NodeParts:
         tried: set[StepRef] = set()
         # Another agent may begin a newer step while this agent copies the steps that it knows.
         while going := [ref for ref in self._going(parts) if ref not in tried]:
-            # A step that an earlier call has noted may lack the part of a lost node, and would fail
-            # every try. Its failure is raised below only if the shared tier has no newer step.
+            # If an earlier call has put this node's notes for a step, the step may lack the part of
+            # a lost node, and then every try fails. The failure of such a step is raised below only
+            # if the shared tier has no newer step.
             new = {ref for ref in going if not self._here <= noted_ends(self._folder(ref))}
             for ref in new:
                 note_ends(self._folder(ref), self._here)
@@ -163,10 +165,10 @@ class NodeParts:
         """Return True if the step ``ref`` may still become a checkpoint with this node's part.
 
         An agent notes the ranks of its node in each step that it wants to bring, and after that in
-        the newest checkpoint of the shared tier. Once all ranks are noted there, no agent begins
-        another step. The agent of a lost node, whose files other nodes have brought, does not begin
-        one either. From then on, the answer is False unless another node has noted its ranks in
-        ``ref``.
+        the newest checkpoint of the shared tier. Once all ranks are noted in that checkpoint, no
+        agent begins another step. A rank whose files another node has marked to bring counts as
+        noted, because the agent of a lost node begins no step. From then on, the answer is True
+        only if another node has noted its ranks in ``ref``.
 
         Args:
             ref: A step whose manifest this node does not have.
@@ -177,7 +179,9 @@ class NodeParts:
         return not noted_ends(self._folder(ref)) <= self._here
 
     def _note_newest(self) -> None:
-        """Note the ranks of this node in the newest checkpoint of the shared tier."""
+        """Note in the newest checkpoint of the shared tier that the ranks of this node have ended.
+        Do nothing if there is no checkpoint.
+        """
         newest = self.newest()
         if newest is not None and not self._here <= noted_ends(folder := self._folder(newest)):
             note_ends(folder, self._here)
@@ -217,7 +221,7 @@ class NodeParts:
         return all(fragment_name(rank) in names for rank in self._here)
 
     def _copies(self, held: StoredStep) -> frozenset[int]:
-        """Return the ranks of other nodes whose files are among those of a step."""
+        """Return the ranks of other nodes whose files this node has in the folder of a step."""
         names = {info.key.rpartition("/")[2] for info in held.objects}
         return frozenset(whole_ranks(names) - self._here)
 
@@ -242,7 +246,12 @@ class NodeParts:
         )
 
     def _going(self, parts: dict[StepRef, _Part]) -> list[StepRef]:
-        """Return the steps to bring, newest first."""
+        """Return the steps to bring, newest first.
+
+        They are this node's newest committed step, the steps that the shared tier lacks and would
+        keep, and the steps that other agents have begun. The newest step and the begun steps count
+        only if they are newer than the newest checkpoint on the shared tier.
+        """
         there = self._newest_there()
         line = [part.stored for part in parts.values() if part.is_committed]
         newest = [held for held in line[:1] if held.ref.step > there]
@@ -287,11 +296,13 @@ class NodeParts:
         _log.info("ckpt: step %d is on %s now, in %.2f s", ref.step, target.url, seconds)
 
     def _settle(self, part: _Part, folder: StepFolder) -> set[int]:
-        """Wait until no rank can remove its files of the step from the shared tier any more. That
-        is so for a rank that has ended, and for a rank whose files an agent has marked to bring.
+        """Wait until each rank is noted as ended, or an agent has marked the files of the rank to
+        bring. From then on, no rank removes its files of the step from the shared tier. If this
+        takes too long, mark the files that this node has as copies.
 
         Returns:
-            The ranks of other nodes whose files this node has marked, and must copy.
+            The ranks of other nodes whose files this node has marked, and must copy. Empty if it
+            has marked none.
 
         Raises:
             CommitError: Some ranks may still remove their files, and this node has no copies of
@@ -316,11 +327,11 @@ class NodeParts:
         )
 
     def _replace_silent(self, part: _Part, folder: StepFolder, seconds: float) -> None:
-        """Wait for the files of other nodes. If some do not arrive, copy them from this node, as
-        far as it has copies of them.
+        """Wait for the files of other nodes. If some do not arrive and this node has copies of
+        them, copy them from this node.
 
         Args:
-            seconds: How long this node has copied its own files. Other nodes may need as long.
+            seconds: How long this node took to copy its own files. Other nodes may need as long.
         """
 
         def is_whole() -> bool:

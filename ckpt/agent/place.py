@@ -1,7 +1,7 @@
 """The private folder of this user's agent, with its socket, its locks and its log.
 
-Only the user can access the folder. Another user can neither listen in it nor connect, and both
-sides of a connection ask the kernel which user is at the other end.
+Only the user can access the folder, so another user can neither make nor reach the socket. In
+addition, both sides of a connection ask the kernel which user is at the other end.
 """
 
 from __future__ import annotations
@@ -114,8 +114,9 @@ class Lock:
         fcntl.flock(self.descriptor, fcntl.LOCK_UN)
 
     def is_in_place(self) -> bool:
-        """Return True if the lock file has not been removed or replaced. If it has been, another
-        process can take a lock of the same name, although this process has its lock.
+        """Return True if the path of the lock file still leads to the file that this object has
+        opened. Otherwise another process can take a lock of the same name while this process has
+        this one.
         """
         return identity(self._path) == identity(self.descriptor)
 
@@ -125,8 +126,8 @@ class Lock:
 
 
 def identity(file: str | int) -> tuple[int, int]:
-    """Return the device and the inode of a file, which is a path or a descriptor. Return two zeros
-    if the file does not exist.
+    """Return the device and the inode of ``file``, a path or a descriptor. Return two zeros if the
+    file does not exist.
     """
     try:
         found = os.lstat(file) if isinstance(file, str) else os.fstat(file)

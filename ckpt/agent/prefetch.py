@@ -31,8 +31,8 @@ class Prefetched:
 
     Attributes:
         tier: The URL of the tier.
-        ref: The step that the tier has now: the step asked for, or a later one, for which the tier
-            was left alone.
+        ref: The step that the tier has now: the requested step, or a later step that the tier had
+            before, so that nothing was copied.
         nbytes: The size of the step's data files on the tier; 0 if the step was there before.
         copied_bytes: How many of these bytes were copied by this call.
         seconds: How long the copy took; 0 if the step was there before.
@@ -61,7 +61,8 @@ def prefetch(
         near: The tiers that get the step, nearest first. None of them is in memory.
         ref: The step.
         workers: The threads that copy.
-        latest: Whether a tier with a later step is left alone, since a restore takes that step.
+        latest: Whether to copy nothing to a tier that has a later step, since a restore of the
+            latest step does not read ``ref`` then.
         on_progress: Called as bytes are copied.
 
     Returns:
@@ -69,7 +70,7 @@ def prefetch(
 
     Raises:
         RootInUse: The owner of a tier is alive, or another job has taken the root meanwhile.
-        OutOfSpace: A tier has no room. Nothing was copied to that tier.
+        OutOfSpace: A tier has no room for the step, or has filled up during the copy.
         IntegrityError: The step is damaged on ``far``.
         StorageError: A store has failed.
     """
@@ -121,8 +122,8 @@ def _check_owner(tier: OpenTier, before: Owner | None) -> None:
 
 
 def _check_room(tier: OpenTier, manifest: Manifest, ref: StepRef) -> None:
-    """Raise ``OutOfSpace`` if a step does not fit. If the tier has another codec than the source,
-    the size of the copy is not known yet, and the size without a codec is taken.
+    """Raise ``OutOfSpace`` if a step does not fit on ``tier``. If the tier has another codec than
+    the source, the size of the copy is not known yet, so the size without a codec counts.
     """
     backend, capacity = tier.backend, tier.tier.capacity_bytes
     alike = has_codec(manifest, tier.tier.codec)

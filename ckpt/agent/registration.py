@@ -1,4 +1,6 @@
-"""The registration of a job with the agent, by its trainer. It is repeated if the agent ends."""
+"""The registration of a job with the agent. The trainer registers the job, and registers it again
+whenever the agent has ended.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ MakesCopier = Callable[[OpenTier], AgentCopier]
 
 
 class Registration:
-    """A job's registration with the agent of its leader's node, or of each node.
+    """A job's registration with the agent of its leader's node, or with the agents of all nodes.
 
     Args:
         job: The job, on the rank that registers it. None on the other ranks, whose registration
@@ -77,12 +79,12 @@ class Registration:
         of their own, their agents begin only when the processes of the job have ended.
 
         Args:
-            reason: The failure that ends the process, or an empty text. With a failure, an
-                ``AgentError`` is only logged.
+            reason: The failure that ends the process, or an empty text. If it is not empty, an
+                ``AgentError`` is logged and not raised.
 
         Raises:
             AgentError: The agent cannot be reached. An agent with which the job is still registered
-                finishes it when this process ends.
+                finishes the job when this process ends.
         """
         if self._job is not None:
             self._end()
@@ -118,8 +120,9 @@ class Registration:
         self._watcher.close()
 
     def _watch(self, job: Job) -> None:
-        """Pass on what the agent reports, and register again whenever the agent has ended, until
-        the job ends. While no agent can be reached, only the first failure is a warning in the log.
+        """Pass on the reports of the agent, and register again whenever the agent has ended, until
+        ``_end`` is called. While no agent can be reached, only the first failure is a warning in
+        the log.
         """
         while True:
             connection = self._connection
@@ -160,9 +163,9 @@ class Registration:
 def register(
     config: SaveConfig, tiers: Sequence[OpenTier], coordinator: Coordinator, notify: Notify
 ) -> Registration | None:
-    """Register the job with the agent of the leader's node. If nodes have tiers of their own, the
-    lowest rank of each node registers the ranks of its node with the agent there. An agent is
-    started if there is none. All ranks call this function.
+    """Register the job with the agent of the leader's node, or with the agents of all nodes if
+    nodes have tiers of their own. In the second case, the lowest rank of each node registers the
+    ranks of its node. An agent is started if there is none. All ranks call this function.
 
     Args:
         config: The settings of the save. ``agent`` says whether an agent is used.
@@ -224,7 +227,7 @@ def check_detach(mode: AgentMode, registration: Registration | None) -> None:
 
     Args:
         mode: The setting ``agent`` of the manager.
-        registration: What ``register`` returned.
+        registration: The result of ``register``.
 
     Raises:
         ConfigError: ``mode`` is "off".
@@ -247,7 +250,9 @@ def _register(job: Job) -> Connection:
 
 
 def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: SaveConfig) -> Job:
-    """Return the job of ``ranks`` for the agent, with those processes that run on this machine."""
+    """Return the job of ``ranks`` as a message for the agent. ``Job.processes`` contains only the
+    processes on this machine.
+    """
     here = [rank for rank in ranks if rank.machine == me.machine]
     return Job(
         owner=me,
@@ -261,8 +266,8 @@ def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: S
 
 
 def _of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Job:
-    """Return ``job`` with the ranks of the node of ``rank``, for an agent that sees only the files
-    of these ranks.
+    """Return a copy of ``job`` for an agent that sees only the files of its own node. ``Job.here``
+    contains the ranks on the node of ``rank``.
 
     Raises:
         AgentError: Agents that see only their own nodes cannot finish the job.
@@ -294,8 +299,8 @@ def _of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Jo
 
 
 def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str:
-    """Return on all ranks why some node has no agent of its own. The text is empty if each node has
-    one.
+    """Return why some node has no agent of its own. The text is the same on all ranks, and empty if
+    each node has an agent.
 
     Args:
         refusal: Why the node of this rank has no agent; empty if it has one.

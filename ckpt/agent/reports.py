@@ -75,7 +75,7 @@ class Verified(msgspec.Struct, frozen=True, tag="verified", kw_only=True):
     Attributes:
         tier: The URL of the tier.
         folder: The folder of the step.
-        nbytes: How many bytes had the right checksum in the end.
+        nbytes: How many bytes match their checksums, counted after the files were mended.
         seconds: How long the verification took, mending included.
         mended: The damaged files that were written again.
         damage: What is still damaged, and why; empty if the step is intact.

@@ -1,9 +1,10 @@
-"""The worker that verifies the steps of a job while the agent has nothing else to do. It compares
-them with their checksums, and writes damaged files again from a tier that has them intact.
+"""The worker that verifies the steps of a job while the agent has nothing else to do. The worker
+compares the steps with their checksums, and writes damaged files again from a tier that has them
+intact.
 
-It removes nothing, and may be killed at any instruction. Tiers in memory are left out, since the
-next saves overwrite their slots. If nodes have folders of their own, the agent of each node
-verifies the files of its ranks in these folders, and the agent of the leader's node verifies the
+The worker removes nothing, and may be killed at any instruction. Tiers in memory are left out,
+since the next saves overwrite their slots. If nodes have folders of their own, the agent of each
+node verifies the files of its ranks in these folders. The agent of the leader's node verifies the
 tiers that the nodes share.
 """
 
@@ -37,11 +38,11 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, eq=False)
 class _Root:
-    """A tier whose owner is this job, has ended, or does not exist.
+    """A tier that this job may verify: its owner is this job, has ended, or does not exist.
 
     Attributes:
         claim: The claim of the job on the root.
-        ranks: For a folder of one node, the ranks whose files must be there. None for all ranks.
+        ranks: For a folder of one node, the ranks whose files must be in it. None for all ranks.
     """
 
     tier: OpenTier
@@ -57,7 +58,7 @@ class Scrub:
         workers: The threads that read.
         report: Called with the result for each step, and with the progress.
 
-    Thread safety: one thread, which closes it.
+    Thread safety: one thread calls all methods.
     """
 
     def __init__(self, order: Order, workers: Workers, report: OnReport) -> None:
@@ -104,7 +105,9 @@ class Scrub:
         return not here or tier.local or LEADER in here
 
     def _attempt(self, tier: OpenTier, work: Callable[[], None]) -> None:
-        """Call ``work``, and note its error for ``tier``. Other tiers are verified all the same."""
+        """Call ``work``, and note its ``CkptError`` for ``tier`` instead of raising it. Other tiers
+        can then still be verified.
+        """
         try:
             work()
         except RootInUse as error:  # The agent of the job that owns the root verifies it
@@ -130,8 +133,8 @@ class Scrub:
         due += [(ref, root) for ref in refs if f"{tier.url} {ref.folder}" not in self._known]
 
     def _scrub(self, root: _Root, ref: StepRef) -> None:
-        """Verify a step, mend it, and report the result. Nothing is reported of a step that another
-        process has removed meanwhile.
+        """Verify a step, mend it if it is damaged, and report the result. Report nothing if another
+        process has removed the step meanwhile.
         """
         began, url = time.perf_counter(), root.tier.url
         found, why = dict[str, Fault](), ""
@@ -189,7 +192,7 @@ class Scrub:
 
     def _mend(self, root: _Root, ref: StepRef, faults: Sequence[Fault]) -> str:
         """Write damaged files of a step again. Return why a file could not be mended; the text is
-        empty if all could be.
+        empty if all files are mended.
         """
         try:
             mend_step(
@@ -237,10 +240,10 @@ def _has(store: StorageBackend, ref: StepRef) -> bool:
 
 
 def _damage_of(found: Mapping[str, Fault], left: Collection[str], why: str) -> str:
-    """Return a text about the damage that could not be mended. It is empty if there is none.
+    """Return a text about the damage that could not be mended; empty if all damage was mended.
 
     Args:
-        found: All faults that were found, by the keys of their files.
+        found: The faults that all passes have found, by the keys of their files.
         left: The keys of the files that are still damaged.
         why: Why a file could not be mended.
     """

@@ -21,7 +21,7 @@ _LOOK_SECONDS: Final = 300.0
 """The shortest time between two rounds of a job. Each round lists the tiers of the job."""
 _MOST_JOBS: Final = 64
 _DAMAGED: Final = 24
-"""How many times as often as an intact step a damaged step is verified again."""
+"""A damaged step is verified this many times as often as an intact step."""
 
 
 @dataclass(slots=True)
@@ -50,9 +50,9 @@ class _Round:
 class Rounds:
     """Verifies the steps of jobs, one job at a time, by a worker that may be killed at any moment.
 
-    A step is verified some minutes after it was committed, and again after ``again_seconds``. If a
-    round is cut off, the job's next round begins some minutes later, with the steps that the first
-    one had not finished.
+    A step is verified some minutes after it was committed, and again after ``again_seconds``. If
+    the worker of a round is killed, the job's next round begins some minutes later with the steps
+    that were not verified yet.
 
     Args:
         again_seconds: The time between two verifications of a step.
@@ -70,8 +70,8 @@ class Rounds:
         self._worker: Worker | None = None
 
     def add(self, job: Job) -> None:
-        """Add a job, unless it asks for no verification. Its next round begins some minutes later.
-        If the job is known, its results are kept.
+        """Add ``job``, or do nothing if its ``scrub_mb_per_s`` is 0. The next round of the job
+        begins some minutes later. If the job was added before, its results are kept.
         """
         if not job.scrub_mb_per_s:
             return
@@ -104,7 +104,7 @@ class Rounds:
         """Start a round for the job that has been due for the longest time.
 
         Args:
-            where: The means to run the worker.
+            where: The resources for the worker.
 
         Raises:
             OSError: No worker can be started. The round begins some minutes later.
@@ -115,7 +115,8 @@ class Rounds:
         run.seen = {
             key: (at, last)
             for key, (at, last) in run.seen.items()
-            # A step that exists would have been verified again by then, so it was removed.
+            # Older results are of steps that were removed: an existing step would have been
+            # verified again since.
             if now - at < 2 * self._again_seconds + _LOOK_SECONDS
         }
         fresh = [
@@ -131,7 +132,7 @@ class Rounds:
         return self._again_seconds / _DAMAGED if last.damage else self._again_seconds
 
     def _take_in(self, run: _Round, report: Report) -> None:
-        """Record a report of the worker. Log it and pass it on if it is news."""
+        """Record a report of the worker. If it is a new result, log it and call ``notify``."""
         match report:
             case Verifying():
                 run.verifying = report
@@ -184,8 +185,8 @@ class Rounds:
 
 
 def _is_news(run: _Round, report: Verified) -> bool:
-    """Keep the result for a step in ``run``, and log what is wrong with the step. Return False if
-    the step was known to be damaged, and nothing was mended since.
+    """Store the result for a step in ``run``, and log the damage of the step. Return False if the
+    step was already damaged in the last result, is still damaged, and no file was mended.
     """
     key = f"{report.tier} {report.folder}"
     _, before = run.seen.get(key, (0.0, None))

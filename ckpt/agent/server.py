@@ -63,15 +63,15 @@ _SOCKET_SECONDS: Final = 5.0
 have removed it.
 """
 _GIVE_UP_SECONDS: Final = 24 * 3600.0
-"""How long after the end of its trainer the agent tries to finish a job."""
+"""For how long after the end of its trainer the agent tries to finish a job."""
 _REMEMBERED: Final = 16
-"""How many of the jobs that are over the status lists."""
+"""The status lists at most this many jobs that are over."""
 _CONNECTIONS: Final = 256
 _MOST_WORKERS: Final = 8
-"""How many jobs are finished at once. A worker takes memory, and all jobs may end together."""
+"""The most jobs that the agent finishes at the same time. Each takes a worker, and so memory."""
 _MOST_LENT: Final = 32
-"""How many workers copy for living trainers at once. A trainer process needs one worker for each
-farther tier.
+"""The most workers that copy for living trainers at the same time. A trainer process needs one
+worker for each farther tier.
 """
 _SEND_SECONDS: Final = 1.0
 """How long a caller may take to receive an answer."""
@@ -179,7 +179,7 @@ class Agent:
                 self._look_for_socket()
                 self._begin_what_is_due()
                 ready = self._selector.select(self._patience())
-                # If no descriptor was free, one may be free after these events.
+                # If callers were not accepted because no descriptor was free, one may be free now.
                 self._hear_callers()
                 for key, _ in ready:
                     # An event before this one may have closed the descriptor.
@@ -201,7 +201,7 @@ class Agent:
         return self._ends or time.monotonic() - self._busy > self._idle_seconds
 
     def _patience(self) -> float | None:
-        """Return how many seconds the loop may wait for events; None for without a limit."""
+        """Return how many seconds the loop may wait for events; None for no limit."""
         now = time.monotonic()
         waits = [] if self._listening is None else [_SOCKET_SECONDS]
         if (round_in := self._scrubs_in()) is not None:
@@ -389,8 +389,8 @@ class Agent:
             self._drop(job, "done")
 
     def _drop(self, job: WatchedJob, state: str = "") -> None:
-        """Forget a job, and kill its worker. With a ``state``, the status still lists the job, as
-        over and in this state.
+        """Forget a job, and kill its worker. If ``state`` is not empty, the agent's status still
+        lists the job as over, with this state.
         """
         job.close()
         if state:
@@ -493,8 +493,8 @@ class Agent:
 
         Args:
             at_once: Whether to give these jobs up instead.
-            keep_memory: Whether steps stay in memory for the usual time. Otherwise their memory is
-                freed as soon as durable tiers have them.
+            keep_memory: Whether steps stay in memory for ``memory_seconds``. Otherwise their memory
+                is freed as soon as durable tiers have them.
         """
         self._stop_listening()
         self._rounds.cancel()
@@ -513,8 +513,8 @@ class Agent:
                 job.next_at = 0.0
 
     def _on_signal(self, ear: socket.socket) -> None:
-        """Stop after the jobs whose trainers have ended are finished and their memory is freed. A
-        second signal ends the agent at once.
+        """Stop the agent once the jobs whose trainers have ended are finished and their memory is
+        freed. At a second signal, give these jobs up and stop at once.
         """
         ear.recv(_READ_BYTES)
         ready = {key.fd for key, _ in self._selector.select(0)}
@@ -525,7 +525,7 @@ class Agent:
 
     def _look_for_socket(self) -> None:
         """Make the socket again if it was removed. If a lock file was removed too, another agent
-        may have started in the folder, so this one stops.
+        may have started in the folder, so this agent stops.
         """
         if self._listening is None or identity(self._place.socket) == self._socket:
             return

@@ -30,7 +30,7 @@ class WatchedJob:
 
     Args:
         job: The job.
-        where: The means to run its workers. The selector also watches the processes of the trainer.
+        where: The resources for its workers. The selector also watches the trainer's processes.
         on_death: Called when the last process of the trainer on this node has ended.
 
     Attributes:
@@ -42,7 +42,7 @@ class WatchedJob:
     """
 
     def __init__(self, job: Job, where: Workplace, on_death: Callable[[WatchedJob], None]) -> None:
-        """Raise ``AgentError`` if the job's processes cannot be watched."""
+        """Watch the processes of ``job`` from now on. Raises ``AgentError`` if that fails."""
         self.job, self._where, self._on_death = job, where, on_death
         self.attempt = job.owner.attempt
         self.urls = urls_of(job)
@@ -116,11 +116,11 @@ class WatchedJob:
 
     @property
     def has_died(self) -> bool:
-        """Whether no process of the trainer on this node lives."""
+        """Whether all processes of the trainer on this node have ended."""
         return not self._processes
 
     def look(self, ready: Collection[int]) -> None:
-        """Note which processes have ended: those whose descriptors are in ``ready``."""
+        """Note that the processes whose descriptors are in ``ready`` have ended."""
         for process in self._processes.intersection(ready):
             self._end_process(process)
 
@@ -195,7 +195,7 @@ class WatchedJob:
             self.worker = self._copying = None
 
     def close(self) -> None:
-        """Kill the worker, and watch the processes of the trainer no more."""
+        """Kill the worker, and stop watching the processes of the trainer."""
         self.cancel()
         for process in list(self._processes):
             self._forget_process(process)

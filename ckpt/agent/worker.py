@@ -26,13 +26,13 @@ _READ_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """The means with which the agent runs its workers.
+    """The resources that the agent needs to run workers.
 
     Attributes:
         place: The folder of the agent.
         lock: ``work.lock``, which workers inherit.
-        selector: The selector of the agent's loop. The loop calls the data of each key that is
-            ready.
+        selector: The selector of the agent's loop. The loop calls ``key.data()`` for each key that
+            is ready.
     """
 
     place: Place
@@ -41,15 +41,15 @@ class Workplace:
 
 
 class Worker:
-    """A process that carries out an order. It has ``work.lock`` while it runs, and ends at the
-    latest with the agent.
+    """A process that carries out an order. The process has ``work.lock`` while it runs, and is
+    killed if the agent ends earlier.
 
     Args:
         order: The order.
-        where: The means to run the process.
+        where: The resources for the process.
         on_report: Called with each report.
         on_end: Called with the exit code when the process has ended, but not after ``kill``.
-        of: The sender of the reports, as the log names it.
+        of: A phrase that follows "the reports" in the log, such as "of a worker".
 
     Thread safety: the thread that runs the loop of the selector.
     """
@@ -114,7 +114,9 @@ class Worker:
             self._on_end(self._await())
 
     def _await(self) -> int:
-        """Wait for the end of the process, which is near, and return the exit code."""
+        """Wait until the process, which was killed or is about to end, has ended. Return its exit
+        code.
+        """
         self._selector.unregister(self._pipe)
         code = self._process.wait()
         self._pipe.close()
@@ -122,8 +124,8 @@ class Worker:
 
 
 def _python(environment: dict[str, str]) -> dict[str, str]:
-    """Return the variables of ``environment`` with which a worker finds the same copy of ckpt and
-    the same folder of the agent.
+    """Return the variables of ``environment`` that set the copy of ckpt, the folder of the agent,
+    and the warnings of Python. A worker gets them from the agent, and not from its job.
     """
     names = ("PYTHONPATH", "CKPT_AGENT_FOLDER", "PYTHONWARNINGS")
     return {name: environment[name] for name in names if name in environment}
