@@ -1,3 +1,5 @@
-"""The exchange of files between nodes with local tiers of their own: the node survey, the server
-that gives a node's files to other nodes, and the copies on buddies.
+"""The exchange of files between nodes with local tiers of their own.
+
+The package contains the node survey, the server from which other nodes read a node's files, and
+the copies of each node's files on its buddies.
 """

@@ -32,11 +32,11 @@ from ckpt.storage.tiers import OpenTier
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """The means to make copies.
+    """The threads that make copies, and their rate.
 
     Attributes:
         workers: The threads that write.
-        pace: The limit of the rate. It also stops the copying.
+        pace: The limit of the rate. Once ``pace.stopped`` is True, the copying ends with an error.
     """
 
     workers: Workers
@@ -50,9 +50,9 @@ class StepCopies:
     Attributes:
         tier: The tier that gets the copies.
         manifest: The manifest of the step.
-        own_bytes: The size of this node's own files of the step. The copies leave at least as much
-            room for the next save.
-        how: The means to make copies.
+        own_bytes: The size of this node's own files of the step in bytes. The copies leave at least
+            this much room for the next save.
+        how: The threads that make the copies, and their rate.
         kept: The keys of the objects that were written, in the order of writing.
 
     Thread safety: one thread.
@@ -76,7 +76,7 @@ class StepCopies:
 
         Raises:
             OutOfSpace: The copies would take the room of the next save.
-            CkptError: A file cannot be read from the other node, or not be written on this one.
+            CkptError: A file cannot be read from the other node, or cannot be written on this node.
         """
         backend, ref, files = self.tier.backend, self.ref, self.manifest.file_map()
         theirs = [part for part in self.manifest.fragments if part.rank in ranks]
@@ -132,7 +132,7 @@ def reading(
         ref: The step.
         files: The sizes of the data files, by name. The store gives these files, their fragments
             and the manifest.
-        pace: When it stops, the store reads nothing more.
+        pace: Once ``pace.stopped`` is True, the store reads nothing more and raises an error.
     """
     announced = {tier.index: {ref.folder: Step(listed=True, files=dict(files))}}
     encryption = tier.nodes.encryption if tier.nodes else None
@@ -143,8 +143,8 @@ def reading(
 def _fetch(
     store: NodeStore, files: Sequence[StoredFile], pace: Pace
 ) -> Callable[[Sequence[ChunkRead], Sink], int]:
-    """Return the function with which ``copy_files`` reads chunks of ``files`` from ``store``. It
-    returns 0, the position of the only source.
+    """Return the function with which ``copy_files`` reads chunks of ``files`` from ``store``. The
+    function always returns 0, the position of the source that gave the chunks.
     """
     reader, of_rank = ChunkReader(store, RetryPolicy()), {file.rank: file for file in files}
 

@@ -1,9 +1,9 @@
 """Copies of each node's files on its buddies, so that a step outlives the loss of a node.
 
-After each commit on a local tier with ``replicas``, the lowest rank of each node reads the files of
-some other nodes over TCP: of the nodes whose buddy its own node is. It stores them in its own
-folder of the step, beside the files of its own ranks. A restore finds the copies there as it finds
-the files of any node.
+After each commit on a local tier with ``replicas``, the lowest rank of each node reads files of
+other nodes over TCP. These are the nodes that have the rank's node as a buddy. The rank stores the
+copies in the folder of the step on its node, beside the files of its own ranks. So a restore finds
+the copies in the same way as the node's own files.
 
 Nodes only read from each other, and never write to each other. All chunks of a file are checked
 before the copy of the file becomes visible.
@@ -37,13 +37,14 @@ from ckpt.storage.tiers import Nodes, OpenTier
 
 _START_SECONDS: Final = 300.0
 _END_SECONDS: Final = 60.0
-"""How long ``close`` waits until all copies of the last step are made. Also how long an exchange
-about a restored step may take.
+"""How long ``close`` waits until all copies of the last step are made. Also how long the nodes may
+take to exchange which files of a restored step each has.
 """
 _SUBJECT: Final = "replicas"
 _TRIES: Final = 3
-"""How often the copying of a step is tried while there is no newer one. The first tries may fail,
-since a node may learn of the commit later than its buddy, and then does not give its files yet.
+"""The most tries to copy a step. After a failure, there is no further try if a newer step waits.
+The first tries may fail, since a node may learn of the commit later than its buddy, and does not
+give its files before that.
 """
 
 _LOOK_SECONDS: Final = 1.0
@@ -56,7 +57,7 @@ _log = logging.getLogger("ckpt")
 
 class NodeReplicas:
     """The copies of other nodes' files that this node keeps, and the server from which other nodes
-    copy the files of this node. Only the lowest rank of a node has one.
+    copy the files of this node. Only the lowest rank of a node has an object of this class.
 
     Args:
         tiers: The tiers with replicas on which this rank is the lowest rank of its node.
@@ -64,12 +65,12 @@ class NodeReplicas:
         server: The server for this node's files.
         coordinator: The connection to the other ranks.
         config: The settings of the save: the rate of copying, niceness and cores.
-        observers: They get an event for each step that was copied.
+        observers: They get a `NodeReplicated` event for each step that was copied.
 
-    Thread safety: ``committed`` and ``copied`` may be called from any thread, ``set_restored`` by
-    the owner, and ``close`` by the owner, once. ``_lock`` guards ``_restored``, ``_restores``,
-    and of each ring ``newest``, ``copied`` and ``outdate``. The other fields are set once, or
-    belong to the owner or to the thread that copies.
+    Thread safety: any thread may call ``committed`` and ``copied``. Only the owner calls
+    ``set_restored`` and, once, ``close``. ``_lock`` guards ``_restored`` and ``_restores``, and
+    the fields ``newest``, ``copied`` and ``outdate`` of each ring. The other fields are set once,
+    or belong to the owner or to the thread that copies.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class NodeReplicas:
         config: SaveConfig,
         observers: Observers,
     ) -> Self | None:
-        """Return the replicas that this rank keeps and serves, or None if it does neither: no local
-        tier has replicas, the job has one node, or this rank is not the lowest rank of its node.
+        """Return the `NodeReplicas` of this rank. Return None if no local tier has replicas, if the
+        job has one node, or if this rank is not the lowest rank of its node.
 
         All ranks call this with the same tiers.
 
@@ -139,8 +140,9 @@ class NodeReplicas:
             raise
 
     def keeps_earlier(self, tier: OpenTier) -> bool:
-        """Return True if this node keeps copies on ``tier``. If the tier is in memory, the steps of
-        earlier jobs must then stay until ``committed`` calls ``outdate``.
+        """Return True if this node keeps copies on ``tier``. On a tier in memory, the steps of
+        earlier jobs must then stay until the function ``outdate`` is called, which the caller
+        passes to ``committed``.
         """
         return tier.index in self._rings
 
@@ -148,8 +150,8 @@ class NodeReplicas:
         """Note that the job has restored ``ref`` and continues from it. Return at once.
 
         ``copied`` returns this step until the copies of a later step are made. All nodes call this.
-        If the nodes together have all files of the step, files with too few copies are copied in
-        the background. Copies may be missing after the loss of a node.
+        After the loss of a node, some files of the step may have too few copies. They are copied in
+        the background, if the nodes together have all files of the step.
         """
         with self._lock:
             self._restored = ref
@@ -165,16 +167,16 @@ class NodeReplicas:
         """Note that ``ref`` is a checkpoint on ``tier``. Return at once.
 
         From now on, other nodes may read this node's files of the step. In the background, this
-        node copies the files of the nodes whose buddy it is. It skips steps if a newer one comes
-        before it has begun.
+        node copies the files of the nodes that have it as a buddy. If a newer step is committed
+        before the copying of a step begins, the older step is not copied.
 
         Args:
             tier: The tier. On a tier without copies on this node, nothing happens.
             ref: The step.
-            outdate: For a tier in memory, called once in the background, when all nodes have made
-                the copies of a step of this job. Until then the steps of earlier jobs must stay,
-                since the loss of a node may cost all steps of this job. A node that fails to copy
-                several steps in a row is not waited for.
+            outdate: Called without arguments from a background thread, once, and only for a tier in
+                memory. The call means that the steps of earlier jobs may be removed, because all
+                nodes have copied a step of this job. Before that, the loss of a node may cost all
+                steps of this job. A node that fails to copy several steps in a row counts as done.
         """
         if (ring := self._rings.get(tier.index)) is None:
             return
@@ -190,8 +192,8 @@ class NodeReplicas:
         their copies yet.
 
         Returns:
-            The newest step whose files this node has copied. Before the first one, the step that
-            the job has restored. Empty if there is neither.
+            The newest step whose files this node has copied since the last restore. If there is
+            none, the step that the job has restored. Empty if there is neither.
         """
         ring = self._rings.get(tier.index)
         with self._lock:
@@ -217,7 +219,9 @@ class NodeReplicas:
         self._server.close()
 
     def _copy(self, ring: Ring) -> None:
-        """Copy the newest step that waits, report it, and call ``outdate`` when it is time."""
+        """Copy the newest step that waits, and report it. Call ``outdate`` once all nodes have
+        copied a step of this job, or have failed to.
+        """
         with self._lock:
             newest, ring.newest = ring.newest, None
         assert newest is not None
@@ -268,11 +272,11 @@ class NodeReplicas:
         )
 
     def _exchange_held(self, ring: Ring, ref: StepRef, number: int) -> dict[int, Held]:
-        """Post which files of a step this node has, and return the same of all nodes, by the number
+        """Post which files of a step this node has. Return which files each node has, by the number
         of the node.
 
-        A node takes part in one exchange after the other. Once all nodes have posted for this one,
-        no node needs the messages of earlier ones, and they are forgotten.
+        All nodes make the exchanges in the same order. Once all nodes have posted in this exchange,
+        no node needs the messages of earlier exchanges, so this node removes its earlier messages.
 
         Raises:
             CommitTimeout: A node has not posted in time, or the copying was stopped.
@@ -296,8 +300,8 @@ class NodeReplicas:
         }
 
     def _try(self, ring: Ring, ref: StepRef) -> int | None:
-        """Copy a step with ``Ring.copy``, and return what it returns. Try again after an error, at
-        most ``_TRIES`` times and only while there is no newer step.
+        """Return the result of ``ring.copy(ref)``. After an error, call it again while there is no
+        newer step, ``_TRIES`` times in all.
         """
         for _ in range(_TRIES - 1):
             try:
@@ -310,15 +314,14 @@ class NodeReplicas:
         return ring.copy(ref)
 
     def _end_earlier(self, ring: Ring) -> None:
-        """Call ``outdate``, since the steps of earlier jobs are not needed any more."""
+        """Call the ``outdate`` of ``ring``: the steps of earlier jobs are not needed any more."""
         with self._lock:
             outdate = ring.outdate
         outdate()
 
     def _all_have_copied(self, ring: Ring) -> bool:
-        """Post that this node has copied a step of this job, and return True if all nodes have
-        posted this. Wait for at most ``_LOOK_SECONDS``. If the answer is False, the next copied
-        step asks again.
+        """Post that this node has copied a step of this job. Return True if all nodes have posted
+        the same within ``_LOOK_SECONDS``. If not, the caller asks again after the next copied step.
         """
         self._say_first(ring)
         deadline = time.monotonic() + _LOOK_SECONDS
@@ -332,8 +335,8 @@ class NodeReplicas:
         return not ring.unheard
 
     def _say_first(self, ring: Ring) -> None:
-        """Post that this node has copied a step of this job, or that it has failed to. Do nothing
-        if it was posted before.
+        """Post that this node has copied a step of this job, or has failed to copy several steps.
+        The message is the same. Do nothing if this node has posted it before.
         """
         if (rank := self._coordinator.rank) in ring.unheard:
             with suppress(CkptError):
@@ -344,7 +347,7 @@ class NodeReplicas:
         """Post that this node copies nothing more. Then wait, at most until ``deadline``, until its
         buddies have posted the same, since they read from this node's server.
 
-        A node that closes because of an exception posts it too, so that no node waits in vain.
+        A node that closes because of an exception posts this too, so that no node waits in vain.
         """
         subject = f"{_SUBJECT}/done"
         keepers = {rank for ring in self._rings.values() for rank in ring.keepers}

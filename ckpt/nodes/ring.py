@@ -22,7 +22,7 @@ from ckpt.plan.buddies import buddies, missing_copies
 from ckpt.storage.tiers import Nodes, OpenTier
 
 _MISSED: Final = 3
-"""How many steps in a row must fail to be copied before a warning is logged."""
+"""A warning is logged once the copying of this many steps in a row has failed."""
 
 _log = logging.getLogger("ckpt")
 
@@ -43,8 +43,8 @@ class Held(msgspec.Struct, frozen=True):
     """The files of a step that a node has on a tier.
 
     Attributes:
-        listed: Whether it has the manifest.
-        ranks: The ranks whose data file and fragment it has, in ascending order.
+        listed: Whether the node has the manifest.
+        ranks: The ranks whose data file and fragment the node has, in ascending order.
     """
 
     listed: bool
@@ -64,10 +64,10 @@ class Ring:
         domains: The failure domain of each node, by the number of the node.
         sources: The numbers of the nodes whose files this node keeps.
         keepers: The lowest ranks of the nodes that keep this node's files: its buddies.
-        unheard: For a tier in memory, the lowest ranks of the nodes that have not posted yet that
-            they have copied a step of this job. If it is empty, the steps of earlier jobs are not
-            needed any more.
-        how: The means to make copies.
+        unheard: For a tier in memory, the lowest ranks of the nodes that have not yet posted that
+            they have copied a step of this job. Once it is empty, the steps of earlier jobs are not
+            needed any more. For other tiers it is always empty.
+        how: The threads that make the copies, and their rate.
         newest: The step to be copied next, and how many restores came before it; None if no step
             waits.
         copied: The newest step that was copied since the last restore.
@@ -96,16 +96,16 @@ class Ring:
     _lacking: StepRef | None = None
 
     def copy(self, ref: StepRef) -> int | None:
-        """Copy the files of the nodes in ``sources`` of a step that is committed on this node. In
-        memory, the copies of older steps are removed afterwards.
+        """Copy the files of a step, which is committed on this node, from each node in ``sources``.
+        On a tier in memory, the copies of older steps are removed afterwards.
 
         Returns:
-            The size of the copied data files in bytes. None if the step was removed meanwhile; its
-            copies are removed then.
+            The size of the copied data files in bytes. None if the step was removed meanwhile; then
+            its copies are removed too.
 
         Raises:
-            CkptError: A file cannot be read from another node, or not be written on this one. The
-                copies of the step are removed.
+            CkptError: A file cannot be read from another node, or cannot be written on this node.
+                The copies of the step are removed.
         """
         backend = self.tier.backend
         kept = self._kept.setdefault(ref, [])
@@ -130,20 +130,19 @@ class Ring:
         return nbytes
 
     def copy_restored(self, ref: StepRef, held: Mapping[int, Held]) -> int:
-        """Copy the files of a restored step that this node must get so that each file is on enough
-        nodes.
+        """Copy files of a restored step to this node, so that each file is on enough nodes.
 
         Args:
             ref: The step.
             held: The files of the step that each node has, by the number of the node.
 
         Returns:
-            The size of the copied data files in bytes. 0 if this node needs no more files, or if
-            some file of the step is on no node.
+            The size of the copied data files in bytes. 0 if this node needs no more files, if some
+            file of the step is on no node, or if the step was removed meanwhile.
 
         Raises:
-            CkptError: A file cannot be read from another node, or not be written on this one. The
-                copies that this call has made are removed.
+            CkptError: A file cannot be read from another node, or cannot be written on this node.
+                The copies that this call has made are removed.
         """
         backend, listed = self.tier.backend, held[self.here].listed
         having = [node for node, has in held.items() if has.listed]
@@ -188,8 +187,8 @@ class Ring:
         return Held(MANIFEST in names, tuple(sorted(whole_ranks(names))))
 
     def _copies(self, manifest: Manifest, kept: list[str]) -> StepCopies:
-        """Return the copies of a step, to be made. They add the keys of the objects that they write
-        to ``kept``.
+        """Return an object that makes the copies of a step. It appends the key of each object that
+        it writes to ``kept``.
         """
         own = self._ranks_of(manifest, self.here)
         nbytes = sum(file.size for file in manifest.files if file.rank in own)
@@ -201,17 +200,17 @@ class Ring:
 
     def _home(self, rank: int) -> int:
         """Return the number of the node of ``rank``. A restored step may have more ranks than the
-        job, and these ranks are distributed over the nodes.
+        job. The files of the additional ranks are distributed over the nodes.
         """
         return self.nodes.of[rank % len(self.nodes.of)]
 
     @property
     def fails(self) -> bool:
-        """Whether as many steps in a row as ``_MISSED`` were not copied."""
+        """Whether the copying of at least ``_MISSED`` steps in a row has failed."""
         return self._missed >= _MISSED
 
     def missed(self, ref: StepRef, error: Exception) -> None:
-        """Note and log that ``error`` has kept a step from being copied."""
+        """Note and log that a step was not copied because of ``error``."""
         self._missed, self._lacking = self._missed + 1, ref
         level = logging.WARNING if self._missed == _MISSED else logging.DEBUG
         _log.log(
@@ -253,7 +252,7 @@ def ring_of(tier: OpenTier, known: Mapping[int, Node], rank: int, how: Copying) 
         tier: The tier.
         known: All nodes of the job, by their lowest rank.
         rank: The lowest rank of this node.
-        how: The means to make copies.
+        how: The threads that make the copies, and their rate.
     """
     nodes = tier.nodes
     assert nodes is not None

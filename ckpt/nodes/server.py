@@ -1,10 +1,10 @@
 """The server that gives other nodes files of a few steps from this node's local tiers, over TCP.
 
-It runs on the lowest rank of each node, during a restore, and during a whole job whose tiers have
-replicas. A request has one fixed form: a token that only the job's ranks know, the tier, a key, an
-offset and a length. Each connection carries one request. Other nodes can read manifests, and the
-files of the steps that are being restored or copied. They can write nothing. The reader checks each
-chunk, as it does with any store. With ``encryption``, each connection uses TLS, and both ends
+The server runs on the lowest rank of each node, during a restore, and during a whole job whose
+tiers have replicas. A request has one fixed form: a token that only the job's ranks know, the tier,
+a key, an offset and a length. Each connection carries one request. Other nodes can read manifests,
+and the files of the steps that are being restored or copied. They cannot write. The reader checks
+each chunk, as it does with any store. With ``encryption``, each connection uses TLS, and both ends
 present a certificate before the request.
 """
 
@@ -44,21 +44,21 @@ from ckpt.tls import Encryption, reason_of
 
 _PIECE_BYTES: Final = 8 << 20
 _SERVING: Final = 8
-"""How many requests are answered at once. Each takes a buffer of at most 8 MiB."""
+"""How many requests are answered at the same time. Each takes a buffer of at most 8 MiB."""
 _WAITING: Final = 1024
-"""How many connections may wait at once that have not sent the token yet."""
+"""The most connections without a complete request that may be open at the same time."""
 _WAITING_PER_ADDRESS: Final = 128
-"""How many of the waiting connections may come from one address. The threads of all ranks of a node
-connect from the same address.
+"""The most connections without a complete request that may come from one address at the same time.
+The threads of all ranks of a node connect from the same address.
 """
 _KEY_BYTES: Final = 1024
 _ALLOWED: Final = 256
 """How many steps of a tier other nodes may read. A restore reads one step. Buddies copy the newest
-steps, and a slow buddy may be many steps behind.
+steps, and a slow buddy may still be copying a step when many later ones are committed.
 """
 _NOTES: Final = 64
 """How many refused connections are logged. There is a limit because any process that reaches the
-port can cause one.
+port can cause such log messages.
 """
 _PAUSE_SECONDS: Final = 0.1
 _REQUEST_SECONDS: Final = 5.0
@@ -92,8 +92,8 @@ class _Caller:
 class NodeServer:
     """Serves files of this node's local tiers, from its construction until ``close``.
 
-    One thread listens and reads requests, without waiting for any single connection. A connection
-    takes one of the threads that read files and answer only after it has sent the token.
+    One thread listens and reads requests, without waiting for any single connection. Other threads
+    read files and answer. Only a connection that has sent the token gets one of these threads.
 
     Args:
         stores: The stores of the tiers, by the index of the tier.
@@ -138,8 +138,8 @@ class NodeServer:
     def allow(self, ref: StepRef, tier: int | None = None) -> None:
         """Allow other nodes to read the files of ``ref`` from now on.
 
-        The steps that were allowed before stay allowed, up to 256 steps for each tier. After that,
-        the one that was allowed first is not readable any more.
+        At most 256 steps are allowed for each tier. If there are more, the step that was allowed
+        first is not readable any more.
 
         Args:
             ref: The step.
@@ -161,7 +161,7 @@ class NodeServer:
                     # SSLSocket.shutdown would end the encryption first, and a thread that is
                     # answering could then send plain bytes. So the method of socket is called.
                     socket.socket.shutdown(connection, socket.SHUT_RDWR)
-        with suppress(OSError):  # It may be closed already
+        with suppress(OSError):  # The socket may be closed already
             self._wake.send(b"x")
         self._workers.close()
         for each in (*self._listening, self._wake, self._woken):
@@ -228,8 +228,8 @@ class NodeServer:
         selector.register(connection, selectors.EVENT_READ)
 
     def _hear(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
-        """Read from a connection. If its request is complete, let another thread answer it. If it
-        has failed or has sent a wrong token, close it.
+        """Read from a connection. If the request is complete, let another thread answer it. If the
+        connection has failed or has sent a wrong token, close the connection.
         """
         try:
             self._hear_all(caller)
@@ -272,8 +272,8 @@ class NodeServer:
                 raise ConnectionAbortedError("it does not know the token")
 
     def _note(self, caller: _Caller, error: OSError) -> None:
-        """Log once why TLS refuses the connections of a node. A connection that only ends is not
-        logged.
+        """Log why TLS has refused the connection of ``caller``, once for each host and reason. Log
+        nothing if the caller has only closed the connection.
         """
         if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
             return
@@ -322,7 +322,7 @@ class NodeServer:
                 self._open.discard(caller.connection)
 
     def _answer(self, connection: socket.socket, request: bytearray) -> None:
-        """Send the head of the answer, and the requested bytes as far as the object has them."""
+        """Send the head of the answer, and then the requested bytes that the object has."""
         _, _, tier, offset, length, _ = REQUEST.unpack_from(request)
         try:
             store, key = self._stores[tier], check_key(request[REQUEST.size :].decode())

@@ -27,7 +27,8 @@ from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, StorageBackend, U
 from ckpt.tls import Encryption, reason_of
 
 _LOOK_SECONDS: Final = 1.0
-"""How often a node that waits for bytes checks that it still wants them."""
+"""While a node waits for bytes of another node, it checks at this interval if it still needs them.
+"""
 _LEAST_BYTES_PER_SECOND: Final = 256 << 10
 """The lowest rate at which an answer may arrive."""
 
@@ -43,13 +44,13 @@ class _CutShort(ConnectionError):
 class NodeStore:
     """A store that reads the files of one local tier from other nodes. It cannot write.
 
-    Several nodes may have the same object. If the first of them does not give it, for any reason,
-    the next one is asked. A store cannot know that the bytes of an object are damaged, so a reader
-    that finds damage asks the store of the next copy (see ``copies``).
+    Several nodes may have the same object. If the first of them does not give the object, for any
+    reason, the next one is asked. A store does not notice that the bytes of an object are damaged,
+    so a reader that finds damage asks the store of the next copy (see ``copies``).
 
     If a node does not answer, or if its whole answer takes too long, the request is sent once more.
     If that fails too, the store sends no more requests to the silent node, and the files of the
-    silent node count as missing. If the answer begins and ends too soon both times, only this file
+    silent node count as missing. If the second answer begins but ends too soon, only this file
     counts as missing, since perhaps the node cannot read it.
 
     Args:
@@ -57,7 +58,7 @@ class NodeStore:
         url: The URL of the tier.
         peers: The other nodes, with the steps and files that each has announced.
         encryption: Encrypts the connections. If it is None, they are not encrypted.
-        is_over: Returns True if no files are wanted any more. Requests under way then fail.
+        is_over: Returns True if no files are needed any more. Requests under way then fail.
 
     Attributes:
         first: The number of the copy that is asked for first, counted from 0.
@@ -77,18 +78,18 @@ class NodeStore:
         self._is_over = is_over
         self.url = f"{url} of other nodes"
         self.capabilities = Capabilities(put_if_absent=False, shared=True)
-        # ``copies`` shares these with the stores that it returns.
+        # The stores that ``copies`` returns share these three objects.
         self._dead: set[int] = set()
         self._reached: dict[int, str] = {}
         self._noted: set[tuple[int, str]] = set()
         self.first = 0
 
     def copies(self, number: int) -> list[Self]:
-        """Return ``number`` stores, one for each copy that a file may have. The first one is this
-        store.
+        """Return ``number`` stores, one for each copy that a file may have. The first of them is
+        this store. The stores need not be closed.
 
-        The nodes that have an object have an order. The store of a copy asks the node of this copy
-        first, and then the others. It has no object that has fewer copies.
+        Count the nodes that have an object from 0. Store N asks node N first, and then the other
+        nodes. An object that N nodes or fewer have does not exist in store N.
         """
         others = [copy.copy(self) for _ in range(1, number)]
         for place, other in enumerate(others, 1):
@@ -96,8 +97,8 @@ class NodeStore:
         return [self, *others]
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Return the folders of the steps that the nodes have announced, if ``prefix`` is empty.
-        No folder contains other folders.
+        """Return the folders of the steps that the nodes have announced if ``prefix`` is empty.
+        Otherwise return none, since the folder of a step contains no folders.
         """
         return iter(
             {name for peer in self._peers for name in peer.tiers.get(self._tier, {})}
@@ -143,13 +144,13 @@ class NodeStore:
         raise StorageError(key, "other nodes' tiers are only read")
 
     def _first(self, key: str, work: Callable[[Peer], int]) -> int:
-        """Call ``work`` with one node after the other that has the object ``key``, and return the
-        first result.
+        """Call ``work`` with the nodes that have the object ``key``, one after the other, until a
+        call succeeds. Return its result.
 
         Raises:
-            StorageError: ``work`` has failed for each node. The error is a
-                ``TransientStorageError`` if there is one, since another try may succeed then. It is
-                an ``ObjectNotFound`` only if no node has the object.
+            StorageError: ``work`` has failed for each node. If it has raised a
+                ``TransientStorageError`` for one of them, it is this error, since another try may
+                succeed. It is an ``ObjectNotFound`` only if no node that answers has the object.
         """
         failures: dict[int, StorageError] = {}
         for peer in self._holders(key):
@@ -207,7 +208,7 @@ class NodeStore:
                 if not isinstance(error, _CutShort):
                     self._dead.add(peer.rank)
                 elif (peer.rank, key) in self._noted:
-                    continue  # It is in the log already
+                    continue  # The log has this failure already
                 self._noted.add((peer.rank, key))
                 self._warn(peer, error)
         raise ObjectNotFound(key, f"{_name(peer.rank)} does not answer")
@@ -225,7 +226,7 @@ class NodeStore:
 
     def _warn(self, peer: Peer, error: OSError) -> None:
         node, why = _name(peer.rank), reason_of(error)
-        # A wrong certificate fails the copies of each step. The reason is logged only once.
+        # With a wrong certificate, the copies of every step fail. The reason is logged only once.
         if self._encryption is None or self._encryption.is_new(node, why):
             _log.warning("ckpt: %s does not give its files: %s", node, why)
 
@@ -269,7 +270,7 @@ class NodeStore:
             deadline: When the whole answer must have arrived, by the monotonic clock.
 
         Raises:
-            StorageError: The bytes are not wanted any more.
+            StorageError: The bytes are not needed any more.
             OSError: The answer takes too long, or the connection has ended.
         """
         silent_until = time.monotonic() + ANSWER_SECONDS
@@ -285,8 +286,9 @@ class NodeStore:
                 out, silent_until = out[got:], time.monotonic() + ANSWER_SECONDS
 
     def _connect(self, peer: Peer) -> socket.socket:
-        """Return a new connection to the server of a node, at the address that was reached before
-        or at the first one that can be reached. Raises ``OSError`` if none can be.
+        """Return a new connection to the server of a node. Use the address that was reached before,
+        or else the first address that can be reached. Raises ``OSError`` if no address can be
+        reached.
         """
         known = self._reached.get(peer.rank)
         failure: OSError = ConnectionError("it has given no address")
@@ -305,14 +307,14 @@ class NodeStore:
 
 
 class Union:
-    """A local tier with the files of all nodes, for listings of steps. It cannot write.
+    """A store for a local tier with the files of all nodes, for listings of steps. It cannot write.
 
-    If this node's part fails, the store has what the other nodes have. It raises the error only if
-    they do not have what is wanted.
+    If a call fails for this node's part of the tier, the other nodes' parts give the result. The
+    error is raised only if the other nodes do not have the object either.
 
     Args:
-        own: This node's part of the tier, which is asked first.
-        others: The parts of the other nodes.
+        own: The store of this node's part of the tier.
+        others: The store of the other nodes' parts.
 
     Thread safety:
         Any thread may use it.
@@ -348,7 +350,7 @@ class Union:
         self._nearest(lambda store: store.read_into(key, offset, out))
 
     def _nearest(self, work: Callable[[StorageBackend], T]) -> T:
-        """Return the result of ``work`` for this node's part, or for the others if that fails."""
+        """Return the result of ``work(own)``, or of ``work(others)`` if the first call fails."""
         try:
             return work(self._own)
         except StorageError as error:

@@ -31,7 +31,7 @@ from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 
 _STEPS: Final = 64
-"""How many of its newest steps a node announces."""
+"""A node announces at most this many of its newest steps."""
 _START_SECONDS: Final = 600.0
 """How many seconds may pass until all nodes have begun the same restore."""
 
@@ -47,10 +47,10 @@ class Sources:
         tiers: The stores, nearest first. The local tiers of the other nodes come right after the
             last local tier of this node, and before the farther tiers. If other nodes have several
             copies of a file, there is a store for each copy.
-        partial: The positions in ``tiers`` of the stores that have only some nodes' files. A
-            missing file there is no damage.
-        distance: For the file of each rank that a node has announced: 0 if this node has it, 1 if
-            another node has it. Empty if every tier has the files of all ranks.
+        partial: The positions in ``tiers`` of the stores that have only some nodes' files. If such
+            a store lacks a file, this is no damage.
+        distance: By rank, for each rank whose file a node has announced: 0 if this node has the
+            file, and 1 if only another node has it. Empty if every tier has the files of all ranks.
     """
 
     tiers: tuple[OpenTier, ...]
@@ -85,7 +85,7 @@ class NodeSurvey:
             step,
         )
         rank = coordinator.rank
-        # The lowest rank of a node answers for the whole node.
+        # The lowest rank of a node announces the steps of the node.
         self._mine = [tier for tier in tiers if _is_part(tier) and rank in _firsts(tier)]
         self._heard: list[Peer] | None = None
         self._server: NodeServer | None = None
@@ -115,7 +115,7 @@ class NodeSurvey:
                 _log.info("ckpt: %s were given to other nodes", size(self._server.served_bytes))
 
     def _peer(self) -> Peer:
-        """Return the record that this node posts."""
+        """Return the record that this node posts: the address of its server, and its steps."""
         server = self._server
         return Peer(
             rank=self._coordinator.rank,
@@ -126,8 +126,8 @@ class NodeSurvey:
         )
 
     def _steps(self, backend: StorageBackend) -> dict[str, Step]:
-        """Return the newest steps on a tier of this node, by their folders. Return none if the tier
-        cannot be listed.
+        """Return the newest steps on a tier of this node, by the names of their folders. Return an
+        empty dict if the tier cannot be listed.
         """
         try:
             refs = [ref for ref in attempts(backend) if self._step in (None, ref.step)]
@@ -157,12 +157,12 @@ class NodeSurvey:
         return lambda store, ref: not isinstance(store, Union) and finish(store, ref)
 
     def fault(self, found: Candidate, stores: Sequence[StorageBackend]) -> str:
-        """Return why a step cannot be restored from the nodes of the job. The text is empty if it
-        can be, if another tier has the step, or if only reading it can tell.
+        """Return why a step cannot be restored from the nodes of the job. The text is empty if the
+        step can be restored, if another tier has it, or if its manifest cannot be read.
 
         Args:
             found: The step.
-            stores: The stores that ``stores`` has returned.
+            stores: The stores that the method ``stores`` has returned.
         """
         if not _is_part(self._tiers[found.nearest]) or self._elsewhere(found, stores):
             return ""
@@ -244,7 +244,7 @@ class NodeSurvey:
         Args:
             tiers: The tiers from which to read, nearest first.
             ref: The step that is restored.
-            peers: The records that ``peers`` has returned on the leader.
+            peers: The records that the method ``peers`` has returned on the leader.
         """
         if self._server is not None:
             self._server.allow(ref)
@@ -268,7 +268,7 @@ class NodeSurvey:
     def _distance(
         self, spanning: Sequence[OpenTier], ref: StepRef, peers: Sequence[Peer]
     ) -> Mapping[int, int]:
-        """Return ``Sources.distance`` for the tiers ``spanning``, which are local to nodes."""
+        """Return ``Sources.distance`` for ``spanning``, the tiers that are local to nodes."""
         found: dict[int, int] = {}
         for tier in spanning:
             others = self._others(tier, peers)
@@ -285,19 +285,24 @@ class NodeSurvey:
         return NodeStore(tier.index, tier.url, self._others(tier, peers), encryption)
 
     def _others(self, tier: OpenTier, peers: Sequence[Peer]) -> list[Peer]:
-        """Return the records of ``peers`` whose rank is not on the node of this rank. Which ranks
-        share a node may differ between tiers.
+        """Return the records in ``peers`` of the other nodes. Two ranks may share a node on one
+        tier and not on another, so the result depends on ``tier``.
         """
         of = tier.nodes.of if tier.nodes else (0,) * self._coordinator.world_size
         return [peer for peer in peers if of[peer.rank] != of[self._coordinator.rank]]
 
 
 def most_copies(peers: Sequence[Peer], tier: int) -> int:
-    """Return how many copies of a file the nodes have on a tier at most, and at least 1.
+    """Return the largest number of copies that the nodes have of any file on a tier, between 1 and
+    4. The result is the same on all ranks that have the same ``peers``.
 
-    Hundreds of nodes may have a manifest, or a file that was read through, so at most two manifests
-    and four copies of a file count. The result is the same on all ranks, since they tell each other
-    the positions of stores.
+    The limit is needed because hundreds of nodes may have a manifest, or a file from read-through.
+    Of a manifest, two copies count at most. All ranks need the same result, since they exchange
+    positions in the list of stores (``Sources.tiers``).
+
+    Args:
+        peers: The records of all nodes.
+        tier: The index of the tier.
     """
     files, manifests = Counter[tuple[str, str]](), Counter[str]()
     for peer in peers:
@@ -326,7 +331,9 @@ def _firsts(tier: OpenTier) -> tuple[int, ...]:
 
 
 def _step(backend: StorageBackend, ref: StepRef) -> Step:
-    """Return the contents of a step's folder on this node."""
+    """Return whether a step's folder on this node has the manifest, and the sizes of its data
+    files.
+    """
     data = {
         name: info.size
         for info in own_objects(backend, ref)

@@ -12,17 +12,25 @@ import msgspec
 MAGIC: Final = b"ckp1"
 TOKEN_BYTES: Final = 32
 REQUEST: Final = struct.Struct(f">4s{TOKEN_BYTES}sHQQH")
-"""Magic, token, tier, offset, length, bytes of the key. The key follows."""
+"""The fields of a request: magic, token, index of the tier, offset, length, and the number of bytes
+of the key. The key follows.
+"""
 ANSWER: Final = struct.Struct(">4sBQ")
-"""Magic, outcome, size of the object. Its bytes follow."""
+"""The fields of an answer: magic, outcome, and size of the object. If the outcome is ``OK``, the
+requested bytes follow.
+"""
 OK, NOT_THERE, FAILED = 0, 1, 2
-"""The outcomes: the bytes follow, the object does not exist or may not be read, or the store has
-failed.
+"""The outcomes of a request. ``OK``: the requested bytes follow. ``NOT_THERE``: the object does not
+exist, or may not be read. ``FAILED``: the store has failed, or the request is not valid.
 """
 CONNECT_SECONDS: Final = 5.0
-"""How long a node waits for a connection, and a server until a requested step is allowed."""
+"""How long a node waits for a connection. Also how long a server waits until a requested step is
+allowed.
+"""
 ANSWER_SECONDS: Final = 60.0
-"""How long the sender and the receiver of an answer wait until more bytes can be sent or arrive."""
+"""How long the sender of an answer waits until it can send more bytes, and how long the receiver
+waits until more bytes arrive.
+"""
 
 
 class Step(msgspec.Struct, frozen=True):
