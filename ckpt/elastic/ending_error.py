@@ -25,9 +25,10 @@ _WITH_EXIT: Final = opmap["WITH_EXCEPT_START"]
 
 
 def ending_error(*, but: BaseException | None) -> BaseException | None:
-    """Return the error that is being handled around the caller's caller, and goes on after that.
+    """Return the error that is being handled during this call, if the error goes on afterwards.
 
-    Return None if no error is being handled, if it is ``but``, or if an ``except`` clause ends it.
+    Return None if no error is being handled, if the error is ``but``, or if an ``except`` clause
+    ends the error. Clauses in the calling function do not count. Clauses in its callers do.
     """
     error = sys.exception()
     if error is None or error is but or is_handled(error, sys._getframe(2)):
@@ -39,8 +40,8 @@ def is_handled(error: BaseException, frame: FrameType | None) -> bool:
     """Return True if ``frame``, or one of its callers, is in an ``except`` clause at which
     ``error`` ends.
 
-    If ``error`` was raised while another error was handled, the clauses of that other error count
-    too, since it may go on after ``error`` has ended.
+    If ``error`` was raised while another error was handled, the clauses that handle the other error
+    must end it too. Otherwise the other error goes on after ``error`` has ended.
     """
     found = False
     sources: dict[str, _Source] = {}
@@ -57,7 +58,7 @@ def is_handled(error: BaseException, frame: FrameType | None) -> bool:
 
 
 class _Source:
-    """The syntax tree of a frame's source file; empty if the file cannot be read as Python."""
+    """The syntax tree of a frame's source file; empty if the file cannot be read or parsed."""
 
     def __init__(self, frame: FrameType) -> None:
         try:
@@ -83,8 +84,8 @@ class _Source:
 
 
 def _passed(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Yield each frame that ``error`` has passed through, with the line in that frame. The frames
-    of errors that were being handled when it was raised are included.
+    """Yield each frame that ``error`` has passed through, with the line in that frame. Include the
+    frames of the errors in the chain of ``__context__``.
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -97,11 +98,16 @@ def _passed(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 def _clauses(
     frame: FrameType, sources: dict[str, _Source], passed: list[tuple[FrameType, int]]
 ) -> Iterator[bool]:
-    """Yield, for each clause around the current line of ``frame``, True if an error goes on after
-    the clause. The innermost clause comes first.
+    """Yield True or False for each clause that runs in ``frame`` now, innermost clause first. True
+    means that an error goes on after the clause.
 
-    A ``finally`` clause counts if an error goes through it, and so does the end of a ``with``
-    block.
+    The end of a ``with`` block counts as a clause if an error has ended the block. A ``finally``
+    clause counts if an error has passed through its ``try`` block.
+
+    Args:
+        frame: The frame.
+        sources: The syntax trees by the name of the file. Trees that are missing are added.
+        passed: The frames and lines from ``_passed``.
     """
     code, line = frame.f_code, frame.f_lineno
     if not code.co_exceptiontable or line is None:  # The code has no clause
@@ -139,7 +145,9 @@ def _holds(body: list[ast.stmt], line: int) -> bool:
 
 
 def _goes_on(body: list[ast.stmt]) -> bool:
-    """Return True if the statements of a clause may raise an error or end the process."""
+    """Return True if a clause with these statements contains ``raise``, or calls a function that
+    ends the process.
+    """
     for node in _of_this_frame(ast.Module(body, [])):
         if isinstance(node, ast.Raise):
             return True

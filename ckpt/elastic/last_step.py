@@ -1,11 +1,11 @@
 """The last step of a planned stop: all ranks agree after which step they stop.
 
 Any rank may be asked to stop at any moment, and other ranks may be some steps ahead. A rank that
-learns of the stop *promises* a step: the one after the last step that it was allowed to pass. It
-passes the promised step only when it knows the agreed step, which is the largest promise. So no
-rank is past the agreed step before it knows it, however far apart the ranks are. A background
-thread makes the promise, so a rank that computes a step or waits in a collective delays no other
-rank.
+learns of the stop *promises* a step: the step after the last one for which ``requested`` has
+returned False. At the end of the promised step, ``requested`` waits for the agreed step, which is
+the largest promise. So no rank goes beyond the agreed step, however far apart the ranks are. A
+background thread makes the promise, so a rank that computes a step or waits in a collective delays
+no other rank.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _PARTED: Final = b"0"
 
 
 class _Agreed(msgspec.Struct, frozen=True):
-    """What the ranks have agreed on.
+    """The result of an agreement, as the first rank that calls ``agree`` posts it.
 
     Attributes:
         step: The number of the last step.
-        missing: The ranks that have not answered. If there are any, ``step`` has no meaning.
+        missing: The ranks that have not promised a step. If it is not empty, ``step`` has no
+            meaning.
     """
 
     step: int = -1
@@ -44,12 +45,14 @@ _decoder: Final = msgspec.json.Decoder(_Agreed)
 class LastStep:
     """The agreement of all ranks on the last step. Each rank makes one object for its manager.
 
-    Thread safety: the training thread calls ``requested``, one background thread each calls
-    ``listen`` and ``agree``, and the owner calls ``part``.
+    Thread safety: the training thread calls ``requested``, one background thread calls ``listen``,
+    another one calls ``agree``, and the owner calls ``part``.
 
     Args:
-        patience: Seconds that ranks wait for each other's promises. A rank that does not answer is
-            dead or stopped.
+        coordinator: The connection to the other ranks. The object uses clones of it.
+        patience: How many seconds to wait for the promises of the other ranks. A rank that has
+            promised nothing by then is dead or stopped, since its background thread promises at
+            once.
     """
 
     def __init__(self, coordinator: Coordinator, *, patience: float) -> None:
@@ -65,12 +68,12 @@ class LastStep:
         self._over = False
 
     def requested(self, step: int) -> bool:
-        """Return True if training stops after ``step``, which is over: it is the last step that all
-        ranks have agreed on, or a later one.
+        """Return True if ``step``, which this rank has completed, is the agreed last step or a
+        later one.
 
         Until this rank has promised a step (see the module), return False at once. After that,
-        return False for a step before the promised one, and for any other step wait without a bound
-        until all ranks have agreed.
+        return False for a step before the promised step. For any other step, wait without a time
+        limit until all ranks have agreed.
         """
         with self._lock:
             if self._promise is None:
@@ -82,14 +85,14 @@ class LastStep:
         return step >= self._step
 
     def agree(self, message: bytes) -> int:
-        """Agree with all ranks on the last step, and return it.
+        """Agree with all ranks on the last step, and return its number.
 
-        The first rank that calls this sends ``message`` to the other ranks, where ``listen``
-        returns it, and gathers the promises.
+        The first rank that calls this sends ``message`` to all ranks, where ``listen`` returns it,
+        and gathers the promises.
 
         Raises:
             CommitTimeout: Some rank did not promise in time. There is no last step.
-            CommitError: The job's store is gone.
+            CommitError: The store through which the ranks exchange messages is gone.
         """
         self._make_promise()
         caller = int(self._coordinator.set_once("stop/caller", str(self._rank).encode()))
@@ -113,7 +116,8 @@ class LastStep:
     def listen(self) -> bytes | None:
         """Wait until a rank calls ``agree``, and return its message.
 
-        Return None if this rank calls ``part`` first, or if the job's store is gone.
+        Return None if this rank calls ``part`` first, or if the store through which the ranks
+        exchange messages is gone.
         """
         with contextlib.suppress(CkptError):
             while not self._over:
@@ -123,8 +127,8 @@ class LastStep:
         return None
 
     def part(self) -> None:
-        """Take no part from now on: end ``listen``, and post the promise of this rank, in case
-        another rank calls ``agree`` later.
+        """End ``listen``, and post the promise of this rank, in case another rank calls ``agree``
+        later.
         """
         self._over = True
         with contextlib.suppress(CkptError):

@@ -1,6 +1,6 @@
 """A planned stop: after a signal on any rank, all ranks stop after the same step.
 
-They save that step within a grace time, and end as the signal would have ended them.
+The ranks save that step within a grace time, and end as the signal would have ended them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from ckpt.pipeline.workers import Workers
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _PATIENCE_SECONDS: Final = 5.0
-"""How many seconds ranks wait for each other's promise, which comes from a thread of its own."""
+"""How many seconds a rank waits for the promises of the other ranks, which background threads
+make.
+"""
 _CLOSE: Final = 0  # No signal has this number
 _REQUEST: Final = 255  # No signal has this number either
 _REQUESTED: Final = b"request"
@@ -48,11 +50,11 @@ def one_at_a_time(
     """Return a decorator for methods of a manager that must not be called inside of each other.
 
     If a decorated method is called while another one runs in the same thread, it raises
-    ``ConfigError``. A signal handler could make such a call. The interrupted method holds locks and
-    slots until the handler returns, and a state that is only partly restored belongs to no step.
-    The error is logged too, since it is raised in whatever code the signal has interrupted, and
-    that code may handle it as an error of its own. A manager that is closed, or is being closed,
-    refuses no call here.
+    ``ConfigError``. A signal handler could make such a call. The call is refused because the
+    interrupted method holds locks and slots until the handler returns, and may have restored only a
+    part of the state. The error is logged too, since the code that the signal has interrupted may
+    handle the error as one of its own. There is no such check for a manager that is closed or is
+    being closed.
 
     Args:
         name: The name of the method in the error.
@@ -63,8 +65,9 @@ def one_at_a_time(
         def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
             check_alone(self, name)
             thread = threading.get_ident()
-            # Ctrl-C raises where a function begins or has returned. So nothing is called between
-            # the method and the removal, or the manager would refuse every later call.
+            # Ctrl-C may raise wherever a function begins or has returned. So no function is called
+            # between ``method`` and ``pop``. Otherwise ``pop`` might not be reached, and the
+            # manager would refuse every later call.
             try:
                 self._inside[thread] = name
                 return method(self, *args, **kwargs)
@@ -96,7 +99,7 @@ def as_deadline(value: object) -> float:
         value: A number of seconds from now, a datetime with a time zone, or None for no deadline.
 
     Raises:
-        ConfigError: ``value`` is of another kind, or the deadline is over already.
+        ConfigError: ``value`` is not one of these, or the deadline has passed already.
     """
     if value is None:
         return math.inf
@@ -115,26 +118,26 @@ def as_deadline(value: object) -> float:
 
 
 class StopSignals:
-    """Handles signals and requests to stop, between ``CheckpointManager.on_signals`` and the
-    manager's ``close``.
+    """Handles signals and requests to stop, from ``CheckpointManager.on_signals`` or
+    ``on_stop_request`` until the manager's ``close``.
 
     ``close`` restores the earlier handlers and raises the signal again, so the process ends as it
-    would have ended without ckpt.
+    would have ended without ckpt. ``CheckpointManager.request_stop`` stops the ranks as a signal
+    does, but ``close`` then raises no signal.
 
-    ``CheckpointManager.request_stop`` does as a signal does, but no signal is raised in the end.
+    The process ends at once, by the default action of the signal (SIGTERM after a request), in two
+    cases: the grace time or the deadline is over before ``close`` ends, or some rank does not
+    answer. Then the save under way is lost, and older checkpoints are intact.
 
-    If the grace time or the deadline is over before ``close`` ends, or some rank does not answer,
-    the default action of the signal (SIGTERM after a request) ends the process at once. The save
-    under way is lost, and older checkpoints are intact. A repeated signal changes nothing, since
-    launchers often send several. A second SIGINT goes to the earlier handler, which raises
-    ``KeyboardInterrupt``.
+    A repeated signal changes nothing, since launchers often send several. A second SIGINT goes to
+    the earlier handler, which usually raises ``KeyboardInterrupt``.
 
     Attributes:
         signal: The signal that has arrived on this rank or on another one; None if there is none.
 
     Thread safety:
-        Create and close it in the main thread, unless it handles no signals. Call ``requested``
-        from the training thread, and ``request`` from any thread.
+        Create and close the object in the main thread, unless it handles no signals. Call
+        ``requested`` from the training thread, and ``request`` from any thread.
     """
 
     def __init__(
@@ -148,8 +151,17 @@ class StopSignals:
     ) -> None:
         """Install the handlers of ``signals``.
 
-        ``owner`` is the manager that closes this object. It is kept alive as long as the handlers
-        are installed.
+        Args:
+            coordinator: The connection to the other ranks.
+            signals: The signals to handle; empty to listen for requests only.
+            grace_seconds: How many seconds after a signal ``close`` must have ended.
+            reraise: Whether ``close`` raises the signal again.
+            owner: The manager that closes this object. It is kept alive as long as the handlers are
+                installed.
+
+        Raises:
+            ConfigError: The call is not in the main thread, an argument is not valid, or another
+                object handles signals already.
         """
         _check(signals, grace_seconds)
         self.signal: signal.Signals | None = None
@@ -163,8 +175,8 @@ class StopSignals:
         self._ends = math.inf
         self._closed = self._interrupted = False
         self._ear, self._mouth = os.pipe()
-        # A signal handler may request a stop while its thread is in ``close``, so it may lock
-        # again.
+        # A signal handler may call ``request`` while its thread holds this lock in ``close``. So
+        # the lock is reentrant.
         self._pipe_lock, self._is_pipe_closed = threading.RLock(), False
         os.set_blocking(self._mouth, False)  # A handler must never wait
         self._earlier: dict[int, Any] = {}
@@ -180,8 +192,8 @@ class StopSignals:
         """Stop all ranks after the same step, as after a signal.
 
         Args:
-            ends: When this process ends at the latest, in seconds since 1970. A further request can
-                only move that time forward, and only for this rank.
+            ends: When this process ends at the latest, in seconds since 1970; infinity for no
+                limit. A further request can only make that time earlier, and only for this rank.
         """
         with self._pipe_lock:
             if self._is_pipe_closed:
@@ -191,19 +203,25 @@ class StopSignals:
                 os.write(self._mouth, bytes([_REQUEST]))
 
     def requested(self, step: int) -> bool:
-        """Return True if ``step``, which is over, is the last step or a later one.
+        """Return True if ``step``, which this rank has completed, is the last step or a later one.
 
-        The answer is the same on all ranks if all of them ask after the same steps, in rising
-        order. The call costs about a microsecond until there is a signal. After that it waits once
-        for the other ranks.
+        The answer is the same on all ranks if all ranks ask after the same steps, in rising order.
+        Until there is a signal or a request, the call takes about a microsecond. After that, one
+        call waits for the other ranks.
         """
         return self._last.requested(step)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Put the earlier handlers back and, if a signal was heard, raise it again, unless
-        ``error`` ends the process anyway.
+        """Restore the earlier handlers, and raise the signal again if one has arrived.
 
         A second call does nothing.
+
+        Args:
+            error: The error that ends the process; None if there is none. With an error, the signal
+                is not raised, since the process ends anyway.
+
+        Raises:
+            ConfigError: The object handles signals, and this is not the main thread.
         """
         if self._closed:
             return
@@ -217,7 +235,7 @@ class StopSignals:
         finally:
             os.write(self._mouth, bytes([_CLOSE]))
             self._workers.close()
-            self.uninstall()  # Not earlier, since a restored handler may raise
+            self.uninstall()  # The threads are closed first, since a restored handler may raise
             while self.signal is None and (late := self._next(0)) != -1:
                 self.signal = signal.Signals(late) if late in self._signals else None
             with self._pipe_lock:
@@ -256,8 +274,8 @@ class StopSignals:
                 signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        """Record the signal. This runs between any two instructions of the main thread, so it takes
-        no lock.
+        """Record the signal. This method may interrupt the main thread at any instruction, so it
+        takes no lock.
         """
         earlier = self._earlier[signum]
         if self._closed or (signum == signal.SIGINT and self._interrupted):
@@ -320,9 +338,10 @@ class StopSignals:
         return os.read(self._ear, 1)[0]
 
     def _end(self, reason: str) -> NoReturn:
-        """End the process by the default action of the signal, from any thread.
+        """End the process by the default action of the signal. Any thread may call this.
 
-        Python would leave it to the main thread, which may be stuck.
+        The C function ``signal`` restores the default action, since Python's function works only in
+        the main thread, which may be stuck.
         """
         signum = self.signal or signal.SIGTERM
         what = signum.name if self.signal else "a stop was requested"
@@ -358,8 +377,8 @@ def _check(signals: tuple[int, ...], grace_seconds: float) -> None:
 
 
 def _let_go() -> None:
-    """Stop handling signals in a fork, such as a data loader's worker: its signals are not the
-    job's.
+    """Stop handling signals in a forked process, such as a data loader's worker. A signal to that
+    process does not concern the job.
     """
     if _active is not None:
         _active.uninstall()
