@@ -14,7 +14,7 @@ class Waiting:
     """A step that waits for a tier.
 
     Attributes:
-        nbytes: The bytes of this rank.
+        nbytes: The size of this rank's image of the step, in bytes.
         since: The value of ``time.monotonic()`` when the step was staged.
     """
 
@@ -23,9 +23,10 @@ class Waiting:
 
 
 class Backlog:
-    """An observer that keeps the steps that were staged and that a tier does not have yet.
+    """An observer that keeps the steps that wait for a tier. Such a step was staged in host memory,
+    and the tier does not have it yet.
 
-    A step waits for a tier until the tier has it or has missed it, or the save has failed.
+    A step stops waiting when the tier has it or has missed it, or when the save has failed.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_waiting``.
     """
@@ -56,7 +57,7 @@ class Backlog:
             return len(self._waiting.get(tier, ()))
 
     def nbytes(self, tier: str) -> int:
-        """Return how many bytes of this rank wait for ``tier``."""
+        """Return the size of this rank's images of all steps that wait for ``tier``, in bytes."""
         with self._lock:
             return sum(waiting.nbytes for waiting in self._waiting.get(tier, {}).values())
 

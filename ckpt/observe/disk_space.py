@@ -48,7 +48,7 @@ class FolderSpace:
         return math.nan if found is None else found.f_blocks * found.f_frsize
 
     def _ask(self) -> os.statvfs_result | None:
-        """Return the result of ``statvfs``; None if there is no answer in time, or an error."""
+        """Return the result of ``statvfs``; None if it fails or does not return in time."""
         with self._lock:
             if self._asked is None:
                 self._asked = self._worker.submit(os.statvfs, self._folder)

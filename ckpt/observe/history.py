@@ -17,7 +17,7 @@ class Arrival:
 
     Attributes:
         state: "saving" until the step is "committed" or the tier has "missed" it; "cut" if the job
-            ended before.
+            ended before that.
         seconds: The time from the call of the save to the commit. It is 0 if the step is not
             committed, or if a restore finished the commit.
         reason: Why the tier missed the step; empty if it did not.
@@ -34,8 +34,8 @@ class SavedStep:
 
     Attributes:
         step: The number of the step.
-        at: When the state was in host memory, in seconds since 1970. If the journal does not have
-            that record, it is the time of the first commit or miss.
+        at: When the state was in host memory, in seconds since 1970. If the journal has no record
+            of that, it is the time of the first commit or miss.
         stall_seconds: How long the save stopped the training thread.
         nbytes: The bytes that rank 0 staged.
         tiers: The progress on each tier, by the URL of the tier, nearest first.
@@ -50,12 +50,12 @@ class SavedStep:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A restore.
+    """A restore, as the records of the journal describe it.
 
     Attributes:
-        record: The record of the restore.
+        record: The record of the end of the restore.
         troubles: The records of the files that the restore took from a farther tier, and of the
-            damaged steps that it passed over.
+            damaged steps that it skipped.
     """
 
     record: Record
@@ -116,14 +116,14 @@ def history_of(records: Sequence[Record]) -> History:
                 found.verified[record.step, record.tier] = record
             case _:
                 pass  # An event that only later versions of ckpt have
-    if troubles and found.restores:  # Another rank recorded these after rank 0 recorded the restore
+    if troubles and found.restores:  # Other ranks wrote these after rank 0 wrote its "Restored"
         last = found.restores.pop()
         found.restores.append(Restore(last.record, (*last.troubles, *troubles)))
     return found
 
 
 def _cut(saves: Iterable[SavedStep]) -> None:
-    """Mark the tiers that ``saves`` have not reached as cut, since the job of ``saves`` ended."""
+    """Replace the state "saving" in ``saves`` by "cut", since the job of these saves has ended."""
     for save in saves:
         for arrival in save.tiers.values():
             if arrival.state == "saving":

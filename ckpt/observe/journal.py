@@ -40,7 +40,9 @@ from ckpt.storage.places import is_folder
 
 _log = logging.getLogger("ckpt")
 LIMIT_BYTES: Final = 4 << 20
-"""The size at which a file of a journal is renamed to ``NAME.old``, which replaces an older one."""
+"""The size at which a file of a journal is renamed to ``NAME.old``. An older file of this name is
+replaced.
+"""
 OPENED: Final = "Opened"
 """The ``event`` of the first record of each job."""
 VERIFIED: Final = "Verified"
@@ -72,7 +74,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         reason: The message of the error, or why ``tier`` could not give the file ``key``, or the
             damage that a verification found (empty if there is none).
         key: The file that a restore took from a farther tier.
-        mended: Whether that file is intact on ``tier`` again.
+        mended: Whether the file ``key`` is intact on ``tier`` again.
     """
 
     at: float
@@ -228,7 +230,7 @@ class JournalReader:
     def read(self) -> list[Record]:
         """Return the records of all files, oldest first. Lines that are no records are left out.
 
-        Only the last 8 MiB of a file are read, and 64 MiB of all files together.
+        At most the last 8 MiB of a file are read, and at most 64 MiB of all files together.
         """
         found, left = list[Record](), _MOST_BYTES
         for name in self._names():
@@ -247,8 +249,8 @@ class JournalReader:
         return sorted(found, key=lambda record: record.at)
 
     def _names(self) -> list[str]:
-        """Return the names of at most 128 files, those of verifications first, since each run has
-        only two of them, and then those of the lowest ranks.
+        """Return the names of at most 128 files: first the files of verifications, and then the
+        files of the ranks, lowest rank first. A run has at most two files of verifications.
         """
         try:
             names = os.listdir(self._folder)
@@ -280,7 +282,7 @@ _decoder = msgspec.json.Decoder(Record)
 def _open(path: str) -> int:
     """Open a regular file to append to it, and return the descriptor.
 
-    A file that is not a regular file raises ``OSError``. Opening a FIFO does not wait for a reader.
+    Raise ``OSError`` if the file is not a regular file. If it is a FIFO, do not wait for a reader.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     file = os.open(path, flags, 0o644)

@@ -96,7 +96,7 @@ class Metrics:
             self._sender.start()
 
     def __call__(self, event: Event) -> None:
-        """Update the metrics according to ``event``, and then the text file if there is one."""
+        """Update the metrics according to ``event``. If there is a text file, write it again."""
         self._backlog(event)
         series = self._series
         match event:
@@ -131,7 +131,8 @@ class Metrics:
             self._write()
 
     def close(self) -> None:
-        """Send the last values as OTLP, which takes 5 s at most, and stop serving the metrics.
+        """Stop serving the metrics. If they are sent as OTLP, first send the last values, and wait
+        for that 5 s at most.
 
         If the process ends without this call, the last values are not sent.
         """

@@ -44,8 +44,7 @@ def sender(registry: Any, otlp: bool | str | None) -> Sender | None:
     """Return a `Sender` for ``registry`` that has not been started, or None if no metrics are to be
     sent.
 
-    If ``otlp`` is None and the environment asks for OTLP, a reason why that is not possible is
-    logged and not raised.
+    If ``otlp`` is None and the environment asks for OTLP, an error is logged and not raised.
 
     Args:
         registry: The `prometheus_client.CollectorRegistry`.
@@ -74,8 +73,8 @@ class Sender:
     """A thread that sends the current values of all metrics of a registry at regular intervals.
 
     Values that could not be sent are not kept. The first failure is logged as a warning, and later
-    ones are not. A receiver that does not answer delays neither training nor the end of the
-    process, and ``close`` by 5 s at most.
+    failures are not logged. A receiver that does not answer delays ``close`` by 5 s at most. It
+    delays neither training nor the end of a process that does not call ``close``.
 
     Args:
         registry: The `prometheus_client.CollectorRegistry`.
@@ -153,15 +152,15 @@ class Sender:
 
 
 class _LogOfThread(logging.Filter):
-    """A filter that drops the records that one thread logs, and keeps the first message.
+    """A filter that drops the log records of one thread, and keeps the text of the first of them.
 
     The filter is on the logger of the exporter. Other code in the process may use the same exporter
-    on other threads, and its records are not dropped.
+    on other threads. The log records of these threads are not dropped.
 
     Attributes:
-        thread: The identifier of the thread.
+        thread: The identifier of the thread; 0 before it is set.
         first: The first message of the thread since ``first`` was last set to "". Later messages
-            are about retries of the same request.
+            are not kept, because they are about retries of the same request.
     """
 
     def __init__(self) -> None:
@@ -301,7 +300,7 @@ def _session() -> Any:
 def _resource(sdk: Any) -> Any:
     """Return the OpenTelemetry resource that describes this process, from the environment.
 
-    The name of the service is "ckpt" if the environment does not name one.
+    The name of the service is "ckpt" if the environment does not set a name.
     """
     found = sdk.Resource.create()
     if str(found.attributes.get("service.name", "")).startswith("unknown_service"):
@@ -321,7 +320,8 @@ def _is_asked_for() -> bool:
 def _check(endpoint: str | None) -> None:
     """Raise ``ConfigError`` if ``endpoint`` is not an HTTP URL.
 
-    If it is None, raise ``ConfigError`` if the environment names another protocol than HTTP.
+    If ``endpoint`` is None, raise ``ConfigError`` if the environment names another protocol than
+    ``http/protobuf``.
     """
     way = "give the URL of a receiver of OTLP over HTTP, such as http://HOST:4318/v1/metrics"
     if endpoint is not None:

@@ -138,12 +138,12 @@ class RunView:
 
 
 class TierWatch:
-    """Lists one tier again and again, on a thread of its own.
+    """Lists one tier whenever ``ask`` is called, on a thread of its own.
 
     If the store does not answer, only that thread is blocked, and ``error`` says so.
 
     Args:
-        url: The URL of the store; unlike ``tier.url`` it is never "memory".
+        url: The URL of the store. It is the URL of a store in memory if ``tier.url`` is "memory".
         tier: The tier with its options.
 
     Thread safety: one thread at a time.
@@ -173,7 +173,7 @@ class TierWatch:
     def ask(self) -> Sequence[Future[list[StoredStep]]]:
         """Begin to list the tier, unless a listing is under way.
 
-        Return the future of the listing as the only item; nothing if the tier cannot be opened.
+        Return a sequence with the future of the listing. It is empty if the tier cannot be opened.
         """
         if self._inventory is None:
             return ()
@@ -182,10 +182,10 @@ class TierWatch:
         return (self._asked,)
 
     def take(self) -> None:
-        """Store the result of the listing that ``ask`` began in ``steps`` or ``error``.
+        """Set ``steps`` or ``error`` to the result of the listing that ``ask`` began.
 
-        If the listing has not ended, ``steps`` stay as they are, and ``error`` says for how long
-        the store has not answered.
+        If the listing has not ended, ``steps`` do not change, and ``error`` says for how long the
+        store has not answered. If no listing was begun, nothing changes.
         """
         if self._asked is None:
             return
@@ -224,8 +224,8 @@ class RunWatch:
 
     Args:
         name: The name of the run. Credentials in it become ``***``.
-        tiers: The tiers of the run, nearest first. The view of a tier that cannot be opened has the
-            error.
+        tiers: The tiers of the run, nearest first. If a tier cannot be opened, its `TierView`
+            contains the error.
     """
 
     def __init__(self, name: str, tiers: Sequence[Tier]) -> None:
@@ -259,7 +259,7 @@ class RunWatch:
     def _find_memory(self, named: Sequence[str], opened: set[str], patience: float) -> None:
         """List also the stores in this machine's memory that the journals name as tiers of the run.
 
-        Each of them becomes a tier of this object, and its URL is added to ``opened``.
+        Append a `TierWatch` for each of these stores to ``tiers``, and add its URL to ``opened``.
 
         Args:
             named: The URLs of the tiers that the journals name.
@@ -285,8 +285,9 @@ def _known_of(url: str, history: History, committed: Collection[int] = ()) -> Ti
     Args:
         url: The URL of the tier.
         history: The history from the journals.
-        committed: Steps that the tier lists as committed. None of them waits: the agent has
-            committed the steps that a trainer left to it, and the journal does not say so.
+        committed: Steps that the tier lists as committed. They do not count as waiting, even if the
+            journals have no commit of them. The agent commits the steps that a trainer has left,
+            and writes no record of that.
     """
     there = [(save, save.tiers[url]) for save in history.saves.values() if url in save.tiers]
     waiting = [
@@ -321,7 +322,7 @@ def _rows(
     for url, steps in listed.items():
         for each in steps:
             found.setdefault((each.ref.step, each.ref.attempt), {})[url] = each
-    # A journal does not name attempts, so its save of a step belongs to the youngest attempt.
+    # A journal does not name attempts, so its save of a step counts for the youngest attempt.
     youngest: dict[int, tuple[float, str]] = {}
     for (step, attempt), places in found.items():
         born = max(each.created_at or math.inf for each in places.values())
@@ -356,7 +357,7 @@ def _row(
         places: The attempt as each tier lists it, by the URL of the tier.
         tiers: The tiers, in the order of the cells.
         history: The history from the journals, for the verifications.
-        save: The save in the journal; None if there is none, or it belongs to another attempt.
+        save: The save in the journal; None if there is none, or if it belongs to another attempt.
     """
     step, attempt = key
     whole = [each for each in places.values() if each.state == "committed"]
@@ -403,11 +404,11 @@ def _cell(listed: StoredStep | None, arrival: Arrival | None, tier: TierView) ->
 
 
 def watch_runs(roots: Sequence[Tier], configured: Mapping[str, Sequence[Tier]]) -> list[RunWatch]:
-    """Return an object for each run to show.
+    """Return a `RunWatch` for each run to show.
 
     Args:
-        roots: The roots of runs. Each root is a run of its own, but roots that a journal names as
-            tiers of one run become one run, with the tiers in the order of the roots.
+        roots: The roots of runs. Roots that a journal names as tiers of one run become one run,
+            with the tiers in the order of the roots. Each other root becomes a run of its own.
         configured: The tiers of further runs, by the name of the run.
     """
     groups: list[list[Tier]] = []
