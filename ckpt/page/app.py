@@ -59,7 +59,7 @@ def make_app(live: Live, token: str = "") -> App:
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """The handlers of the routes. The server runs handlers that are no coroutines in threads."""
+    """The handlers of the routes. A handler that is not ``async`` runs in a thread of a pool."""
 
     live: Live
     opened: tuple[Opened, ...]
@@ -205,9 +205,10 @@ def _ago(seconds: float) -> str:
 
 
 def _short(url: str) -> str:
-    """Return 'memory' for a tier in memory, and else the last 32 characters of ``url`` at most.
+    """Return 'memory' for a tier in memory. Otherwise return ``url``, or '…' and its last 31
+    characters if it is longer than 32 characters.
 
-    The secrets of the whole URL are removed first, since they cannot be recognized in its end.
+    Secrets are removed before the URL is cut, since they cannot be recognized in a part of it.
     """
     url = clean(url)
     if url.startswith("shm://"):

@@ -16,11 +16,11 @@ HEIGHT: Final = 100
 _MOST_POINTS: Final = 200
 """The number of newest points of each line that a chart shows."""
 _USUAL: Final = 2.5
-"""The top of a chart is about this many times the 95th percentile of its values at most, so that
+"""The top of a chart is at most about this many times the 95th percentile of its values, so that
 one slow save does not flatten all other points.
 """
 _TINY: Final = 1e-290
-"""`nice` computes with values from this one to its reciprocal."""
+"""`nice` accepts values that are greater than this number and less than its reciprocal."""
 
 Points = Sequence[tuple[int, float]]
 """Pairs of a step and its value, in ascending order of the steps."""
@@ -50,7 +50,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart.
+    """A line chart as the page draws it.
 
     Attributes:
         title: The title of the chart.
@@ -79,7 +79,7 @@ def chart(title: str, series: Mapping[str, Points], text: Callable[[float], str]
 
     Args:
         title: The title of the chart.
-        series: Name of each line -> its points.
+        series: The points of each line, by the name of the line.
         text: Returns a value as a text with its unit.
     """
     newest = {name: list(points)[-_MOST_POINTS:] for name, points in series.items() if points}
@@ -110,8 +110,8 @@ def chart(title: str, series: Mapping[str, Points], text: Callable[[float], str]
 def nice(value: float) -> float:
     """Return the smallest 1, 2 or 5 times a power of ten that is not below ``value``.
 
-    Return 1.0 for a value that is no measurement: nan, 0 or less, and a value so close to 0 or so
-    large that powers of ten lose their precision.
+    Return 1.0 if ``value`` is no measurement: nan, 0 or less, or so close to 0 or so large that
+    powers of ten lose their precision.
     """
     if not _TINY < value < 1 / _TINY:
         return 1.0

@@ -24,7 +24,7 @@ from ckpt.pipeline.workers import Workers
 ROWS: Final = 50
 """The number of steps on one page of the table."""
 STRIP: Final = 60
-"""The number of newest steps that the strip of steps by tier shows."""
+"""The number of newest steps in the strip, a graphic of the state of each step on each tier."""
 TENSORS: Final = 200
 """The number of tensors on one page of a step."""
 _LISTED: Final = 8
@@ -38,7 +38,7 @@ class RunPage:
     Attributes:
         run: The view of the run.
         durable: The newest step on a tier that is not in memory; None if there is none.
-        strip: The newest steps, for the strip of steps by tier.
+        strip: The newest steps, for the graphic of their states on each tier.
         rows: The steps on this page of the table.
         page, pages: The number of this page of the table, from 1 on, and the number of pages.
         stall_seconds: The median stall of a save; None if the journal has none.
@@ -63,7 +63,9 @@ class RunPage:
 
 
 def run_page(run: RunView, page: int) -> RunPage:
-    """Return the page of a run, with the given page of the table, or the nearest one there is."""
+    """Return the contents of the page of a run. They include page number ``page`` of the table, or
+    the nearest page if the table has no page of this number.
+    """
     pages = max(1, -(-len(run.steps) // ROWS))
     page = min(max(page, 1), pages)
     saves = [run.history.saves[step] for step in sorted(run.history.saves)]
@@ -140,7 +142,8 @@ class StepPage:
         row: The states of the step on all tiers.
         url: The tier that the manifest was read from.
         manifest: The manifest of the step.
-        wanted: The text that the names of the listed tensors contain.
+        wanted: The text to search for. The page lists the tensors with this text in their names;
+            all tensors if it is empty.
         tensors: The listed tensors on this page.
         found: The number of listed tensors on all pages.
         page, pages: The number of this page, from 1 on, and the number of pages.
@@ -212,7 +215,8 @@ class Opened:
             name: ``STEP`` or ``STEP.ATTEMPT``.
             wanted: A text that the names of the listed tensors contain; empty for all tensors.
             tensor: The name of the tensor that is shown in detail; another text shows none.
-            page: The number of the page of the list. The nearest one there is counts.
+            page: The number of the page of the list. If the list has no page of this number, the
+                nearest page is used.
         """
         row, url, reader = self.step(run, name)
         fitting = [each for each in reader.manifest.tensors if wanted in each.name]
@@ -241,7 +245,7 @@ class Opened:
 
         Raises:
             ConfigError: The name of a step is empty.
-            CkptError: What ``step`` raises.
+            CkptError: A step cannot be opened; see ``step``.
         """
         if not one or not two:
             raise ConfigError("compare what? Give two steps")
@@ -251,9 +255,11 @@ class Opened:
 
 
 def find_row(run: RunView, name: str) -> StepView | None:
-    """Return the row of ``STEP`` or ``STEP.ATTEMPT``; None if there is none.
+    """Return the row of the step ``name``, given as ``STEP`` or ``STEP.ATTEMPT``; None if there is
+    none.
 
-    If several rows fit, return the first one of an attempt that a tier has, or else the first.
+    If several rows fit, return the first row whose attempt is a checkpoint on a tier. If no attempt
+    is, return the first of these rows.
     """
     step, _, attempt = name.partition(".")
     rows = [row for row in run.steps if str(row.step) == step and attempt in ("", row.attempt)]

@@ -15,10 +15,10 @@ from ckpt.pipeline.workers import Workers
 
 _log = logging.getLogger("ckpt")
 _IDLE_SECONDS: Final = 60.0
-"""How long the tiers are still looked at after the last request. A store may charge for each look.
+"""How long the tiers are still listed after the last request. A store may charge for each listing.
 """
 _PATIENCE_SECONDS: Final = 2.0
-"""How long one look waits for the answers of a run's tiers."""
+"""How long the thread waits for the listings of the tiers of one run."""
 _SILENT: Final = re.compile(r"no answer for (\d+) s")
 """The error of a tier that does not answer."""
 
@@ -27,16 +27,16 @@ class Live:
     """The newest view of each run, and the thread that renews the views.
 
     Args:
-        runs: The runs to look at.
-        interval: Seconds between two looks at all runs.
+        runs: The runs that the page shows.
+        interval: The seconds between two renewals of all views.
 
     Thread safety: all methods may be called from any thread. After ``start``, only the background
     thread changes ``views`` and ``version``, and it replaces ``views`` as a whole.
 
     Attributes:
-        runs: The runs to look at.
-        views: The newest view of each run, in the order of ``runs``.
-        version: A number that grows by one when a look finds a change in any view.
+        runs: The runs that the page shows.
+        views: The newest view of each run, in the order of ``runs``; empty before ``start``.
+        version: A number that grows by one when a renewal changes any view.
     """
 
     def __init__(self, runs: Sequence[RunWatch], interval: float) -> None:
@@ -48,12 +48,12 @@ class Live:
         self._worker = Workers("page", 1)
 
     def start(self) -> None:
-        """Look at all runs once, then go on in the background."""
+        """Make the first views, and let the background thread renew them from then on."""
         self._look()
         self._worker.submit(self._run)
 
     def touch(self) -> None:
-        """Note that there was a request, so that the looks go on for the next 60 seconds."""
+        """Note that there was a request, so that the views are renewed for the next 60 seconds."""
         self._touched = time.monotonic()
 
     @property
@@ -62,7 +62,7 @@ class Live:
         return self._over.is_set()
 
     def close(self) -> None:
-        """Let the background thread end. Do not wait for a look that is under way."""
+        """Let the background thread end. Do not wait for a renewal that is under way."""
         self._over.set()
 
     def _run(self) -> None:
@@ -82,7 +82,8 @@ class Live:
 
 
 def silent_since(tier: TierView, at: float) -> float | None:
-    """Return since when a tier has not answered, in seconds since 1970; None if it answers.
+    """Return the time since which a tier has not answered, in seconds since 1970; None if it
+    answers.
 
     Args:
         tier: The view of the tier.
@@ -93,10 +94,9 @@ def silent_since(tier: TierView, at: float) -> float | None:
 
 
 def _lasting(view: RunView) -> RunView:
-    """Return ``view`` without its time, the free and total space of its tiers, and how long a tier
-    has not answered.
-
-    These change with every look, and are no reason to show the page again.
+    """Return ``view`` without the values that change with every renewal: its time, the free and
+    total space of its tiers, and for how long a tier has not answered. A change of these values is
+    no reason to show the page again.
     """
 
     def lasting(tier: TierView) -> TierView:

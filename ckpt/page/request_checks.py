@@ -30,7 +30,7 @@ HEADERS: Final[Mapping[str, str]] = {
 }
 """Headers of every answer.
 
-With them, a browser loads nothing from other sites, and runs no script that stands in the page.
+With them, a browser loads nothing from other sites, and runs no inline script.
 """
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -71,7 +71,7 @@ class Guard:
         await answer(scope, receive, send_guarded)
 
     def _refusal(self, request: Any) -> App | None:
-        """Return the answer to a request that may not pass, or None if it may.
+        """Return the answer to a request that may not pass, or None if the request may pass.
 
         The answer is an error, or the redirect that sets the cookie.
         """

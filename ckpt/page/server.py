@@ -21,13 +21,13 @@ _CLOSE_SECONDS: Final = 1
 
 
 def read_token(path: str | None, *, needed: bool) -> str:
-    """Return the token that the file ``path`` holds.
+    """Return the token that the file ``path`` contains.
 
-    If ``path`` is None, return a new random token if one is ``needed``, and else an empty text.
+    If ``path`` is None, return a new random token, or an empty text if no token is ``needed``.
 
     Raises:
-        ConfigError: The file cannot be read, or does not hold 16 or more printable ASCII
-            characters.
+        ConfigError: The file cannot be read, or its text has fewer than 16 characters or other
+            characters than printable ASCII.
     """
     if path is None:
         return secrets.token_urlsafe(24) if needed else ""
@@ -81,8 +81,8 @@ def run(
         runs: The runs that the page shows.
         listener: The socket from `listen`. It is closed at the end.
         token: The token that requests need; empty if only requests from this machine are accepted.
-        interval: The seconds between two looks at the tiers. None or 0 takes 2 if all tiers are
-            folders, and 15 otherwise.
+        interval: The seconds between two listings of the tiers. None and 0 mean 2 seconds if all
+            tiers are folders, and 15 seconds otherwise.
     """
     app: Any = import_module("ckpt.page.app")
     uvicorn: Any = import_module("uvicorn")
@@ -104,7 +104,7 @@ def run(
         leave(*signal_and_frame)
 
     server.handle_exit = on_signal
-    # uvicorn sends the signal to this process again after its shutdown. Ignore that second one.
+    # uvicorn sends the signal to this process again after its shutdown. Ignore this second signal.
     earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with contextlib.suppress(KeyboardInterrupt):
