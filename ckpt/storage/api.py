@@ -1,16 +1,20 @@
 """The contract of a storage backend, and helpers for authors of backends.
 
 All methods of a backend block, and any thread may call them. Keys are relative to the root and use
-'/' as the separator. A backend moves bytes and nothing else. The pipeline owns threads, retries,
-checksums and memory. A backend maps every error of a library or of the system to one of the storage
-errors of :mod:`ckpt.errors`. The pipeline retries a call only if it raises
+'/' as the separator. A backend only moves bytes. Its callers own the threads, the checksums and the
+memory, and retry calls. A backend maps every error of a library or of the system to one of the
+storage errors of :mod:`ckpt.errors`. Callers retry a call only if it raises
 ``TransientStorageError``.
 
-To add a backend, implement these methods without subclassing, register a factory
-``open(url, options) -> StorageBackend`` as an entry point of the group ``ckpt.backends`` under the
-URL scheme, and run the tests of :mod:`ckpt.storage.testing` on it. If you add the backend of an
-object store to ckpt itself, also add its scheme to ``_OBJECT_STORES`` in ``ckpt.storage.places``,
-so that a tier of that scheme cannot be ``local``.
+To add a backend:
+
+1. Write a class with the methods of `StorageBackend`. It need not inherit from `StorageBackend`.
+2. Register a factory ``open(url, options) -> StorageBackend`` as an entry point of the group
+   ``ckpt.backends``. The name of the entry point is the URL scheme.
+3. Run the tests of :mod:`ckpt.storage.testing` on the backend.
+
+If you add the backend of an object store to ckpt itself, also add its scheme to ``OBJECT_STORES``
+in ``ckpt.storage.places``. Then a tier of that scheme cannot be ``local``.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from ckpt.errors import LinkRefused, ObjectNotFound, StorageError
 
 Buffer = memoryview | bytes | bytearray
 
-# S3 and GCS allow 1024 bytes for a whole key, which begins with the prefix of the root.
+# S3 and GCS allow 1024 bytes for a whole key. The other bytes are for the prefix of the root.
 MAX_KEY_BYTES = 900
 _SEGMENT_BYTES = 255
 _HUGE_PAGE_BYTES = 2 << 20
@@ -113,7 +117,7 @@ class Upload(Protocol):
 
     @property
     def part_bytes(self) -> int:
-        """The size in bytes of every part but the last. It is larger than
+        """The size in bytes of every part but the last. It may be larger than
         ``Capabilities.part_bytes`` for very large objects.
         """
         ...
@@ -142,7 +146,7 @@ class Upload(Protocol):
 
 @runtime_checkable
 class StorageBackend(Protocol):
-    """A flat store of immutable objects under one root.
+    """A store of objects under one root. An object is only written, replaced or deleted as a whole.
 
     Thread safety: any thread may call any method.
     """
@@ -213,7 +217,7 @@ class StorageBackend(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object. Do nothing if the key has none. The store may also remove a folder
-        that this leaves empty.
+        that becomes empty.
         """
         ...
 
@@ -237,8 +241,10 @@ class Adopting(Protocol):
 
 @runtime_checkable
 class Rooted(Protocol):
-    """A store whose URL may name different places: a folder, whose path can name another folder on
-    each node, or after a mount.
+    """A store that is a folder.
+
+    The URL does not identify the store: the same path can name different folders on two nodes, or
+    before and after a mount.
     """
 
     def identity(self) -> str:
@@ -256,7 +262,7 @@ class Rooted(Protocol):
         """Return True if the root no longer exists, or if its path now names another folder than
         when this backend opened or created it.
 
-        This happens when the disk of the root is unmounted.
+        For example, this happens when the disk of the root is unmounted.
         """
         ...
 
@@ -299,8 +305,8 @@ class KeepsUnfinished(Protocol):
 
 @runtime_checkable
 class OpensFiles(Protocol):
-    """A store whose objects are files in memory, which the system can send to a socket without a
-    copy in this process.
+    """A store whose objects are files in memory. The kernel can send these files to a socket
+    without a copy of the bytes in this process.
     """
 
     def open_file(self, key: str) -> BinaryIO:
@@ -325,16 +331,15 @@ class ScatterReads(Protocol):
 
 
 def check_key(key: str) -> str:
-    """Return ``key`` unchanged if it is valid on every store and cannot name a place outside of
-    the root.
+    """Return ``key`` unchanged if it is valid on every store and names an object inside of the
+    root.
 
-    A segment is the text between two slashes.
+    A key has 1 to 900 bytes and does not begin with a slash. It has no control character, and no
+    character that Windows does not allow in names (a backslash, or one of ':*?"<>|'). Slashes
+    divide a key into segments. A segment has 1 to 255 bytes, and does not end in a dot or a blank.
 
     Raises:
-        StorageError: The key is empty, absolute, or longer than 900 bytes; holds a backslash, a
-            colon (for drives and streams of Windows), a wildcard, a quotation mark, one of '<>|' or
-            a control character; or has a segment that is empty, is '.' or '..', ends in a dot or a
-            blank, or is longer than 255 bytes.
+        StorageError: The key breaks one of these rules.
     """
     if not key or len(key.encode()) > MAX_KEY_BYTES:
         raise StorageError(key[:80], "a key must have 1 to 900 bytes")
@@ -362,8 +367,8 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_read(key: str, offset: int, done: int, asked: int) -> None:
-    """Raise ``StorageError`` unless a read from ``offset`` returned all bytes: ``done`` of
-    ``asked``.
+    """Raise ``StorageError`` if a read from ``offset`` has returned only ``done`` of the ``asked``
+    bytes.
     """
     if done != asked:
         raise StorageError(
@@ -409,7 +414,7 @@ class PutUpload:
         return self._backend.capabilities.part_bytes
 
     def write(self, offset: int, data: memoryview) -> None:
-        # With ``takes_parts``, the caller may change the memory when this call returns.
+        # With ``takes_parts``, the caller may change the memory as soon as this call returns.
         taken = self._backend.capabilities.takes_parts
         self._parts[offset] = memoryview(bytes(data)) if taken else data
 
@@ -426,9 +431,9 @@ def aligned_memory(nbytes: int) -> memoryview:
     """Return ``nbytes`` of new zeroed private memory for direct reads and writes. The memory starts
     at the boundary of a huge page, and consists of huge pages if the system has them.
 
-    A disk serves few long pieces of memory up to twice as fast as many short ones. The first write
-    to memory in huge pages costs a fifth of that to small pages. The memory is freed with its last
-    view.
+    A direct read into huge pages is up to twice as fast as one into small pages, since the disk
+    fills fewer and longer pieces of memory. The first write to huge pages takes a fifth of the time
+    of the first write to small pages. The memory is freed with its last view.
     """
     memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
@@ -441,8 +446,9 @@ def fresh_memory(nbytes: int) -> memoryview:
     """Return ``nbytes`` of new zeroed private memory for short use. The memory starts at the
     boundary of a page, which direct reads need. It is freed with its last view.
 
-    From the size of a huge page on, the memory is that of ``aligned_memory``. With small pages, the
-    first write to each page took half of the processor time of a copy from tier to tier.
+    If ``nbytes`` is at least the size of a huge page, the memory comes from ``aligned_memory``.
+    With small pages, the first write to each page took half of the processor time of a copy from
+    tier to tier.
     """
     if nbytes >= _HUGE_PAGE_BYTES:
         return aligned_memory(nbytes)

@@ -1,4 +1,4 @@
-"""Questions about the place that a URL names, answered from the URL alone, without a backend."""
+"""Examine the location that a URL names, without opening a backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt.storage.registry import scheme_of
 OBJECT_STORES: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "cos"}
 )
-"""The schemes of buckets, some of them only served by fsspec."""
+"""The URL schemes of object stores. Some of them are served only through fsspec."""
 _ALIASES: Final = {"gcs": "gs"}
 
 Relation = Literal["apart", "same", "inside", "around"]
@@ -23,21 +23,21 @@ def is_folder(url: str) -> bool:
 
 
 def is_missing(url: str) -> bool:
-    """Return True if ``url`` is a plain path or a ``file://`` URL, and nothing exists there."""
+    """Return True if ``url`` is a plain path or a ``file://`` URL, and the path does not exist."""
     return is_folder(url) and not os.path.exists(_path_of(url))
 
 
 def is_object_store(url: str) -> bool:
-    """Return True if ``url`` names a bucket, which all nodes see alike."""
+    """Return True if ``url`` names an object store, whose objects all nodes see alike."""
     return scheme_of(url) in OBJECT_STORES
 
 
 def relation(one: str, two: str) -> Relation:
-    """Return how the places of two URLs relate, regardless of how the URLs are spelled.
+    """Return how the locations of two URLs relate, regardless of how the URLs are spelled.
 
     Returns:
-        "same" if both URLs name one place, "inside" if ``one`` is inside of ``two``, "around" if
-        ``two`` is inside of ``one``, else "apart".
+        "same" if both URLs name one location, "inside" if ``one`` is inside of ``two``, "around"
+        if ``two`` is inside of ``one``, else "apart".
     """
     here, there = _canonical(one), _canonical(two)
     if here == there:
@@ -48,7 +48,7 @@ def relation(one: str, two: str) -> Relation:
 
 
 def _canonical(url: str) -> str:
-    """Return a spelling of ``url`` that is the same for all URLs of one place.
+    """Return a spelling of ``url`` that is the same for all URLs of one location.
 
     The result ends in a slash, so that 'runs/gpt2/' does not start with 'runs/gpt/'.
     """

@@ -1,7 +1,8 @@
 """The registry of backends, which finds the backend for the scheme of a URL.
 
 ``BUILT_IN`` lists the backends that come with ckpt. Entry points of the group ``ckpt.backends`` add
-backends of other distributions. The backend over fsspec serves the other schemes that fsspec knows.
+backends of other distributions. The backend over fsspec serves all other schemes that fsspec
+supports.
 
 A backend is registered by its factory, which has the signature
 ``open(url: str, options: Mapping[str, object]) -> StorageBackend``. A factory is imported on first
@@ -51,8 +52,8 @@ def open_backend(url: str, options: Mapping[str, object] | None = None) -> Stora
     Most backends contact the store, and create the root, only at a later call.
 
     Args:
-        url: The root.
-        options: The options of the backend; None for none.
+        url: The URL or the path of the root.
+        options: The options of the backend; None for no options.
 
     Raises:
         UnknownScheme: No backend serves the scheme.

@@ -1,4 +1,4 @@
-"""Open tiers: the settings of each tier together with the backend that reaches its store."""
+"""The tiers of a job: the settings of each tier, and the backend that reaches its store."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ if TYPE_CHECKING:  # At run time, commands that list tiers must not import ssl, 
     from ckpt.tls import Encryption
 
 Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
-"""A folder or URL, a `Tier`, or several of these, nearest first."""
+"""The forms in which tiers can be given: a folder or URL, a `Tier`, or several of these, nearest
+first.
+"""
 _ENDPOINT_VARIABLES: Final = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
     "gs": ("STORAGE_EMULATOR_HOST",),
     "gcs": ("STORAGE_EMULATOR_HOST",),
 }
-"""Scheme -> the variables that name the server to the clients of a store, the first that is set."""
+"""For each scheme, the environment variables that may name the server of the store. The client
+libraries use the first variable that is set.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The nodes of a job whose ranks have a tier that is local to each node.
+    """The assignment of the ranks of a job to nodes, for a tier that is local to each node.
 
     Attributes:
         of: The number of each rank's node, indexed by rank. Nodes are numbered from 0 in the order
@@ -94,7 +98,7 @@ class OpenTier:
         return self.in_memory or self.tier.local is True
 
     def takes(self, step: int) -> bool:
-        """Return True if ``step`` is saved on this tier: if it is a multiple of ``Tier.every``."""
+        """Return True if this tier gets ``step``, which is so for multiples of ``Tier.every``."""
         return step % self.tier.every == 0
 
 
@@ -130,8 +134,8 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
     """Open all tiers and return them in the same order. On an error, close those already open.
 
     Raises:
-        ConfigError: ``tiers`` is empty, two tiers are the same place, one is inside of another, or
-            the settings of a tier contradict its kind of store.
+        ConfigError: ``tiers`` is empty, two tiers have the same root, the root of one tier is
+            inside of the root of another, or the settings of a tier contradict its kind of store.
     """
     if not tiers:
         raise ConfigError("a manager needs at least one tier: a folder or a URL")
@@ -170,10 +174,15 @@ def urls_of(tiers: Sequence[Tier]) -> list[str]:
 
 
 def _memory_of(farther: Sequence[Tier]) -> str:
-    """Return the URL of the store in memory that the tier "memory" means, given the tiers after it.
+    """Return the URL of the store that the tier "memory" stands for. ``farther`` has the tiers
+    after this tier.
 
     The name of the store is derived from the URL of the next tier, or from the resolved path if
-    that is a plain path. A restarted job with the same next tier therefore finds the same store.
+    that URL is a plain path. A restarted job with the same next tier therefore finds the same
+    store.
+
+    Raises:
+        ConfigError: There is no next tier.
     """
     if not farther:
         raise ConfigError(
@@ -201,8 +210,8 @@ def _check_memory(memory: OpenTier, nearer: Sequence[OpenTier]) -> None:
 
 
 def _check_apart(one: OpenTier, two: OpenTier) -> None:
-    """Raise ``ConfigError`` if two tiers are the same place, or one is inside of the other. Each
-    would treat the files of the other tier as its own.
+    """Raise ``ConfigError`` if two tiers have the same root, or one root is inside of the other.
+    Otherwise each tier would treat the files of the other tier as its own.
     """
     if _endpoint(one) != _endpoint(two):
         return
@@ -219,9 +228,12 @@ def _check_apart(one: OpenTier, two: OpenTier) -> None:
 
 
 def _endpoint(tier: OpenTier) -> str:
-    """Return the server of an object store, as ``endpoint_url`` names it in the options or in the
-    query of the URL, or a variable that the clients read. Return '' if none of them names one. The
-    options have priority, as in the backends.
+    """Return the server of an object store, in the same spelling for each spelling of its URL.
+
+    The server is taken from ``endpoint_url`` in the options, else from ``endpoint_url`` in the
+    query of the URL, else from an environment variable that the client libraries read. The backends
+    use the same order. The result is '' if none of these names a server, or if the tier is a
+    folder.
     """
     if is_folder(tier.url):
         return ""
@@ -234,6 +246,6 @@ def _endpoint(tier: OpenTier) -> str:
     try:
         server = urlsplit(text)
         port = server.port or {"http": 80, "https": 443}.get(server.scheme, 0)
-    except ValueError:  # The backend refuses it
+    except ValueError:  # The backend refuses this URL
         return text
     return f"{server.hostname}:{port}{server.path.rstrip('/')}" if server.hostname else text

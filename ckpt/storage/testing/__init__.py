@@ -1,7 +1,7 @@
 """Tools for authors of backends: the tests that every backend must pass, and a backend that fails
-where a test tells it to.
+at the calls that a test chooses.
 
-::
+These two files run the tests on the backend that ``open_mine`` opens::
 
     # conftest.py: makes pytest show the values in failed asserts
     pytest.register_assert_rewrite("ckpt.storage.testing.conformance",
@@ -54,7 +54,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import ``BackendConformance`` on first use. It needs pytest, and the other names do not."""
+    """Import ``BackendConformance`` on first use, since only this name needs pytest."""
     if name == "BackendConformance":
         from ckpt.storage.testing.conformance import BackendConformance
 

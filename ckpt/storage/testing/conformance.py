@@ -192,7 +192,7 @@ class BackendConformance(UploadConformance):
         seen = set[bytes]().union(*at_once(work, 10))
         assert seen <= set(versions)
 
-    # -- what is not there -------------------------------------------------------------------------
+    # -- missing objects ---------------------------------------------------------------------------
 
     def test_a_missing_object_is_said_to_be_missing(self, backend: StorageBackend) -> None:
         backend.put("there/is/this", [b"x"])
@@ -322,7 +322,7 @@ class BackendConformance(UploadConformance):
         two.delete("key")
         assert fetch(one, "key") == b"one"
 
-    # -- what must not happen ----------------------------------------------------------------------
+    # -- bad keys, errors and properties -----------------------------------------------------------
 
     @pytest.mark.parametrize("key", _BAD_KEYS)
     def test_a_bad_key_is_refused_by_every_verb(self, backend: StorageBackend, key: str) -> None:

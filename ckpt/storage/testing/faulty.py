@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 
 class SimulatedCrash(BaseException):
-    """The simulated death of the process. This is not an ``Exception``, so that no handler of
-    storage errors catches it.
+    """The simulated death of the process. The class is not derived from ``Exception``, so that no
+    handler of storage errors catches it.
     """
 
 
@@ -140,7 +140,11 @@ class _Ledger:
     crashed: bool = False
 
     def enter(self, call: Call) -> list[Fault]:
-        """Record ``call`` and return the faults that happen at it."""
+        """Record ``call`` and return the faults that happen at this call.
+
+        Raises:
+            SimulatedCrash: An earlier call has crashed.
+        """
         with self.lock:
             if self.crashed:
                 raise SimulatedCrash(f"{call.verb} {call.key} after the crash")
@@ -230,8 +234,8 @@ class FaultyBackend:
         self.inner.close()
 
     def perform(self, call: Call, work: Callable[[], T]) -> T:
-        """Record ``call``, run ``work`` with the faults that happen at ``call``, and return its
-        result.
+        """Record ``call``, run ``work`` with the faults that happen at ``call``, and return the
+        result of ``work``.
         """
         faults = self._ledger.enter(call)
         for fault in faults:

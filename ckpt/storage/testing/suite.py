@@ -39,7 +39,7 @@ def send(upload: Upload, data: memoryview, order: Callable[[list[int]], list[int
 
 
 def store(backend: StorageBackend, key: str, data: bytes) -> None:
-    """Write the object ``key`` with an upload, finish it, and check the size that it reports."""
+    """Write the object ``key`` with an upload, and check the size that ``finish`` reports."""
     upload = backend.upload(key, len(data))
     view = page_aligned(data)
     send(upload, view)
@@ -71,8 +71,8 @@ class Suite:
 
     @pytest.fixture
     def open_root(self) -> OpenRoot:
-        """Return a function that opens a backend on the root of a name. A subclass must override
-        this fixture.
+        """Return a function that takes the name of a root and opens a backend on that root. A
+        subclass must override this fixture.
         """
         raise NotImplementedError("define the fixture open_root in your subclass")
 
