@@ -1,14 +1,14 @@
-"""The codec ``zstd``: it cuts the elements of a chunk into byte planes, and lets zstd Huffman-code
-each plane that becomes shorter by that. Byte plane *k* consists of byte *k* of every element.
+"""The codec ``zstd``. It cuts the elements of a chunk into byte planes: byte plane *k* consists of
+byte *k* of every element. Then zstd Huffman-codes each plane that becomes shorter in this way.
 
 The exponents of a trained model's weights compress well, and the mantissas do not. So each element
 is rotated left by one bit, which makes its exponent its top byte. Then the smallest exponent of the
 chunk is subtracted, and the bits that this frees at the top of every element (at most two) are
-shifted out. The top plane gets mantissa bits in their place. With these bits, the rounding of
-Huffman codes to whole bits costs less, and zstd finds fewer matches that are not worth their cost.
-After the shift, the lowest bits of every byte of the lowest plane are zero. They are called free
-bits here, and the plane is stored without them. docs/format.md describes the layout of an encoded
-chunk.
+shifted out. The top plane gets mantissa bits in their place. These bits reduce two losses in the
+top plane: Huffman codes are rounded to whole bits, and zstd uses some matches that take more bytes
+than they save. After the shift, the lowest bits of every byte of the lowest plane are zero. They
+are called free bits here, and the plane is stored without them. docs/format.md describes the layout
+of an encoded chunk.
 
 Thread safety:
     Any thread may call every function and method. zstd and NumPy release the GIL while they work.
@@ -60,10 +60,10 @@ class BytePlanes:
     """Encodes chunks (see ``registry.Encode``).
 
     Args:
-        level: A zstd level to try on a sample of each plane. The plane is then compressed at this
-            level if that makes the sample shorter than Huffman coding alone does. None tries
-            Huffman coding alone. Chunks without floating point numbers are always compressed at a
-            level, by default at level 1.
+        level: A zstd level to try on a sample of each plane, beside Huffman coding alone. The plane
+            is compressed in the way that makes the sample shorter. With None, only Huffman coding
+            is tried. For chunks without floating point numbers, only the level is tried, or level 1
+            if ``level`` is None.
     """
 
     def __init__(self, level: int | None = None) -> None:
@@ -92,8 +92,9 @@ class BytePlanes:
         return pieces if sum(piece.nbytes for piece in pieces) < chunk.nbytes else [chunk]
 
     def _plan(self, sample: Bytes, width: int, shift: int) -> zstandard.ZstdCompressor | None:
-        """Return the compressor that makes ``sample`` shortest, or None if no compressor makes it
-        clearly shorter (``_WORTH``) than leaving out the ``shift`` free bits of its bytes does.
+        """Return the compressor that makes ``sample`` shortest. Return None if the result is not
+        clearly shorter (see ``_WORTH``) than ``sample`` without the ``shift`` free bits of each
+        byte.
         """
         huffman, level = self._compressors()
         tried = [level] if width == 1 else [huffman] if self._level is None else [huffman, level]
@@ -191,8 +192,8 @@ def _shortest(
     """Return the shortest form of ``plane``: compressed by ``plan``, packed without its ``shift``
     free bits, or unchanged.
 
-    A reader tells the three forms apart by their length. So the compressed form is used only if it
-    is shorter than the packed form, and the packed form only if it is shorter than the plane.
+    A reader distinguishes the three forms by their lengths. So the compressed form is used only if
+    it is shorter than the packed form, and the packed form only if it is shorter than the plane.
     """
     least = plane.size
     if shift:
@@ -203,8 +204,8 @@ def _shortest(
 
 
 def _sampled(words: Words) -> Words:
-    """Return ``_SAMPLES`` runs of elements at equal distances in ``words``, one after another, or
-    ``words`` itself if it is no longer than that.
+    """Return one array of ``_SAMPLES`` runs of ``_SAMPLE`` elements, taken at equal distances from
+    ``words``. Return ``words`` itself if it has no more elements than these runs.
     """
     if words.size <= _SAMPLES * _SAMPLE:
         return words
@@ -298,7 +299,7 @@ def _pack(room: Bytes, size: int, shift: int) -> memoryview:
 
 
 def _unpack(packed: memoryview, size: int, shift: int) -> Bytes:
-    """Return the lowest plane of ``size`` bytes that ``_pack`` made ``packed`` of."""
+    """Return the lowest plane, of ``size`` bytes, from which ``_pack`` made ``packed``."""
     runs = np.frombuffer(packed, dtype="<u8").reshape(8 // shift - 1, -1)
     plane = np.zeros((8 // shift, runs.shape[1]), dtype="<u8")
     np.bitwise_and(runs, ~_masks(shift), out=plane[:-1])
@@ -308,10 +309,10 @@ def _unpack(packed: memoryview, size: int, shift: int) -> Bytes:
 
 
 def _join(planes: Sequence[Bytes], out: Words, shift: int, base: int) -> None:
-    """Fill ``out`` with the elements that ``_split`` made ``planes`` of.
+    """Fill ``out`` with the elements from which ``_split`` made ``planes``.
 
-    Planes that ``_split`` did not make raise no error here. They give wrong elements, and the
-    checksum of the chunk shows it.
+    Invalid planes raise no error here. They give wrong elements, which the caller detects by the
+    checksum of the chunk.
     """
     width = out.itemsize
     if width == 1:

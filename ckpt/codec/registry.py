@@ -27,18 +27,18 @@ Encode = Callable[[memoryview, int], list[memoryview]]
 """A function that encodes a chunk.
 
 It takes the chunk, and the size in bytes of each of its numbers (1 if they are not floating point
-numbers). It returns pieces that form the encoded chunk when they are put one after another. In all
-they are shorter than the chunk, or else the only piece is the chunk itself. The pieces are valid
-until the same thread encodes the next chunk. Several threads may call the function at the same
-time.
+numbers). It returns pieces that form the encoded chunk when they are put one after another.
+Together the pieces are shorter than the chunk. If the chunk cannot be made shorter, the only piece
+is the chunk itself. The pieces are valid until the same thread encodes the next chunk. Several
+threads may call the function at the same time.
 """
 
 Decode = Callable[[memoryview, memoryview], None]
 """A function that decodes a chunk.
 
 It takes the encoded chunk, and the memory that it fills, which has the length of the raw chunk. It
-raises ``ValueError`` if the bytes are no encoding of a chunk of this length. The caller compares
-the checksum of the result. Several threads may call the function at the same time.
+raises ``ValueError`` if the bytes are no encoding of a chunk of this length. The caller checks the
+result with the checksum of the chunk. Several threads may call the function at the same time.
 """
 
 
@@ -49,8 +49,8 @@ class Codec:
     Attributes:
         encoder: Takes a level, or None for the default, and returns the function that encodes the
             chunks of one tier.
-        decode: Decodes a chunk, whatever the level that it was encoded with.
-        levels: The levels that the setting of a tier may name.
+        decode: Decodes a chunk that was encoded at any level.
+        levels: The levels that the setting of a tier may name; empty if the codec has no levels.
     """
 
     encoder: Callable[[int | None], Encode]
@@ -69,7 +69,7 @@ class Encoder:
 
 
 def is_known(name: str) -> bool:
-    """Return True if there is a codec of this name, without importing it."""
+    """Return True if there is a codec called ``name``. The codec is not imported."""
     return name in BUILT_IN or name in _foreign()
 
 
