@@ -1,8 +1,8 @@
 """Claims: which steps a job may remove from a root, and whether it still may do so.
 
 Jobs that share a root cannot know whether the other jobs are alive, since a process on another
-machine or in another container is not visible. So a job removes only steps that it has a right to
-(see `Claim`), and it reads ``writer.json`` again before each removal.
+machine or in another container is not visible. So a job removes only the steps that `Claim` allows.
+Before each removal it reads ``writer.json`` again, the record of the owner of the root.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ class Claim:
     A job that saves takes the root with ``take``. A job that only restores may use a root (``use``)
     that has no owner, or whose owner is known to have ended.
 
-    A checkpoint may be removed by the job that saved it, by a job that found it when it took the
-    root, and by the job that copied it there. A checkpoint that another job commits afterwards
-    stays, since that job may be alive. The remains of a save may be removed at once if the job that
-    has taken the root knows that the job of that save has ended. Other remains stay for a day
-    (``retention.policy``).
+    A job that has taken the root may remove the checkpoints that it saved, that it copied to the
+    root, or that it found when it took the root. It may also remove the checkpoints of jobs that
+    are known to have ended. A checkpoint that another job commits later stays, since that job may
+    be alive. A job that only uses the root may remove every checkpoint.
+
+    The remains of a save may be removed at once if the owner of the root knows that the job of the
+    save has ended. Other remains stay for a day (``retention.policy``).
 
     Args:
         backend: The store of the root.
         me: The owner that stands for this process.
-        found: The checkpoints that the leader found when it took the root. Only a rank that does
-            not take the root itself, though its job saves, needs them.
+        found: The checkpoints that the leader found when it took the root. A rank of a saving job
+            that is not the leader needs them, since it does not take the root itself. None
+            otherwise.
 
     Attributes:
         claimed: Whether ``writer.json`` may name this job.
 
     Thread safety:
-        Any thread may use it.
+        Any thread may call all methods.
     """
 
     def __init__(
@@ -76,8 +79,8 @@ class Claim:
         # ``writer.json`` may name this job even if this method fails.
         self.claimed, self._seen = True, self.own
         self._me = succeed(self._backend, self._me)
-        # If there is no room for ``writer.json``, the job makes room, and must know what it may
-        # remove.
+        # If the next call finds no room for ``writer.json``, the job makes room. For that it must
+        # know the ended jobs, whose steps it may remove.
         self._ended = frozenset(self._me.ended)
         claim(self._backend, self._me)
         there = committed(self._backend)
@@ -92,7 +95,7 @@ class Claim:
 
         Raises:
             RootInUse: The root belongs to another job, which is not known to have ended. If this
-                job has taken the root before, it is raised for any other owner.
+                job has taken the root before, any other owner raises this error.
         """
         owner = read_owner(self._backend)
         others = owner is not None and owner.attempt != self.own
@@ -103,14 +106,14 @@ class Claim:
             self._ended = frozenset(owner.ended)
 
     def act_for_ended(self, owner: Owner | None) -> None:
-        """Act for the job ``me``, whose processes have ended.
+        """Use this claim for the job ``me``, whose processes have ended. Only the agent does so.
 
         Nothing is written, so the next job takes the root as from a dead job. From now on,
-        ``may_remove`` allows only checkpoints of this job and of attempts that are known to have
-        ended.
+        ``may_remove`` allows only checkpoints of this job, steps that it copies to the root
+        (``bring``), and checkpoints of attempts that are known to have ended.
 
         Args:
-            owner: The present owner of the root: the job itself, a job before it, or None.
+            owner: The present owner of the root: the job itself, an earlier job, or None.
         """
         self._there = frozenset()
         self._seen = owner.attempt if owner is not None else self.own
@@ -123,6 +126,7 @@ class Claim:
 
         Raises:
             RootInUse: Another job has taken the root over.
+            RootLost: Another folder has taken the place of the root.
         """
         return confirm(self._backend, self._me)
 
@@ -143,7 +147,7 @@ class Claim:
             self.claimed = False
 
     def release(self) -> None:
-        """Give the root back, if this job still owns the root."""
+        """Delete ``writer.json``, if this job still owns the root."""
         if self.claimed:
             release(self._backend, self._me)
 
@@ -157,7 +161,7 @@ class Claim:
 
     def may_remove(self, ref: StepRef) -> bool:
         """Return True if this job may remove the checkpoint ``ref``."""
-        # The job has not taken the root. It only uses the root, which no living job owns.
+        # The job has not taken the root, and only uses it. No living job owns the root.
         if self._there is None and self._found is None:
             return True
         if ref in self._brought or job_of(ref) == self.own or job_of(ref) in self._ended:
@@ -169,7 +173,8 @@ class Claim:
         """Return True if the job of the save ``ref`` is known to have ended, so that no process can
         complete that save.
 
-        Only a job that owns the root, or is taking it now, knows this.
+        Only a job that owns the root, or takes it now, knows which jobs have ended. For any other
+        job the result is False.
         """
         return ref not in self._brought and job_of(ref) in self._ended
 
@@ -182,7 +187,7 @@ class Claim:
 class FoundSteps:
     """The checkpoints that were on a tier when the leader of its ranks took the root.
 
-    The leader posts them once. The other ranks ask for them when they must make room.
+    The leader posts the checkpoints once. The other ranks read them when they must make room.
 
     Args:
         coordinator: The connection to the ranks that share the store of the tier.

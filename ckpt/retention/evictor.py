@@ -64,8 +64,8 @@ class Evictor:
         Args:
             ref: The step that is about to be written.
             staged: The size of ``ref`` in bytes before any codec.
-            restored: The step that the job continues from; None if it has restored none. It stays
-                until the job has a newer step.
+            restored: The number of the step that the job continues from; None if it has restored
+                none. This step stays until the job has a newer step.
             stored: Whether ``staged`` is the size of the files on the tier, so that nothing has to
                 be estimated.
 
@@ -77,7 +77,7 @@ class Evictor:
         try:
             found = self._inventory.look()
         except StorageError as error:
-            # The save itself finds out whether the store takes it.
+            # The save itself finds out whether the store works.
             _log.warning("ckpt: the contents of %s cannot be listed: %s", self._tier.url, error)
             return
         needed, how = staged, ""
@@ -117,9 +117,9 @@ class Evictor:
             )
 
     def free(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
-        """Free at least ``nbytes``, if possible, in a store that is full.
+        """Free at least ``nbytes`` for the step ``ref``, if possible, in a store that is full.
 
-        Returns True if any bytes were freed. Raises ``RootInUse`` or the errors of the store.
+        Return True if any bytes were freed. Raise ``RootInUse`` or the errors of the store.
         """
         self._retry.call(self._claim.use)
         found = self._inventory.look()
@@ -143,8 +143,8 @@ class Evictor:
             over: The number of bytes to free.
             restored: The number of the step that the job has restored; None if there is none.
             why: The reason, for the log.
-            or_none: Stop as soon as all steps that may still be removed have fewer bytes together
-                than are still to be freed. Steps that were removed before that stay removed.
+            or_none: Whether to stop as soon as all steps that may still be removed have too few
+                bytes together. Steps that were removed earlier in the call stay removed.
 
         Returns:
             The number of bytes that are still to be freed, which is 0 or less on success.
@@ -215,7 +215,7 @@ class Evictor:
     def _remove(self, going: list[StoredStep], why: str, tried: set[StepRef]) -> int:
         """Remove the steps ``going``, and return how many bytes were freed.
 
-        All of them are added to ``tried``, also those that could not be removed.
+        All steps of ``going`` are added to ``tried``, also steps that could not be removed.
 
         Raises:
             RootInUse: The root belongs to another job now.
@@ -253,7 +253,7 @@ class Evictor:
         return freed
 
     def _why(self, found: list[StoredStep], needed: int, capacity: int) -> str:
-        """Return the text of the error that no more room can be made."""
+        """Return the text of the error which says that no more room can be made."""
         waiting = self._guard.waiting() & {held.ref for held in found}
         held = _numbers(waiting)
         pinned = _numbers({one.ref for one in found if one.pins})

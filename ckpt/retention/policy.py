@@ -21,9 +21,8 @@ from ckpt.retention.claim import Claim
 from ckpt.storage.api import StorageBackend
 
 GRACE_SECONDS: Final = 24 * 3600.0
-"""How old the remains of a save must be before they are removed.
-
-A process may still commit a younger save.
+"""How old the remains of a save must be before they are removed, since a process may still commit a
+younger save.
 """
 
 NEWEST: Final = "newest"
@@ -73,17 +72,18 @@ class Retention:
 def reasons(
     committed: Collection[StepRef], rule: Retention, metrics: Metrics, *, own: str = ""
 ) -> dict[StepRef, tuple[str, ...]]:
-    """Return for each of ``committed`` the reasons to keep it. Without a reason it may be removed.
+    """Return the reasons to keep each checkpoint of ``committed``. A checkpoint without a reason
+    may be removed.
 
-    All attempts at a step are kept or removed together.
+    All attempts at a step have the same reasons.
 
     Args:
         committed: The checkpoints of a tier.
         rule: The retention policy.
         metrics: The metrics of the steps. Steps and names may be missing. Infinite values and NaN
             are never the best.
-        own: The running attempt. Its newest step is always kept, since after a rollback the
-            abandoned steps may have higher numbers.
+        own: The running attempt; empty for none. Its newest step is always kept, since after a
+            rollback the abandoned steps may have higher numbers.
     """
     numbers = sorted({ref.step for ref in committed}, reverse=True)
     every = {step for step in numbers if rule.keep_every and step % rule.keep_every == 0}
@@ -103,9 +103,9 @@ def reasons(
 
 
 def unknown_metric(rule: Retention, metrics: Collection[Mapping[str, float]]) -> str:
-    """Return a warning if the steps have metrics, but not the one that the policy names.
+    """Return a warning if the steps have metrics, but none has the metric that ``rule`` names.
 
-    The result is empty if there is nothing to warn of.
+    Return an empty string in all other cases.
     """
     names = sorted({name for each in metrics for name in each})
     if rule.keep_best is None or not names or rule.keep_best.metric in names:
@@ -142,14 +142,16 @@ def first_to_go(
 def newest(committed: Collection[StepRef], *, own: str = "") -> StepRef | None:
     """Return the step that a restarted job restores: the newest step of the attempt ``own``.
 
-    If that attempt has no step, the newest of all is returned; None if there is none.
+    If this attempt has no step, return the newest step of all; None if ``committed`` is empty.
     """
     mine = [ref for ref in committed if own and ref.attempt.startswith(own)]
     return max(mine or committed, default=None)
 
 
 def _best(committed: Collection[StepRef], rule: Best, metrics: Metrics) -> list[int]:
-    """Return the numbers of the best steps, best first. Of equal steps, the newest is the best."""
+    """Return the numbers of the best steps, best first. If the metrics of steps are equal, the
+    newer step is better.
+    """
     values = [(metrics.get(ref, {}).get(rule.metric, math.nan), ref.step) for ref in committed]
     sign = -1 if rule.mode == "max" else 1
     ranked = sorted((sign * value, -step) for value, step in values if math.isfinite(value))
@@ -169,13 +171,15 @@ class StepGuard(Protocol):
         ...
 
     def protected(self) -> frozenset[StepRef]:
-        """Return the steps that no retention policy may remove: those of ``waiting``, and others
-        that a subclass adds.
+        """Return the steps that no retention policy may remove: the steps of ``waiting``, and the
+        steps that a subclass adds.
         """
         return self.waiting()
 
     def is_elsewhere(self, ref: StepRef) -> bool:
-        """Return True if another durable tier has ``ref``. This may send requests to that tier."""
+        """Return True if another durable tier has the checkpoint ``ref``. This may send requests to
+        the other tiers.
+        """
         ...
 
 
@@ -207,7 +211,7 @@ class Judged:
 
     Attributes:
         held: The attempt.
-        kept: The reasons to keep it. If there is none, the attempt is removed.
+        kept: The reasons to keep the attempt. Without a reason, the attempt is removed.
     """
 
     held: StoredStep
@@ -216,15 +220,17 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneContext:
-    """The job that prunes, and which steps it must keep beside those of the retention policy.
+    """The job that prunes, and the steps that it must keep beside those of the retention policy.
 
     Attributes:
-        own: The running attempt. Its newest step stays, even if other attempts have later steps.
-        alive: Whether the running attempt is known to be alive. Then its steps that are not
-            complete stay until they are old, and those without a date always stay.
+        own: The running attempt; empty for none. Its newest step stays, even if other attempts have
+            later steps.
+        alive: Whether the running attempt is known to be alive. If so, its steps that are not
+            complete stay until they are old. Without a date they always stay.
         grace_seconds: The age from which a step that is not complete counts as remains.
         undated: Whether a step that is not complete and has no date counts as remains, too.
-        guard: The steps that the policy may not remove. It is asked after the steps were listed.
+        guard: The steps that the policy may not remove. ``judge`` reads them after the steps were
+            listed.
         claim: The claim of the job on the root; None if a person decides (``ckpt prune``).
     """
 
@@ -242,7 +248,14 @@ NO_JOB: Final = PruneContext()
 def judge(
     found: Sequence[StoredStep], rule: Retention, context: PruneContext = NO_JOB
 ) -> list[Judged]:
-    """Return the verdict on each of ``found``, in the same order."""
+    """Return the reasons to keep each of the steps ``found``, in the same order. Steps without a
+    reason are to be removed.
+
+    Args:
+        found: The steps of the tier, as an inventory lists them.
+        rule: The retention policy.
+        context: The job that prunes, and the steps that it must keep beside those of ``rule``.
+    """
     own, claim = context.own, context.claim
     metrics = {held.ref: held.metrics for held in found if held.state == "committed"}
     why = reasons(metrics, rule, metrics, own=own)
@@ -277,6 +290,6 @@ def judge(
 def is_old(held: StoredStep, grace_seconds: float) -> bool:
     """Return True if no file of the step was put in the last ``grace_seconds``.
 
-    A save that is under way puts files all the time. A step without a date is not old.
+    A save that is under way puts files all the time. The result for a step without a date is False.
     """
     return held.touched is not None and time.time() - held.touched > grace_seconds

@@ -62,24 +62,25 @@ def prune(
     """Remove the steps that ``rule`` does not keep, and the remains of failed saves.
 
     Damaged checkpoints are removed too when they are old, unless ``rule`` keeps everything or the
-    tier has no other checkpoint. Only files in the folders of steps are removed, and only files
-    with names of checkpoint files. A call that is interrupted at any moment leaves complete
-    checkpoints, and remains that the next call removes.
+    tier has no intact checkpoint. Pins that have ended are removed. Other than these pins, only
+    files with names of checkpoint files in the folders of steps are removed. A call that is
+    interrupted at any moment leaves complete checkpoints, and remains that the next call removes.
 
     Args:
         backend: The store.
         rule: The retention policy.
-        context: The job that prunes, and which steps it must keep in addition.
-        dry_run: Whether to remove nothing.
-        inventory: Remembers the steps from call to call. Without it, all steps are read.
+        context: The job that prunes, and the steps that it must keep beside those of ``rule``.
+        dry_run: Whether to remove nothing, and only return the steps that would be removed.
+        inventory: The inventory of the tier, which remembers the steps that earlier calls have
+            read; None to read all steps.
 
     Returns:
         The steps that were removed or, in a dry run, would be removed, oldest first.
 
     Raises:
         RootInUse: Another job has taken the root over.
-        StorageError: The tier could not be listed, or a step could not be removed. Then all other
-            steps were removed, unless the store does not answer.
+        StorageError: The tier could not be listed, or a step could not be removed. In the second
+            case, all other steps were removed, unless the store does not answer any more.
     """
     inventory = inventory or Inventory(backend)
     found = inventory.look(begun=rule.keeps_all)
@@ -101,17 +102,17 @@ def carry_out(
         backend: The store.
         judged: The verdicts on the steps.
         dry_run: Whether to remove nothing.
-        claim: The claim of the job on the root; None if a person decides.
+        claim: The claim of the job on the root; None if a person decides (``ckpt prune``).
 
     Returns:
-        The steps that were removed or, in a dry run, would be removed. Empty folders are left out,
-        and so are steps that could not be removed because they are pinned or another process
-        finishes them.
+        The steps that were removed or, in a dry run, would be removed. Steps without any bytes are
+        left out, and so are steps that stay because they are pinned or another process finishes
+        them.
 
     Raises:
-        RootInUse: Another job has taken the root over. Nothing was removed after that.
+        RootInUse: Another job has taken the root over. The remaining steps were not removed.
         StorageError: A step could not be removed. All other steps were removed, unless the store
-            does not answer.
+            does not answer any more.
     """
     gone: list[StoredStep] = []
     failure: StorageError | None = None
@@ -141,17 +142,17 @@ def sweep(
     Args:
         backend: The store.
         claim: The claim of the job on the root.
-        restored: The step that the job continues from, while it has no step of its own. It stays,
-            and so does the newest checkpoint on the tier.
+        restored: The step that the job continues from; None if the job has a step of its own. The
+            restored step stays, and so does the newest checkpoint on the tier.
         part: Whether the tier has only a part of each step, since each node has a tier of its own.
-            With ``restored``, the newest part of a step without a manifest then stays too, since
-            another node may have the manifest.
+            If ``restored`` is not None, the newest step without a manifest here then stays too,
+            since another node may have its manifest.
 
     Raises:
         RootInUse: The root belongs to another job, which is not known to have ended.
     """
     found = Inventory(backend, part=part).look()
-    # List first, so that no step of a job that takes the root later is in the listing.
+    # The listing was made before this check, so it has no steps of a job that takes the root later.
     claim.use()
     stays: set[StepRef | None] = set()
     if restored is not None:
@@ -184,8 +185,8 @@ class Pruner:
             room in a full store, and remove only steps that are certainly not in use.
 
     Thread safety: ``ask``, ``clear`` and ``make_room`` may be called from any thread; ``close`` by
-    the owner, once. ``_lock`` guards ``_queued``; ``_done`` and ``_warned`` belong to the pruning
-    thread, and others only read them.
+    the owner, once. ``_lock`` guards ``_queued``. Only the pruning thread changes ``_done`` and
+    ``_warned``.
     """
 
     def __init__(
@@ -206,12 +207,16 @@ class Pruner:
         )
         self._workers = Workers("prune", 1, nice=config.nice, cpus=config.cpus)
         if leads:
-            self._workers.start()  # Otherwise a commit might get no thread
+            self._workers.start()  # Later the system might refuse to start a thread
         self._lock = threading.Lock()
         self._queued = self._done = self._warned = False
 
     def ask(self) -> None:
-        """Let the pruning thread prune soon, and return at once. Only the leader prunes."""
+        """Queue a run of the pruning thread, and return at once.
+
+        This has no effect on a rank that does not lead, while a run is queued already, or after a
+        successful run if the policy keeps everything.
+        """
         with self._lock:
             if not self._leads or self._queued or (self._done and self._rule.keeps_all):
                 return
@@ -219,13 +224,15 @@ class Pruner:
         self._workers.submit(self._prune)
 
     def clear(self, restored: int | None) -> None:
-        """Remove the remains of ended jobs: their unfinished saves and unfinished writes, and steps
-        of theirs that the retention policy does not keep.
+        """Remove the remains of ended jobs: their unfinished saves and unfinished writes, and the
+        steps that they saved and the retention policy does not keep.
 
-        If an earlier job is known to have ended, the call waits until this is done.
+        This has no effect on a rank that does not lead. If an earlier job is known to have ended,
+        the call waits until the removal is done. Errors are logged and not raised.
 
         Args:
-            restored: The step that the job continues from, if any. It stays.
+            restored: The number of the step that the job continues from, which stays; None if it
+                continues from none.
         """
         if self._leads:
             clearing = self._workers.submit(self._clear, restored)
@@ -234,18 +241,19 @@ class Pruner:
                 clearing.result()
 
     def make_room(self, restored: int | None) -> bool:
-        """Remove the steps that need not be kept from a store that is full, and wait for the end.
+        """Remove from a full store the steps that need not be kept, and return when this is done.
 
         Args:
-            restored: The step that the job continues from, if any. It stays.
+            restored: The number of the step that the job continues from, which stays; None if it
+                continues from none.
 
         Returns:
-            True if any step was removed.
+            True if any step was removed. False if none was, or after an error, which is logged.
         """
         return self._workers.submit(self._make_room, restored).result()
 
     def close(self) -> None:
-        """Finish the work that was asked for, and end the thread."""
+        """Wait until the queued work is done, and end the pruning thread."""
         self._workers.close()
 
     def _prune(self) -> None:

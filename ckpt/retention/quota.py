@@ -2,9 +2,9 @@
 
 The size of a save is known before its first byte is written, except for the effect of a codec. Each
 rank posts the size of its image, and the leader makes room for the sum. With a codec, the leader
-scales the sum by the ratio of encoded to raw bytes of the newest encoded step on the tier. If that
+scales the sum by the ratio of encoded to raw bytes of the newest encoded step on the tier. If this
 estimate was too small, the leader removes steps after the commit. If the disk is full before the
-capacity is reached, the rank that finds it full makes room.
+capacity is reached, the rank whose write fails makes room.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ckpt.storage.tiers import OpenTier
 _OK: Final = b"ok"
 _AWAITED: Final = "the size"
 _GRACE_SECONDS: Final = 30.0
-"""How much longer than the leader the other ranks wait, so that its timeout error reaches them."""
+"""How much longer than the leader the other ranks wait, so that they get the leader's error."""
 
 
 class Quota:
-    """The capacity of one tier, which the ranks that share it use together.
+    """Keeps one tier within its capacity. All ranks that share the store of the tier take part.
 
     Args:
         tier: A tier with a capacity.
         coordinator: The connection to the ranks that share the store of the tier.
         claim: The claim of the job on the root.
         guard: The steps that must stay.
-        timeout: How many seconds to wait for the sizes of the other ranks.
+        timeout: How many seconds the leader waits for the sizes of the other ranks.
 
     Thread safety: only the thread that serves the tier may call the methods.
     """
@@ -65,10 +65,10 @@ class Quota:
             ref: The step to save.
             trial: The number of the try at the step.
             nbytes: The size of this rank's image.
-            restored: The step that the job continues from, if any. It stays until the job has a
-                newer step.
-            asked: On the leader, whether to make room. It is False for a save that will be refused
-                anyway.
+            restored: The number of the step that the job continues from; None if it continues from
+                none. This step stays until the job has a newer step.
+            asked: On the leader, whether to make room. It is False for a save that the leader will
+                abort in any case.
 
         Raises:
             OutOfSpace: There is no room.
@@ -85,7 +85,7 @@ class Quota:
                     self._evictor.make_room(ref, needed, restored=restored)
                 answer = _OK
             except BaseException as error:
-                with suppress(Exception):  # A text may have surrogates, which JSON has not
+                with suppress(Exception):  # JSON cannot encode a message with surrogates
                     answer = msgspec.json.encode(_reason(error))
                 raise
             finally:
@@ -102,9 +102,9 @@ class Quota:
                 raise rebuild(reason, ref.step, awaited=_AWAITED)
 
     def give_up(self, ref: StepRef, trial: int) -> None:
-        """Post that this rank has given a save up, so that the leader does not wait for its size.
+        """Post that this rank has given the save up, so that the leader does not wait for its size.
 
-        On the leader, this also lets the other ranks go on.
+        On the leader, also answer the other ranks, so that they do not wait for room.
         """
         subject = self._subject(ref, trial)
         self._coordinator.post(subject, msgspec.json.encode(None))
@@ -112,9 +112,9 @@ class Quota:
             self._coordinator.set_once(subject, _OK)
 
     def evict(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
-        """Free at least ``nbytes``, if possible, in a store that is full.
+        """Free at least ``nbytes`` for the step ``ref``, if possible, in a store that is full.
 
-        Returns True if any bytes were freed.
+        Return True if any bytes were freed.
         """
         return self._evictor.free(ref, nbytes, restored=restored)
 

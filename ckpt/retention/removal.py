@@ -1,11 +1,11 @@
 """Remove one step, or an unfinished write, from a tier.
 
-Retention and eviction delete a step only through ``remove``. The manifest is deleted first, so that
-no step is listed that lacks files. Other modules also delete files of steps:
+Retention and eviction delete a step only through ``remove``, which deletes the manifest first. So a
+step that lacks files is never listed as a checkpoint. Other modules also delete files of steps:
 
 * ``save.slot_steps`` deletes the files of a step in memory before its slot is filled again.
 * ``save.tier_writer`` deletes the fragment of a rank whose job has lost the root.
-* ``coordination.claim_marker`` deletes the files of a rank after an aborted save.
+* ``coordination.claim_marker`` deletes the files of a rank, mostly after an aborted save.
 * ``nodes.replica_fetch`` deletes copies of the files of other nodes.
 * ``restore.read_through`` deletes files that a restore has just put into a cache that is full.
 * ``catalog.transfer`` deletes damaged manifests, and files in an encoding that was replaced.
@@ -58,6 +58,7 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
 
     Raises:
         RootInUse: Another job has taken the root over.
+        StorageError: The store has failed. The step may have been removed in part.
     """
     if claim is not None:
         _RETRY.call(claim.confirm_removal)
@@ -67,7 +68,8 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
             if not (marked := _put_marker(backend, held)) or is_pinned(backend, held.ref):
                 return False
         except OutOfSpace:
-            # Without room for the marker, remove only checkpoints, and data without fragments.
+            # There is no room for the marker. Without a marker, remove only checkpoints, and saves
+            # without fragments, which no process can finish.
             if held.state == "incomplete":
                 if any(is_fragment(info.key.rpartition("/")[2]) for info in held.objects):
                     return False
@@ -91,8 +93,9 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
 def _added_since(backend: StorageBackend, ref: StepRef, marked: bool) -> list[str]:
     """Return the keys of objects that may have been added to a step since it was listed.
 
-    These are added metrics. If the claim marker stands (``marked``), they are all objects of the
-    step, since copies of files of other nodes may have been added too.
+    If this process has put the claim marker (``marked``), the result has all objects of the step,
+    since another process may have added metrics or copies of files of other nodes. Otherwise it has
+    only the added metrics.
     """
     keys = [info.key for info in own_objects(backend, ref)]
     return [key for key in keys if marked or is_late_metrics(key.rpartition("/")[2])]
@@ -112,7 +115,8 @@ def _unfinished_in(backend: StorageBackend, held: StoredStep) -> Iterable[Unfini
 def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:
     """Put the claim marker that keeps other processes from finishing ``held``.
 
-    Returns True if the removal may go on now. It may not if another process has a marker there.
+    Return True if the removal may go on now. Return False if the step has a marker of another
+    process, or if this call has replaced such a marker because it was old.
     """
     put = (
         claim_for_removal
@@ -129,7 +133,7 @@ def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:
 
 
 def discard(backend: StorageBackend, found: Iterable[Unfinished]) -> None:
-    """Discard unfinished writes, which frees the space that they take."""
+    """Discard the unfinished writes ``found``, which frees the space that they take."""
     if isinstance(backend, KeepsUnfinished):
         for one in found:
             backend.discard(one)
@@ -138,8 +142,11 @@ def discard(backend: StorageBackend, found: Iterable[Unfinished]) -> None:
 def discard_left(backend: StorageBackend, claim: Claim) -> None:
     """Discard the unfinished writes of jobs that are known to have ended.
 
-    An unfinished write of another job is discarded only if its step has no folder and the write is
-    so old that no process can still continue it. Unfinished writes of this job stay.
+    An unfinished write of any other job is discarded only if its step has no folder and the write
+    is so old that no process can still continue it. Unfinished writes of this job stay.
+
+    Raises:
+        RootInUse: Another job has taken the root over.
     """
     if isinstance(backend, KeepsUnfinished):
         shown = attempts(backend)
@@ -159,12 +166,12 @@ def discard_left(backend: StorageBackend, claim: Claim) -> None:
 
 
 def _is_abandoned(held: StoredStep) -> bool:
-    """Return True if a claim marker is in the way that is more than a day old.
+    """Return True if the step has a claim marker of another process that is more than a day old.
 
-    The process that put it has ended, since no process takes a day from its marker to its manifest.
+    That process has ended, since no process takes a day from its marker to its manifest.
     """
-    # For an incomplete step, ``claim_for_removal`` puts an empty marker, so an empty one is not in
-    # the way.
+    # For an incomplete step, ``claim_for_removal`` puts an empty marker. So an empty marker there
+    # does not block the removal.
     ours = 0 if held.state == "incomplete" else None
     dates = [
         info.modified

@@ -1,4 +1,5 @@
-"""Copy committed steps from nearer tiers to a farther tier, as the settings of that tier demand.
+"""Copy committed steps from nearer tiers to a farther tier, as the settings of the farther tier
+demand.
 
 The backfill copies the steps of an earlier job. The agent copies the steps of a job that has ended.
 """
@@ -49,7 +50,7 @@ class StepCopier:
     Attributes:
         tier: The tier to which the steps are copied.
         claim: The claim of the job on the root of the tier.
-        sources: The stores that have the steps, nearest first. They may be in memory.
+        sources: The stores that have the steps, nearest first. Some of them may be in memory.
         guard: The steps of the tier that must stay when room is made for a copy.
         retry: How requests are retried.
         confirm: Called before a manifest is put. It raises if the steps must not become checkpoints
@@ -64,10 +65,14 @@ class StepCopier:
     confirm: Callable[[], object] = lambda: None
 
     def lacking(self, line: Sequence[StoredStep], most: int) -> list[StoredStep]:
-        """Return the steps of ``line`` that belong on the tier and that it lacks, newest first.
+        """Return the steps of ``line`` that the tier lacks and would keep, newest first.
 
-        These are steps that the tier takes (``Tier.every``) and that its retention policy keeps. At
-        most ``most`` steps are returned.
+        The tier would keep a step if it takes the step (``Tier.every``) and its retention policy
+        keeps the step.
+
+        Args:
+            line: The steps to choose from, which are checkpoints on a nearer tier.
+            most: The most steps to return.
         """
         rule, far = Retention.of(self.tier.tier), self.tier.backend
         lacking = [
@@ -89,7 +94,8 @@ class StepCopier:
     def copy(
         self, held: StoredStep, workers: Workers, *, on_progress: OnProgress | None = None
     ) -> FetchReport:
-        """Copy ``held`` to the tier and commit the copy.
+        """Copy ``held`` to the tier and commit the copy. If the tier has a capacity, make room
+        first.
 
         Raises:
             CkptError: The step could not be copied or committed. Files that were copied stay for
@@ -101,7 +107,7 @@ class StepCopier:
         evictor = Evictor(far, self.claim, _CopyGuard(far.backend, self.guard, held.ref))
         encoder = encoder_of(codec)
         is_alike = held.codecs == ((encoder.codec,) if encoder else ())
-        # Encoding a step in another way changes its size, which is then not known before.
+        # If the copy encodes the files in another way, their size is not known in advance.
         known = encoder is None or is_alike
         if has_capacity:
             nbytes = held.nbytes if is_alike or not held.codecs else held.staged_bytes
