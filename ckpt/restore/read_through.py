@@ -8,9 +8,10 @@ cache, and a rank need not know which other ranks see the cache. A rank that fet
 the chunks that it wants to its targets meanwhile, so it does not read them again.
 
 A failure to fill a cache does not make the restore fail: the data is then read from the farther
-tier. The step is committed on a cache only if the cache has all of its files. Otherwise the files
-are a partial copy. A later restore reads from that copy, and retention removes it like the remains
-of a save.
+tier. If the cache has all files of the step afterwards, the step is committed on the cache. (If
+nodes have tiers of their own, each node commits the step with the files that it has.) Otherwise the
+files are a partial copy. A later restore reads from a partial copy, and retention removes it like
+the remains of a save.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ from ckpt.storage.tiers import OpenTier
 
 _DONE: Final = b"done"
 _FEW: Final = 16
-"""If nodes have tiers of their own, a file is fetched only for more than this part of it: 1/16."""
+"""If nodes have tiers of their own, a rank fetches a file only if it wants more than the fraction
+1 / ``_FEW`` of the file.
+"""
 _LOST: Final = b"lost"
 _REFUSED: Final = b"refused"
 
@@ -62,7 +65,7 @@ class _CacheGuard(StepGuard):
     """The steps that must stay when room is made on a cache (see `StepGuard`).
 
     Attributes:
-        tiers: The sources of ``origin``, as tiers.
+        tiers: The tiers whose stores are the sources of ``origin``, in the same order.
         position: The position of the cache in ``tiers``.
         origin: Reads the chunks of the step that is restored.
         context: The connection, the threads and the limits of the restore.
@@ -91,7 +94,7 @@ class CacheContext:
 
     Attributes:
         coordinator: The connection to the other ranks.
-        subject: Distinguishes this restore from others.
+        subject: The prefix of the subjects of the messages, which no other restore uses.
         patience: How many seconds to wait for other ranks, in all.
         workers: The threads that copy.
         retry: How requests are retried.
@@ -115,7 +118,8 @@ class ReadThrough:
     Thread safety: only the owner's thread may use it.
 
     Args:
-        tiers: The sources of ``origin``, as tiers; empty for a restore without caches.
+        tiers: The tiers whose stores are the sources of ``origin``, in the same order. Empty for a
+            restore without caches.
         origin: Reads the chunks of the step.
         found: The manifest of the step, and the position of its source.
         context: The connection, the threads and the limits of the restore.
@@ -136,8 +140,8 @@ class ReadThrough:
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
         self._missing: list[StoredFile] = []
         self.fetched: dict[int, int] = {}
-        """For each rank whose data file this rank or another rank has fetched into a cache, the
-        position of the source of the file.
+        """The data files that this restore has put into caches: the rank that each file belongs to,
+        with the position of the source from which the file came.
         """
         self.taken: Counter[int] = Counter()
         """For each source, by its position, how many of its bytes ``fill`` has put into targets."""
@@ -162,16 +166,16 @@ class ReadThrough:
         ]
 
     def _is_worth(self, file: StoredFile, wanted: int) -> bool:
-        """Return True if a file is to be fetched when a rank wants ``wanted`` bytes of it.
+        """Return True if this rank wants enough bytes (``wanted``) of a file to fetch the file.
 
-        If nodes have tiers of their own, a node does not fetch a file if a rank wants only a small
-        part of it, such as some buffers.
+        If nodes have tiers of their own, a rank does not fetch a file for a small part of the file,
+        such as some buffers.
         """
         least = file.file.size // _FEW if self._caches and self._tiers[self._caches[0]].nodes else 0
         return wanted > least
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
-        """Put the files that ``look`` found missing into the nearest cache that takes them.
+        """Put the files that ``look`` has remembered into the nearest cache that takes them.
 
         Returns:
             ``plan`` without the chunks that were copied to their targets in ``sink`` on the way.
@@ -278,16 +282,16 @@ class ReadThrough:
             copy_fragments(self.origin, manifest, named, self._folder(position))
 
     def _withdraw(self, position: int, files: Sequence[StoredFile]) -> None:
-        """Remove files that this rank has fetched from a cache that is full.
+        """Remove from a full cache the ``files`` that this rank has put there.
 
-        The next save needs the room. If the cache lists the step, only the data files are removed,
-        since it had the fragments before.
+        The next save needs the room. If the step is committed on the cache, only the data files are
+        removed, since the cache had the fragments before.
         """
         backend, ref = self._tiers[position].backend, self.origin.ref
         for file in files:
             gone = False
             with suppress(StorageError):
-                # A cache that lists the step had the fragment before, and lacked only the data.
+                # If the step is committed there, the cache had the fragment, and lacked only data.
                 if position in self.origin.listing:
                     backend.delete(file.key)
                     gone = True
@@ -298,8 +302,8 @@ class ReadThrough:
     def _has_room(self, position: int, files: Sequence[StoredFile]) -> bool:
         """Make room for ``files`` in a cache that has a capacity, and return True if there is room.
 
-        The first rank that calls this makes room for all ranks that see the cache. It assumes that
-        each of them needs as many bytes as this rank.
+        The first rank that calls this makes room for all ranks that see the cache. This rank
+        assumes that each of the other ranks needs as many bytes as it needs itself.
         """
         cache = self._tiers[position]
         if cache.tier.capacity is None:
@@ -339,7 +343,7 @@ class ReadThrough:
     def _may_change(self, position: int) -> bool:
         """Return True if no other job that may be alive owns the root of a cache.
 
-        Return False also if its owner cannot be read. The log has the reason.
+        Return False also if the owner cannot be read. If the result is False, the reason is logged.
         """
         cache = self._tiers[position]
         try:
@@ -442,7 +446,7 @@ class ReadThrough:
         return StepFolder(backend, self.origin.ref, context.workers, context.retry)
 
     def _look(self, position: int, parts: Sequence[StoredFile | FragmentRef]) -> None:
-        """Raise ``StorageError`` if a cache lacks one of ``parts`` or has it in another size."""
+        """Raise ``StorageError`` if one of ``parts`` is missing on a cache or has another size."""
         for part in parts:
             if fault := self.origin.fault(position, part):
                 raise (
@@ -463,7 +467,9 @@ class ReadThrough:
         )
 
     def _subjects(self, position: int) -> Callable[[object], str]:
-        """Return a function that makes a subject for the ranks that see a cache from a suffix."""
+        """Return a function that makes a subject from a suffix. Only the ranks that see the cache
+        use this subject.
+        """
         return partial("{}/{}/{}/{}".format, self._context.subject, position, self._scope(position))
 
     def _scope(self, position: int) -> str:
@@ -490,8 +496,8 @@ class _Taster:
     Thread safety: any thread may call ``taste``.
 
     Attributes:
-        placed: The chunks that were copied to their targets, each with the position of its source,
-            by their places.
+        placed: For each chunk that was copied to its targets, the read and the position of the
+            source. The key is `Place`, the identity of the chunk.
     """
 
     def __init__(self, plan: RestorePlan, sink: Sink) -> None:
@@ -500,10 +506,10 @@ class _Taster:
         self.placed: dict[Place, tuple[ChunkRead, int]] = {}
 
     def taste(self, position: int, read: ChunkRead, raw: memoryview) -> None:
-        """Copy a chunk to its targets, if ``plan`` wants it. This is an ``OnChunk``.
+        """Copy a chunk to its targets, if the plan wants it. This is an `OnChunk` callback.
 
-        A chunk may pass by again: its file is fetched once more if a cache refuses it, or after an
-        error of the store.
+        A second call for the same chunk has no effect. It happens if a file is fetched once more,
+        because a cache has refused the file or a store has failed.
         """
         if (wanted := self._wanted.get(read.place)) and read.place not in self.placed:
             self._sink.place(wanted, raw)

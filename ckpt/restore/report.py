@@ -1,4 +1,4 @@
-"""The report of a restore."""
+"""The report that a restore returns."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class RestoreReport:
         tier: The URL of the tier from which most bytes of this rank came. Data that was fetched
             into a nearer folder on the way counts for the tier from which it was fetched.
         nbytes: Bytes that were loaded into this rank's state.
-        read_bytes: Bytes that this rank read from stores.
-        received_bytes: Bytes in memory that other ranks read for this one
+        read_bytes: Bytes that this rank read from stores for its state. Encoded chunks count with
+            their encoded size.
+        received_bytes: Raw bytes that other ranks read and sent to this rank
             (``replicas="broadcast"``).
         seconds: Duration of the whole call: finding, matching, reading, verifying, and waiting for
             other ranks.
@@ -30,16 +31,18 @@ class RestoreReport:
             ``mended``.
         cached_bytes: Bytes of the files that this rank wrote into a nearer tier, for the next
             restore.
-        missing: With ``strict=False``: names that the checkpoint lacks. They kept their values.
-        left_alone: Names that the checkpoint lacks because its save left them out
-            (``save_async(only=..., exclude=...)``, ``ckpt.trainable``). They kept their values.
-        unexpected: With ``strict=False``: names that have no place in the state of any rank.
+        missing: With ``strict=False``: names in the state that the checkpoint lacks. Their values
+            were not changed.
+        left_alone: Names in the state that the checkpoint lacks because its save left them out
+            (``save_async(only=..., exclude=...)``, ``ckpt.trainable``). Their values were not
+            changed.
+        unexpected: With ``strict=False``: names in the checkpoint that the state of no rank has.
         renamed: Pairs (name in the state, name in the checkpoint), for this rank.
         converted: Triples (name in the state, dtype in the checkpoint, dtype in the state), for
             this rank.
         uninitialised: Tensors of modules that are still on the meta device, because nothing was
-            read for them: buffers that are not saved (``persistent=False``), and names that were
-            not asked for.
+            read for them: buffers that are not saved (``persistent=False``), and names that the
+            caller did not select.
         finished: Pairs (step, tier) of saves whose leader died when only the manifest was missing,
             and whose commit this restore finished.
     """

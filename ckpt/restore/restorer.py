@@ -58,7 +58,7 @@ Replicas = Literal["read", "broadcast"]
 """How ranks that want the same data get it: each of them reads it, or one reads and broadcasts."""
 
 _PATTERN: Final = "\0"
-"""The prefix of a pattern among names. No name begins with it."""
+"""The prefix that marks a pattern in a list of names. No name begins with this character."""
 
 _log = logging.getLogger("ckpt")
 
@@ -70,9 +70,9 @@ class _Proposal(msgspec.Struct, frozen=True):
         folder: The name of the folder of the step; empty if there is no step left to propose.
         nearest: The index of the nearest tier on which the step is committed.
         answering: The indices of the tiers that may be asked for the step.
-        peers: The other nodes that have parts of the step.
-        passed: Pairs (step, reason) of newer steps that are not complete any more, since the last
-            proposal.
+        peers: The records of all nodes about their parts of the step; empty if no tier is local.
+        passed: Pairs (step, reason) of newer steps that the leader has passed over since the last
+            proposal, because they are not complete any more.
         finished: Pairs (step, URL of the tier) of the commits that this restore has finished so
             far.
     """
@@ -87,7 +87,9 @@ class _Proposal(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """What a rank needs to read a step that fits its state."""
+    """The manifest, the matched state, the restore plan and the caches, with which a rank reads a
+    step that fits its state.
+    """
 
     found: Found
     matched: Matched
@@ -131,8 +133,8 @@ class Restorer:
         context: The tiers, connections and threads that all restores of the manager share.
         options: The options that the user gives.
         workers: The threads that read.
-        serial: Distinguishes this restore from other restores of the manager, since a subject can
-            be used only once.
+        serial: The number of this restore among the restores of the manager. It is a part of the
+            subjects of the messages, since a subject can be used only once.
 
     Thread safety: only the training thread may use it. All ranks call ``restore`` alike.
     """
@@ -234,7 +236,7 @@ class Restorer:
         return None
 
     def _announce(self, report: RestoreReport, *, is_empty: bool) -> None:
-        """Log the report, and notify the observers. ``is_empty``: no tensor was read."""
+        """Log the report, and notify the observers. ``is_empty`` is True if no tensor was read."""
         if report.uninitialised:
             _log.warning(
                 "ckpt: these tensors are still on the meta device: %s",
@@ -266,7 +268,11 @@ class Restorer:
     # -- the leader's choice -----------------------------------------------------------------------
 
     def _proposals(self, step: int | None, neighbours: NodeSurvey) -> Iterator[_Proposal]:
-        """Yield the steps to try, newest first. Only the leader calls this."""
+        """Yield the steps to try, newest first. Only the leader calls this.
+
+        If steps were passed over after the last of these, a proposal without a folder follows. It
+        carries the reasons to all ranks.
+        """
         stores = neighbours.stores()
         passed: list[tuple[int, str]] = []
         finisher = Finisher(Owner.here(self._coordinator.attempt), self._workers)
@@ -394,7 +400,10 @@ class Restorer:
     def _matched(
         self, state: MutableMapping[str, Any], sources: Sources, origin: TieredReader, found: Found
     ) -> tuple[Found, Matched, RestorePlan]:
-        """Return the manifest with the needed fragments, the matched state, and the plan."""
+        """Match the state with the manifest ``found``, and plan the reads.
+
+        Return the manifest with the needed fragments filled in, the matched state, and the plan.
+        """
         rank, world = self._coordinator.rank, self._coordinator.world_size
         matched = match(
             state, found.manifest, rank=rank, world_size=world, selection=self._selection
@@ -458,7 +467,9 @@ class _Taking:
 
 
 def _as_pattern(pattern: str) -> str:
-    """Return a pattern in a form that is no name of the state and is not below such a name."""
+    """Return ``pattern`` marked as a pattern. The result has no slashes, so that it does not count
+    as a name below another name.
+    """
     return _PATTERN + pattern.replace("/", _PATTERN)
 
 
@@ -485,8 +496,8 @@ def _is_shared(replicas: object, coordinator: Coordinator) -> bool:
 def _uncollected() -> Generator[None]:
     """Turn garbage collection off inside of the block.
 
-    A plan has thousands of objects, and none of them is garbage yet. A collection in a process with
-    torch takes as long as reading half a GiB.
+    A collection would find little: a plan has thousands of objects, and all of them are in use. In
+    a process with torch, a collection takes as long as reading half a GiB.
     """
     wanted = gc.isenabled()
     gc.disable()
@@ -526,7 +537,7 @@ def _warn(ref: StepRef, repair: Repair) -> None:
 
 
 def _why_none(step: int | None, skipped: Sequence[tuple[int, str]], overwritten: bool) -> str:
-    """Return the text of the error that no step could be restored."""
+    """Return the text of the error which says that no step could be restored."""
     if not skipped:
         return f"step {step} is not there"
     reasons = "; ".join(f"step {number}: {reason}" for number, reason in skipped[:5])
