@@ -35,9 +35,9 @@ answers neither request in time, it counts as down. Otherwise it has ``LISTING_S
 """
 
 Finish = Callable[[StorageBackend, StepRef], bool]
-"""Tries to finish an uncommitted attempt on a store. Returns True if it is committed now."""
+"""A function that tries to finish an uncommitted attempt on a store. It returns True on success."""
 Lists = Callable[[StorageBackend], list[StepRef]]
-"""Returns the attempts that a store has."""
+"""A function that returns the attempts at steps on a store, committed or not."""
 
 _NO_OTHER: Final = (
     "; no other tier has a step, so the newest step of the job is not known: start again when the "
@@ -137,7 +137,9 @@ class _Listing:
             raise self._failure
 
     def _nearest(self, ref: StepRef) -> int | None:
-        """Return the position of the nearest store on which ``ref`` is committed; None if none."""
+        """Return the position of the nearest store on which ``ref`` is committed; None if there is
+        no such store.
+        """
         for position in self._holders[ref]:
             if position in self._answering:
                 try:
@@ -170,7 +172,7 @@ class _Listing:
         return 0.0
 
     def _drop(self, position: int, error: StorageError) -> None:
-        """Leave a store out from now on, because of ``error``."""
+        """Leave the store at ``position`` out from now on, because of ``error``."""
         placed(error, self._stores[position].url)
         if len(self._stores) > 1:  # With a single store, ``candidates`` raises the error
             _log.warning(

@@ -19,11 +19,13 @@ class Difference:
     Attributes:
         only_one: The names of tensors that only the first checkpoint has.
         only_two: The names of tensors that only the second checkpoint has.
-        kinds: For each name with another dtype or shape, the tensors of both checkpoints.
+        kinds: The tensors of both checkpoints, by name, for each name whose tensors differ in dtype
+            or shape.
         values: The names of tensors with the same dtype and shape, but different bytes.
         equal: The number of tensors that are equal bit for bit.
         read_names: The number of tensors whose data was read.
-        unread: The names of tensors that were not compared, since that takes reading their data.
+        unread: The names of tensors that were not compared, since their checksums do not decide and
+            the caller did not let their data be read.
     """
 
     only_one: list[str] = field(default_factory=list[str])

@@ -3,11 +3,12 @@ manifest was put.
 
 The manifest is the one that the leader would have put, byte for byte: it is the same merge of the
 same fragments, and is put only if there is none. A save is not finished if its leader may still
-decide on it, or has refused it. A store has no record of a refusal, so it is inferred from what a
-leader and its ranks do after a verdict:
+decide on it, or has refused it. To refuse a save means to abort it. A store has no record of a
+refusal, so a refusal is inferred from the traces that a leader and its ranks leave after a
+decision:
 
-1. A leader gives the root back when its manager is closed. So ``writer.json`` must still name this
-   attempt, which shows that the leader died in the middle of its work.
+1. A leader gives the root back when its manager is closed. So ``writer.json``, the record of the
+   owner, must still name this attempt, which shows that the leader died in the middle of its work.
 2. A leader goes on to the next save. So it must not have written to a later step, or to another try
    at this step.
 3. Each rank of a refused save removes its own files. So every fragment must exist, and must still
@@ -165,9 +166,9 @@ def _check_owner(
 
 
 def _trial(ref: StepRef, attempt: str) -> int | None:
-    """Return which try of the job ``attempt`` at the step ``ref`` is, counted from 0.
+    """Return the number of the try at the step that ``ref`` is, counted from 0.
 
-    Returns None if ``ref`` belongs to another job.
+    ``attempt`` is the attempt of a job. Return None if ``ref`` belongs to another job.
     """
     if ref.attempt == attempt:
         return 0

@@ -104,7 +104,7 @@ def filled(
 
 
 Read = Callable[[Manifest, FragmentRef, File | None], Fragment]
-"""Reads a fragment of a manifest. Any thread may call it.
+"""A function that reads a fragment of a manifest. Any thread may call the function.
 
 The arguments are the manifest, its reference to the fragment, and the data file of the rank (None
 if the rank has none).
@@ -128,7 +128,9 @@ class Parts:
 
     @property
     def outline(self) -> Manifest:
-        """Return the manifest with a mapping of ``PerRank`` values that reads them on access."""
+        """Return the manifest with the ``PerRank`` values of all ranks. The value of a rank is read
+        from the fragment of the rank on access.
+        """
         return replace(self.manifest, per_rank=_PerRank(self))
 
     def filled(self, wanted: Sequence[Leaf] | None, *, key: str) -> Manifest:
@@ -156,7 +158,8 @@ class Parts:
 class _PerRank(Mapping[str, msgspec.Raw]):
     """The ``PerRank`` values of all ranks, by rank.
 
-    A value is read from the fragment of its rank on access, since a rank mostly needs only its own.
+    A value is read from the fragment of its rank on access, since most ranks need only their own
+    value.
     """
 
     def __init__(self, parts: Parts) -> None:

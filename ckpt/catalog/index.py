@@ -45,7 +45,7 @@ _LOOKED_AT: Final = 8
 Each check is a request, and a store may be slow to answer.
 """
 _NAMED: Final = 5
-_STRANGERS: Final = 1000  # How many objects are listed to tell what else is below a root
+_STRANGERS: Final = 1000  # How many objects are listed to describe a root that has no steps
 
 
 def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
@@ -166,7 +166,8 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
 def born(backend: StorageBackend, ref: StepRef) -> float:
     """Return when the manifest of an attempt was made, in seconds since 1970.
 
-    Returns 0 if the manifest is damaged or missing. A later read of the manifest raises the reason.
+    Return 0 if the manifest is damaged or missing. The error is raised when the manifest is read
+    again later.
     """
     try:
         return read_packed(backend, ref)[0].created_at

@@ -1,8 +1,8 @@
 """The inventory of a tier: its steps with their states, sizes and ages.
 
 Only the fields of a manifest that are cheap to decode are decoded, and no data file is read. But
-each file that a manifest names is looked up: a step that has lost files must not count as newer
-than an older step that is complete, since retention would then remove the older step.
+the inventory checks that each file of a manifest exists. Otherwise retention could keep a step that
+has lost files as the newest step, and remove an older step that is complete.
 """
 
 from __future__ import annotations
@@ -65,14 +65,17 @@ class StoredStep:
         metadata: The user's metadata, with the metrics that were added later.
         metrics: The metrics in ``metadata``.
         staged_bytes: The size of the data files before any codec.
-        touched: When the youngest file of the step was put, in seconds since 1970. None if neither
-            the store nor a fragment has a date, or if the step is "committed".
-        unfinished: The unfinished writes to files of the step. They are listed only for a step
-            that is not "committed".
-        is_part: Whether the step is "incomplete" on this tier, but may be a checkpoint: if nodes
-            have tiers of their own, another node may have the manifest. The data file and the
-            fragment of some rank are on this tier, so that rank has made its part durable.
-        is_cut: Whether its removal was begun. No process makes such a step a checkpoint again.
+        touched: When a file of the step was last put or an unfinished write last changed, in
+            seconds since 1970. None if neither the store nor a fragment has a date, or if the step
+            is "committed" or "unsupported".
+        unfinished: The unfinished writes to files of the step. They are listed only for an
+            "incomplete" or "damaged" step, and not if the inventory is ``shown``.
+        is_part: Whether the step is "incomplete" on this tier, but may be a checkpoint whose
+            manifest is on another node. This is so if nodes have tiers of their own, and this tier
+            has the data file and the fragment of some rank, so that the rank has made its part
+            durable.
+        is_cut: Whether a removal of the step was begun. No process makes such a step a checkpoint
+            again.
         pins: The pins on the step that have not ended.
     """
 
@@ -304,8 +307,8 @@ class Inventory:
         Raises:
             ObjectNotFound: There is no manifest.
             IntegrityError: The manifest is damaged or cannot be read.
-            AccessDenied, TransientStorageError: The store denies access or does not answer. This
-                tells nothing about the checkpoint.
+            AccessDenied, TransientStorageError: The store denies access or does not answer. The
+                checkpoint may be intact.
         """
         try:
             data = self._retry.call(
@@ -331,7 +334,8 @@ class Inventory:
     def _touched(self, ref: StepRef, objects: Sequence[ObjectInfo]) -> float | None:
         """Return when the youngest of ``objects`` was put, in seconds since 1970.
 
-        If the store lacks dates, the dates in the fragments are used. Returns None without any.
+        If the store lacks dates, the dates in the fragments are used. Return None if there is no
+        date.
         """
         dates = [info.modified for info in objects if info.modified is not None]
         if not dates or len(dates) < len(objects):
@@ -360,7 +364,7 @@ def _has_any_rank(objects: Sequence[ObjectInfo]) -> bool:
 
 
 class _NamedFile(msgspec.Struct, array_like=True):
-    """The first fields of a ``File`` or of a ``FragmentRef``, without the expensive others."""
+    """The first fields of a ``File`` or of a ``FragmentRef``. The other fields are not decoded."""
 
     name: str
     rank: int

@@ -36,8 +36,8 @@ _MOST_BYTES = 1 << 16
 _MOST_NAMES = 10_000
 """The most metrics of one step that are added after its commit.
 
-``_MOST_BYTES`` is the most bytes of one record. Both bound the memory and the time that a reader
-spends on the records of a hostile store.
+``_MOST_BYTES`` is the most bytes of one record. The two limits bound the memory and the time that a
+reader spends on the records of a hostile store.
 """
 
 
@@ -79,6 +79,9 @@ def late_metrics(backend: StorageBackend, ref: StepRef, keys: Iterable[str]) -> 
 
     Args:
         keys: The keys of all objects in the folder of ``ref``.
+
+    Raises:
+        AccessDenied, TransientStorageError: The store denies access or does not answer.
     """
     found: dict[str, float] = {}
     for key in sorted(keys):
@@ -123,7 +126,8 @@ def add_metrics(
     Raises:
         ConfigError: No store has the step, or the step has another value for one of the names.
             Nothing was written.
-        StorageError: A store has failed. A second call writes the metrics that are missing.
+        StorageError: A store has failed. Some stores may have the metrics. A second call writes the
+            metrics that are missing.
     """
     holding = [(backend, ref) for backend in backends if (ref := _find(backend, step, own))]
     if not holding:

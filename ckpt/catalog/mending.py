@@ -66,7 +66,7 @@ def mend_step(
         _encode_again(sources, folder, codec, confirm, on_bytes)
         return
     files = list(found.manifest.stored_files().values())
-    if not is_here:  # Without an intact manifest, ``faults`` has no data files
+    if not is_here:  # Without an intact manifest, ``faults`` has no faults of data files
         wrong = {fault.key for fault in verify_files(folder, files)[0]}
     files = [file for file in files if file.key in wrong]
     try:
@@ -85,7 +85,7 @@ def _copy(
     confirm: Callable[[], object],
     on_bytes: OnBytes,
 ) -> None:
-    """Replace ``files``, and the fragments and the manifest if damaged, by the bytes of a source.
+    """Replace ``files``, and those fragments and the manifest that are damaged, by intact copies.
 
     Raises the errors of ``mend_step``.
     """

@@ -96,11 +96,11 @@ def put_pin(backend: StorageBackend, ref: StepRef, seconds: float, reason: str =
 
 
 def renewed(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "") -> Pin:
-    """Replace ``pin`` by a pin that ends in ``seconds``, and return the new pin.
+    """Replace ``pin`` by a pin that ends ``seconds`` from now, and return the new pin.
 
-    A removal that found ``pin`` has left its claim marker. As long as ``pin`` has not ended, that
-    marker is ignored, since every removal finds either the old pin or the new one. Raises the
-    errors of ``put_pin``.
+    A removal that has found ``pin`` leaves its claim marker in the step's folder. If ``pin`` has
+    not ended, this function ignores such a marker, since every removal finds the old pin or the new
+    pin. Raises the errors of ``put_pin``.
     """
     later = _put(backend, pin.ref, seconds, reason, look_for_removal=not pin.is_live)
     remove_pin(backend, pin)
@@ -144,7 +144,7 @@ def all_pins(backend: StorageBackend) -> list[Pin]:
 
 
 def live_of(pins: Iterable[Pin]) -> dict[StepRef, tuple[Pin, ...]]:
-    """Return the entries of ``pins`` that have not ended, by step."""
+    """Return the entries of ``pins`` that have not ended, grouped by the steps that they keep."""
     found: dict[StepRef, tuple[Pin, ...]] = {}
     for pin in pins:
         if pin.is_live:

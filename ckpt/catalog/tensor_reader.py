@@ -24,14 +24,16 @@ from ckpt.plan.restore import ChunkRead, plan_restore
 from ckpt.storage.api import StorageBackend
 
 BATCH_BYTES: Final = 128 << 20
-"""How many bytes of a step are in memory at a time while all of it is read."""
+"""How many bytes of a step are in memory at a time while the whole step is read."""
 
 _ELEMENTS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A box of a tensor, and the memory that it is read into, row-major and of the same size."""
+    """A box of a tensor, and the memory ``out`` that the bytes of the box are read into. The memory
+    has the size of the box, and is filled in row-major order.
+    """
 
     name: str
     box: Box
@@ -43,7 +45,7 @@ class Piece:
     """A run of a tensor's elements in row-major order.
 
     Attributes:
-        offset: Where the run begins in the tensor, in bytes.
+        offset: The number of bytes of the tensor before the run.
         data: The bytes of the run. The memory is valid until the next piece is taken.
     """
 
@@ -56,6 +58,13 @@ class StepReader:
     """A committed step, opened for reading.
 
     Thread safety: one thread at a time may use it. The threads of ``workers`` read.
+
+    Args:
+        backend: The store. The caller closes it, and ``workers`` too.
+        ref: The step.
+        manifest: The manifest of the step, with its fragments filled in.
+        workers: The threads that read.
+        retry: How requests are retried; None for the default policy.
 
     Attributes:
         tensors: The tensors of the step by name, including tied names.
@@ -148,7 +157,9 @@ class StepReader:
 
 
 class _MemorySink:
-    """A `Sink` that fills plain memory. Any thread may use it, since chunks do not overlap."""
+    """A `Sink` that fills plain memory. Any thread may call the methods, since chunks do not
+    overlap.
+    """
 
     def __init__(self, leaves: Sequence[Leaf], outs: Sequence[memoryview]) -> None:
         self._boxes = [leaf.boxes[0] for leaf in leaves]
@@ -158,7 +169,9 @@ class _MemorySink:
         ]
 
     def direct(self, read: ChunkRead) -> memoryview | None:
-        """Return the memory that exactly this chunk fills; None if it is not contiguous."""
+        """Return the contiguous memory that exactly this chunk fills; None if the chunk is wanted
+        only in part, or if its memory is not contiguous.
+        """
         if len(read.targets) != 1 or read.targets[0].part != read.box:
             return None
         region = self._region(read, 0)
@@ -185,5 +198,5 @@ def _cut(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
 
 
 def _element(itemsize: int) -> str:
-    """Return the name of a NumPy dtype of this size that keeps all bytes of an element as is."""
+    """Return the name of a NumPy dtype of this size that does not change the bytes of elements."""
     return _ELEMENTS.get(itemsize, f"V{itemsize}")

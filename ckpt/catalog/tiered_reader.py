@@ -2,9 +2,10 @@
 
 The stores have files of the same attempt, and a chunk has the same checksum on all stores, however
 it is encoded. So a file or a chunk may also come from a store whose manifest is missing or damaged.
-The files of such a store are assumed to have the form that the manifest of another store describes.
-A store is asked for a chunk only if no nearer store has it intact. Failures are remembered: a store
-that does not answer is not asked again, and neither is a store for a file that it lacks.
+The files of such a store are assumed to have the encoding that the manifest of another store
+describes. A store is asked for a chunk only if no nearer store has it intact. Failures are
+remembered: a store that does not answer is not asked again, and a store that lacks a file is not
+asked for this file again.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from ckpt.storage.api import StorageBackend
 T = TypeVar("T")
 
 OnChunk = Callable[[int, ChunkRead, memoryview], None]
-"""Called with each chunk that is intact: the position of its source, the read, and its raw bytes.
+"""A function that is called with each intact chunk: the position of its source, the read of the
+chunk, and its raw bytes.
 
-Several threads call it. The memory is only lent for the call.
+Several threads call the function. The memory is valid only during the call.
 """
 
 
@@ -70,8 +72,8 @@ class Found:
 
 
 OnRepair = Callable[[Repair], None]
-"""Called with the first repair of each file on each store. Any thread may call it, but only one
-at a time.
+"""A function that is called with the first repair of each file on each store. The calls come from
+any thread, one at a time.
 """
 
 
@@ -103,8 +105,9 @@ class TieredReader:
     ) -> None:
         self.sources, self.ref, self._partial = sources, ref, partial
         self.listing: set[int] = set()
-        """The positions of the sources that have a manifest of the step, as far as known. A file
-        that is missing there is damage. A file that is missing on another source was never there.
+        """The positions of the sources that are known to have a manifest of the step. If such a
+        source lacks a file and is not in ``partial``, the file was lost. If another source lacks a
+        file, it never had the file.
         """
         self.lost: set[int] = set()
         """The ranks whose files ``fetch`` could not read completely from any source."""
@@ -115,7 +118,8 @@ class TieredReader:
         self._readers = [ChunkReader(source, retry) for source in sources]
         self._found: Found | None = None
         self._parts: Parts | None = None
-        # Why a source is not asked for a key any more. An empty key stands for the whole source.
+        # For a position and a key, the error after which the source is not asked for the key any
+        # more. An empty key stands for the whole source.
         self._gone: dict[tuple[int, str], Exception] = {}
         self._repairs: dict[tuple[str, str], Repair] = {}
         self._noting = True
@@ -129,7 +133,8 @@ class TieredReader:
     def manifest(self) -> Found:
         """Return the manifest of the nearest source that has it intact.
 
-        Its ``PerRank`` values are read on access. No other part of a fragment is filled in.
+        The ``PerRank`` values of the manifest are read on access. No other part of a fragment is
+        filled in.
 
         Raises:
             FormatUnsupported: The nearest source with a manifest has it in a format that this ckpt
@@ -159,7 +164,7 @@ class TieredReader:
 
         If ``work`` raises ``IntegrityError`` or ``StorageError``, as for a fragment that is intact
         on no source, it is called again with the manifest of the next source, whose fragments may
-        differ. The first source is not asked for anything after that.
+        differ. The source of the first manifest is not asked for anything any more.
 
         Raises:
             IntegrityError, StorageError: ``work`` has failed with each manifest. This is the error
@@ -221,7 +226,9 @@ class TieredReader:
         return known
 
     def _read_layout(self, position: int) -> Manifest:
-        """Read the manifest of a source, and fill in the same fragments as ``filled`` has."""
+        """Read the manifest of a source, and fill in the same fragments that ``filled`` has filled
+        in.
+        """
         manifest, packed = read_packed(self.sources[position], self.ref, retry=self._retry)
         assert self._found is not None
         if packed == self._found.packed:
@@ -238,7 +245,7 @@ class TieredReader:
         """Return the bytes of a fragment that ``manifest`` was merged from.
 
         ``named`` is the reference to the fragment in the manifest, and ``file`` is the data file of
-        its rank. Raises the errors of the method ``manifest``.
+        the rank, or None if the rank has none. Raises the errors of the method ``manifest``.
         """
         return self._fragment(manifest, named, file)[1]
 
@@ -342,8 +349,10 @@ class TieredReader:
         return missed
 
     def _reads_there(self, position: int, reads: Sequence[ChunkRead]) -> Sequence[ChunkRead]:
-        """Return ``reads``, which are of the manifest that was found, as reads of the files of a
-        source. Chunks that the source cannot have in the wanted form are left out.
+        """Return reads of the same chunks as ``reads`` from the files of a source.
+
+        ``reads`` were made from the manifest that ``manifest`` has found. Chunks that the source
+        does not have, or not in the wanted encoding, are left out.
         """
         assert self._found is not None
         if self.layout(position) is self._found.manifest:
@@ -364,7 +373,7 @@ class TieredReader:
     def fault(self, position: int, file: StoredFile | FragmentRef) -> Exception | None:
         """Return an error if a file is missing on a source, has another size or cannot be examined.
 
-        Returns None otherwise. The file is not read.
+        Return None if the file is present with the right size. The file is not read.
         """
         if dead := self.gone(position, ""):
             return dead
@@ -385,10 +394,12 @@ class TieredReader:
             None if size == wanted else StorageError(key, f"has {size} bytes, should have {wanted}")
         )
 
-    # -- what has failed ---------------------------------------------------------------------------
+    # -- failures ----------------------------------------------------------------------------------
 
     def gone(self, position: int, key: str) -> Exception | None:
-        """Return the error for which a source is not asked for a file; None if it can be asked."""
+        """Return the error after which a source is not asked for the file ``key`` any more; None if
+        the source can be asked. An empty ``key`` stands for the whole source.
+        """
         with self._lock:
             return self._gone.get((position, "")) or self._gone.get((position, key))
 
@@ -417,7 +428,9 @@ class TieredReader:
                 self._repairs[place] = replace(known, mended=True)
 
     def is_damaged(self, position: int, key: str) -> bool:
-        """Return True if a source has the file, and some chunks of it are damaged."""
+        """Return True if reads have found damaged chunks in a file on a source, and the file was
+        not replaced since.
+        """
         with self._lock:
             known = self._repairs.get((self.sources[position].url, key))
             return known is not None and not known.mended and (position, key) not in self._gone
@@ -456,7 +469,7 @@ class TieredReader:
             if error is None:
                 try:
                     return position, work(position)
-                except Exception as raised:  # noqa: BLE001 - judged there
+                except Exception as raised:  # noqa: BLE001 - ``failed`` raises it if needed
                     error = raised
             self.failed(position, key, error, 0)
             failures.append((self.sources[position].url, error))

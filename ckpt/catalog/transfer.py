@@ -5,11 +5,11 @@
 2. Data files are written as a save writes them, from images whose chunks are read on demand. Each
    chunk comes from the nearest source that has it intact. A file becomes visible only when all of
    it is verified. A destination with another codec gets the same chunks in another encoding.
-3. The fragments follow, and the manifest comes last, since a step exists if and only if its
-   manifest does. They are copied byte for byte. For another codec they are written with
-   the new encoding of the files. Before the manifest is put, the claim marker
-   (``coordination.claim_marker``) is put and all files are checked once more, as for any save that
-   is finished from outside of its job.
+3. The fragments follow, and the manifest comes last, since a step is a checkpoint if and only if
+   its manifest exists. Fragments and manifest are copied byte for byte, unless the destination has
+   another codec. In that case they are written with the new encoding of the files. Before the
+   manifest is put, the claim marker (``coordination.claim_marker``) is put and all files are
+   checked once more, as for any save that is finished from outside of its job.
 
 Each worker needs memory for one part of a file, and for the chunks at the ends of the part. A store
 whose uploads keep all parts until ``finish``, which the contract of a backend allows, also needs
@@ -61,7 +61,9 @@ from ckpt.plan.restore import ChunkRead, chunks_of
 from ckpt.storage.api import StorageBackend
 
 Fetch = Callable[[Sequence[ChunkRead], Sink], int]
-"""Reads chunks of one file, and returns the position of the farthest source that was needed."""
+"""A function that reads chunks of one file into a sink, and returns the position of the farthest
+source that was needed.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class FileCopy:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recoding:
-    """How the files of a step are encoded again for a destination with another codec.
+    """Encodes the files of a step again, for a destination with another codec.
 
     Attributes:
         encoder: The encoder of the destination; None if the destination has no codec.
@@ -109,7 +111,10 @@ class Recoding:
         return data_name(rank, encoded=self.encoder is not None)
 
     def stored(self, source: StoredFile, encoding: Encoding | None) -> StoredFile:
-        """Return how the destination stores a file of the source, given its new encoding."""
+        """Return the file at the destination that has the content of the file ``source``.
+
+        ``encoding`` is the encoding of the file at the destination; None if it is not encoded.
+        """
         return StoredFile.of(
             source.ref, replace(source.file, name=self.name(source.rank)), encoding
         )
@@ -117,7 +122,7 @@ class Recoding:
     def write(
         self, write: ImageWrite, source: StoredFile, destination: StorageBackend
     ) -> StoredFile:
-        """Write a file of the source to the destination, and return how it is stored there."""
+        """Write a file of the source to the destination, and return the file at the destination."""
         if (encoder := self.encoder) is None:
             write_image(write, destination)
             return self.stored(source, None)
@@ -147,7 +152,7 @@ def fetch_nearest(
     copied in the encoding of the nearest source, the encodings of the other sources are tried.
 
     Raises:
-        IntegrityError: As for ``fetch_step``. It is the error of the first try.
+        IntegrityError: As for ``fetch_step``. The call raises the error of the first try.
         StorageError: As for ``fetch_step``.
     """
     ref = folder.ref
@@ -194,7 +199,7 @@ def _meter(
 ) -> Meter:
     """Return a meter for the bytes of all data files, which counts all but ``missing`` as done.
 
-    ``recoded``: the meter counts bytes before any codec, and not the bytes on the store.
+    If ``recoded`` is True, the meter counts bytes before any codec, and not the bytes on the store.
     """
     meter = Meter(manifest.nbytes if recoded else manifest.stored_bytes, on_progress)
     left = sum(stored.file.size if recoded else stored.size for stored in missing)
@@ -349,8 +354,9 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
     Args:
         folder: The folder of the step at the destination.
         packed: The bytes of the manifest.
-        look: Raises if a file is missing. As long as the step has no manifest, a process that makes
-            room may remove its files as the remains of a save.
+        look: Called before the manifest is put. It raises if a file is missing. As long as the step
+            has no manifest, a process that makes room may remove its files as the remains of a
+            save.
 
     Raises:
         ObjectExists: As for ``fetch_step``.
@@ -412,7 +418,7 @@ def _make_way(folder: StepFolder, packed: bytes) -> bool:
 def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) -> Manifest | None:
     """Return the manifest at the destination if it has the same chunks in another encoding.
 
-    Returns None if it has not, or cannot be read.
+    Return None if it does not have them, is missing or is damaged.
     """
     try:
         there = folder.read(folder.ref.manifest)
@@ -425,9 +431,9 @@ def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) ->
 
 
 def _clear_unnamed(folder: StepFolder, manifest: Manifest) -> None:
-    """Remove files that the manifest of a step that was just committed does not name.
+    """Remove the files of a step that was just committed which its manifest does not name.
 
-    They were written in another encoding. Added metrics stay.
+    These files were written in another encoding. Added metrics stay.
     """
     ref = folder.ref
     names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
@@ -445,7 +451,9 @@ def has_codec(manifest: Manifest, codec: str) -> bool:
 
 
 def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding | None:
-    """Return how to encode the files for ``codec``; None if the source has that encoding."""
+    """Return the `Recoding` for a destination with ``codec``; None if the source already has the
+    encoding of such a destination.
+    """
     if has_codec(manifest, codec):
         return None
     encoder = encoder_of(codec)
@@ -466,7 +474,7 @@ def _kept(
 ) -> dict[int, StoredFile]:
     """Return the data files that the destination already has intact, by rank.
 
-    With ``recoding``, the fragment at the destination tells how a file is encoded.
+    With ``recoding``, the encoding of a file is read from its fragment at the destination.
     """
     files = manifest.stored_files()
     if recoding is not None:
@@ -523,7 +531,7 @@ def _copy_fragment(
 
 
 def _commit(folder: StepFolder, packed: bytes) -> None:
-    """Put the manifest. Raises ``ObjectExists`` if the folder has another one."""
+    """Put the manifest. Raises ``ObjectExists`` if the folder has another manifest."""
     key = folder.ref.manifest
     try:
         folder.retry.call(partial(folder.backend.put, key, [packed], if_absent=True))

@@ -51,13 +51,13 @@ def note_ends(folder: StepFolder, ranks: Collection[int]) -> None:
 
 
 def noted_ends(folder: StepFolder) -> set[int]:
-    """Return the ranks for which there are notes that they have ended."""
+    """Return the ranks for which a note in ``folder`` says that the rank has ended."""
     names = [info.key.rpartition("/")[2] for info in own_objects(folder.backend, folder.ref)]
     return {rank for name in names if (rank := noted_rank(name)) is not None}
 
 
 def brought_ranks(folder: StepFolder) -> set[int]:
-    """Return the ranks with a marker that another node copies their files."""
+    """Return the ranks with a marker which says that another node copies their files."""
     marked = {
         marked_rank(info.key.rpartition("/")[2])
         for info in own_objects(folder.backend, folder.ref)
@@ -67,11 +67,13 @@ def brought_ranks(folder: StepFolder) -> set[int]:
 
 
 def mark_to_bring(folder: StepFolder, ranks: Collection[int]) -> set[int]:
-    """Put markers that this process copies the files of ``ranks``, which have no notes.
+    """For each of ``ranks``, put a marker which says that this process copies the files of the
+    rank. The ranks have no notes.
 
     Returns:
         The ranks that do not remove their files from now on. Each other rank is removing its files,
-        or was killed while it removed them.
+        or was killed while it removed them. The result is empty if the store cannot put an object
+        *if absent*.
     """
     if not folder.backend.capabilities.put_if_absent:
         return set()  # The store cannot decide whether the rank or this process was first
@@ -108,7 +110,9 @@ class RankPart:
         return self._part.file.size if self._part.file else 0
 
     def is_at(self, folder: StepFolder) -> bool:
-        """Return True if another store has the fragment, and a data file of the right size."""
+        """Return True if the store of ``folder`` has the same fragment, and a data file of the
+        right size.
+        """
         key = folder.ref.key(self._name)
         try:
             data = folder.read(key)
@@ -122,10 +126,10 @@ class RankPart:
         )
 
     def write_data(self, folder: StepFolder, on_bytes: OnBytes) -> Encoding | None:
-        """Copy the data file to another store.
+        """Copy the data file to the store of ``folder``.
 
         Returns:
-            The encoding of the file on the other store; None if it is not encoded, or if the rank
+            The encoding of the file on that store; None if the file is not encoded, or if the rank
             has no data file.
 
         Raises:
@@ -148,7 +152,10 @@ class RankPart:
         return self._recoding.write(write, stored, folder.backend).encoding
 
     def put_fragment(self, folder: StepFolder, encoding: Encoding | None) -> None:
-        """Put the fragment on another store, after ``write_data`` has returned ``encoding``."""
+        """Put the fragment on the store of ``folder``. Call this after ``write_data``.
+
+        ``encoding`` is the result of ``write_data``.
+        """
         key, data = folder.ref.key(self._name), self._fragment(encoding)
         folder.retry.call(partial(folder.backend.put, key, [data]))
 
@@ -158,9 +165,9 @@ class RankPart:
         return StoredFile.of(self._source.ref, self._part.file, encoding)
 
     def _fragment(self, encoding: Encoding | None) -> bytes:
-        """Return the bytes of the fragment on another store, where the file has ``encoding``.
+        """Return the bytes of the fragment for another store, where the data file has ``encoding``.
 
-        They are the bytes of the source if neither store encodes the data file.
+        The result has the bytes of the source if neither store encodes the data file.
         """
         if not self._part.encoded and self._recoding.encoder is None:
             return self._data
@@ -190,8 +197,8 @@ def copy_rank(
         True if the files were copied, and False if the destination already had them.
 
     Raises:
-        IntegrityError, ObjectNotFound: No source has the files intact. It is the error of the first
-            source.
+        IntegrityError, ObjectNotFound: No source has the files intact. The call raises the error of
+            the first source.
         StorageError: A source does not answer, or the destination has failed.
     """
     first: CkptError | None = None

@@ -42,17 +42,21 @@ from ckpt.plan.restore import ChunkRead, chunks_of
 from ckpt.storage.api import StorageBackend, read_object
 
 OnProgress = Callable[[int, int], None]
-"""Called by the workers with the bytes done and the bytes in all, one call at a time."""
+"""A function that is called with the number of bytes that are done and the number of all bytes.
+
+The calls come from worker threads, one at a time.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A difference between an object and what was written.
+    """A difference between a stored object and the object that was written.
 
     Attributes:
         key: The key of the object.
         what: A description of the fault.
-        offset: Where the fault begins in the object; None if it concerns all of it.
+        offset: The byte of the object at which the fault begins; None if the fault concerns the
+            whole object.
         nbytes: The length of the damaged chunk in bytes; None if the fault concerns no chunk.
     """
 
@@ -62,7 +66,9 @@ class Fault:
     nbytes: int | None = None
 
     def error(self) -> IntegrityError:
-        """Return the fault as an exception, a `ChecksumMismatch` if it concerns a chunk."""
+        """Return the fault as an exception: a `ChecksumMismatch` if the fault concerns a chunk,
+        else an `IntegrityError`.
+        """
         if self.offset is not None and self.nbytes is not None:
             return ChecksumMismatch(self.key, self.offset, self.nbytes)
         return IntegrityError(f"{self.key!r}: {self.what}")
@@ -125,7 +131,7 @@ def verify_step(
     retry: RetryPolicy | None = None,
     ranks: Collection[int] | None = None,
 ) -> VerifyReport:
-    """Read all of a committed step and compare it with its checksums.
+    """Read all bytes of a committed step, and compare them with the checksums in its records.
 
     Each worker needs 16 MiB of host memory, or the size of the largest chunk if that is more. For
     encoded files, each worker needs memory for one decoded chunk in addition.
@@ -140,8 +146,8 @@ def verify_step(
             ranks.
 
     Raises:
-        AccessDenied, TransientStorageError: The store denies access or does not answer. This tells
-            nothing about the checkpoint.
+        AccessDenied, TransientStorageError: The store denies access or does not answer. The
+            checkpoint may be intact.
         FormatUnsupported: This ckpt cannot read the format of the checkpoint, which may be intact.
     """
     start = time.perf_counter()
@@ -173,8 +179,8 @@ def _with_fragments(
     """Read the fragments of ``ranks`` (None: of all ranks).
 
     Returns:
-        The manifest with the intact fragments filled in, and the faults of the damaged ones. Of a
-        data file without an intact fragment, only the size can be compared.
+        The manifest with the intact fragments filled in, and the faults of the damaged fragments.
+        If the fragment of a rank is damaged, only the size of the rank's data file can be compared.
     """
     files, key = manifest.file_map(), folder.ref.manifest
     parts = folder.workers.run_all(
@@ -283,8 +289,12 @@ def _size_fault(folder: StepFolder, file: StoredFile) -> tuple[int, Fault | None
 def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:
     """Return the fault of the checkpoint that an error reveals.
 
-    An error that tells nothing about the checkpoint is raised: the store denies access or does not
-    answer. ``chunk`` is the chunk that could not be read, if any.
+    If the store denies access or does not answer, ``error`` is raised, since the checkpoint may be
+    intact.
+
+    Args:
+        error: The error.
+        chunk: The chunk that could not be read; None if the error concerns no chunk.
     """
     match error:
         case LinkRefused():

@@ -27,9 +27,10 @@ from ckpt.storage.registry import open_backend
 
 POLL_SECONDS: Final = 10.0
 LEASE_SECONDS: Final = 900.0
-"""The duration of a pin of a watcher, which renews its pin while it handles a step.
+"""The duration in seconds of the pin on a step that a watcher handles. The watcher renews the pin
+until it has handled the step.
 
-If a watcher is killed, its step stays for this long, and for the clock skew that pins allow for.
+If the watcher is killed, the pin keeps the step for this time and ``pins.CLOCK_SKEW_SECONDS``.
 """
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -56,7 +57,7 @@ class CommittedStep:
 
 
 class Watcher:
-    """The steps of a tier that one watcher has not handled yet.
+    """A named watcher of a tier, which finds the committed steps that it has not handled yet.
 
     Args:
         backend: The tier.
@@ -83,9 +84,10 @@ class Watcher:
         self._left: set[StepRef] = set()
 
     def look(self) -> list[CommittedStep]:
-        """Return the committed steps that were not handled yet, oldest first.
+        """Return the committed steps that were not handled yet, oldest first. Steps that were
+        passed to ``leave`` are left out.
 
-        The records of steps that the tier does not have any more are removed.
+        The records of handled steps that the tier does not have any more are removed.
         """
         refs = attempts(self._backend)
         keys = ask(self._backend, lambda: [info.key for info in self._backend.list(self._folder)])
@@ -106,7 +108,7 @@ class Watcher:
 
         Raises:
             NoCheckpoint: The step was removed before, or is being removed.
-            ThreadLimit: The system starts no thread that renews the pin.
+            ThreadLimit: The system does not start the thread that renews the pin.
         """
         pin = put_pin(self._backend, step.ref, LEASE_SECONDS, self._reason)
         over = threading.Event()
@@ -129,11 +131,13 @@ class Watcher:
             if not sys.is_finalizing():
                 workers.close()
                 remove_pin(self._backend, pin)
-        if renewing.done():  # It is not if the interpreter exits
+        if renewing.done():  # The call has not ended if the interpreter exits
             renewing.result()
 
     def leave(self, step: CommittedStep) -> None:
-        """Pass over ``step``. The next `Watcher` of this name returns it again."""
+        """Pass over ``step``. This `Watcher` does not return the step again, but a new `Watcher` of
+        the same name does.
+        """
         self._left.add(step.ref)
 
     def done(self, step: CommittedStep) -> None:
@@ -193,8 +197,12 @@ def each_step(
     """Yield the steps of a watcher as ``watch`` does.
 
     Args:
+        watcher: The watcher.
         poll_seconds: The time between two listings; None to list the steps once and not wait.
         stop: Ends the iteration when it is set.
+
+    Raises:
+        StorageError: The store denies a request, or, if ``poll_seconds`` is None, does not answer.
     """
     over = stop or threading.Event()
     while not over.is_set():
