@@ -1,43 +1,44 @@
-"""Every error of ckpt, in one tree. The class says what kind of action helps, and its fields say
-where.
+"""All errors of ckpt, as one tree of classes.
 
-::
+The class of an error shows which kind of action helps. The fields of an error have the details,
+such as the step or the key of the file. The tree shows the exit code of the command line for each
+direct subclass of ``CkptError``. All classes below this subclass have the same exit code::
 
     CkptError                      exit 1
     ├── ConfigError                exit 2   the call, the URL or ckpt.toml must be corrected
-    │   ├── UnknownScheme                   no backend serves this URL
+    │   ├── UnknownScheme                   no backend serves the scheme of the URL
     │   └── MissingExtra                    the backend's package is not installed
-    ├── StorageError               exit 3   a store refused or failed
+    ├── StorageError               exit 3   a store has refused a request, or has failed
     │   ├── ObjectNotFound
-    │   ├── ObjectExists                    put(if_absent=True) lost
+    │   ├── ObjectExists                    put(if_absent=True) has found an object under the key
     │   ├── AccessDenied
-    │   │   └── LinkRefused                 a link leads out of the root; damage to one checkpoint
+    │   │   └── LinkRefused                 the path of one object has a link out of the root
     │   ├── OutOfSpace
-    │   ├── RootLost                        the disk was unmounted, say
-    │   └── TransientStorageError           worth another try; the only one that is retried
-    ├── IntegrityError             exit 4   the bytes are not what was written
+    │   ├── RootLost                        the root is gone: its disk was unmounted, for example
+    │   └── TransientStorageError           another try may succeed; ckpt retries only this error
+    ├── IntegrityError             exit 4   the stored bytes are not those that were written
     │   ├── ChecksumMismatch
     │   ├── ManifestCorrupt
-    │   └── FormatUnsupported               this ckpt cannot read it; perhaps intact
-    │       ├── FormatTooNew                a later ckpt wrote it
-    │       ├── FormatTooOld                an earlier one wrote it, in a format no longer read
-    │       └── CodecMissing                the codec of its files is not installed
+    │   └── FormatUnsupported               this version of ckpt cannot read data that may be intact
+    │       ├── FormatTooNew                a later version of ckpt wrote the data
+    │       ├── FormatTooOld                an earlier version wrote a format that is no longer read
+    │       └── CodecMissing                the codec of the data files is not installed
     ├── CommitError                exit 5   a save did not become a checkpoint
     │   ├── StepExists
-    │   ├── HistoryHidden                   a restore would take another run's newer step
-    │   ├── PeerFailed
-    │   ├── CommitTimeout
-    │   ├── ReplicasDiverged
+    │   ├── HistoryHidden                   a restore would take an earlier job's newer step
+    │   ├── PeerFailed                      a rank could not make its part durable
+    │   ├── CommitTimeout                   some ranks did not answer in time
+    │   ├── ReplicasDiverged                values differ that must be equal on all ranks
     │   ├── TensorIncomplete                boxes leave holes or overlap
     │   ├── RootInUse                       another job writes to this root
-    │   ├── TierNotShared                   each node has its own, without local=True
-    │   ├── StepsMissing                    at the end a tier lacks steps that were to go there
-    │   ├── TierBehind                      given up on a tier that is too slow; nearer ones have it
-    │   ├── LeftToAgent                     close(detach=True): the agent takes it farther
-    │   └── JobUnseen                       whether the job of an unfinished save still runs
+    │   ├── TierNotShared                   each node has its own folder, without local=True
+    │   ├── StepsMissing                    the manager was closed, and a tier lacks steps
+    │   ├── TierBehind                      a tier is too slow, and has given up the step
+    │   ├── LeftToAgent                     close(detach=True) has left the step to the agent
+    │   └── JobUnseen                       the job of an unfinished save may still run elsewhere
     ├── StagingError               exit 6   the copy to host memory failed
     │   ├── HostMemoryExhausted
-    │   ├── TensorChanged                   it was written to while it was copied
+    │   ├── TensorChanged                   a tensor was written to while it was copied
     │   └── SaveSkipped                     no slot was free, or no tier takes the step
     ├── RestoreError               exit 7   the target and the checkpoint do not fit
     │   ├── NoCheckpoint
@@ -45,10 +46,10 @@ where.
     │   ├── EntryUnexpected
     │   ├── ShapeMismatch
     │   ├── DtypeMismatch
-    │   ├── KindMismatch                    a tensor here, a plain value there
-    │   └── OptimizerMismatch               the state of another kind of optimizer
+    │   ├── KindMismatch                    a name is a tensor in one and a plain value in the other
+    │   └── OptimizerMismatch               the checkpoint is of another kind of optimizer
     ├── UnsupportedValue           exit 8   the state holds a value that is not supported
-    ├── SuspiciousState                     a step shows that training is dead; exit 1
+    ├── SuspiciousState                     trained tensors hold NaN, or do not change; exit 1
     ├── ThreadLimit                         no more threads can be started; exit 1
     ├── ManagerClosed              exit 9   the manager was closed
     └── AgentError                 exit 10  the node's agent cannot be reached, or refuses
@@ -170,6 +171,6 @@ __all__ = [
     "placed",
 ]
 
-# In a traceback, an error has the name by which a user imports it.
+# A traceback then shows the name that users import, such as ``ckpt.errors.PeerFailed``.
 for _name in __all__:
     globals()[_name].__module__ = __name__

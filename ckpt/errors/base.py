@@ -9,19 +9,23 @@ from ckpt.errors.sanitize import clean
 
 
 class CkptError(Exception):
-    """Base of all errors of ckpt. ``exit_code`` is what the command line returns for it.
+    """The base class of all errors of ckpt.
 
-    The message is cleaned, since it may quote a name or a URL from elsewhere.
+    The constructor removes credentials and control characters from the message (see ``clean``),
+    because the message may quote a URL or a name from a store.
     """
 
     exit_code: ClassVar[int] = 1
-    """What the command line returns for this error."""
+    """The exit code of the command line for this error."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(clean(message))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the message and the fields, since subclasses take other arguments."""
+        """Pickle the message and the fields.
+
+        Unpickling does not call ``__init__``, whose arguments differ between the subclasses.
+        """
         return _again, (type(self), self.args, self.__dict__)
 
 
@@ -33,13 +37,13 @@ def _again(kind: type[CkptError], args: tuple[Any, ...], fields: dict[str, Any])
 
 
 class ConfigError(CkptError):
-    """A setting or an argument is wrong. Nothing was started."""
+    """A setting or an argument is wrong, and must be corrected."""
 
     exit_code = 2
 
 
 class UnknownScheme(ConfigError):
-    """No backend serves this URL."""
+    """No backend serves the scheme of a URL. ``known`` has the schemes of registered backends."""
 
     def __init__(self, url: str, known: Sequence[str]) -> None:
         self.url, self.known = url, tuple(known)
@@ -49,7 +53,10 @@ class UnknownScheme(ConfigError):
 
 
 class MissingExtra(ConfigError):
-    """The package that a backend or a feature needs is not installed."""
+    """The package that a backend or a feature needs is not installed.
+
+    ``extra`` is the optional dependency of ckpt-stream that installs the package, or None.
+    """
 
     def __init__(self, url: str, package: str, extra: str | None) -> None:
         self.url, self.package, self.extra = url, package, extra
@@ -60,7 +67,9 @@ class MissingExtra(ConfigError):
 
 
 class ManagerClosed(CkptError):
-    """The manager was closed; build a new one. The end of the main thread closes all managers."""
+    """A method was called on a manager that is closed. The end of the main thread closes all
+    managers.
+    """
 
     exit_code = 9
 
@@ -95,10 +104,14 @@ class ThreadLimit(CkptError):
 
 
 def both(name: str, source: str) -> str:
-    """Return ``name`` for a message, with its name in the checkpoint, ``source``, if different."""
+    """Return the name ``name`` of an entry in quotes for a message.
+
+    If ``source``, the name of the entry in the checkpoint, differs, the result has both names.
+    """
     return repr(name) if source == name else f"{source!r} (which {name!r} is renamed to)"
 
 
 def few(names: Sequence[str], most: int = 5, *, quote: bool = True) -> str:
+    """Return a text with the first ``most`` names and the number of the other names."""
     shown = ", ".join(repr(name) if quote else name for name in list(names)[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")

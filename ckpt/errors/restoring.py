@@ -1,4 +1,7 @@
-"""Errors of restores: a checkpoint does not fit the state, or there is none."""
+"""Errors of restores: a checkpoint does not fit the target, or there is no checkpoint.
+
+The target is the state that a restore fills.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from ckpt.errors.base import CkptError, both, few
 
 
 class RestoreError(CkptError):
-    """The target and the checkpoint do not fit, or there is nothing to restore."""
+    """The checkpoint does not fit the target, or there is no checkpoint to restore."""
 
     exit_code = 7
 
 
 class NoCheckpoint(RestoreError):
-    """No checkpoint was found that can be restored."""
+    """The root has no checkpoint, or none of the wanted step."""
 
     def __init__(self, root: str, detail: str = "") -> None:
         self.root, self.detail = root, detail
@@ -24,7 +27,8 @@ class NoCheckpoint(RestoreError):
 class EntryMissing(RestoreError):
     """The target has names that the checkpoint does not have.
 
-    ``sources`` maps names in the state to the names that the checkpoint should have had.
+    ``sources`` maps each name in the target to the name that was looked for in the checkpoint. The
+    two names differ if the user has passed ``rename``.
     """
 
     def __init__(
@@ -37,7 +41,9 @@ class EntryMissing(RestoreError):
         "take it out of the state, restore another step, or let it keep what it has "
         "(strict=False)",
     ) -> None:
-        """``way`` says in the message what to do. The default is for the restore of a state."""
+        """``way`` is the part of the message that advises the user. The default is for the restore
+        of a state.
+        """
         self.names, self.step, self.sources = tuple(names), step, dict(sources or {})
         listed = [both(name, self.sources.get(name, name)) for name in self.names]
         super().__init__(f"step {step} has no {few(listed, quote=False)}: {way}")
@@ -84,7 +90,9 @@ class DtypeMismatch(RestoreError):
 
 
 class KindMismatch(RestoreError):
-    """A name has another kind of value in the checkpoint than in the target."""
+    """A name has another kind of value in the checkpoint than in the target, such as a tensor
+    instead of a plain value.
+    """
 
     def __init__(self, name: str, saved: str, wanted: str) -> None:
         self.name, self.saved, self.wanted = name, saved, wanted
@@ -101,7 +109,7 @@ class KindMismatch(RestoreError):
 
 
 class OptimizerMismatch(RestoreError):
-    """The checkpoint has the state of another kind of optimizer."""
+    """The checkpoint has the state of another kind of optimizer than the target."""
 
     def __init__(self, name: str, what: str, saved: Sequence[str], wanted: Sequence[str]) -> None:
         self.name, self.saved, self.wanted = name, tuple(saved), tuple(wanted)

@@ -1,8 +1,8 @@
-"""Cleans text that goes into a message, a log or a terminal.
+"""Remove credentials and control characters from text for a message, a log or a terminal.
 
-A string that comes from a store, a file or a URL may hold anything. It is cleaned where it is
-shown, and nowhere else: the fields of an error and the values that functions return stay as they
-are. ``clean`` and ``redact`` take time that grows linearly with the text.
+A string from a store, a file or a URL may contain any characters. Only the text of a message, a log
+or a terminal is cleaned. The fields of an error and the results of functions keep the original
+strings. ``clean`` and ``redact`` take time that grows linearly with the text.
 """
 
 from __future__ import annotations
@@ -59,9 +59,11 @@ def redact(text: str) -> str:
 
 
 class CleanLog(logging.Filter):
-    """A filter that cleans every line that a logger logs."""
+    """A logging filter that cleans the message of every record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Replace the format and its arguments by the clean message, and let the record pass."""
+        """Replace the format and the arguments of the record by the cleaned message. Return True,
+        so that the record is logged.
+        """
         record.msg, record.args = clean(record.getMessage()), ()
         return True

@@ -1,4 +1,4 @@
-"""Errors of saves."""
+"""Errors of saves: a save made no checkpoint, or the saved state looks wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ class StepExists(CommitError):
     """The step is already saved. Steps are immutable, so each step is saved once."""
 
     def __init__(self, step: int, root: str, *, earlier: bool = False) -> None:
-        """``earlier`` says whether an earlier job saved the step. The message then differs."""
+        """``earlier`` says whether an earlier job saved the step. The message then advises to
+        restore first.
+        """
         self.step, self.root, self.earlier = step, root, earlier
         super().__init__(
             f"step {step} is already saved in {root} by an earlier job: restore first and save the "
@@ -43,7 +45,7 @@ class HistoryHidden(CommitError):
 
 
 class PeerFailed(CommitError):
-    """Some rank could not make its part durable. ``failures`` has the reasons by rank."""
+    """At least one rank could not make its part durable. ``failures`` has the reasons by rank."""
 
     def __init__(self, step: int, failures: dict[int, str]) -> None:
         self.step, self.failures = step, failures
@@ -54,8 +56,8 @@ class PeerFailed(CommitError):
 class CommitTimeout(CommitError):
     """Some ranks did not answer in time.
 
-    ``missing`` has these ranks. ``step`` is -1 if the wait belongs to no step, as at the start of a
-    manager, or while a restore looks for a step.
+    ``missing`` has the numbers of these ranks. ``step`` is -1 if the ranks did not wait for a step,
+    such as at the start of a manager, or while a restore looks for a step.
     """
 
     def __init__(self, step: int, missing: Sequence[int], seconds: float, what: str) -> None:
@@ -66,13 +68,13 @@ class CommitTimeout(CommitError):
 
 
 class StepsMissing(CommitError):
-    """The manager was closed, and a tier lacks steps that were to go there.
+    """The manager was closed, and a tier lacks steps that the manager was to copy to it.
 
-    ``missing`` has the steps of each tier, by URL.
+    ``missing`` maps the URL of each such tier to the steps that the tier lacks.
     """
 
     def __init__(self, missing: Mapping[str, Sequence[int]], reason: str, *, nearer: bool) -> None:
-        """``nearer`` says whether a nearer tier has each of the missing steps."""
+        """``nearer`` says whether each of the missing steps is on some other tier."""
         self.missing = {tier: tuple(sorted(steps)) for tier, steps in missing.items()}
         self.nearer = nearer
         text = "; ".join(
@@ -148,13 +150,13 @@ class JobUnseen(CommitError):
 
 
 class StagingError(CkptError):
-    """The copy to host memory has failed. The save is lost, and training may go on."""
+    """The copy of the state to host memory has failed. The save is lost, and training may go on."""
 
     exit_code = 6
 
 
 class HostMemoryExhausted(StagingError):
-    """There is no room for an image."""
+    """Host memory has no room for an image. ``needed`` is the size of the image in bytes."""
 
     def __init__(self, needed: int, detail: str) -> None:
         self.needed, self.detail = needed, detail
@@ -162,8 +164,8 @@ class HostMemoryExhausted(StagingError):
 
 
 class TensorChanged(StagingError):
-    """A tensor was written to between ``save_async`` and the end of its copy, outside its
-    optimizer's step.
+    """A tensor was written to after ``save_async`` and before the end of its copy, other than by
+    its optimizer's ``step()``.
     """
 
     def __init__(self, name: str, step: int) -> None:
@@ -176,11 +178,14 @@ class TensorChanged(StagingError):
 
 
 class SaveSkipped(StagingError):
-    """A save was not begun, and nothing was written.
+    """A save was skipped, and no tier has its step.
 
-    No slot was free and ``on_busy="skip"`` is set, here or on another rank; or no tier takes this
-    step; or another rank raised the error of an earlier save instead; or only memory was to keep
-    the step, and could not.
+    This happens for one of these reasons:
+
+    * No slot was free on this or another rank, and ``on_busy="skip"`` is set.
+    * No tier takes this step.
+    * Another rank did not begin the save, because it raised the error of an earlier save.
+    * The step was to be kept in memory only, and the tier in memory has failed.
     """
 
     def __init__(
@@ -191,9 +196,9 @@ class SaveSkipped(StagingError):
 
 
 class TierBehind(CommitError):
-    """A step was given up on a tier that is too slow: more steps than ``backlog`` waited.
+    """A tier is too slow: more steps than ``backlog`` waited for it, and it has given up this step.
 
-    Nearer tiers have it.
+    A nearer tier has the step.
     """
 
     def __init__(self, step: int) -> None:
@@ -204,7 +209,7 @@ class TierBehind(CommitError):
 
 
 class LeftToAgent(CommitError):
-    """A step was left to the agent by ``close(detach=True)``. A nearer tier has it."""
+    """``close(detach=True)`` has left a step to the agent, which copies it from a nearer tier."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -212,12 +217,13 @@ class LeftToAgent(CommitError):
 
 
 class SuspiciousState(CkptError):
-    """The trained tensors of a step show that training is dead. The step itself is committed.
+    """The trained tensors of a step hold NaN or Inf, or none of them has changed since the save
+    before. The step itself is committed.
 
     Attributes:
-        names: Some of the tensors.
-        since: The step of the last save, if no trained tensor has changed since; None if ``names``
-            hold NaN or Inf.
+        names: The names of some of the tensors with NaN or Inf, or of some unchanged tensors.
+        since: The step of the save before, if no trained tensor has changed since then; None if the
+            tensors hold NaN or Inf.
     """
 
     def __init__(self, step: int, names: Sequence[str], *, since: int | None) -> None:

@@ -11,10 +11,10 @@ from ckpt.errors.sanitize import clean
 
 
 class StorageError(CkptError):
-    """A store refused or failed.
+    """A store has refused a request, or has failed.
 
-    ``key`` names the object, relative to ``root``, the URL of the tier. A backend does not set
-    ``root``: its callers do (see ``placed``).
+    ``key`` is the key of the object relative to ``root``, the URL of the tier. A backend leaves
+    ``root`` empty, and the callers of the backend set it (see ``placed``).
     """
 
     exit_code = 3
@@ -55,15 +55,15 @@ class LinkRefused(AccessDenied):
     """The path of the object contains a symbolic link that leads out of the root. The link is
     not followed.
 
-    This concerns one object, not the store.
+    Only this object is affected. The other objects of the store can be used.
     """
 
     what = "a link leads out of the root"
 
 
 class RootLost(StorageError):
-    """The root is not the folder that it was when the manager was built, or when its first save
-    began. Nothing is written to the folder that is there now.
+    """The root is no longer the folder that the manager found when it was built, or when its first
+    save began. The manager writes nothing to a folder that has taken the place of the root.
     """
 
     what = "the root is gone"
@@ -83,7 +83,9 @@ class OutOfSpace(StorageError):
 
 
 class TransientStorageError(StorageError):
-    """A time-out, a reset connection, a 5xx or SlowDown: another try of the request may succeed."""
+    """A request has timed out, has lost its connection, or was answered with a 5xx status or
+    SlowDown. Another try of the request may succeed.
+    """
 
     what = "storage did not answer properly"
 
@@ -106,7 +108,7 @@ class ChecksumMismatch(IntegrityError):
 
 
 class ManifestCorrupt(IntegrityError):
-    """A manifest or fragment cannot be trusted."""
+    """A manifest or fragment is damaged, or has content that ckpt never writes."""
 
     def __init__(self, key: str, detail: str) -> None:
         self.key, self.detail = key, detail
@@ -114,7 +116,9 @@ class ManifestCorrupt(IntegrityError):
 
 
 class FormatUnsupported(IntegrityError):
-    """This ckpt does not read a record or the files that it describes. They may be intact."""
+    """This version of ckpt cannot read a manifest or fragment, or the data files that the manifest
+    or fragment describes. All of these files may be intact.
+    """
 
     def __init__(self, key: str, reason: str) -> None:
         self.key = key
@@ -122,7 +126,7 @@ class FormatUnsupported(IntegrityError):
 
 
 class FormatTooNew(FormatUnsupported):
-    """A later version of ckpt wrote the record."""
+    """A later version of ckpt wrote the manifest or fragment."""
 
     def __init__(self, key: str, found: int, supported: int) -> None:
         self.found, self.supported = found, supported
@@ -131,7 +135,9 @@ class FormatTooNew(FormatUnsupported):
 
 
 class FormatTooOld(FormatUnsupported):
-    """An earlier version of ckpt wrote the record, in a format that is no longer read."""
+    """An earlier version of ckpt wrote the manifest or fragment, in a format that is no longer
+    read.
+    """
 
     def __init__(self, key: str, found: int, supported: int) -> None:
         self.found, self.supported = found, supported
@@ -155,7 +161,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 def placed(error: E, root: str) -> E:
-    """Set ``root`` of ``error`` if that is a `StorageError` without one, and return ``error``."""
+    """Return ``error``. If it is a `StorageError` without a root, first set its ``root``."""
     if isinstance(error, StorageError) and not error.root:
         error.root = root
     return error
@@ -163,7 +169,7 @@ def placed(error: E, root: str) -> E:
 
 @contextmanager
 def about(root: str) -> Generator[None]:
-    """Set ``root`` of each `StorageError` that the ``with`` block raises without one."""
+    """Set ``root`` of a `StorageError` that leaves the ``with`` block without a root."""
     try:
         yield
     except StorageError as error:
