@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _PRIMES = (2**31 - 1, 2**31 - 19)
-_random = np.random.default_rng()  # A separate generator: the state of NumPy's global one stays
+_random = np.random.default_rng()  # Does not change the state of NumPy's global generator
 _MOST_PAIRS, _PAIRS_PER_BOX = 1 << 16, 16
 _EVEN = 1.05  # The largest accepted ratio of the largest slab to the mean slab
 
@@ -58,7 +58,7 @@ class Box:
         )
 
     def slices(self) -> tuple[slice, ...]:
-        """Return the slices that index an array with this box."""
+        """Return the slices that select this box from an array of the whole tensor."""
         return tuple(
             slice(start, start + n) for start, n in zip(self.offsets, self.shape, strict=True)
         )
@@ -134,9 +134,9 @@ def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         raise ValueError(f"elements {start} to {stop} are not in a tensor of shape {tuple(shape)}")
     parts: list[Box] = []
     while start < stop:
-        # Take the largest rows that begin at ``start`` and end at or before ``stop``, and as many
-        # of them as remain in their dimension. The size of the rows grows towards the middle of
-        # the range, and then shrinks.
+        # Make a box of the largest rows that begin at ``start`` and end at or before ``stop``. The
+        # box has as many rows as fit before ``stop`` and remain in their dimension. From box to
+        # box, the rows grow towards the middle of the range, and then shrink.
         rows = [math.prod(shape[dim:]) for dim in range(len(shape) + 1)]
         inner = next(d for d, row in enumerate(rows) if start % row == 0 and start + row <= stop)
         if inner == 0:
@@ -150,8 +150,9 @@ def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def even_slab(box: Box, count: int, index: int) -> Box | None:
-    """Cut a box into ``count`` nearly equal slabs, one for each replica, and return the slab number
-    ``index``. Return None if no dimension of the box has at least ``count`` indices.
+    """Cut a box into ``count`` nearly equal slabs along one dimension, and return the slab number
+    ``index``. Each replica writes one slab. Return None if no dimension of the box has at least
+    ``count`` indices.
 
     The cut is along the first dimension for which the largest slab is at most 5 % larger than the
     mean, because cuts along earlier dimensions give more contiguous slabs. If there is no such

@@ -1,9 +1,10 @@
 """Decide how the box of a shard is cut into chunks.
 
 A writer chooses the length of the first chunk of each box. ``split_rows`` with that many elements
-then gives all chunks, so a reader needs only the length of the first chunk. Small chunks help a
-reader that wants a part of a box, since it reads whole chunks. Large chunks need less space in the
-manifest and fewer calls. A box therefore has about ``PARTS`` chunks, within bounds on their size.
+then gives all chunks, so a reader needs only the length of the first chunk. A reader always reads
+whole chunks, so small chunks help if it needs only a part of a box. Large chunks need less space in
+the fragments and fewer calls. A box therefore has about ``PARTS`` chunks, within bounds on their
+size.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Final
 from ckpt.model.box import Box, split_rows
 
 PARTS: Final = 32
-"""The number of chunks that a box is cut into if their size is within bounds.
+"""The approximate number of chunks of a box, unless the bounds on their size require another.
 
 A rank that restores a part of the box then reads at most about 1/32 of the box too much at each
 end of the part.
 """
 LEAST_BYTES: Final = 512 << 10
-"""The least bytes of a chunk, unless the box is smaller.
+"""The approximate least size of a chunk in bytes, unless the box is smaller.
 
 Smaller chunks increase the processor time of a restore by a third or more (docs/decisions/0015).
 """

@@ -50,8 +50,8 @@ def cut_boxes(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Box]:
 
 
 def local_regions(boxes: Sequence[Box]) -> list[Box]:
-    """Return for each of the boxes that ``cut_boxes`` has returned the region of the local tensor
-    that holds it.
+    """Return the region of the local tensor that holds each box. ``boxes`` is a result of
+    ``cut_boxes``, and the regions are in the same order.
     """
     starts: list[dict[int, int]] = []
     for runs in zip(*(zip(box.offsets, box.shape, strict=True) for box in boxes), strict=True):

@@ -99,8 +99,8 @@ def safetensors_entry(dtype: str, shape: Sequence[int], start: int) -> tuple[Ent
 
 
 def float_width(dtype: str) -> int:
-    """Return the bytes of one floating point number of an element: half of a complex element, or a
-    whole float. Return 1 for other types.
+    """Return the size in bytes of a floating point number in an element of ``dtype``. This is half
+    of the size of a complex element, and the size of a float element. Return 1 for other types.
     """
     if dtype in _COMPLEX:
         return DTYPES[dtype].itemsize // 2
@@ -110,8 +110,9 @@ def float_width(dtype: str) -> int:
 def converts(saved: str, wanted: str) -> bool:
     """Return True if a restore may convert elements of the dtype ``saved`` to ``wanted``.
 
-    A restore may convert any float to any float, rounded as torch rounds, any complex type to any
-    complex type, and an integer type to one that can hold all of its values.
+    A restore may convert any float type to any float type, and any complex type to any complex
+    type. Values are rounded as torch rounds them. A restore may also convert an integer type to an
+    integer type that can hold all of its values.
     """
     if saved in _FLOATS or saved in _COMPLEX:
         return wanted in (_FLOATS if saved in _FLOATS else _COMPLEX)

@@ -25,10 +25,10 @@ MAX_RECORD_BYTES: Final = 4 << 30
 before memory is allocated for it.
 """
 MAX_EXPANSION: Final = 256
-"""The most times that a zstd frame of a record may grow when it is unpacked.
+"""The largest ratio of the unpacked size to the size of a zstd frame.
 
-A reader refuses a frame that states more, so that a small forged file cannot use much memory. A
-record that compresses better than this is stored uncompressed.
+A reader refuses a frame that states a larger unpacked size, so that a small forged file cannot use
+much memory. A record that would exceed the ratio is stored uncompressed.
 """
 
 _COMPRESS_FROM: Final = 1 << 20
@@ -87,7 +87,7 @@ def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
 
 
 def _decoder_of(kind: type[Record]) -> msgspec.json.Decoder[Record]:
-    """Return the JSON decoder for a type of record, which is created once.
+    """Return the JSON decoder for a type of record. The first call for a type creates the decoder.
 
     The lock is needed because msgspec 0.22 crashes if two threads use a struct type for the first
     time at once. All other modules create the decoders of their structs on import.
@@ -99,8 +99,8 @@ def _decoder_of(kind: type[Record]) -> msgspec.json.Decoder[Record]:
 
 
 def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:
-    """Return the format number and the body of a record, after a check that none of its bytes has
-    changed.
+    """Check that no byte of a record has changed. Return the format number and the body of the
+    record. Raises ``ManifestCorrupt`` if a byte has changed.
     """
     raw = _open_frame(data, key) if data.startswith(_COMPRESSED) else data
     try:

@@ -2,8 +2,8 @@
 
 A stored manifest lacks the chunks, the shards and the ``PerRank`` values, which are in the
 fragments of the ranks. A rank that restores its own part needs its own fragment only. A rank that
-reshards needs the fragments of all ranks whose boxes overlap its own. A reader of the whole
-checkpoint needs all fragments. The catalog (``ckpt.catalog``) reads them from the store.
+reshards needs the fragments of all ranks whose boxes overlap its own boxes. A reader of the whole
+checkpoint needs all fragments. The catalog (``ckpt.catalog``) reads fragments from the store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) ->
         for tensor, index in zip(manifest.tensors, manifest.layout_of, strict=True)
     }
     layout_of |= {name: layout_of[target] for name, target in manifest.tied.items()}
-    known: dict[tuple[int, Box], set[int]] = {}  # Thousands of tensors share a few layouts
+    # Each pair of a layout and a box is looked up once, since thousands of tensors share a few.
+    known: dict[tuple[int, Box], set[int]] = {}
     found: set[int] = set()
     for name, boxes in wanted:
         if (index := layout_of.get(name)) is None:
@@ -45,15 +46,15 @@ def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) ->
 
 
 def carried_fragment(manifest: Manifest, rank: int, *, key: str) -> Fragment | None:
-    """Return the fragment of ``rank`` from the copies of all fragments that a manifest may carry,
-    or None if the manifest carries none. Raises ``ManifestCorrupt`` if the copy is invalid.
+    """Return the fragment of ``rank`` from the copy in the manifest. Return None if the manifest
+    carries no copies of fragments. Raises ``ManifestCorrupt`` if the copy is invalid.
     """
     return fragment_of(manifest.carried[rank], key=key) if manifest.carried else None
 
 
 def carried_fragments(manifest: Manifest, *, key: str) -> dict[int, Fragment]:
-    """Return the fragments that the manifest carries copies of, by rank; empty if it carries none.
-    Raises ``ManifestCorrupt`` if a copy is invalid.
+    """Return by rank the fragments that the manifest carries a copy of. The result is empty if the
+    manifest carries no copies. Raises ``ManifestCorrupt`` if a copy is invalid.
     """
     return {part.rank: fragment_of(part, key=key) for part in manifest.carried}
 
@@ -61,7 +62,8 @@ def carried_fragments(manifest: Manifest, *, key: str) -> dict[int, Fragment]:
 def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> Manifest:
     """Return ``manifest`` with the chunks, shards and ``PerRank`` values that ``fragments`` hold.
 
-    If ``fragments`` has all ranks, check that the boxes of each tensor cover it exactly once.
+    If ``fragments`` has all ranks, check that the boxes of each tensor cover the tensor exactly
+    once.
 
     Args:
         fragments: The fragments to use, by rank.

@@ -1,6 +1,6 @@
-"""Build and parse the keys of all objects below the root of a tier. No other module does so.
+"""Build and parse the keys of all objects below the root of a tier.
 
-docs/format.md describes the objects.
+No other module builds or parses keys. docs/format.md describes the objects.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RANK_MARKER: Final = re.compile(r"rank-([0-9]{5,})\.verdict")
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepRef:
-    """The identity of one attempt at one step, which is a folder below the root.
+    """The identity of one attempt at one step. Each attempt has a folder below the root.
 
     Instances are ordered by step, and then by attempt.
     """
@@ -60,15 +60,15 @@ class StepRef:
         return f"{self.folder}/metrics-{content}.json"
 
     def end_note(self, rank: int) -> str:
-        """Return the key of the end note of a rank. An agent writes it to a shared tier once the
-        rank has ended and the agent of the rank's node holds the rank's files.
+        """Return the key of the end note of a rank. The agent that holds the rank's files writes
+        the note to a shared tier after the rank has ended.
         """
         return f"{self.folder}/rank-{rank:05d}.ended"
 
     def rank_marker(self, rank: int) -> str:
-        """Return the key of the marker of a rank on a shared tier. Only one process can create it:
-        either the rank, which then removes its files of the step, or the agent of another node,
-        which then copies these files to the tier.
+        """Return the key of the marker of a rank on a shared tier. Only one process can create the
+        marker: either the rank, which then removes its files of the step, or the agent of another
+        node, which then copies these files to the tier.
         """
         return f"{self.folder}/rank-{rank:05d}.verdict"
 
@@ -87,8 +87,8 @@ class StepRef:
 
 
 def parse_folder(name: str) -> StepRef | None:
-    """Return the step and attempt that the name of a folder states, or None if ckpt does not write
-    a folder of this name.
+    """Return the step and attempt that the name of a folder states, or None if ckpt never gives a
+    folder this name.
     """
     match = _STEP.fullmatch(name)
     ref = StepRef(int(match.group(1)), match.group(2)) if match else None
@@ -108,16 +108,16 @@ def is_fragment(name: str) -> bool:
 
 
 def noted_rank(name: str) -> int | None:
-    """Return the rank that an end note of this name belongs to; None if it is not the name of an
-    end note (see ``StepRef.end_note``).
+    """Return the rank that an end note of this name belongs to; None if ``name`` is not the name of
+    an end note (see ``StepRef.end_note``).
     """
     match = _END_NOTE.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def marked_rank(name: str) -> int | None:
-    """Return the rank that a marker of this name belongs to; None if it is not the name of the
-    marker of a rank (see ``StepRef.rank_marker``).
+    """Return the rank that a marker of this name belongs to; None if ``name`` is not the name of
+    the marker of a rank (see ``StepRef.rank_marker``).
     """
     match = _RANK_MARKER.fullmatch(name)
     return int(match[1]) if match else None
@@ -166,8 +166,8 @@ def whole_ranks(names: Collection[str]) -> set[int]:
 def step_of(state: object, step: object, *, last: int | None) -> int:
     """Return the number of the step to save.
 
-    This is ``step`` if it is not None, else ``state["step"]`` if that is an integer, else the
-    number after ``last``, or 0 if ``last`` is None.
+    The number is ``step`` if ``step`` is not None. Otherwise it is ``state["step"]`` if that is an
+    integer. Otherwise it is the number after ``last``, or 0 if ``last`` is None.
 
     Raises:
         ConfigError: The number is not an integer from 0 to 10**18 - 1. NumPy and torch integers are

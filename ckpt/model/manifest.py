@@ -40,14 +40,14 @@ HEADER_ALIGNMENT = 4096
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A chunk of a file: ``nbytes`` bytes from the end of the chunk before it on."""
+    """A chunk of a file, which begins where the chunk before it ends."""
 
     nbytes: int
     checksum: str
 
 
 class File(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The data file of one rank, as staged.
+    """The data file of one rank, as it is in the rank's image, before any encoding.
 
     The chunks follow each other from byte 0 to ``size``. The first chunk is the safetensors header.
     """
@@ -61,9 +61,9 @@ class File(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Encoding(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The encoding of the data file of ``rank`` on one tier, where each chunk is encoded by itself.
 
-    ``lengths`` holds the bytes of each chunk on the tier. If this is the length of the raw chunk,
-    the chunk is stored unencoded. A stored record has one length only, which is the size of the
-    file.
+    ``lengths`` has the size of each chunk on the tier in bytes. A chunk is stored unencoded if this
+    is the size of the raw chunk. In a stored manifest or fragment, ``lengths`` has one item only,
+    the size of the file.
     """
 
     rank: int
@@ -77,8 +77,8 @@ class Encoding(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class FragmentRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A reference to the file of a fragment. A reader compares size and checksum to detect
-    damage.
+    """A reference to the file of a fragment. A reader of the file compares its size and checksum
+    with the reference to detect damage.
     """
 
     name: str
@@ -119,26 +119,29 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Packed(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """The stored form of a fragment, which describes what one rank has made durable on a tier.
+    """A fragment as it is stored, with its chunks and shards in columns.
 
-    Numbers in columns are little-endian 64-bit integers. A frame is a zstd frame.
+    A *column* is an array of little-endian 64-bit integers. A *frame* is a zstd frame.
 
     Attributes:
         created_at: The time of creation, in seconds since 1970.
         file: The data file, without its chunks; None if the rank has written no file.
+        chunk_bytes: The most bytes of a chunk.
         form: A frame with a ``model.packed.Form``: the names and shapes of the tensors, the shards
-            and their places in the file, and the chunk lengths.
-        offsets: A frame with a column: for each shard of the form the offsets of its box, with
-            ``Form.dims`` numbers each.
+            and their positions in the file, and the chunk lengths.
+        offsets: A frame with a column of ``Form.dims`` numbers for each shard of the form, which
+            are the offsets of the shard's box.
         checksums: The checksums of the chunks, 16 bytes each.
         tied: Tied names, each with the name that its bytes are stored under.
         tree: The plain values and the containers of the state (see ``model.values``).
         per_rank: The tree of the ``PerRank`` values of this rank.
-        replicas: A frame with the JSON of ``Fragment.replicas``; empty if there are none.
+        replicas: A frame with the JSON of ``Fragment.replicas``; empty if the rank has no
+            replicated tensors.
+        metadata: The metadata of the step, as the JSON of plain values.
         encoded: One entry with one length, the size of the encoded file. It is empty if the file is
             not encoded.
-        lengths: A column: the length of each chunk in the encoded file. It is empty if the file is
-            not encoded.
+        lengths: A column with the length of each chunk in the encoded file. It is empty if the file
+            is not encoded.
         in_manifest: Whether the manifest must carry a copy of this fragment, because the file of
             the fragment may be lost with its node.
     """
@@ -165,7 +168,7 @@ class Packed(
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True):
-    """A fragment with its columns unpacked to objects. `Packed` is the stored form.
+    """A fragment with its columns unpacked to objects. `Packed` is the fragment as it is stored.
 
     Attributes:
         replicas: The digests of replicated tensors, by name, each as the text ``boxes=digest``. The
@@ -197,8 +200,8 @@ class Manifest(
 
     A step is a checkpoint if and only if its manifest exists.
 
-    The stored manifest leaves out what the fragments hold and not every rank needs: files have no
-    chunks, an encoding has one length (the size of the file), tensors have no shards, and
+    The stored manifest leaves out the parts of the fragments that not every rank needs. Files have
+    no chunks, an encoding has one length (the size of the file), tensors have no shards, and
     ``per_rank`` is empty. ``model.fill_manifest.fill`` adds these parts for the ranks whose
     fragments it gets.
 
@@ -248,7 +251,7 @@ class Manifest(
 
     @property
     def codecs(self) -> tuple[str, ...]:
-        """Return the names of the codecs of its encoded files, sorted."""
+        """Return the names of the codecs of all encoded files, sorted."""
         return tuple(sorted({encoding.codec for encoding in self.encoded}))
 
     def stored_files(self) -> Mapping[int, StoredFile]:
@@ -271,11 +274,11 @@ class Manifest(
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A data file as one tier stores it. A chunk has the same index in the file on all tiers.
+    """A data file as one tier stores it. A chunk of the file has the same index on all tiers.
 
     Attributes:
         ref: The attempt that the file belongs to.
-        file: The file as staged, before any encoding.
+        file: The file before any encoding.
         encoding: The encoding of the file on the tier; None if it is not encoded.
         size: The bytes of the file on the tier.
     """

@@ -1,7 +1,8 @@
 """Convert the metrics of a step to and from the metadata of its manifest.
 
-Metrics are numbers by name, under the key ``metrics`` of the metadata. Only rank 0 writes them, so
-ranks may have different losses. The merge accepts metadata that only one rank has.
+Metrics are numbers by name, under the key ``metrics`` of the metadata. Only rank 0 stores its
+metrics, since other ranks may have other values, such as another loss. The merge of the fragments
+accepts an item of the metadata that only one rank has.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Metrics = Mapping[str, SupportsFloat]
 
 
 def as_metrics(given: object) -> dict[str, float]:
-    """Return the metrics that a user passed as floats by name.
+    """Convert the values of the metrics that a user has passed to floats, and return them by name.
 
     Raises:
         ConfigError: The argument is not a mapping, a name is not a string or is empty, or a value
@@ -31,8 +32,8 @@ def as_metrics(given: object) -> dict[str, float]:
 
 
 def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
-    """Return the metrics in the metadata of a manifest, without values that are not numbers. Return
-    an empty dict if there are none or the metadata is invalid.
+    """Return the metrics in the metadata of a manifest. Values that are not numbers are left out.
+    The result is empty if the metadata has no metrics or is invalid.
     """
     try:
         found = decode(parse(metadata, "metadata"), lambda _tag, _node: None)[METRICS]
@@ -48,7 +49,8 @@ def _name(name: object) -> str:
 
 
 def _number(name: object, value: object) -> float:
-    value = getattr(value, "detach", lambda: value)()  # A loss may still require gradients
+    # A loss may be a tensor that requires gradients, and ``float`` warns about such a tensor.
+    value = getattr(value, "detach", lambda: value)()
     if isinstance(value, SupportsFloat) and not isinstance(value, bool):
         try:
             return float(value)

@@ -1,9 +1,9 @@
-"""Convert fragments between their stored form, which has columns, and objects.
+"""Convert fragments between stored columns and objects.
 
 With columns, the merge of thousands of fragments works on arrays. The *form* of a fragment is the
 part that is equal to the byte on most ranks of a mesh: names, shapes, positions in the file, and
 lengths of chunks. The offsets of the boxes and the checksums are stored apart from the form.
-Therefore a reader unpacks each form once, however many ranks have it.
+Therefore a reader unpacks each different form once, even if thousands of ranks have it.
 
 The committer checks and merges columns (``check_packed``, ``plan.merge_layouts``). All other code
 unpacks the few fragments that it needs to objects (``fragment_of``).
@@ -40,9 +40,11 @@ _ALIKE: Final = (
     "tied", "tree", "per_rank", "metadata", "in_manifest",
 )  # fmt: skip
 _MAX_FRAME_BYTES: Final = 1 << 30
-"""The most bytes of an unpacked frame. A rank with a million tensors needs about a fifth of it."""
+"""The most bytes of an unpacked frame. A rank with a million tensors needs about a fifth of this
+size.
+"""
 _SMALL_FRAME_BYTES: Final = 1 << 20
-"""A frame may unpack to this size plus ``MAX_EXPANSION`` times its own size."""
+"""A frame may unpack to this size plus ``MAX_EXPANSION`` times the size of the frame."""
 
 
 class Form(msgspec.Struct, frozen=True, array_like=True):
@@ -68,9 +70,10 @@ Heading = tuple[str, str, tuple[int, ...]]
 Table = tuple[tuple[Heading, ...], Ints, Ints, Ints]
 """The headings of a form, and three arrays with an entry for each heading: the bytes of an element,
 the global shape padded with ones, and the least shape that a shard may have (0 in each dimension of
-the tensor, 1 in the padding)."""
+the tensor, 1 in the padding).
+"""
 Tables = dict[tuple[bytes, int], Table]
-"""Known tables by ``Form.tensors`` and ``Form.dims``."""
+"""The tables that were made before, by ``Form.tensors`` and ``Form.dims``."""
 
 _headings: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(tuple[Heading, ...])
 _form: Final = msgspec.json.Decoder(Form)
@@ -81,7 +84,7 @@ class Columns:
     """A form that is unpacked to arrays and checked.
 
     Attributes:
-        headings: The tensors.
+        headings: The name, the dtype and the global shape of each tensor.
         dims: The largest number of dimensions of a tensor.
         tensor: The index of the tensor of each shard.
         place: The offset of each shard in the file in bytes.
@@ -107,7 +110,9 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The frames of a fragment that stay the same from save to save while the save plan does."""
+    """The two frames of a fragment that depend on the save plan only. All saves with the same save
+    plan share these frames.
+    """
 
     form: bytes
     offsets: bytes
@@ -159,7 +164,7 @@ def _alike(record: Packed | Fragment) -> dict[str, Any]:
 
 
 def read_fragment(data: bytes, *, key: str) -> Fragment:
-    """Return the fragment that the bytes of a stored fragment describe, after checking it.
+    """Decode and check the bytes of a stored fragment, and return the fragment.
 
     Args:
         data: The bytes.
@@ -168,6 +173,7 @@ def read_fragment(data: bytes, *, key: str) -> Fragment:
     Raises:
         ManifestCorrupt: ``data`` is damaged, or is not a fragment.
         FormatTooNew, FormatTooOld: The fragment has another format.
+        CodecMissing: The codec of the data file is not installed here.
     """
     return fragment_of(unpack(data, Packed, key=key), key=key)
 
@@ -176,7 +182,8 @@ def fragment_of(packed: Packed, *, key: str) -> Fragment:
     """Check a stored fragment, and return it with its columns unpacked to objects.
 
     Raises:
-        ManifestCorrupt: A column is invalid, or the columns contradict each other.
+        ManifestCorrupt: The fragment is invalid. The error names the first fault.
+        CodecMissing: The codec of the data file is not installed here.
     """
     columns = columns_of(packed.form, packed.chunk_bytes, key=key)
     offsets = offsets_of(packed.offsets, columns, key=key)
@@ -213,8 +220,8 @@ def fragment_of(packed: Packed, *, key: str) -> Fragment:
 
 
 def replicas_of(frame: bytes, *, key: str) -> dict[str, str]:
-    """Unpack the frame ``Packed.replicas``, and return its digests by name; empty if there are
-    none.
+    """Unpack the frame ``Packed.replicas``, and return the digests of replicated tensors by name.
+    The result is empty if the frame is empty. Raises ``ManifestCorrupt`` if the frame is invalid.
     """
     try:
         return msgspec.json.decode(_unpacked(frame, key), type=dict[str, str]) if frame else {}
@@ -230,8 +237,8 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None 
         form: The frame ``Packed.form``.
         chunk_bytes: The most bytes of a chunk.
         key: The key of the fragment, for errors.
-        known: The tables of earlier forms, since most forms have the same tensors. The function
-            adds the table of this form.
+        known: The tables of earlier forms, which are used again for forms with the same tensors.
+            The function adds the table of a form with new tensors. None to use no tables.
 
     Raises:
         ManifestCorrupt: The form is one that ckpt never writes.
@@ -294,12 +301,12 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
 
     Args:
         packed: The fragment.
-        columns: Its unpacked form.
-        key: Its name in errors.
+        columns: The unpacked form of the fragment.
+        key: The name of the fragment in errors.
 
     Raises:
-        ManifestCorrupt: The fragment is invalid. The error has the first fault.
-        CodecMissing: The codec of its file is not installed here.
+        ManifestCorrupt: The fragment is invalid. The error names the first fault.
+        CodecMissing: The codec of the data file is not installed here.
     """
     check_heading(packed, key)
     size = packed.file.size if packed.file else 0
@@ -401,8 +408,8 @@ def _total(numbers: Ints) -> int:
 
 
 def _unpacked(frame: bytes, key: str, *, at_least: int = 0) -> bytes:
-    """Return the bytes that a frame unpacks to. ``at_least`` bytes are accepted even if they exceed
-    the usual limit.
+    """Return the bytes that a frame unpacks to. A result of up to ``at_least`` bytes is accepted
+    even if it exceeds the usual limit. Raises ``ManifestCorrupt`` for a longer result.
     """
     most = max(at_least, min(_MAX_FRAME_BYTES, _SMALL_FRAME_BYTES + MAX_EXPANSION * len(frame)))
     return decompress(frame, key, at_most=most)

@@ -1,8 +1,8 @@
 """Patterns of names, which select a part of a state for a save or a restore.
 
 If a save leaves out a part of the state, the metadata of its manifest records the patterns under
-``left_out``, and also which of them matched a name on some rank. A restore can then tell which
-names are missing on purpose.
+``left_out``. It also records the patterns that matched a name on some rank. A restore can then
+tell which names are missing on purpose.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ class Patterns:
 
     Attributes:
         only: The patterns of the selected names; None to select all names.
-        exclude: The patterns of the names that are removed from this selection.
+        exclude: The patterns of the names that are removed from the selection by ``only``.
     """
 
     only: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()
 
     def takes(self, name: str) -> bool:
-        """Return True if this name is selected: ``only`` matches it and ``exclude`` does not."""
+        """Return True if ``name`` is selected: ``only`` matches it and ``exclude`` does not."""
         return (self.only is None or _fitting(name, self.only) != []) and not self.excludes(name)
 
     def excludes(self, name: str) -> bool:
-        """Return True if a pattern of ``exclude`` matches this name or a name above it."""
+        """Return True if a pattern of ``exclude`` matches ``name`` or a name above it."""
         return bool(name and self.exclude and _fitting(name, self.exclude))
 
     def fitting(self, name: str) -> list[str]:
-        """Return the patterns of ``only`` and ``exclude`` that match this name or a name above
+        """Return the patterns of ``only`` and ``exclude`` that match ``name`` or a name above
         it.
         """
         return _fitting(name, (*(self.only or ()), *self.exclude))
 
     def reaches(self, name: str) -> bool:
-        """Return True if ``only`` may match a name below this one."""
+        """Return True if ``only`` may match a name below ``name``."""
         if self.only is None:
             return True
         heads = [_MAGIC.split(each, maxsplit=1)[0] for each in self.only]
@@ -82,8 +82,8 @@ def patterns_for(only: Names, exclude: Names) -> Patterns:
 
 
 def as_patterns(setting: str, given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns that a user passed as a tuple. ``setting`` is the name of the argument,
-    for the error.
+    """Return ``given``, which is one pattern or several patterns from a user, as a tuple.
+    ``setting`` is the name of the user's argument, for the error.
 
     Raises:
         ConfigError: ``given`` is neither a pattern nor several patterns.
@@ -124,14 +124,15 @@ def left_out(patterns: Patterns, used: Collection[str]) -> dict[str, Any]:
 
 
 def patterns_of(metadata: msgspec.Raw) -> tuple[Patterns, list[str]]:
-    """Return the patterns that the metadata of a manifest records, and the list of those that
-    matched no name on any rank. Return ``WHOLE`` and an empty list if there are none.
+    """Return the patterns that the metadata of a manifest records, and the list of the patterns
+    that matched no name on any rank. Return ``WHOLE`` and an empty list if the metadata records no
+    patterns.
 
     Raises:
         ManifestCorrupt: The record of the patterns is invalid.
     """
     if f'"{LEFT_OUT}"'.encode() not in bytes(metadata):
-        # Usually there are no patterns, and parsing would only cost time.
+        # Usually the metadata has no patterns. This check then saves the time of parsing it.
         return WHOLE, []
     found = parse(metadata, "metadata")
     if not isinstance(found, Mapping) or LEFT_OUT not in found:

@@ -1,11 +1,11 @@
 """A compact description of the boxes of a tensor and of the ranks that hold them.
 
 On a mesh, the boxes of ten thousand ranks are repetitions of one box at equal distances. A *run*
-describes such boxes: it consists of one box on one rank, and of *levels* that repeat it. Each level
-repeats all boxes so far ``count`` times, every time a fixed number of ranks and a fixed number of
-elements further. A mesh gives one level for each of its dimensions. An irregular layout gives more
-runs, and a random layout gives one run for each box. The description is exact, and there are never
-more runs than boxes.
+describes such boxes: it consists of one box on one rank, and of *levels* that repeat the box. Each
+level repeats all boxes of the levels before it ``count`` times. With each repetition the rank grows
+by a fixed number, and the offsets grow by a fixed number of elements. A mesh gives one level for
+each of its dimensions. An irregular layout gives more runs, and a random layout gives one run for
+each box. The description is exact, and there are never more runs than boxes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ckpt.model.box import Box
 Ints = npt.NDArray[np.int64]
 
 MAX_LEVELS: Final = 8
-# The most boxes of a tensor for each rank, on average. Runs that describe more are refused, since
-# iterating over the boxes of a forged layout could take forever.
+# The most boxes that the runs of a tensor may describe for each rank, on average. More boxes are
+# refused, because iterating over the boxes of a forged layout could take forever.
 _BOXES_PER_RANK: Final = 1 << 16
 
 
 class Level(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A repetition of boxes.
+    """A repetition of the boxes of the levels before it.
 
     The boxes occur ``count`` times, each time ``ranks`` ranks further and with offsets that are
     larger by ``offsets`` elements.
@@ -42,8 +42,8 @@ class Level(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Boxes of one ``shape``. The first one is at ``offsets`` on ``rank``, and ``levels`` repeat
-    it.
+    """Boxes of the same ``shape``. The first box is at ``offsets`` on ``rank``, and ``levels``
+    repeat it.
     """
 
     rank: int
@@ -66,8 +66,8 @@ def compress(ranks: Ints, offsets: Ints, shapes: Ints) -> Runs:
 
     Args:
         ranks: The rank of each box, in ascending order.
-        offsets: The offsets of each box, one row for each.
-        shapes: The shape of each box, one row for each.
+        offsets: The offsets of the boxes, one row for each box.
+        shapes: The shapes of the boxes, one row for each box.
     """
     if not len(ranks):
         return ()
@@ -167,8 +167,8 @@ def ranks_meeting(runs: Runs, box: Box) -> set[int]:
         return found
     for run in runs:
         if all(run.shape):
-            # The level with the largest step comes first, since most of its repetitions are far
-            # from ``box``, and their other levels need not be examined.
+            # Put the level with the largest step first. Most of its repetitions are far from
+            # ``box``, so the other levels of these repetitions need not be examined.
             levels = sorted(
                 run.levels, key=lambda level: tuple(-abs(step) for step in level.offsets)
             )
@@ -206,8 +206,8 @@ def _meet(
 
 
 def _reach(levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the least and the greatest sum of steps that levels, given as ``(count, step)``, can
-    add up to.
+    """Return the smallest and the largest number that levels can add to a rank or an offset. A
+    level is given as ``(count, step)``, and adds ``step`` from 0 to ``count - 1`` times.
     """
     far = [(count - 1) * step for count, step in levels]
     return sum(min(0, each) for each in far), sum(max(0, each) for each in far)

@@ -1,10 +1,10 @@
 """Check that a manifest or fragment is one that this package could have written.
 
-Every record is checked before it is used: names of files do not lead out of their folder, sizes are
-possible, and layouts have as many elements as their tensors. Other modules do the rest:
-``model.encoding`` checks the size and the JSON of a record, ``model.values`` the nesting of trees,
-``model.packed`` checks the columns of a fragment, and ``model.fill_manifest`` and ``plan.restore``
-check that boxes do not overlap.
+The checks run before a manifest or fragment is used. They require that names of files do not lead
+out of their folder, that sizes are possible, and that layouts have as many elements as their
+tensors. Other modules make the remaining checks. ``model.encoding`` checks the size and the JSON,
+``model.values`` the nesting of trees, and ``model.packed`` the columns of a fragment.
+``model.fill_manifest`` and ``plan.restore`` check that boxes do not overlap.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
     """Return ``manifest`` after checking it. ``key`` is its name in errors.
 
     Raises:
-        ManifestCorrupt: The manifest is invalid. The error has the first fault.
+        ManifestCorrupt: The manifest is invalid. The error names the first fault.
         CodecMissing: The codec of a file is not installed here.
     """
     require(
@@ -98,7 +98,7 @@ def check_heading(record: Packed, key: str) -> None:
     """Check the step, the rank, the world size, the file and the codec that a fragment states.
 
     Raises:
-        ManifestCorrupt: One of them is invalid.
+        ManifestCorrupt: One of these values is invalid.
         CodecMissing: The codec is not installed here.
     """
     fits = 0 <= record.rank < record.world_size and record.step >= 0
@@ -120,8 +120,8 @@ def _check_codec(encoding: Encoding, key: str) -> None:
 
 
 def require(condition: bool, key: str, detail: str) -> None:
-    """Raise ``ManifestCorrupt`` for the record ``key`` with the text ``detail`` if ``condition`` is
-    False.
+    """Raise ``ManifestCorrupt`` for the manifest or fragment ``key`` with the text ``detail`` if
+    ``condition`` is False.
     """
     if not condition:
         raise ManifestCorrupt(key, detail)
@@ -152,8 +152,8 @@ def check_tensor(name: str, dtype: str, shape: tuple[int, ...], seen: set[str], 
     """Check the name, the dtype and the shape of a tensor.
 
     Args:
-        seen: The names of the tensors before. The function adds ``name``.
-        key: The key of the record, for errors.
+        seen: The names of the tensors that were checked before. The function adds ``name``.
+        key: The key of the manifest or fragment, for errors.
 
     Raises:
         ManifestCorrupt: The name occurs twice, or the dtype or the shape is invalid.
@@ -174,8 +174,9 @@ def check_tied(tied: Mapping[str, str], names: set[str], key: str) -> None:
     itself in ``names``.
 
     Args:
+        tied: Tied names, each with the name that its bytes are stored under.
         names: The names of the stored tensors.
-        key: The key of the record, for errors.
+        key: The key of the manifest or fragment, for errors.
     """
     for name, target in tied.items():
         require(

@@ -27,14 +27,16 @@ import numpy as np
 
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
 
-# There is no static type for the values that msgspec's JSON encoder accepts and returns.
+# Python has no static type for all values that msgspec's JSON encoder accepts.
 Node = Any
 OtherEncoder = Callable[[object, str], Node]
 OtherDecoder = Callable[[str, Mapping[str, Node]], object]
 
 _MAX_DEPTH: Final = 100
 _MAX_JSON_DEPTH: Final = 320
-"""The most nested JSON objects and arrays. The node of one container has up to three levels."""
+"""The largest depth of nested JSON objects and arrays in a tree. One container of the state takes
+up to three levels.
+"""
 _NAME_CHARS_PER_BYTE: Final = 256
 """The most characters that the names of all values in a tree may have together, for each byte of
 the tree. A name contains the keys of all containers around the value, so a long key could make a
@@ -60,7 +62,7 @@ _NESTED_KEYS: Final = frozenset({tuple, frozenset})
 _CONTAINERS: Final = frozenset({dict, list})  # The types of nodes that contain nodes
 
 LARGE: Final = 32
-"""The least number of entries with which ``encode`` passes a dict to its hook as a whole."""
+"""``encode`` passes a dict of at least this many entries to its hook as a whole."""
 
 
 def join(path: str, part: object) -> str:
@@ -110,10 +112,10 @@ def below(names: Sequence[str], path: str) -> Sequence[str]:
 
 
 def exact(value: object) -> str:
-    """Return the ``repr`` of a plain value, except that large ints are in hexadecimal and the
-    members of frozensets are sorted.
+    """Return the ``repr`` of a plain value, except that ints of thousands of digits are in
+    hexadecimal and the members of frozensets are sorted.
 
-    Python refuses to print large ints in decimal, and equal frozensets may iterate in different
+    Python refuses to print such ints in decimal, and equal frozensets may iterate in different
     orders.
     """
     if type(value) is frozenset and value:
@@ -160,8 +162,8 @@ def parse(raw: msgspec.Raw, what: str = "tree") -> Node:
 def following(what: str) -> Generator[None]:
     """Return a context manager that replaces errors such as ``KeyError`` with ``ManifestCorrupt``.
 
-    It is for code that walks a tree from a checkpoint as if ckpt had written it, since a damaged or
-    forged tree may contain any JSON.
+    The block can read a tree from a checkpoint without checking its structure first. A damaged or
+    forged tree may contain any JSON, and then causes such an error.
 
     Args:
         what: The name of the tree in the error.
@@ -218,8 +220,8 @@ def _excess(tree: Node, nbytes: int) -> str:
 def _chars_of_key(items: Sequence[Node]) -> int:
     """Return how many characters a JSON array adds to the names of the values in it.
 
-    An array of two may be a pair of a tagged dict and add the length of its key. Any other array
-    adds at most the digits of an index.
+    An array of two items may be a key and a value of a tagged dict. It then adds the length of the
+    key. Any other array adds at most the digits of an index.
     """
     if len(items) != 2 or type(items[0]) not in (str, dict, list):
         return 8
@@ -233,8 +235,9 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
         value: The value.
         path: The path of the value in the state.
         other: The hook for values that are not plain. ``other(value, path)`` returns a node or
-            raises ``UnsupportedValue``. It also gets each dict of at least ``LARGE`` entries
-            before the dict is encoded, and returns its node, or None to have it encoded here.
+            raises ``UnsupportedValue``. ``encode`` also calls the hook for each dict of at least
+            ``LARGE`` entries. The hook then returns the node of the dict, or None if ``encode``
+            must make the node.
         depth: The number of containers around the value.
 
     Raises:
@@ -279,8 +282,8 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
 
 
 def _order(item: object) -> str:
-    """Return the sort key of a member of a set. The key is the same on all ranks, unlike the
-    ``repr`` of a frozenset.
+    """Return the sort key of a member of a set. Equal members have the same key on all ranks. The
+    ``repr`` of a frozenset does not have this property.
     """
     if type(item) is frozenset:
         return "{" + ",".join(sorted(map(_order, item))) + "}"
@@ -307,8 +310,8 @@ def decode(node: Node, other: OtherDecoder) -> Any:
 
     Args:
         node: The node.
-        other: The hook for tags that are not of this module. ``other(tag, node)`` returns the
-            value.
+        other: The hook for nodes whose tag this module does not have. ``other(tag, node)`` returns
+            the value of the node.
 
     Raises:
         ManifestCorrupt: A node does not represent a value.
@@ -363,7 +366,7 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> A
         case "complex":
             return complex(_number(node["v"][0]), _number(node["v"][1]))
         case "numpy":
-            # Only simple dtypes are accepted, since NumPy evaluates others as Python literals.
+            # Refuse all other dtypes, because NumPy evaluates their text as Python literals.
             if not _SCALAR_DTYPE.fullmatch(node["d"]):
                 raise ValueError(f"dtype {node['d']!r}")
             return np.frombuffer(base64.b64decode(node["v"], validate=True), dtype=node["d"])[0]
@@ -375,7 +378,7 @@ def _hashable(items: list[Any]) -> list[Any]:
     """Return ``items``. Raises ``ValueError`` if more than ``_MOST_COLLISIONS`` of them have the
     same hash.
 
-    A forged tree could contain large ints that all have the same hash, and building a set of them
+    A forged tree could contain large ints that all have the same hash. Building a set of these ints
     would take quadratic time.
     """
     if _collide(items):
@@ -402,8 +405,8 @@ def _check_hashes(value: Collection[object], path: str) -> None:
 
 
 def _text(value: float) -> str:
-    """Return the text of a float. The text of a NaN contains its bits if they are not those of
-    ``math.nan``.
+    """Return the text of a float. The text of a NaN contains the bits of the NaN if these differ
+    from the bits of ``math.nan``.
     """
     bits = struct.pack(">d", value)
     own = not math.isnan(value) or bits == struct.pack(">d", math.nan)
