@@ -1,8 +1,8 @@
 """Write a state as a folder of ``torch.distributed.checkpoint`` (DCP).
 
 Each entry of the folder is read from the checkpoint just before it is written. The format has an
-entry for each tensor in dicts and lists. A tuple is one entry, pickled together with the tensors in
-it, and so is a list that contains tensors in tuples only.
+entry for each tensor in dicts and lists. A tuple is one entry, which is pickled together with the
+tensors in it. A list whose tensors are all in tuples is also one such entry.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -
         read: Returns the tensor with a given name. Its errors are passed on.
     """
     with warnings.catch_warnings():
-        # DCP warns that there is no process group, and torch that storages are typed.
+        # DCP warns that there is no process group, and torch warns about typed storages.
         warnings.simplefilter("ignore")
         try:
             save(
@@ -85,14 +85,15 @@ def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -
                 planner=_Planner(unread, read),
                 no_dist=True,
             )
-        except CheckpointException as error:  # Raise the error of the only rank instead
+        except CheckpointException as error:  # It has the error of each rank, here of one rank
             raise next(iter(error.failures.values()))[0] from error
 
 
 def fitted(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """Return the state without what the DCP format cannot hold, and note each change in ``notes``.
+    """Return the state in a form that DCP can write and read, and note each loss in ``notes``.
 
-    The format cannot hold an empty dict, except in a tuple. In a list, None replaces the dict.
+    The format cannot hold an empty dict, except in a tuple. In a list, this function replaces the
+    dict with None. In a dict, it leaves the empty dict in the state, and DCP writes nothing for it.
 
     Raises:
         ConfigError: Two values would have the same name in the format.
@@ -136,9 +137,9 @@ def _inner(path: str, key: object) -> str:
 
 
 def _is_walked(value: Any) -> bool:
-    """Return True if DCP writes each item of the list ``value`` as a separate entry.
+    """Return True if ``value`` is a list and DCP writes each of its items as a separate entry.
 
-    This is so if an item is a dict, a tensor, or itself such a list.
+    DCP does so if an item is a dict, a tensor, or a list for which this function returns True.
     """
     return isinstance(value, list) and any(
         isinstance(item, Mapping | torch.Tensor) or _is_walked(item) for item in value

@@ -1,7 +1,7 @@
 """Export a committed step to a file or folder that other programs can read.
 
-Tensors are written whole, whatever their shards, and one after another, so the step need not fit
-into memory.
+Each tensor is written as a whole, even if several ranks have saved its shards. Tensors are written
+one after another, so the step need not fit into memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Exported:
     """The result of an export.
 
     Attributes:
-        place: The absolute path of the file or folder.
+        place: The absolute path of the new file or folder.
         tensors: The number of exported names of tensors. Tied names are included.
         nbytes: The bytes of the exported tensors. Tied tensors count once.
         notes: The values that the format cannot hold, or holds in another form.
@@ -201,15 +201,15 @@ def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> 
 
 @contextmanager
 def _appears(out: str) -> Generator[str]:
-    """Return a context manager for building ``out``. It yields a temporary path, and moves the file
-    or folder from there to ``out`` at the end.
+    """Return a context manager that yields a temporary path. The block creates a file or folder at
+    this path, and the context manager then moves it to ``out``.
 
     The path is in a new folder beside ``out`` that only this user can access, so that no other user
-    can put a link there.
+    can put a link at the path.
 
     Raises:
         ConfigError: ``out`` exists.
-        StorageError: A call of the file system fails, also in the block.
+        StorageError: An ``OSError`` occurs, also in the block.
     """
     out = os.path.abspath(out)
     if os.path.lexists(out):
@@ -230,8 +230,9 @@ def _appears(out: str) -> Generator[str]:
 def _move(place: str, out: str) -> None:
     """Move the file or folder ``place`` to ``out``.
 
-    A file, a link or a folder with content that another process has put there in the meantime is
-    not replaced. Then the function raises ``ConfigError``.
+    Raises:
+        ConfigError: Another process has created a file, a link, or a folder with content at
+            ``out``. This is not replaced.
     """
     if os.path.isdir(place):
         if os.path.lexists(out):

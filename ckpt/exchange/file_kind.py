@@ -20,7 +20,9 @@ _MOST_BYTES: Final = 4096
 
 
 def is_torch(path: str) -> bool:
-    """Return True if the file begins as ``torch.save`` writes it since torch 1.6."""
+    """Return True if the file begins as a file of ``torch.save`` since torch 1.6. Return False if
+    the file cannot be read.
+    """
     try:
         with open(path, "rb") as file:
             head = file.read(300)
@@ -30,8 +32,9 @@ def is_torch(path: str) -> bool:
 
 
 def what_is(path: str) -> str:
-    """Return a text that names the kind of a file, such as "a safetensors file". The text is empty
-    if the kind is unknown, or the file may be a damaged file of ``torch.save``.
+    """Return a text that names the kind of a file, such as "a zip archive". The text is empty if
+    the kind is unknown, if the file cannot be read, or if it may be a damaged file of
+    ``torch.save``.
     """
     try:
         size = os.path.getsize(path)

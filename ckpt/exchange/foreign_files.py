@@ -1,6 +1,6 @@
 """Read files of other programs, and return a nested state of tensors and plain values.
 
-Pickles are loaded by ``torch.load(weights_only=True)``, or read as inert data, and by nothing else.
+A pickle is either loaded by ``torch.load(weights_only=True)``, or read as inert data.
 """
 
 from __future__ import annotations
@@ -52,8 +52,12 @@ _WAY_OUT: Final = (
 
 
 def detect(source: str) -> Kind:
-    """Return the kind of the file or folder ``source``. Raises ``ConfigError`` if it is of none of
-    the three kinds.
+    """Return the kind of the file or folder ``source``. The kind of a file is "safetensors" if its
+    name ends in ``.safetensors``, else "torch".
+
+    Raises:
+        ConfigError: ``source`` does not exist, is a folder of none of the three kinds, or has
+            checkpoints of ckpt.
     """
     if os.path.isfile(source):
         return "safetensors" if source.endswith(_SAFETENSORS) else "torch"
@@ -208,8 +212,11 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
 
 
 def _indexed(folder: str, suffix: str) -> list[str]:
-    """Return the names of the files that a Hugging Face index in the folder lists. The list is
+    """Return the names of the files that a Hugging Face index in the folder lists. The result is
     empty if the folder has no index for files with this suffix.
+
+    Raises:
+        IntegrityError: The index is invalid, or names a file outside of the folder.
     """
     found = [name for name in os.listdir(folder) if name.endswith(f".{suffix}.index.json")]
     if not found:
@@ -296,8 +303,9 @@ def _dcp(source: str, scratch: str | None) -> State:
 def _doubted(table_path: str) -> Generator[None]:
     """Return a context manager that replaces errors such as ``KeyError`` with ``IntegrityError``.
 
-    It is for code that walks the table of contents of ``torch.distributed.checkpoint``, since a
-    damaged or forged table may contain anything.
+    The block can read the table of contents of ``torch.distributed.checkpoint`` without checking
+    its structure first. A damaged or forged table may have any structure, and then causes such an
+    error.
     """
     try:
         yield
@@ -317,11 +325,16 @@ def _doubted(table_path: str) -> Generator[None]:
 def _made(
     scratch: str | None, kinds: list[tuple[str, str, tuple[int, ...]]]
 ) -> dict[str, torch.Tensor]:
-    """Return new tensors by name, whose values are in a scratch file and not yet set.
+    """Return new tensors by name. The memory of the tensors is a scratch file, and their values are
+    not set.
 
     Args:
         scratch: The folder for the scratch file; None for the system's temporary folder.
         kinds: The name, the dtype and the shape of each tensor.
+
+    Raises:
+        OutOfSpace: The folder has no room for the tensors.
+        StorageError: The scratch file cannot be created.
     """
     try:
         return Scratch(scratch, kinds).tensors
@@ -358,7 +371,7 @@ def _numbers(size: Any) -> tuple[int, ...]:
     """Return the numbers of ``size``, which is the ``Inert`` of a ``torch.Size``, or a sequence.
 
     Raises:
-        ValueError: They are not possible as the shape or the offsets of a tensor.
+        ValueError: The numbers are not possible as the shape or the offsets of a tensor.
     """
     items = (
         size.args[0]
@@ -378,8 +391,8 @@ def _numbers(size: Any) -> tuple[int, ...]:
 
 
 def _check_sizes(source: str, table: Inert, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-    """Raise ``ValueError`` if entries of a file overlap or exceed it, or if the tensors need more
-    bytes than all entries have.
+    """Raise ``ValueError`` if entries of a file overlap or go beyond its end, or if the tensors
+    need more bytes than all entries have.
 
     Otherwise a forged table of contents could make the process allocate more memory than the files
     have bytes.
@@ -405,8 +418,11 @@ def _check_sizes(source: str, table: Inert, kinds: Sequence[tuple[str, tuple[int
 
 
 def _pieces(source: str, table: Inert) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Any]]]:
-    """Yield for each entry of the table of contents the name of its value, the offsets in the
-    tensor if it is a part of a tensor, and a function that loads the entry.
+    """Yield for each entry of the table of contents the name of its value, its offsets, and a
+    function that loads the entry.
+
+    The offsets are the position in the tensor if the entry is a part of a tensor. Otherwise they
+    are empty.
     """
     for index, info in table.state["storage_data"].items():
         name, offset = str(index.state["fqn"]), index.state.get("offset")
@@ -452,7 +468,8 @@ def _place(name: str, whole: torch.Tensor, offsets: tuple[int, ...], piece: Any)
 
 
 def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> State:
-    """Return the values in nested dicts and lists.
+    """Return the values in nested dicts and lists. Below the top level, a dict with only integer
+    keys becomes a list.
 
     Args:
         flat: The values by their flat names, such as 'model.a.b'.

@@ -2,8 +2,8 @@
 ``CheckpointManager.restore`` can load.
 
 A dict of tensors becomes a module, and a dict with ``state`` and ``param_groups`` becomes an
-optimizer. The manager then saves them as any other state. The original classes are not needed,
-since a checkpoint holds only names, tensors and values.
+optimizer. The manager then saves these objects as any other state. The classes of the original
+objects are not needed, since a checkpoint has only names, tensors and plain values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Imported:
     """The result of an import.
 
     Attributes:
-        names: A description of each entry of the state, by its name.
+        names: A text that describes each entry of the state, by the name of the entry.
         notes: Notes for the user about differences between the source and the checkpoint.
         kind: The kind of the source.
     """
@@ -52,7 +52,7 @@ class Imported:
 
 
 class _Module(nn.Module):
-    """A module that has the given state dict, and neither parameters nor code."""
+    """A module without parameters and code, whose ``state_dict`` returns the given values."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__()
@@ -93,8 +93,8 @@ def import_checkpoint(
         foreign: The checkpoint to import.
         tier: The tier that gets the checkpoint.
         step: The number of the step.
-        look: A function that returns the committed attempts on ``tier``. The default lists the
-            tier; a caller may pass a function with a time limit.
+        look: A function that returns the committed attempts on ``tier``. The default lists the tier
+            without a time limit.
 
     Raises:
         ConfigError: The source does not exist, or is of no known kind.
@@ -136,11 +136,15 @@ def _check_free(root: str, step: int, there: Sequence[StepRef]) -> None:
 
 @contextmanager
 def _made(folder: str | None) -> Generator[str | None]:
-    """Return a context manager that creates ``folder`` if necessary and yields it, as the place for
-    a scratch file. For None, it creates nothing and yields None.
+    """Return a context manager that creates ``folder``, if it does not exist, and yields it. If
+    ``folder`` is None, create nothing and yield None.
 
-    The root of the checkpoint is used for this, since it needs room for the tensors anyway. After
-    an error in the block, the new folders that are still empty are removed.
+    The block puts a scratch file into the folder. After an error in the block, the context manager
+    removes the new folders that are empty.
+
+    Args:
+        folder: The root of the checkpoint if it is a folder, since it needs room for the tensors
+            anyway; else None.
     """
     if folder is None:
         yield None
@@ -171,8 +175,8 @@ def _check_apart(source: str, root: str) -> None:
 
 
 class _Shaper:
-    """Replace the dicts of modules and optimizers at the top level of a state with objects that the
-    manager saves as modules and optimizers.
+    """Replace the state dicts of modules and optimizers at the top level of a state with objects
+    that the manager saves as modules and optimizers.
     """
 
     def __init__(self, done: Imported, plain: Sequence[str], names: Sequence[str] | None) -> None:
@@ -342,8 +346,8 @@ class _Shaper:
         return [], ""
 
     def _clean(self, names: Sequence[str]) -> list[str]:
-        """Return the names of parameters as the modules have them: without the prefix of a wrapper
-        if only the name without it exists.
+        """Return the names of parameters as the modules have them. A prefix of a wrapper, such as
+        "module.", is removed if a module has the name without the prefix.
         """
         known = {key for entries in self._modules.values() for key in entries}
         return [
@@ -362,7 +366,7 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 
 def _digest(tensor: torch.Tensor) -> str:
     flat = copyable(tensor.detach(), str(tensor.dtype).removeprefix("torch.")).contiguous()
-    # Python 3.11 has no ``collections.abc.Buffer``.
+    # An array is a buffer, but Python 3.11 has no ``collections.abc.Buffer`` to declare that.
     return checksum(memoryview(flat.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
@@ -401,11 +405,11 @@ def _is_optimizer(value: Any) -> bool:
 
 def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, Any]) -> list[str]:
     """Return the names of the parameters in a module's state dict, if these can be the parameters
-    of an optimizer in the same order, else an empty list.
+    of an optimizer in the same order. Otherwise return an empty list.
 
-    They can be if their number is that of ``ids``, and their shapes are those of the tensors in the
-    optimizer's state. Entries with the usual names of buffers are left out, and a tied parameter
-    counts once.
+    The number of parameters must be the number of ``ids``, and their shapes must be those of the
+    tensors in the optimizer's state. Entries with the usual names of buffers are left out, and a
+    tied parameter counts once.
 
     Args:
         entries: The state dict of the module.

@@ -58,7 +58,7 @@ class Inert:
 
 
 class _Machine:
-    """The stack machine of pickle, with those opcodes that plain objects need."""
+    """The stack machine of pickle, with only the opcodes that plain objects need."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -104,7 +104,7 @@ class _Machine:
 
     def _two(self, join: Callable[[Any, Any], Any], *, into: bool = False) -> None:
         second, first = self.stack.pop(), self.stack.pop()
-        if into:  # Change the list in place, since the memo may reference it
+        if into:  # Change the list ``first`` in place, since the memo may reference it
             first.append(second)
             self.stack.append(first)
         else:
@@ -188,7 +188,7 @@ def read_inert(data: bytes, name: str) -> Any:
         if len(data) > _MOST_BYTES:
             raise ValueError(f"it has {len(data)} bytes")
         return _Machine().run(data)
-    except Exception as error:  # noqa: BLE001 - whatever nonsense it is
+    except Exception as error:  # noqa: BLE001 - a bad pickle can cause any error
         raise UnsupportedValue(
             name,
             "pickle of another kind",

@@ -1,7 +1,7 @@
 """Check that loading a file of another program takes time and memory in proportion to its size.
 
 ``torch.load(weights_only=True)`` calls no function that a file names. But a malicious file could
-still contain compressed data that unpacks to very much, keys that take forever to hash, or
+still contain compressed data that unpacks to a very large size, keys that take forever to hash, or
 containers that contain each other again and again. A pipe in place of a file may never end.
 """
 
@@ -19,7 +19,7 @@ from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
 
 _MOST_ITEMS: Final = 1 << 20
 """The most items of a tuple, counting the items of all tuples in it. If the tuple is a key of a
-dict, all of them are hashed.
+dict, Python hashes all these items.
 """
 _MOST_DEPTH: Final = 100
 _REPEATS: Final = 16
@@ -34,7 +34,7 @@ def regular(path: str) -> str:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ConfigError(f"{path} is not an ordinary file")
     except OSError:
-        pass  # The caller opens the file next, which raises the error
+        pass  # The caller then opens the file and gets the same error
     return path
 
 
@@ -77,7 +77,7 @@ def check_torch_file(file: IO[bytes], name: str) -> None:
     Raises:
         IntegrityError: The file is compressed, or has parts that overlap, so that loading it would
             need more memory than the file has bytes.
-        UnsupportedValue: See ``check_pickle``.
+        UnsupportedValue: A tuple in the file has too many items (see ``check_pickle``).
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -115,12 +115,12 @@ def check_pickle(data: bytes | IO[bytes], name: str) -> None:
     """Raise ``UnsupportedValue`` if a tuple in a pickle has too many items, counting the items of
     all tuples in it.
 
-    Each tuple of a short pickle may contain the tuple before it twice, so that hashing the last one
-    takes forever. The check follows the opcodes with a stack that has the number of items for each
-    tuple, and 1 for any other object.
+    In a short pickle, each tuple may contain the tuple before it twice. Hashing the last tuple then
+    takes forever. The check follows the opcodes with a stack of numbers: the number of items for
+    each tuple, and 1 for any other object.
 
     Args:
-        data: The pickle.
+        data: The pickle, or a file at the position of the pickle.
         name: The name of the file in errors.
     """
     stack: list[int] = []

@@ -14,8 +14,9 @@ def max_difference(one: StepReader, two: StepReader, name: str) -> float:
     """Return the largest absolute difference between elements of the tensor ``name`` at the same
     position in two checkpoints.
 
-    The result is inf if one of two such elements is infinite or NaN and the other one is not equal
-    to it. Two NaNs count as equal. Both tensors must have the same dtype and shape.
+    The result is inf if two elements at the same position differ, and at least one of them is
+    infinite or NaN. Two NaNs count as equal. Differences are computed in float64 or complex128, so
+    integers above 2**53 are rounded first. Both tensors must have the same dtype and shape.
     """
     dtype = getattr(torch, one.tensors[name].dtype)
     largest = 0.0

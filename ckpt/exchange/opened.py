@@ -28,15 +28,17 @@ _MOST_THREADS: Final = 8
 class Opened:
     """A checkpoint that ``ckpt.open`` has opened for reading.
 
-    If it is garbage-collected without ``close``, Python emits a ``ResourceWarning``, as for a file.
-    Views of its tensors can still be read then.
+    Close the checkpoint with ``close`` or a ``with`` block. If an object that was not closed is
+    garbage-collected, Python emits a ``ResourceWarning``, as for a file. Views of the tensors can
+    still be read then.
 
     Attributes:
         step: The number of the step.
         root: The URL of the root, without credentials.
+        reader: The reader of the step, which the views use.
 
     Thread safety:
-        One thread at a time.
+        One thread at a time may use the checkpoint and its views.
     """
 
     def __init__(self, root: str | os.PathLike[str] | Tier, step: int | None) -> None:
@@ -59,7 +61,7 @@ class Opened:
     def steps(self) -> list[int]:
         """Return the numbers of the committed steps in this root, newest first.
 
-        ``ckpt.open(root, step=1200)`` opens one of them.
+        Pass one of these numbers to ``ckpt.open`` as ``step`` to open that step.
         """
         return sorted({ref.step for ref in committed(self._backend)}, reverse=True)
 
@@ -76,7 +78,7 @@ class Opened:
         return TensorView(self.reader, name)
 
     def close(self) -> None:
-        """Close the threads and connections. Tensors that were read before stay valid."""
+        """End the threads and close the connections. Tensors that were read before stay valid."""
         self._closed = True
         self._workers.close()
         self._backend.close()
@@ -101,11 +103,14 @@ class Opened:
 
 
 class TensorView:
-    """A view of one whole tensor of a checkpoint, whichever ranks have written its parts.
+    """A view of one whole tensor of a checkpoint. Any number of ranks may have written its parts.
 
     Nothing is read until the view is indexed. ``view[...]`` reads the whole tensor.
     ``view[100:200]``, ``view[:, 3]`` and ``view[-1]`` read only the chunks that hold the wanted
     elements. Every chunk that is read is verified. The result is a new tensor in host memory.
+
+    An index consists of integers, slices with a positive step, and ``...``. Other types of indices
+    raise ``TypeError``, and a slice with a negative step raises ``ConfigError``.
     """
 
     def __init__(self, reader: StepReader, name: str) -> None:
@@ -142,7 +147,7 @@ class TensorView:
         if not box.numel:
             return torch.empty(box.shape, dtype=self.dtype)
         memory = torch.empty(box.numel * DTYPES[self._tensor.dtype].itemsize, dtype=torch.uint8)
-        # Python 3.11 has no ``collections.abc.Buffer``.
+        # An array is a buffer, but Python 3.11 has no ``collections.abc.Buffer`` to declare that.
         self._reader.read([Wanted(self.name, box, memoryview(memory.numpy()))])  # type: ignore[arg-type]
         return memory.view(self.dtype).view(box.shape)
 
@@ -150,7 +155,7 @@ class TensorView:
 def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None) -> Opened:
     """Open a committed checkpoint for reading names, tensors and slices of tensors.
 
-    This needs no model, and reads only the wanted tensors.
+    No model is needed, and only the wanted tensors are read.
 
     ::
 
@@ -162,7 +167,7 @@ def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None
         step: The number of the step; None for the newest checkpoint.
 
     Raises:
-        NoCheckpoint: The root has no checkpoint of this step, or no checkpoint at all.
+        NoCheckpoint: The root has no checkpoint of ``step``, or no checkpoint at all.
     """
     return Opened(root, step)
 

@@ -1,7 +1,7 @@
 """Read a safetensors file, and return tensors that are mapped from it.
 
-This module does not use the safetensors library, which ckpt needs for nothing else. An import of
-such a file therefore works in every installation of ckpt.
+This module does not use the safetensors library, which is not a dependency of ckpt. ``ckpt import``
+can therefore read a safetensors file in every installation of ckpt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt.model.dtype import DTYPES, DType
 
 _LENGTH: Final = 8
 _MOST_HEADER: Final = 100_000_000
-"""The most bytes of a header, as the format defines."""
+"""The most bytes of a header that the safetensors format allows."""
 _OF_CODE: Final[dict[str, DType]] = {
     dtype.storage: dtype for dtype in DTYPES.values() if dtype.lanes == 1 and dtype.name not in SAME
 }

@@ -22,7 +22,7 @@ SUFFIX: Final = ".safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _ALIGNMENT: Final = 8
 SAME: Final = frozenset({"float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2", "bits16"})
-"""The dtypes that a file stores as plain integers, since the format has no names for them."""
+"""The dtypes that a file stores as unsigned integers, since the format has no names for them."""
 
 
 def write_file(
@@ -70,10 +70,10 @@ def write_folder(
     reader: StepReader,
     most_bytes: int,
 ) -> None:
-    """Write ``model.safetensors``, or several files of at most ``most_bytes`` each and an index. A
-    tensor of more than ``most_bytes`` has a file of its own.
+    """Write ``model.safetensors`` if one file is enough, else several files and an index. A file
+    has at most ``most_bytes`` of tensors, or a single larger tensor.
 
-    Except for ``most_bytes``, the arguments are those of ``write_file``.
+    ``folder`` is an existing folder. The other arguments are those of ``write_file``.
     """
     files = _shards(sorted(tensors, key=lambda tensor: names[tensor.name]), most_bytes)
     for name, held in files.items():
@@ -98,8 +98,8 @@ def write_folder(
 
 
 def _shards(tensors: Sequence[Tensor], most_bytes: int) -> dict[str, list[Tensor]]:
-    """Divide the tensors into files of at most ``most_bytes``, and return the tensors of each file
-    by the name of the file.
+    """Divide the tensors into files as ``write_folder`` does. Return the tensors of each file by
+    the name of the file.
     """
     groups: list[list[Tensor]] = [[]]
     size = 0

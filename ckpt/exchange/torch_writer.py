@@ -1,7 +1,7 @@
 """Write a state to one file with ``torch.save``.
 
-``torch.save`` needs all tensors at once. They are therefore in a scratch file that is mapped into
-memory, so that they may need more memory than the machine has.
+``torch.save`` needs all tensors at once. This module therefore reads them into a scratch file that
+is mapped into memory. The tensors may be larger than the memory of the machine.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _ALIGNMENT: Final = 64
 class Scratch:
     """Create tensors in a temporary file without a name, which is mapped into memory.
 
-    The values of the tensors are not set. The system frees the file when no tensor uses it any
-    more.
+    The values of the tensors are not set. The system frees the file when no tensor and no entry of
+    ``memory`` uses it any more.
 
     Attributes:
         memory: The bytes of each tensor by name.
