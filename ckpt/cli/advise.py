@@ -1,4 +1,4 @@
-"""``ckpt advise``: show how often to save."""
+"""``ckpt advise``: show how often to save, and what training time is lost per day."""
 
 from __future__ import annotations
 

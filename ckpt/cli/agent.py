@@ -148,7 +148,9 @@ def _show(found: AgentStatus) -> None:
 
 
 def scrubbed(scrub: ScrubStatus) -> str:
-    """Return as text how far the verification of a job's steps is; "-" if it has not begun."""
+    """Return a text about the progress of the verification of a job's steps; "-" if it has not
+    begun.
+    """
     parts = [output.count(scrub.verified, "step")] if scrub.verified or scrub.damaged else []
     if scrub.mended:
         parts.append(f"{output.count(scrub.mended, 'file')} mended")
@@ -191,7 +193,7 @@ def _stop(*, at_once: bool, as_json: bool) -> None:
 def _unfinished(jobs: tuple[JobStatus, ...]) -> str:
     """Return the message of the error about ``jobs``, which the agent has not finished.
 
-    The message names the memory of this machine that each job still takes.
+    For each job, the message names the stores in the memory of this machine that the job still has.
     """
     there = set(stores_in_memory())
     unfinished: list[str] = []

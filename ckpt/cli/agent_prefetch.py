@@ -1,4 +1,4 @@
-"""``ckpt agent prefetch``: fill the near tiers of a node before its trainer starts."""
+"""``ckpt agent prefetch``: copy a step to the near tiers of a node before its trainer starts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def prefetch(
 
     Args:
         url: The far tier; None for the last tier of the configuration.
-        to: The near tiers, nearest first; if empty, the tiers before the far tier in the
-            configuration.
+        to: The near tiers, nearest first. If it is empty, the near tiers are the tiers before the
+            far tier in the configuration.
         step: The step; None for the newest one.
         config: The configuration file; None for ``./ckpt.toml``.
         as_json: Whether to print JSON.
@@ -60,8 +60,8 @@ def _tiers(url: str | None, to: Sequence[str], config: str | None) -> tuple[Tier
     """Return the far tier, and the near tiers, nearest first.
 
     The near tiers are those of ``to``. If ``to`` is empty, they are the tiers before the far tier
-    in the configuration, or all its tiers if it does not have the far tier. The tier "memory" is
-    left out.
+    in the configuration, or all tiers of the configuration if the far tier is not among them. The
+    tier "memory" is left out.
     """
     known = [tier for tier in load_config(config).tiers if tier.url != MEMORY]
     if url is None and not known:
@@ -91,7 +91,7 @@ def _fill(far: Tier, near: Sequence[OpenTier], step: int | None) -> list[Prefetc
             try:
                 with output.progress(f"step {ref.step}") as bar, naming_a_removed([source], ref):
                     return fill(source, near, ref, workers, latest=step is None, on_progress=bar)
-            except FormatUnsupported:  # Taking an older step would hide the newer format
+            except FormatUnsupported:  # Copying an older step would hide this error
                 raise
             except IntegrityError as error:
                 if before is None:

@@ -130,11 +130,12 @@ class _Copied:
 
     Attributes:
         ref: The attempt.
-        nbytes: The size of the attempt at the destination; 0 if it was not copied.
-        copied_bytes: How many of these bytes the destination did not have before.
-        seconds: How long the copy took; 0 if nothing was copied.
+        nbytes: The size of the attempt at the destination; 0 if the copy has failed.
+        copied_bytes: The number of these bytes that were copied, since the destination did not have
+            them intact.
+        seconds: The time that the copy took; 0 if the attempt was skipped or the copy has failed.
         skipped: Whether the destination had the attempt already, so that no data was read.
-        error: Why the attempt was not copied; None if it was.
+        error: The reason why the attempt was not copied; None if it was copied or skipped.
     """
 
     ref: StepRef
@@ -177,9 +178,9 @@ def _copy(
 
 
 def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBackend) -> int | None:
-    """Return how many bytes a step has at the destination; None if it lacks the step.
+    """Return the size of an attempt at the destination; None if the destination lacks the attempt.
 
-    The destination has the step if its manifest there has the same chunks as the manifest at the
+    The destination has the attempt if the manifest there has the same chunks as the manifest at the
     source. The encoding may differ. No data file is read.
     """
     _, packed = read_packed(source, ref)
@@ -197,7 +198,7 @@ def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBacken
 def _check_apart(source: str, destination: str) -> None:
     """Raise ``ConfigError`` if two places are the same, or one of them is inside the other.
 
-    The folders of steps at one place would then be among the files of the other place.
+    A copy between such places would put folders of steps among the files of another place.
     """
     how = relation(source, destination)
     if how == "same":

@@ -30,9 +30,9 @@ from ckpt.model.manifest import Tensor
 
 _DIFFERENT = 1
 _LONG: Final = 100
-"""The most characters of a plain value that is shown as a whole."""
+"""A plain value of at most this many characters is shown as a whole."""
 _CONTEXT: Final = 30
-"""How many characters are shown of a longer value."""
+"""The number of characters that are shown of a plain value with more than ``_LONG`` characters."""
 
 
 def diff(
@@ -113,7 +113,9 @@ def _reader(root: str | None, step: int | None, timeout: float) -> Generator[Ste
 
 
 def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]:
-    """Return the largest difference between two elements of each of the tensors ``names``."""
+    """Return for each of the tensors ``names`` the largest difference between its elements in the
+    two checkpoints.
+    """
     from ckpt.exchange.max_difference import max_difference
 
     found: dict[str, float] = {}
@@ -125,9 +127,9 @@ def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]
 
 
 def _plain(one: StepReader, two: StepReader) -> dict[str, tuple[str | None, str | None]]:
-    """Return the plain values that differ, as name -> (text in ``one``, text in ``two``).
+    """Return by name the plain values that differ, each as its texts in ``one`` and in ``two``.
 
-    A text is None if the checkpoint does not have the value.
+    A text is None if that checkpoint does not have the value.
     """
     a, b = exact_values(one.manifest), exact_values(two.manifest)
     return {
@@ -181,10 +183,10 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _contrast(one: str | None, two: str | None) -> str:
-    """Return a text that shows both values.
+    """Return a text that shows both values; "none" stands for None.
 
-    If a value is long, the text has the lengths of both, and a part of each from just before the
-    first difference.
+    If one of the values is long, the text has the lengths of both values, and a part of each value
+    that begins just before the first difference.
     """
     if one is None or two is None or max(len(one), len(two)) <= _LONG:
         return (

@@ -1,4 +1,4 @@
-"""``ckpt finalize``: finish the commits whose leader died."""
+"""``ckpt finalize``: finish the saves whose leader died before it wrote the manifest."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def finalize(
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """The result for one unfinished save: its new manifest, or why it was not finished."""
+    """The result for one unfinished save: its new manifest, or the error that prevented it."""
 
     ref: StepRef
     manifest: Manifest | None = None
@@ -113,7 +113,8 @@ def _try(backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead
 def _show(tried: list[_Tried]) -> None:
     """Print the result of each save.
 
-    If the only save was not finished, nothing is printed, since the command raises its error.
+    If ``tried`` has only one save and it was not finished, nothing is printed, since the command
+    raises the error.
     """
     for one in tried:
         if one.manifest:

@@ -96,8 +96,8 @@ class _Tier:
     Attributes:
         url: The URL of the tier.
         steps: The attempts at steps on the tier.
-        error: Why there are no ``steps``: the tier is empty (`NoCheckpoint`), or it could not be
-            listed. None if there are steps.
+        error: The reason why ``steps`` is empty: the tier has no steps (`NoCheckpoint`), or it
+            could not be listed. None if the tier has steps.
     """
 
     url: str
@@ -106,12 +106,14 @@ class _Tier:
 
     @property
     def failed(self) -> bool:
-        """Whether the tier could not be listed. Such a tier may have steps."""
+        """Return True if the tier could not be listed. The tier may have steps in this case."""
         return self.error is not None and not isinstance(self.error, NoCheckpoint)
 
 
 def _look(store: StorageBackend) -> dict[StepRef, StoredStep]:
-    """Return the attempts at steps in a store. Raises ``NoCheckpoint`` if there are none."""
+    """Return the attempts at steps in a store, with their states. Raises ``NoCheckpoint`` if the
+    store has no attempts.
+    """
     if found := Inventory(store, shown=True).look():
         return {held.ref: held for held in found}
     raise NoCheckpoint(store.url, instead_of(store, [], None))
@@ -124,7 +126,7 @@ class _Row:
     Attributes:
         ref: The attempt.
         known: The attempt on the nearest tier where it is committed; None if it is committed on no
-            tier. Other tiers have the same facts in their manifests.
+            tier. The manifests on all tiers have the same facts about the attempt.
         older: Whether there is a younger committed attempt at the same step, which a restore takes.
     """
 
@@ -134,14 +136,18 @@ class _Row:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """The cells below the titles ``_FACTS``; "-" in each if the attempt is not committed."""
+        """Return the cells below the titles ``_FACTS``. Each is "-" if the attempt is not
+        committed.
+        """
         if (held := self.known) is None:
             return ("-",) * len(_FACTS)
         return output.moment(held.created_at), f"{held.ranks:,}", f"{held.tensors:,}"
 
     @property
     def facts_as_json(self) -> dict[str, object]:
-        """The facts for the JSON output, by name; None for each if the attempt is not committed."""
+        """Return the facts for the JSON output, by name. Each is None if the attempt is not
+        committed.
+        """
         held = self.known
         return {
             "committed_at": output.moment_utc(held.created_at) if held else None,
@@ -153,15 +159,19 @@ class _Row:
 _FACTS: Final = ("committed at", "ranks", "tensors")
 """The titles of the columns with facts from the manifest.
 
-A table with a column for each of several tiers does not have the column "tensors".
+A table of several tiers leaves out the column "tensors".
 """
 
 
 def _rows(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[_Row]:
-    """Return the rows of all attempts at the ``newest`` newest steps (None: all), oldest first.
+    """Return a row for each attempt at the newest steps, oldest step first.
 
-    Of several attempts at one step, the attempt that a restore takes comes last. ``reverse``
-    reverses the order of the rows.
+    Among several attempts at one step, the attempt that a restore takes comes last.
+
+    Args:
+        tiers: The listings of the tiers.
+        newest: The number of steps to include; None for all steps.
+        reverse: Whether to reverse the order of the rows.
     """
     known: dict[StepRef, StoredStep | None] = {}
     for tier in tiers:
@@ -184,7 +194,7 @@ def _rows(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[
 def _note_memory(shown: _Tier, url: str) -> None:
     """Print a note if the tier in memory that belongs to the tier ``url`` has newer steps.
 
-    Other nearer tiers are not listed for this note, because they may take long to answer.
+    The note does not consider other nearer tiers, because they may take long to answer.
 
     Args:
         shown: The listing of the tier ``url``.
@@ -215,9 +225,9 @@ def _one(tier: _Tier, rows: Sequence[_Row], *, json: bool) -> None:
 
 
 def _each(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> None:
-    """Show a table for each tier, because the tiers belong to different jobs.
+    """Show a separate table for each tier, because the tiers belong to different jobs.
 
-    The tier with the latest commit comes last, or first with ``reverse``.
+    The tier with the latest commit comes last, or first if ``reverse`` is set.
     """
     failed = _warn_of_failed(tiers)
     shown = sorted(
@@ -235,7 +245,9 @@ def _each(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> None:
 
 
 def _several(tiers: Sequence[_Tier], rows: Sequence[_Row], *, json: bool) -> None:
-    """Show a row for each attempt that any tier has, with a column for each tier."""
+    """Show a row for each attempt that any tier has, with a column for each tier. With ``json``,
+    print the same data as JSON.
+    """
     if all(tier.failed for tier in tiers) and tiers[0].error:
         raise tiers[0].error
     if json:
@@ -304,9 +316,10 @@ def _several_as_json(tiers: Sequence[_Tier], rows: Sequence[_Row]) -> None:
 
 
 def _cell(tier: _Tier, row: _Row) -> str:
-    """Return as text how much of an attempt is on one tier, or how it is damaged.
+    """Return a text that shows how much of an attempt a tier has, or how the attempt is damaged.
 
-    The text is "-" if the tier has nothing of it, and "unreachable" if the tier was not listed.
+    The text is "-" if the tier has no part of the attempt. It is "unreachable" if the tier could
+    not be listed.
     """
     if tier.failed:
         return "unreachable"
@@ -342,9 +355,9 @@ def _across_as_json(tiers: Sequence[_Tier], row: _Row) -> dict[str, object]:
 
 
 def _metadata(held: StoredStep | None) -> dict[str, Any]:
-    """Return the user's metadata of a step.
+    """Return the user's metadata of a step. The result is empty if ``held`` is None.
 
-    If the step was saved with patterns of names, the patterns are the item ``LEFT_OUT``.
+    If the step was saved with patterns of names, the result has the patterns under ``LEFT_OUT``.
     """
     found = parse(held.metadata, "metadata") if held else None
     if not isinstance(found, dict):
@@ -357,7 +370,7 @@ def _metadata(held: StoredStep | None) -> dict[str, Any]:
 def _brief(metadata: Mapping[str, Any]) -> str:
     """Return metadata as text, such as 'team=speech, loss=0.25'.
 
-    A dict in it is replaced by its items.
+    The items of a nested dict are written without the name of the dict.
     """
     return ", ".join(
         _brief(value)
@@ -371,9 +384,10 @@ def _brief(metadata: Mapping[str, Any]) -> str:
 
 
 def _state(held: StoredStep) -> tuple[str, str]:
-    """Return the state of a step, and a detail of that state; the detail of "committed" is empty.
+    """Return the state of a step, and a text that explains the state. The text is empty for
+    "committed".
 
-    A step of another format counts as "damaged" here.
+    A step of another format counts as "damaged" in this output.
     """
     if held.state == "committed":
         return held.state, ""

@@ -1,7 +1,7 @@
 """The program ``ckpt``.
 
-Each of its commands has a file of its own. The file is imported only when the command is used, so
-that ``ckpt --help`` is fast.
+Each command of the program has a module of its own. The module is imported only when the command is
+used, so that ``ckpt --help`` is fast.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _help(text: str) -> str:
 class _Verb(TyperCommand):
     """A command that raises ``ConfigError`` if an option that takes one value is given twice.
 
-    click would use the last value and print nothing.
+    Without this class, click would use the last value and print no warning.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -137,7 +137,9 @@ COMMANDS: Final = {
     "import": ("import_:import_", "Make a checkpoint from files of other programs."),
     "agent": ("agent:agent", "Run, ask or stop the agent of this user on this node."),
 }
-"""The commands of ckpt: name -> ("MODULE:FUNCTION" in ``ckpt.cli``, summary in ``ckpt --help``)."""
+"""For each command of ckpt, its function as "MODULE:FUNCTION" in ``ckpt.cli``, and its summary in
+``ckpt --help``.
+"""
 _GROUP: Final = "ckpt.commands"
 
 
@@ -171,8 +173,9 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
     """Add the commands that other distributions provide as entry points of the group
     ``ckpt.commands``.
 
-    Nothing is done if the first of ``arguments`` is a command of ckpt, because the search for entry
-    points takes time. A command that cannot be imported is reported on standard error and left out.
+    If the first of ``arguments`` is a command of ckpt, nothing is done, because the search for
+    entry points takes time. A command that cannot be imported is left out, and a line on standard
+    error names it.
     """
     if any(argument in COMMANDS for argument in arguments[:1]):
         return
@@ -183,7 +186,7 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
             found = _typer_of(entry.name, entry.load())
             typer.main.get_command(found)  # Raises if the function cannot be a command
         except Exception as error:  # noqa: BLE001
-            # A mistake in another package must not disable our commands.
+            # A mistake in another package must not disable the commands of ckpt.
             sys.stderr.write(
                 f"ckpt: the command {entry.name!r} of {entry.value!r} cannot be loaded: {error}\n"
             )
@@ -205,7 +208,8 @@ def main() -> int:
     sys.stdout = cast("TextIO", _Output(stdout))
     try:
         code = _run(as_json=as_json)
-        # The buffer may have an error as JSON. Flush it here, where a closed pipe is handled.
+        # The buffer may contain an error as JSON. Flush the buffer here, so that a closed pipe is
+        # handled.
         try:
             sys.stdout.flush()
         except BrokenPipeError:
@@ -262,7 +266,7 @@ def _run(*, as_json: bool) -> int:
         return 0
     except _OutputFailed:
         raise
-    except Exception as error:  # noqa: BLE001 - the last stop: whatever it is becomes one line
+    except Exception as error:  # noqa: BLE001 - print any other error on one line
         return _other(error, as_json=as_json)
 
 
@@ -282,8 +286,8 @@ class _ShowsItself(Protocol):
 def _other(error: Exception, *, as_json: bool) -> int:
     """Print an error that is not a ``CkptError``, and return the exit code.
 
-    An error of click prints its own message. Any other error is printed as a bug of ckpt, or raised
-    again if CKPT_DEBUG is set.
+    An error of click is printed with the message of click. Any other error is printed as a bug of
+    ckpt, or raised again if CKPT_DEBUG is set.
     """
     from ckpt.cli.output import fail_unexpected, show_json
     from ckpt.config import debug_wanted
@@ -309,9 +313,9 @@ class _OutputFailed(Exception):
 
 
 class _Output:
-    """Standard output, which raises ``_OutputFailed`` for its errors.
+    """A wrapper of standard output that raises ``_OutputFailed`` in place of ``OSError``.
 
-    A pipe that is no longer read raises ``BrokenPipeError`` as usual.
+    If the reader of a pipe has closed it, the wrapper raises ``BrokenPipeError`` as usual.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -339,7 +343,9 @@ class _Output:
 
 
 def _forget(stream: TextIO) -> None:
-    """Discard what ``stream`` has buffered, so that the interpreter's flush at exit succeeds."""
+    """Redirect ``stream`` to ``os.devnull``, so that the flush at the exit of Python succeeds. The
+    buffered text is lost.
+    """
     import os
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,4 +1,4 @@
-"""The tiers of a job that are nearer than a root, as the agent of this node lists them."""
+"""Find the tiers of a job that are nearer than a given root, by asking the agent of this node."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from ckpt.storage.registry import stores_in_memory
 def nearer_tiers(root: Watched, destination: Watched, timeout: float) -> list[Watched]:
     """Return the nearer tiers of the job of ``root`` that are on this machine, nearest first.
 
-    These are folders and stores in memory. The agent lists the tiers of the jobs that have run on
-    this machine. The newest of these jobs is used that meets two conditions:
+    These tiers are folders and stores in memory. The agent lists the jobs that have run on this
+    machine, with their tiers. The function uses the newest job that meets two conditions:
 
     * The root names the job as its owner, or has a step of the job. The URL alone is not enough,
       because two object stores may have the same URL.
-    * No other node has parts of the job's steps. Otherwise this machine has only a part of each.
+    * No other node has parts of the job's steps. Otherwise this machine would have only a part of
+      each step.
 
-    A tier of the job is left out if the last job on it has no step in the root and does not own the
-    root, because another experiment may have taken the tier.
+    A tier of the job is left out if the last job on this tier has no step in the root and does not
+    own the root, because another experiment may have taken the tier.
 
     Args:
         root: The root that the user has named.
-        destination: The store that the step is copied to. It is left out.
+        destination: The store that the step is copied to. The result does not include it.
         timeout: The value of ``--timeout``.
 
     Returns:
-        The stores; none if there is no agent, no such job, or one of the stores fails.
+        The stores. The list is empty if there is no agent or no such job, or if one of the stores
+        fails.
     """
     jobs = [job for job in known_jobs() if not job.in_parts and _place_of(root, job) > 0]
     if not jobs:
@@ -60,13 +62,13 @@ def nearer_tiers(root: Watched, destination: Watched, timeout: float) -> list[Wa
 
 
 def _place_of(root: Watched, job: JobStatus) -> int:
-    """Return the index of the root among the tiers of a job; -1 if it is not one of them."""
+    """Return the index of the root among the tiers of a job; -1 if the job has no such tier."""
     places = (at for at, url in enumerate(job.tiers) if relation(url, root.url) == "same")
     return next(places, -1)
 
 
 def _jobs_of(root: Watched) -> set[str]:
-    """Return the jobs that own the root or have a step there, each by its attempt."""
+    """Return the attempts of the jobs that own the root or have a step in the root."""
     owner = read_owner(root)
     return {job_of(ref) for ref in attempts(root)} | ({owner.attempt} if owner else set())
 
@@ -74,8 +76,8 @@ def _jobs_of(root: Watched) -> set[str]:
 def _last_job(tier: Watched) -> str | None:
     """Return the attempt of the job that owns a tier.
 
-    If the tier has no owner, return the attempt of the job of its newest step; None if it has no
-    step either.
+    If the tier has no owner, return the attempt of the job of its newest step; None if the tier has
+    no step either.
     """
     if (owner := read_owner(tier)) is not None:
         return owner.attempt
@@ -84,8 +86,8 @@ def _last_job(tier: Watched) -> str | None:
 
 
 def _is_here(url: str) -> bool:
-    """Return True if a tier is a folder or a store in memory of this machine, and exists.
+    """Return True if a tier is an existing folder or store in memory of this machine.
 
-    The tier is not opened for that, because opening it would create it.
+    The function does not open the tier, because opening it would create it.
     """
     return os.path.isdir(url) if is_folder(url) else url in stores_in_memory()

@@ -1,4 +1,4 @@
-"""The options and arguments that several commands share, and the stores and threads for them."""
+"""The options and arguments that several commands share, and functions that open their stores."""
 
 from __future__ import annotations
 
@@ -137,7 +137,11 @@ def place_and_step(
 ) -> tuple[str | None, int | None]:
     """Do the same as ``places_and_step`` for a command that works on one place.
 
-    The place is None if none is given.
+    Returns:
+        The place (None if no place is given), and the step (None for the newest).
+
+    Raises:
+        ConfigError: A place or a step is given twice.
     """
     found, step = places_and_step(arguments, [root] if root else None, step)
     return one_place(found), step
@@ -155,7 +159,7 @@ def places(arguments: Sequence[str] | None, roots: Sequence[str] | None) -> list
 
 
 def one_place(arguments: Sequence[str] | None, root: str | None = None) -> str | None:
-    """Return the place that is given as an argument or by ``--root``; None if none is given.
+    """Return the place that is given as an argument or by ``--root``; None if no place is given.
 
     Raises:
         ConfigError: More than one place is given.
@@ -174,13 +178,13 @@ def source_and_other(
 ) -> tuple[str | None, str]:
     """Return SOURCE and OTHER from the arguments ``[SOURCE] OTHER`` and ``--root``.
 
-    SOURCE is None if neither an argument nor ``--root`` gives it. The environment or ``ckpt.toml``
-    then names it.
+    SOURCE is None if neither an argument nor ``--root`` names it. In this case the environment or
+    ``ckpt.toml`` names it.
 
     Args:
         arguments: The arguments.
         root: The value of ``--root``, which may take the place of SOURCE.
-        name: The name of OTHER in the help of the command.
+        name: The name of OTHER in the help of the command, such as "DEST".
 
     Raises:
         ConfigError: There are too many places, or nothing names SOURCE.
@@ -205,19 +209,25 @@ def source_and_other(
 
 
 def is_step(word: str) -> bool:
-    """Return True if an argument is a STEP rather than a place."""
+    """Return True if the argument ``word`` is a step, which is a number or "latest". Any other
+    argument is a place.
+    """
     return word == LATEST or (word.isascii() and word.isdecimal())
 
 
 def open_root(root: str | None, config: str | None = None, *, timeout: float) -> Watched:
-    """Open the store that ``--root``, ``--config``, the environment or ``ckpt.toml`` names."""
+    """Open the store that ``--root``, ``--config``, the environment or ``ckpt.toml`` names.
+
+    The arguments are the values of ``--root``, ``--config`` and ``--timeout``.
+    """
     tier = resolve_tier(root, config)
     return open_watched(tier.url, tier.options, timeout)
 
 
 @contextmanager
 def naming_the_one_before(refs: Sequence[StepRef], step: int | None) -> Generator[None]:
-    """Add the number of the previous step to the message of an error about damage in the block.
+    """Return a context manager for a block that reads a step. If the block raises an error about
+    damage, the number of the previous step is added to the message of the error.
 
     Nothing is added if the user has named a ``step``.
 
@@ -236,9 +246,10 @@ def naming_the_one_before(refs: Sequence[StepRef], step: int | None) -> Generato
 
 @contextmanager
 def naming_a_removed(sources: Sequence[StorageBackend], ref: StepRef) -> Generator[None]:
-    """Replace an error about damage in the block by ``NoCheckpoint`` if ``ref`` was removed.
+    """Return a context manager for a block that reads the attempt ``ref``. It replaces an error
+    about damage with ``NoCheckpoint`` if the attempt was removed.
 
-    The attempt was removed, and is not damaged, if it is committed on none of ``sources`` any more.
+    The attempt counts as removed if no store of ``sources`` has its manifest any more.
     """
     try:
         yield
@@ -249,9 +260,9 @@ def naming_a_removed(sources: Sequence[StorageBackend], ref: StepRef) -> Generat
 
 
 def may_be_there(sources: Sequence[StorageBackend], ref: StepRef) -> bool:
-    """Return False if ``ref`` is committed on none of ``sources``.
+    """Return True if ``ref`` is committed on one of ``sources``, or if one of them fails.
 
-    Return True if a source cannot tell, because it fails.
+    A store that fails may have the attempt.
     """
     try:
         return any(is_committed(source, ref) for source in sources)
@@ -282,7 +293,7 @@ def open_each(
     """Open the tiers that ``--root`` or ``--config`` names, nearest first.
 
     The result has an item for each tier, also for a tier that cannot be opened. The root "memory"
-    stands for all stores in the memory of this machine.
+    stands for all stores that this user has in the memory of this machine.
 
     Args:
         roots: The values of ``--root``.
@@ -292,7 +303,9 @@ def open_each(
             the tier that ``resolve_tier`` returns.
 
     Raises:
-        ConfigError: The options exclude each other, or name a tier twice or none.
+        ConfigError: Both ``roots`` and ``config`` are given, a tier is named twice, or no tier is
+            named.
+        NoCheckpoint: The only root is "memory", and there is no store in memory.
         CkptError: The only tier cannot be opened.
     """
     if roots and config:
@@ -328,9 +341,9 @@ def tiers_of(config: str) -> tuple[Tier, ...]:
 
 
 def with_memory(roots: Sequence[str]) -> list[str]:
-    """Return ``roots`` with the URLs of all stores in this machine's memory in place of "memory".
+    """Return ``roots`` with "memory" replaced by the URLs of all stores in this machine's memory.
 
-    Nothing takes the place of "memory" if there is no such store.
+    If there is no such store, "memory" is left out.
     """
     return [url for root in roots for url in (stores_in_memory() if root == MEMORY else [root])]
 
@@ -359,9 +372,10 @@ def ask_each(
 
 @contextmanager
 def workers_for(backend: StorageBackend, *others: StorageBackend) -> Generator[Workers]:
-    """Provide as many threads for the block as ``backend`` can use, but at most 16.
+    """Return a context manager that yields as many threads as ``backend`` can use, but at most 16.
 
-    While the block runs, a line on standard error names each of the stores that does not answer.
+    While the block runs, a line on standard error names each of the given stores that does not
+    answer. The threads end with the block.
     """
     count = max(1, min(backend.capabilities.max_concurrency, _MOST_THREADS))
     with noting(backend, *others), Workers("cli", count) as workers:

@@ -1,8 +1,8 @@
 """The output of the command line: tables, progress, JSON, errors.
 
 Results go to standard output, and all other output goes to standard error. Text from a checkpoint
-or a store may have any characters. Control characters in it are escaped, and credentials in URLs
-are replaced by ``***``.
+or a store may have any characters. Control characters in this text are escaped, and credentials in
+URLs are replaced by ``***``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ckpt.model.readable import rate as rate
 from ckpt.model.readable import size as size
 
 _SHORT: Final = 14
-"""A column of at most so many characters is not wrapped, such as the column of attempts."""
+"""A column of at most this many characters is not wrapped, such as the column of attempts."""
 _LEAST_CUT: Final = 10
-"""A column that may be cut is left out if fewer characters than this fit."""
-_NO_LIMIT: Final = 10_000  # A pipe has no width to wrap at
+"""A column that may be cut is left out if less than this many characters fit."""
+_NO_LIMIT: Final = 10_000  # The width of a pipe or file, which is too large for lines to wrap
 
 
 def show_json(value: object) -> None:
@@ -52,7 +52,7 @@ def show_line(text: str = "", style: str = "") -> None:
 def show_plain(text: str) -> None:
     """Print a line as it is, without escapes or ``***``, such as an address with a token.
 
-    The line is there at once, also in a pipe or file.
+    The output is flushed, so that the line appears at once, also in a pipe or file.
     """
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
@@ -132,10 +132,11 @@ def _elided(
 def short_names(
     places: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> dict[str, str]:
-    """Return the name of each place that a table should show.
+    """Return for each place the name that a table should show.
 
-    The name is the place itself. If the table would be wider than the terminal with long places,
-    the names are "tier 1", "tier 2" and so on, and a line for each name is printed with its place.
+    The name is the place itself if the table fits the terminal, or if the places are short.
+    Otherwise the names are "tier 1", "tier 2" and so on. A line for each name with its place is
+    then printed.
 
     Args:
         places: The places, such as URLs of tiers.
@@ -183,9 +184,10 @@ def fail_unexpected(error: Exception, *, as_json: bool) -> None:
 
 @contextmanager
 def progress(label: str, *, in_bytes: bool = True) -> Generator[OnProgress]:
-    """Show a progress bar while the block runs, if standard error is a terminal.
+    """Return a context manager that shows a progress bar while its block runs. Nothing is shown if
+    standard error is not a terminal.
 
-    The block gets a function that it calls with how much is done and how much there is in total.
+    The block gets a function that it calls with the amount that is done and the total amount.
 
     Args:
         label: The text before the bar.
@@ -250,7 +252,7 @@ _STYLES: Final = {
 
 
 def _clean_json(value: Any) -> Any:
-    """Return ``value`` in types that JSON has, without credentials in its text."""
+    """Return ``value`` converted to types that JSON has, without credentials in its strings."""
     match value:
         case str():
             return redact(value)
@@ -259,7 +261,7 @@ def _clean_json(value: Any) -> Any:
         case list() | tuple():
             return [_clean_json(item) for item in value]
         case float() if not math.isfinite(value):
-            return str(value)  # JSON has no such numbers
+            return str(value)  # JSON has no NaN and no infinite numbers
         case None | bool() | int() | float():
             return value
         case _:
@@ -267,7 +269,7 @@ def _clean_json(value: Any) -> Any:
 
 
 def _print_line(word: str, style: str, text: str) -> None:
-    with suppress(OSError):  # If standard error fails, the exit code still tells the result
+    with suppress(OSError):  # If standard error fails, the exit code still shows the result
         _console(sys.stderr).print(
             Text(f"{word}: ", style=style).append(clean(text), style="default"), soft_wrap=True
         )

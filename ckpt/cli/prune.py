@@ -1,4 +1,4 @@
-"""``ckpt prune``: remove checkpoints that need not be kept."""
+"""``ckpt prune``: remove checkpoints that need not be kept, and the remains of failed saves."""
 
 from __future__ import annotations
 
@@ -156,18 +156,18 @@ def _farther(
 ) -> Sequence[Tier]:
     """Return the tiers farther than ``tier`` that the running job may still copy steps to.
 
-    The result is empty if no job runs that owns the root. With ``dry_run`` it is also empty, and a
-    warning is printed, if the farther tiers are not known.
+    The result is empty if no job runs that owns the root. If the farther tiers are not known and
+    ``dry_run`` is set, print a warning and return an empty sequence.
 
     Args:
         tier: The tier to prune.
         config: The configuration file; None for ``./ckpt.toml``.
         owner: The owner of the root.
         url: The URL of the tier for the message.
-        dry_run: Whether nothing is removed.
+        dry_run: Whether the command only shows what it would remove.
 
     Raises:
-        CommitError: A job may run, and its farther tiers are not known.
+        CommitError: A job may run, its farther tiers are not known, and ``dry_run`` is not set.
     """
     if owner is None or not (owner.alive or owner.is_unknown):
         return ()
@@ -189,8 +189,8 @@ def _farther(
 def _late(tiers: Sequence[Tier], found: Sequence[StoredStep], timeout: float) -> frozenset[StepRef]:
     """Return the committed steps of ``found`` that one of the farther ``tiers`` lacks.
 
-    A job may still have to read these steps to copy them. If a farther tier cannot be listed, all
-    steps that go to it count as lacking, and a warning is printed.
+    A job may still have to read these steps to copy them. If a farther tier cannot be listed, the
+    result has all steps that this tier takes, and a warning is printed.
     """
     late: set[StepRef] = set()
     for farther in tiers:
@@ -245,7 +245,7 @@ def _show(found: Sequence[Pruned], kept: Sequence[Judged], *, dry_run: bool) -> 
 
 
 def _best(text: str) -> Best:
-    """Return the rule that a value of ``--keep-best`` such as 'loss:min:3' stands for.
+    """Parse a value of ``--keep-best``, such as 'loss:min:3', and return its rule.
 
     Raises:
         ConfigError: ``text`` is not METRIC:MODE or METRIC:MODE:N.

@@ -147,10 +147,10 @@ class _Found:
     Attributes:
         ref: The attempt at the step.
         place: The path of the folder of the attempt.
-        copied_bytes: How many bytes were copied; None if ``place`` is in one of the sources, and
-            nothing was copied.
-        nbytes: How many bytes were verified.
-        seconds: How long the verification or the copy took.
+        copied_bytes: The number of bytes that were copied; None if ``place`` is in one of the
+            sources, and nothing was copied.
+        nbytes: The number of bytes that were verified.
+        seconds: The time that the verification or the copy took.
         repaired: The files that a nearer tier should have had intact and did not.
     """
 
@@ -168,7 +168,8 @@ def _sources(roots: list[str], config: str | None, timeout: float) -> list[Watch
 
 
 def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watched | None:
-    """Return the store to copy the step to; None if the step stays in the local folder that has it.
+    """Return the store to copy the step to. Return None if the only source is a local folder in
+    which the step is verified without a copy.
 
     Args:
         sources: The stores to read from, nearest first.
@@ -204,7 +205,7 @@ def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watc
 
 
 def _first_intact(sources: list[Watched], step: int | None, destination: Watched | None) -> _Found:
-    """Try the committed attempts, newest step first, until one is intact, and return that one.
+    """Try the committed attempts, newest step first, until an attempt is intact, and return it.
 
     A warning is printed for each attempt that is damaged or was removed.
 
@@ -229,7 +230,7 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
                 with output.progress(f"step {ref.step}") as bar, naming_a_removed(asked, ref):
                     return _try(asked, ref, destination, workers, bar)
             except FormatUnsupported:
-                raise  # The step is not damaged, and an older one would hide the newer format
+                raise  # The step is not damaged. Restoring an older step would hide this error.
             except (IntegrityError, NoCheckpoint) as error:
                 candidate = next(found, None)
                 if candidate is None and tried == 1:
@@ -241,7 +242,7 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
     urls = ", ".join(source.url for source in sources)
     if not tried:
         if len(sources) == 1:
-            # This raises an error that says what the store has instead.
+            # ``find`` raises an error that describes what the store has instead.
             sources[0].ask(partial(find, sources[0], step))
         raise NoCheckpoint(urls, "" if step is None else f"step {step} is not there")
     raise IntegrityError(
@@ -251,7 +252,9 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
 
 
 def _next(ref: StepRef, candidate: Candidate | None) -> str:
-    """Return the text that says which attempt is tried after ``ref``; None: no other attempt."""
+    """Return the text that says which attempt is tried after ``ref``. ``candidate`` is that
+    attempt, or None if there is no other attempt.
+    """
     if candidate is None:
         return "there is no other"
     if candidate.ref.step == ref.step:
@@ -262,7 +265,9 @@ def _next(ref: StepRef, candidate: Candidate | None) -> str:
 
 
 def _attempts(store: StorageBackend) -> list[StepRef]:
-    """Return the attempts in a store. A watched store must answer within ``--timeout``."""
+    """Return the attempts in a store. Raises ``TransientStorageError`` if a watched store does not
+    answer within ``--timeout``.
+    """
     return store.ask(partial(attempts, store)) if isinstance(store, Watched) else attempts(store)
 
 

@@ -80,7 +80,8 @@ def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:
     """Return the runs for ``ckpt serve`` and ``ckpt top`` to show.
 
     Args:
-        roots: The roots of runs. Roots that a journal names as tiers of one run are one run.
+        roots: The roots of runs. If a journal names several of them as tiers of one run, they are
+            one run.
         configs: Configuration files. The tiers of each file are one run. If there are neither roots
             nor files, the tiers that ``resolve_tiers`` returns are the only run.
     """

@@ -88,7 +88,7 @@ def show(
 
 
 def _read(backend: StorageBackend, ref: StepRef) -> Manifest:
-    """Return the manifest, with the metrics that were added after the commit in its metadata."""
+    """Return the manifest. Its metadata includes the metrics that were added after the commit."""
     manifest = read_manifest(backend, ref)
     keys = [info.key for info in own_objects(backend, ref)]
     metadata = with_late(manifest.metadata, late_metrics(backend, ref, keys))
@@ -221,10 +221,10 @@ def _files(manifest: Manifest) -> list[dict[str, object]]:
 
 @dataclass(frozen=True, slots=True)
 class _Tagged:
-    """A node of a manifest's tree that ``ckpt.model.values`` does not define.
+    """A node of a manifest's tree whose tag ``ckpt.model.values`` does not define.
 
     Attributes:
-        tag: The kind of the node, such as "tensor", "module" or "optimizer".
+        tag: The tag of the node, such as "tensor", "module" or "optimizer".
         fields: The other fields of the node, decoded.
     """
 
@@ -235,7 +235,7 @@ class _Tagged:
 def _plain(raw: msgspec.Raw) -> Any:
     """Decode a tree of a manifest to Python values, with a `_Tagged` for each node of an adapter.
 
-    Nothing is imported or called because of what the tree says.
+    The content of the tree cannot cause an import or a call.
     """
 
     def other(tag: str, node: Mapping[str, Any]) -> object:
@@ -245,7 +245,7 @@ def _plain(raw: msgspec.Raw) -> Any:
 
 
 def _values(manifest: Manifest) -> dict[str, str]:
-    """Return the plain values as text, by name, without tensors.
+    """Return the plain values of the state as text, by name, without tensors.
 
     The text of a ``PerRank`` value only lists the ranks that have the value.
     """
@@ -265,10 +265,10 @@ def _metadata(manifest: Manifest) -> dict[str, str]:
 
 
 def exact_values(manifest: Manifest) -> dict[str, str]:
-    """Return the plain values as text, by name, for a comparison of two checkpoints.
+    """Return the plain values of the state as text, by name, for a comparison of two checkpoints.
 
-    A ``PerRank`` value has an item for each rank. A plain value is not shortened, so two such
-    values are equal if their texts are equal.
+    A ``PerRank`` value has an item for each rank. The texts of plain values are not shortened, so
+    two plain values are equal if their texts are equal.
     """
     with following("tree"):
         values = dict(_flat("", _plain(manifest.tree), exact))
@@ -302,7 +302,7 @@ def _flat(
         case _Tagged(tag="optimizer", fields={"groups": list(groups), "state": dict(state)}):
             for index, group in enumerate(groups):
                 yield from _settings(join(join(path, "param_groups"), str(index)), group, text)
-            for name, item in state.items():  # A name here begins at the root of the state
+            for name, item in state.items():  # The names begin at the root of the whole state
                 yield from _flat(name if isinstance(name, str) else join(path, name), item, text)
             if "extra" in value.fields:
                 yield from _flat(join(path, "extra"), value.fields["extra"], text)
@@ -326,12 +326,13 @@ def _settings(
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each setting of a parameter group of an optimizer.
 
-    The node of a group keeps the settings in its item "values", which is left out of their names.
+    The node of a group has the settings in its item "values". The names of the settings do not
+    contain the word "values".
 
     Args:
         path: The name of the group.
         group: The node of the group.
-        text: As for ``_flat``.
+        text: The same as for ``_flat``.
     """
     if not isinstance(group, dict) or "values" not in group:
         yield from _flat(path, group, text)

@@ -1,10 +1,10 @@
-"""Stores that commands use: a limit on how long a command waits for an answer, and warnings.
+"""Limit the time that a command waits for a store, and warn about a store that does not answer.
 
 A command opens each store as a `Watched` store, which records since when an answer of the store is
 due. If no answer comes for two seconds, a line on standard error says so. The first requests of a
 command to a store (``Watched.ask``) fail if the store does not answer for ``--timeout`` seconds.
-This limit does not hold for the data that a command transfers afterwards, because a transfer may be
-slow for good reasons. Only the retries of the backend and of the pipeline limit it.
+This limit does not apply to the data that a command transfers afterwards, because a transfer may be
+slow for good reasons. Only the retries of the backend and of the pipeline limit such a transfer.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ T = TypeVar("T")
 SILENT_SECONDS: Final = 2.0
 """How long a command waits for a store before it prints a warning."""
 _REPEAT_SECONDS: Final = 30.0
-"""The least time between two such warnings about one store, so that a slow connection does not
-cause a warning for each chunk.
+"""The least time between two warnings about one store, so that a slow connection does not cause a
+warning for each chunk.
 """
 _MOST_WAIT_SECONDS: Final = 3600.0
 _TICKS: Final = 4
@@ -52,7 +52,7 @@ def open_watched(url: str, options: Mapping[str, object] | None, timeout: float)
 def watch(backend: StorageBackend, timeout: float) -> Watched:
     """Return a watched store that wraps ``backend``.
 
-    It also has each of the optional methods ``_EXTRAS`` that ``backend`` has.
+    The result also has each of the optional methods ``_EXTRAS`` that ``backend`` has.
 
     Raises:
         ConfigError: ``timeout`` is negative or nan.
@@ -64,9 +64,10 @@ def watch(backend: StorageBackend, timeout: float) -> Watched:
 
 
 def _passed_on(name: str) -> Any:
-    """Return a method that calls the method ``name`` of ``self.backend`` as a watched request.
+    """Return a method that calls the method ``name`` of ``self.backend`` in ``self.asking()``.
 
-    If the method returns an iterator, each of its items is a watched request.
+    If the method of the backend returns an iterator, the new method returns an iterator that takes
+    each item in ``self.asking()``.
     """
 
     def method(owner: Any, *args: Any, **options: Any) -> Any:
@@ -80,16 +81,17 @@ def _passed_on(name: str) -> Any:
 
 
 class Watched:
-    """A ``StorageBackend`` that wraps another one and records for how long it has not answered.
+    """A ``StorageBackend`` that wraps another backend, and records for how long that backend has
+    not answered.
 
-    Thread safety: the same threads may use it as the backend that it wraps.
+    Thread safety: the threads that may use the other backend may use this object too.
     """
 
     def __init__(self, backend: StorageBackend, timeout: float) -> None:
         self.backend, self._timeout = backend, timeout
         self._lock = threading.Lock()
         self._pending = 0
-        self._asked_at: float | None = None  # Since when an answer is due; None if none is
+        self._asked_at: float | None = None  # The time since which an answer is due, or None
         self._warned_at: float | None = None
         self._failure: StorageError | None = None
         self._gone: StorageError | None = None
@@ -97,14 +99,14 @@ class Watched:
     def ask(self, work: Callable[[], T]) -> T:
         """Run ``work``, which makes the first requests to this store, and return its result.
 
-        ``work`` runs on a thread of its own. If the store does not answer in time, the thread goes
-        on waiting, and this call raises.
+        ``work`` runs on a thread of its own. If the store does not answer in time, this call
+        raises, while the thread goes on waiting.
 
         Raises:
             TransientStorageError: The store has not answered for ``--timeout`` seconds. All later
                 requests to the store raise the same error.
         """
-        future = Workers("ask", 1).submit(work)  # Not closed: it may still wait for the store
+        future = Workers("ask", 1).submit(work)  # Not closed, as the thread may go on waiting
         while not future.done():
             silent = self.silent_seconds
             self.note(f"has not answered yet; it is given up after {self._timeout:g} s (--timeout)")
@@ -118,7 +120,7 @@ class Watched:
 
     @property
     def silent_seconds(self) -> float:
-        """For how many seconds an answer has been due; 0 if no answer is due."""
+        """Return for how many seconds an answer has been due; 0 if no answer is due."""
         with self._lock:
             return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
@@ -167,7 +169,7 @@ class Watched:
         try:
             yield
         except TransientStorageError as error:
-            # The pipeline repeats the request, so this error does not count as an answer.
+            # The pipeline sends the request again, so this error does not count as an answer.
             failure = error
             raise
         finally:
@@ -178,7 +180,9 @@ class Watched:
                     self._asked_at = time.monotonic() if self._pending else None
 
     def iterate(self, items: Callable[[], Iterator[T]]) -> Iterator[T]:
-        """Call ``items`` and yield the items of its iterator, each as a watched request."""
+        """Call ``items``, and yield the items of the iterator that it returns. Take each item in
+        ``asking``.
+        """
         found: Iterator[T] | None = None
         while True:
             # A generator makes its first request only in ``next``, so the block includes ``next``.
@@ -231,7 +235,9 @@ class _WatchedUpload:
 
 @contextmanager
 def noting(*stores: StorageBackend) -> Generator[None]:
-    """Print a warning about each store that does not answer for two seconds in the block."""
+    """Return a context manager. While its block runs, a warning is printed about each of ``stores``
+    that does not answer for two seconds.
+    """
     over = threading.Event()
     watched = [store for store in stores if isinstance(store, Watched)]
 

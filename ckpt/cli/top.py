@@ -24,7 +24,7 @@ from ckpt.cli.serve import ConfigsOption, watched_runs
 from ckpt.errors.sanitize import clean
 from ckpt.observe.run_view import RunView, StepView, TierView
 
-_ROWS = 12  # The number of steps that are shown of each run
+_ROWS = 12  # The most steps that are shown for each run
 _PATIENCE_SECONDS = 2.0
 
 
@@ -95,9 +95,9 @@ def _tables(run: RunView) -> Iterator[Table]:
 
 
 def _scrubs(run: RunView, jobs: Sequence[JobStatus]) -> Iterator[Text]:
-    """Yield the lines about what the agent of this node has verified of a run.
+    """Yield lines that show which steps of a run the agent of this node has verified.
 
-    The lines are about those of ``jobs`` that have a tier of the run.
+    The lines are about each of ``jobs`` that has a tier of the run.
     """
     urls = {tier.url for tier in run.tiers}
     for job in jobs:
@@ -114,7 +114,7 @@ def _under_way(tier: TierView) -> str:
 
 
 def _rest(row: StepView) -> Iterator[str]:
-    """Yield the cells of a row after its step and size: the stall, and the state on each tier."""
+    """Yield the last cells of a row: the stall of the step, and its state on each tier."""
     yield duration(row.save.stall_seconds) if row.save and row.save.stall_seconds else "-"
     for cell in row.cells:
         yield "-" if cell.state == "absent" else cell.state

@@ -80,9 +80,13 @@ def _one(place: Reached, step: int | None, *, whole: bool, json: bool) -> None:
 
     Args:
         place: The tier.
-        step: The step; None for any step.
-        whole: Whether to verify every committed attempt, and not only the newest.
+        step: The only step to verify; None for all steps.
+        whole: Whether to verify all committed attempts, and not only the newest one.
         json: Whether to print JSON.
+
+    Raises:
+        NoCheckpoint: There is no committed attempt, or all were removed meanwhile.
+        typer.Exit: An attempt is damaged.
     """
     if isinstance(backend := place.store, CkptError):
         raise backend
@@ -111,7 +115,7 @@ def _one(place: Reached, step: int | None, *, whole: bool, json: bool) -> None:
 def _verify(backend: StorageBackend, ref: StepRef, label: str = "") -> VerifyReport | None:
     """Verify one attempt, record the result in the journal of the run, and return the report.
 
-    Return None if the attempt was removed meanwhile, because it is not damaged then.
+    Return None if the attempt was removed meanwhile, since its missing files are then no damage.
     """
     with workers_for(backend) as workers, output.progress(f"step {ref.step}{label}") as bar:
         report = verify_step(backend, ref, workers=workers, on_progress=bar)
@@ -168,7 +172,8 @@ class _Tier:
         url: The URL of the tier.
         store: The store; the error if the tier cannot be opened.
         refs: The committed attempts that the command may verify, newest step first.
-        error: Why the tier has no such step, or cannot be read; None if it can be.
+        error: The reason why the tier has no attempt to verify, or why it cannot be read; None if
+            neither is the case.
         reports: The reports of the attempts that were verified.
     """
 
@@ -186,13 +191,15 @@ class _Tier:
 
 
 def _several(places: list[Reached], step: int | None, *, whole: bool, json: bool) -> None:
-    """Verify the steps of several tiers, and print one result for all. See ``_one``."""
+    """Verify the steps of several tiers, and print one result for all tiers. Except for ``places``,
+    the tiers, the arguments are those of ``_one``.
+    """
     answers = ask_each(places, lambda store: find(store, step))
     tiers = [_Tier.of(place, found) for place, (_, found) in zip(places, answers, strict=True)]
     for tier in tiers:
         _check(tier, tier.refs if whole else tier.refs[:1])
     bad = {ref for tier in tiers for ref, report in tier.reports.items() if not report.intact}
-    # Verify a step that is damaged on one tier on all other tiers, which may have it intact.
+    # If a step is damaged on one tier, verify it on all other tiers, since one may have it intact.
     for tier in tiers:
         _check(tier, [ref for ref in tier.refs if ref in bad and ref not in tier.reports])
     if json:
@@ -290,7 +297,8 @@ def _intact_on(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> l
 def _alike(ref: StepRef, one: _Tier, two: _Tier) -> bool:
     """Return True if both tiers have the files of ``ref`` in the same encoding.
 
-    If the encodings differ, offsets in the files of the two tiers are not comparable.
+    If the encodings differ, offsets in the files of the two tiers are not comparable. Return False
+    if the manifest of ``ref`` cannot be read on one of the tiers.
     """
     if isinstance(one.store, CkptError) or isinstance(two.store, CkptError):
         return False
@@ -301,7 +309,7 @@ def _alike(ref: StepRef, one: _Tier, two: _Tier) -> bool:
 
 
 def _meet(one: Fault, two: Fault, alike: bool) -> bool:
-    """Return True if two faults of one attempt on two tiers may be about the same bytes.
+    """Return True if two faults of one attempt on two tiers may concern the same bytes.
 
     A fault of the manifest on the second tier counts as a fault of all bytes.
 

@@ -31,9 +31,9 @@ from ckpt.errors import NoCheckpoint
 from ckpt.storage.places import is_missing
 
 _END_SECONDS: Final = 30.0
-"""How long a stopped command and the processes that it has started have to end."""
+"""The time that a stopped command, and the processes that it has started, get to end."""
 _LOOK_SECONDS: Final = 0.05
-"""The time between two checks whether these processes have ended."""
+"""The time between two checks whether the processes have ended."""
 _TERMINATED: Final = 128 + signal.SIGTERM
 _PLACE: Final = re.compile(r"\{(path|step|root)\}")
 
@@ -117,12 +117,12 @@ def _say(step: CommittedStep, code: int, *, json: bool) -> None:
 
 
 class _Signals:
-    """Turns SIGTERM and SIGINT into exceptions that end the command and the pin of its step.
+    """Turns SIGTERM and SIGINT into exceptions, which end the command and the pin of its step.
 
     The signals are held back while a command starts, because an exception in the constructor of
     ``Popen`` would leave the command running.
 
-    Thread safety: the main thread only.
+    Thread safety: only the main thread may use it.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,9 @@ class _Signals:
 
     @contextmanager
     def raised(self) -> Generator[None]:
-        """Raise ``SystemExit`` for SIGTERM, and ``KeyboardInterrupt`` for SIGINT, in the block."""
+        """Return a context manager. A SIGTERM in its block raises ``SystemExit`` there, and a
+        SIGINT raises ``KeyboardInterrupt``.
+        """
         numbers = (signal.SIGTERM, signal.SIGINT)
         before = [signal.signal(number, self._take) for number in numbers]
         try:
@@ -140,11 +142,11 @@ class _Signals:
                 signal.signal(number, handler)
 
     def hold(self) -> None:
-        """Hold back the signals that come from now until ``release``."""
+        """Hold back signals from now until ``release``."""
         self._held = True
 
     def release(self) -> None:
-        """Raise the last signal that was held back, if there is one, and hold back no others."""
+        """Stop holding back signals. If a signal was held back, raise its exception."""
         self._held = False
         if self._pending:
             self._raise(self._pending)
@@ -163,8 +165,9 @@ class _Signals:
 def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
     """Run the command for a step, and return its exit code.
 
-    If a signal ends this process meanwhile, the command and the processes that it has started get
-    SIGTERM, and SIGKILL after 30 s. This function waits for them and then raises.
+    If a signal raises an exception meanwhile, the command and the processes that it has started get
+    SIGTERM, and SIGKILL after 30 s. This function waits until they have ended, and then raises the
+    exception again.
     """
     named = {"path": step.path, "step": str(step.step), "root": step.root}
     command = _PLACE.sub(lambda place: shlex.quote(named[place[1]]), command)
@@ -179,18 +182,22 @@ def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
             return process.wait()
         except BaseException:
             signals.hold()
-            with suppress(ProcessLookupError, PermissionError):  # It may have just ended
+            # The processes may have just ended, or have changed their user.
+            with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGTERM)
             _end_group(process)
             raise
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Wait at most 30 s until a process and its process group have ended. Then kill the group."""
+    """Wait until a process and all other processes of its group have ended. Kill the group after
+    30 s.
+    """
     deadline = time.monotonic() + _END_SECONDS
-    with suppress(ProcessLookupError, PermissionError):  # A command may change its user
+    # These errors mean that the group has ended, or that its processes have changed their user.
+    with suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < deadline:
-            process.poll()  # Otherwise a process that has ended stays in its group
+            process.poll()  # Otherwise the process stays in its group as a zombie after its end
             os.killpg(process.pid, 0)
             time.sleep(_LOOK_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)
