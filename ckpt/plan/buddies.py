@@ -11,13 +11,13 @@ def buddies(domains: Sequence[str], replicas: int) -> tuple[tuple[int, ...], ...
     """Return for each node the numbers of its buddies, in order of preference.
 
     The nodes form a ring in which neighbours belong to different failure domains as far as
-    possible. The buddies of a node are the next nodes of the ring that are outside its domain. As
-    long as there is a domain without a buddy of the node, the next buddy is from such a domain. If
-    all domains have the same size, each node therefore keeps the same number of copies.
+    possible. The buddies of a node are the next nodes of the ring that are outside its domain. A
+    node gets a second buddy from the same domain only after it has one from each other domain. If
+    all domains have the same size, each node is a buddy of equally many nodes.
 
     Args:
         domains: The failure domain of each node, such as a rack. If all nodes are in one domain,
-            domains are ignored.
+            the buddies of a node are the next nodes of the ring.
         replicas: The number of buddies of each node. A node gets fewer if there are not enough
             nodes outside its domain.
     """
@@ -48,17 +48,19 @@ def missing_copies(
     domains: Sequence[str],
     replicas: int,
 ) -> dict[int, tuple[int, ...]]:
-    """Return by file the nodes that must get a copy of it, so that ``1 + replicas`` nodes have the
-    file. Files that no node has are left out.
+    """Return for each file the nodes that must get a copy, so that ``1 + replicas`` nodes have the
+    file.
 
-    The candidates are the node of the file's rank, and then the buddies of that node. A candidate
-    in a domain that has no copy yet is preferred.
+    A file is named by the rank that has written it. Files that no node has are left out of the
+    result, and files that need no copy have an empty tuple. The function considers the node of the
+    file's rank first, and then the buddies of that node. It prefers nodes in domains that have no
+    copy of the file yet.
 
     Args:
         holders: The nodes that have each file.
-        homes: The node of the rank that each file belongs to.
+        homes: The node of each file's rank.
         domains: The failure domain of each node.
-        replicas: The number of copies that a file has beside the first one.
+        replicas: The number of copies that a file needs in addition to the file itself.
     """
     # Up to ``replicas`` of these candidates may already have the file, so more are needed.
     order = buddies(domains, 2 * replicas + 1)

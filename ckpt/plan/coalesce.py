@@ -1,4 +1,7 @@
-"""Join reads of neighbouring chunks to few requests, without executing them."""
+"""Plan few large requests that serve the reads of many neighbouring chunks.
+
+The functions are pure: they send no requests.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ckpt.plan.restore import ChunkRead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One request to a store, for ``nbytes`` bytes from ``offset`` of the file of ``rank`` on.
+    """One request to a store: read ``nbytes`` bytes of the file of ``rank``, from ``offset`` on.
 
     ``reads`` are the chunk reads that the request serves, in file order.
     """
@@ -22,12 +25,13 @@ class Run:
 
 
 def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> list[Run]:
-    """Join chunk reads to runs, and return the runs.
+    """Return runs that together serve all of ``reads``, in file order.
 
     Args:
         reads: The reads in file order.
-        most_bytes: The most bytes of a run. A single larger read is a run of its own.
-        gap_bytes: The most bytes that may lie between two reads of a run in their file.
+        most_bytes: The largest size of a run in bytes. A single larger read is a run of its own.
+        gap_bytes: The largest gap in bytes between two reads of a run in their file. The run
+            includes the bytes of the gap.
     """
     runs: list[Run] = []
     pending: list[ChunkRead] = []

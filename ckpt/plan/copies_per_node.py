@@ -2,9 +2,9 @@
 copy a restore reads.
 
 If each node writes its own copy of a replicated tensor, the manifest names only one of the copies.
-With the fragments filled in, it also has the chunk tables of all files, and two chunks with the
-same checksum and length are equal. A restore can therefore read a chunk from a copy on its own node
-instead of one on another node, or instead of one that is lost.
+A manifest with the fragments filled in also has the chunk tables of all files, and two chunks with
+the same checksum and length are equal. A restore can therefore read an equal chunk on its own node
+instead of a chunk that is on another node or lost.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _FARTHEST: Final = 2
 def nearest_copies(
     plan: RestorePlan, manifest: Manifest, distance: Mapping[int, int]
 ) -> RestorePlan:
-    """Return ``plan``, in which each chunk is read from the nearest file that holds an equal chunk.
+    """Return a copy of ``plan`` that reads each chunk from the nearest file with an equal chunk.
 
-    Each chunk of a file is read at most once, as in ``plan``. If no nearer file has an equal chunk,
-    the read stays as it is.
+    As in ``plan``, each chunk of a file is read at most once. If no nearer file has an equal chunk,
+    the read stays unchanged.
 
     Args:
         plan: The restore plan.
         manifest: The manifest, with the fragments of all ranks filled in.
-        distance: The distance of the file of a rank: 0 for a file on this node, and 1 for one on
-            another node. A file of a rank that is not in the mapping is farther than both.
+        distance: The distance of the file of a rank: 0 for a file on this node, and 1 for a file on
+            another node. The file of a rank that is not in the mapping counts as the farthest.
     """
     far = [read for read in plan.reads if distance.get(read.rank, _FARTHEST)]
     if not far:
@@ -63,18 +63,18 @@ def nearest_copies(
 
 
 def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks of ``replicas`` among which the tensor is cut, so that ``rank`` and the
-    other ranks in the result write one copy together. The result is empty if ``rank`` writes the
-    whole tensor.
+    """Return the ranks of ``replicas`` that together write one copy of the tensor, including
+    ``rank``. Each of them writes a slab.
 
-    Without nodes, the result is ``replicas``. With nodes, it has the ranks on the node of ``rank``,
-    so that each node has a copy. If the nodes have unequal numbers of replicas, each rank writes
-    the whole tensor, since slabs of different sizes would have no equal chunks. All replicas come
-    to the same result.
+    The result is empty if ``rank`` writes the whole tensor. If ``node_of`` is empty or ``rank``
+    does not hold the tensor, the result is ``replicas``. Otherwise the result has the ranks on the
+    node of ``rank``, so that each node has a copy. If the nodes have unequal numbers of replicas,
+    each rank writes the whole tensor, since slabs of different sizes would have no equal chunks.
+    All replicas on a node get the same result.
 
     Args:
         replicas: The ranks that hold the tensor.
-        rank: The rank that asks.
+        rank: The rank that the result is for.
         node_of: The node of each rank; empty if the nodes have no tiers of their own.
     """
     if not node_of or rank not in replicas:
@@ -85,11 +85,12 @@ def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tup
 
 
 def left(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Sequence[int]) -> Leaf:
-    """Return the leaf of a rank for a tensor that the first of ``ranks`` writes.
+    """Return the leaf that this rank plans for a tensor whose boxes another rank writes.
 
-    The result is ``leaf`` without boxes, so that the fragment contains only the name. If no rank
-    writes the boxes of the tensor, the merge thus finds that they are missing. With nodes, the
-    lowest of ``ranks`` on each node keeps the boxes as a spare copy (see ``Leaf.spare``).
+    The result is ``leaf`` without boxes, so that the fragment of this rank contains the name of the
+    tensor. If no rank writes the boxes, the merge can therefore report that they are missing. If
+    ``node_of`` is not empty, the lowest of ``ranks`` on each node keeps the boxes as a spare copy
+    (see ``Leaf.spare``).
 
     Args:
         leaf: The tensor as this rank holds it.
@@ -104,9 +105,10 @@ def left(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Sequence[int]) 
 
 
 def without_copy(manifest: Manifest, there: Collection[int]) -> list[int]:
-    """Return the ranks whose file is lost and has a chunk that no remaining file has, too.
+    """Return the ranks whose files are lost together with data that no remaining file has.
 
-    The first chunk of a file, which is its header, does not count.
+    The file of such a rank has a chunk without an equal chunk in the remaining files. The first
+    chunk of a file is its header, and does not count.
 
     Args:
         manifest: The manifest, with the fragments of all ranks filled in.

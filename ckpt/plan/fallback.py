@@ -1,5 +1,5 @@
-"""Decide after an error of a store how much of the store is not read any more, and which error is
-raised if all stores have failed.
+"""Decide how much of a store a reader skips after an error of that store, and which error it raises
+if all stores have failed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ckpt.plan.restore import ChunkRead, RestorePlan
 
 
 class Reach(Enum):
-    """How much of a store is not read again after an error: the chunk, the file, or the whole
-    store.
+    """The part of a store that a reader does not read again after an error: the chunk, the file, or
+    the whole store.
     """
 
     CHUNK = "chunk"
@@ -32,15 +32,15 @@ class Reach(Enum):
 
 
 def reach_of(error: Exception) -> Reach | None:
-    """Return how much of a store is not read again after ``error``. Return None if another store
-    would not help, so that the caller must raise the error.
+    """Return the part of a store that a reader does not read again after ``error``.
 
-    The result is None for every error that is not an error of the store, and for a checkpoint in an
-    unsupported format. If a reader went on to another store with an older step, the user would not
-    notice that this ckpt must be upgraded.
+    Return None if the caller must raise the error and read no other store. This holds for every
+    error that is not an error of the store, and for a checkpoint in an unsupported format. If a
+    reader went on to another store with an older step, the user would not notice that the installed
+    ckpt must be upgraded.
     """
     match error:
-        case CodecMissing():  # Another store may have the file without the codec
+        case CodecMissing():  # In another store, the file may have another codec or none
             return Reach.FILE
         case FormatUnsupported():
             return None
@@ -59,7 +59,8 @@ def is_damage(error: Exception) -> bool:
     older step.
 
     The result is False if the store denies access or does not answer, or if the format is not
-    supported: the data may be intact then, and an older step would hide the problem.
+    supported: the data may be intact then, and an older step would hide the problem. `LinkRefused`
+    counts as damage, since it concerns a single object.
     """
     if isinstance(error, AccessDenied | TransientStorageError):
         return isinstance(error, LinkRefused)
@@ -71,10 +72,10 @@ def is_damage(error: Exception) -> bool:
 def verdict(errors: Sequence[tuple[str, Exception]], what: str) -> Exception:
     """Return the error to raise if no store could give ``what``.
 
-    If an error does not mean damage (see ``is_damage``), the first such error is returned, since
-    the data may be intact. Otherwise an ``ObjectNotFound`` does not count if there is another
-    error. The result is then the only error that counts, or an ``IntegrityError`` that names
-    several.
+    If some errors do not mean damage (see ``is_damage``), return the first of them, since the data
+    may be intact. Otherwise ignore each ``ObjectNotFound``, unless all errors are of this class. If
+    one error remains, return that error. If several remain, return an ``IntegrityError`` that names
+    them.
 
     Args:
         errors: The URL and the error of each store, nearest first.

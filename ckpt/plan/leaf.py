@@ -14,17 +14,17 @@ class Leaf:
 
     Attributes:
         name: The canonical name, which is the same on all ranks and under all wrappers.
-        dtype: A key of ``model.dtype.DTYPES``.
+        dtype: The name of the dtype, which is a key of ``ckpt.model.dtype.DTYPES``.
         shape: The shape of the global tensor.
         boxes: The boxes that this rank holds, in the order in which its local tensor contains them.
-            Usually there is one; there is none if the local tensor is empty.
-        replicas: The ranks that are known to hold the same boxes, in ascending order and including
-            this rank. It is empty if they are not known. Then this rank writes all of its boxes,
-            and the commit keeps one of several equal copies.
+            A tensor usually has one box, and an empty local tensor has none.
+        replicas: The ranks that hold the same boxes, in ascending order and including this rank.
+            If the replicas are unknown, the tuple is empty and this rank writes all of its boxes.
+            If several ranks then write equal copies of a box, the manifest names one of the copies.
         spare: Whether this rank writes its boxes only as a spare copy, because another rank writes
-            the boxes that the checkpoint consists of. Values may differ between the two. The
-            fragment does not name the spare boxes. A restore may read a chunk of them in place of
-            an equal chunk of the other rank.
+            the boxes that the checkpoint consists of. The values of the two ranks may differ. The
+            fragment does not name the spare boxes. A restore may read a chunk of a spare box in
+            place of an equal chunk of the other rank.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Leaf:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of one element."""
+        """Return the size of one element in bytes."""
         return DTYPES[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all boxes of this rank together."""
+        """Return the size of all boxes of this rank together, in bytes."""
         return sum(box.numel for box in self.boxes) * self.itemsize

@@ -1,9 +1,11 @@
-"""Merge the fragments of all ranks to the manifest, or raise the reason why there can be none.
+"""Merge the fragments of all ranks into the manifest, or raise an error that says why this is
+impossible.
 
-The same fragments give the same manifest on every rank that merges them: files are ordered by rank,
-tensors by name, and the time of creation is the latest of all fragments. If several ranks have
-stored equal copies of a box, the manifest names the copy of the lowest rank. The merge refuses
-copies that differ, holes and overlaps, and the error names the tensor.
+The same fragments give the same manifest on every rank that merges them. Files are ordered by rank
+and tensors by name, and the manifest has the latest creation time of all fragments. If several
+ranks have stored equal copies of a box, the manifest names the copy of the lowest rank. If copies
+differ, or the boxes of a tensor overlap or leave a hole, the merge raises an error that names the
+tensor.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ ranks.
 class Known:
     """Results of one merge that the next merge can use again.
 
-    Thread safety: one merge at a time.
+    Thread safety: only one merge at a time may use the object.
 
     Attributes:
-        forms: The unpacked and checked forms of the fragments of the last merge, by the keys of
-            ``Gathered.forms``.
+        forms: The forms of the fragments of the last merge, unpacked and checked, by the keys of
+            ``Gathered.forms``. See `ckpt.model.packed` about forms.
         layouts: The tensors and layouts of the last manifest; None before the first merge.
     """
 
@@ -52,14 +54,14 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], known: Known | None = Non
 
     Args:
         parts: The fragments of all ranks with their references, in any order. The merge takes one
-            at a time, and keeps only the fields that it needs.
+            fragment at a time, and keeps only the fields that it needs.
         known: The results of the last merge, which this merge uses and replaces.
 
     Raises:
-        ReplicasDiverged: Copies of a tensor, or plain values, that must be equal differ.
+        ReplicasDiverged: Ranks have different copies of a tensor or of a plain value.
         TensorIncomplete: The boxes of a tensor overlap or leave a hole, or ranks disagree about its
             shape or dtype.
-        ManifestCorrupt: A fragment is one that ckpt never writes.
+        ManifestCorrupt: A fragment has contents that ckpt never writes.
         CommitError: The fragments belong to different saves.
         ConfigError: A pattern of the save matches no name on any rank.
     """
@@ -98,8 +100,10 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], known: Known | None = Non
 
 
 def _carried(ranks: Sequence[Light]) -> tuple[Packed, ...]:
-    """Return the fragments that the manifest must carry, without their merged fields: those of all
-    ranks if one of them has ``in_manifest`` set, else none.
+    """Return the fragments that the manifest must carry, without the fields that the merge unites.
+
+    If one fragment has ``in_manifest`` set, these are the fragments of all ranks. Otherwise the
+    result is empty.
     """
     if not any(rank.part.in_manifest for rank in ranks):
         return ()
@@ -110,8 +114,8 @@ def check_frames(frames: Sequence[tuple[int, bytes]]) -> None:
     """Raise ``ReplicasDiverged`` as ``check_replicas`` does, but faster for many ranks.
 
     Args:
-        frames: The different frames ``Packed.replicas``, each with the lowest rank that has it, in
-            ascending order of these ranks.
+        frames: The different values of ``Packed.replicas``, each with the lowest rank that has it,
+            in ascending order of these ranks.
     """
     hashed = [_hashed(replicas_of(raw, key="replicas")) for _, raw in frames]
     what, digest = np.concatenate(hashed, axis=1) if hashed else np.zeros((2, 0), np.int64)
@@ -122,8 +126,8 @@ def check_frames(frames: Sequence[tuple[int, bytes]]) -> None:
 
 
 def _hashed(replicas: Mapping[str, str]) -> Ints:
-    """Return two rows of hash values with a column for each digest: the hash of the tensor's name
-    and boxes, and the hash of the digest.
+    """Return two rows of hash values, with a column for each tensor. The first row has the hashes
+    of the tensors' names and boxes, and the second row has the hashes of their digests.
     """
     parts = [mark.partition("=") for mark in replicas.values()]
     what = zip(replicas, [boxes for boxes, _, _ in parts], strict=True)
@@ -164,7 +168,7 @@ def _check_kinds(
 
     Args:
         trees: The different trees, each with the lowest rank that has it. One tree needs no check.
-        tensors: Returns the names of all tensors, each with a rank that has it.
+        tensors: A function that returns the names of all tensors, each with a rank that has it.
     """
     if len(trees) < 2:
         return
@@ -176,7 +180,9 @@ def _check_kinds(
 
 
 def _merge_tied(fragments: Sequence[Packed], stored: set[str]) -> dict[str, str]:
-    """Return the merged tied names. A name is left out if some rank stores a tensor under it.
+    """Return the merged tied names, which are further names of stored tensors.
+
+    A name is left out if some rank stores a tensor under it.
 
     Args:
         fragments: The fragments of all ranks, in order.
@@ -198,7 +204,7 @@ def _merge_tied(fragments: Sequence[Packed], stored: set[str]) -> dict[str, str]
 def _merge_raw(path: str, unique: Sequence[tuple[int, bytes]]) -> msgspec.Raw:
     """Return the tree that is merged from the trees of all ranks.
 
-    Usually the trees of all ranks are equal to the byte, and none is decoded.
+    Usually the trees of all ranks are equal byte for byte. In this case no tree is decoded.
 
     Args:
         path: The name of the tree in errors.
@@ -214,9 +220,9 @@ def _merge_raw(path: str, unique: Sequence[tuple[int, bytes]]) -> msgspec.Raw:
 
 
 def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
-    """Return the union of two nodes.
+    """Return the union of two nodes, which two ranks have at the same path of their trees.
 
-    A name may exist on one of the two ranks only, as with pipeline stages. Values that both ranks
+    A name may exist on only one of the two ranks, as with pipeline stages. Values that both ranks
     have must be equal.
 
     Args:

@@ -19,8 +19,8 @@ _CAUSE: Final = (
 
 
 def ranks_text(parts: Sequence[tuple[int, Tensor]]) -> str:
-    """Return a text that says which ranks have written which boxes of a tensor, and why these boxes
-    may not cover the tensor.
+    """Return a text that lists the boxes of a tensor by the ranks that have written them, and names
+    possible causes of a hole or an overlap.
 
     Args:
         parts: The ranks that have the tensor, each with the tensor and the shards that it wrote.
@@ -34,8 +34,9 @@ def ranks_text(parts: Sequence[tuple[int, Tensor]]) -> str:
 
 
 def forms_text(parts: Sequence[tuple[int, Tensor]]) -> str | None:
-    """Return a text that says which ranks have which dtype and shape of a tensor; None if all ranks
-    have the same.
+    """Return a text that lists the dtypes and shapes of a tensor by the ranks that have them.
+
+    Return None if all ranks have the same dtype and shape.
     """
     forms: dict[str, list[int]] = defaultdict(list)
     for rank, tensor in parts:
@@ -55,8 +56,9 @@ def kind_of(node: Node) -> str:
 
 
 def values_beside_tensors(node: Node, path: str = "") -> Iterator[str]:
-    """Yield the names of the plain values that modules and optimizers in a tree have in places
-    where they may also have tensors.
+    """Yield the names of the plain values of modules and of optimizers' states in a tree.
+
+    On another rank, the same name may belong to a tensor.
     """
     if not isinstance(node, dict):
         return
@@ -75,8 +77,8 @@ def values_beside_tensors(node: Node, path: str = "") -> Iterator[str]:
 def mixed(
     trees: Sequence[tuple[int, Node]], tensors: Mapping[str, int]
 ) -> tuple[str, int, int] | None:
-    """Return a name that is a tensor on one rank and a plain value on another, with these two
-    ranks, the rank with the tensor first. Return None if there is no such name.
+    """Return a name that is a tensor on one rank and a plain value on another, the rank with the
+    tensor, and the rank with the plain value. Return None if there is no such name.
 
     Args:
         trees: Ranks with their trees.

@@ -1,10 +1,13 @@
-"""Merge the shards of all fragments to the tensors and layouts of the manifest.
+"""Merge the shards of all fragments into the tensors and layouts of the manifest.
 
-For speed, shards stay rows of arrays and never become objects. Data that ranks have in common to
-the byte (the form of a fragment, a tree) is processed once, and so is the layout of all tensors
-that are cut alike. Data that has not changed since the last save is not processed again. The merge
-needs a few numbers of memory for each shard, and keeps only the columns of a fragment. A property
-test compares the result, and the errors for invalid fragments, with a merge that uses objects.
+The layout of a tensor says which rank holds which box. A form is the part of a fragment that most
+ranks have in common (see `ckpt.model.packed`).
+
+For speed, this module keeps the shards as rows of arrays, and makes objects of them only for
+errors. It processes equal forms, equal trees and equal layouts only once. It reuses the results for
+data that has not changed since the last save. Each shard takes the memory of a few numbers. A
+property test compares the result, and the errors for invalid fragments, with a merge that uses
+objects.
 """
 
 from __future__ import annotations
@@ -33,18 +36,18 @@ _NULL = msgspec.Raw(b"null")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Light:
-    """The fields of one fragment that the merge keeps. Equal values of several fragments are the
-    same object.
+    """The fields of one fragment that the merge keeps. If several fragments have an equal value,
+    they share one object.
 
     Attributes:
         ref: The reference to the fragment.
-        part: The fragment without ``tree``, ``replicas`` and ``metadata``, and without its
-            ``PerRank`` values unless the manifest carries the fragment.
-        form: The key of its form in ``Gathered.forms``.
+        part: The fragment without ``tree``, ``replicas`` and ``metadata``. If the manifest does not
+            carry the fragment, ``per_rank`` is left out, too.
+        form: The key of the fragment's form in ``Gathered.forms``.
         layout: A key that two fragments share if they have the same tensors, boxes, positions in
             the file and chunk lengths.
         tree: The JSON of the tree.
-        replicas: The frame ``Packed.replicas``.
+        replicas: The compressed ``Packed.replicas``.
         metadata: The JSON of the metadata.
     """
 
@@ -58,14 +61,15 @@ class Light:
 
 
 class Gathered:
-    """Collect the fragments of all ranks, in any order.
+    """The fragments that were added so far, reduced to the fields that the merge needs.
 
     Args:
         known: The forms of the last merge.
 
     Attributes:
         ranks: The fragments, in the order in which they were added.
-        forms: The unpacked forms. The key consists of the chunk size and the checksum of the frame.
+        forms: The unpacked forms. The key consists of the chunk size and the checksum of
+            ``Packed.form``.
     """
 
     def __init__(self, known: Mapping[str, Columns]) -> None:
@@ -80,7 +84,7 @@ class Gathered:
         """Check a fragment and keep the fields that the merge needs.
 
         Raises:
-            ManifestCorrupt: The fragment is one that ckpt never writes.
+            ManifestCorrupt: The fragment has contents that ckpt never writes.
         """
         form = f"{part.chunk_bytes}/{checksum(part.form)}"
         if form not in self.forms:
@@ -107,9 +111,9 @@ class Gathered:
         )
 
     def _text(self, raw: msgspec.Raw | bytes) -> bytes:
-        """Return a copy of the bytes, which is the same object for all equal bytes.
+        """Return a copy of the bytes. For equal bytes, every call returns the same object.
 
-        A ``Raw`` itself would keep the bytes of its whole fragment in memory.
+        A ``Raw`` would keep the bytes of its whole fragment in memory.
         """
         text = bytes(raw)
         return self._texts.setdefault(checksum(text), text)
@@ -120,7 +124,7 @@ class Copies:
     """The chunks of one tensor that several ranks have stored, as pairs of chunks that must be
     equal.
 
-    A chunk is given by its number among the chunks of all ranks.
+    A number stands for each chunk: its index among the chunks of all ranks, in rank order.
 
     Attributes:
         name: The name of the tensor.
@@ -142,11 +146,11 @@ class Layouts:
     """The result of merging the boxes of all ranks.
 
     Attributes:
-        came_from: ``Light.layout`` of each rank. If these are the same in the next merge, so is the
-            result.
+        came_from: ``Light.layout`` of each rank. If the next merge has the same values, its result
+            is the same.
         tensors: The tensors of the manifest, sorted by name.
-        layouts: The different layouts of tensors.
-        layout_of: The index of the layout of each tensor.
+        layouts: The different layouts. Tensors that are cut alike share a layout.
+        layout_of: For each tensor the index of its layout in ``layouts``.
         copies: The chunks that must be equal, which each merge compares again.
     """
 
@@ -158,14 +162,15 @@ class Layouts:
 
 
 def merge_layouts(gathered: Gathered, ranks: Sequence[Light], known: Layouts | None) -> Layouts:
-    """Return the tensors and layouts of all ranks, after comparing the copies of boxes that several
-    ranks have stored.
+    """Return the tensors and layouts of all ranks.
+
+    The function first compares the copies of the boxes that several ranks have stored.
 
     Args:
         gathered: All fragments.
         ranks: ``gathered.ranks``, sorted by rank.
-        known: The result of the last merge, which is returned again if the layouts of all ranks are
-            the same.
+        known: The result of the last merge; None if there is none. The function returns it again if
+            the layouts of all ranks are the same.
 
     Raises:
         ReplicasDiverged, TensorIncomplete: See ``plan.merge.merge``.
@@ -204,16 +209,15 @@ def holders_of(gathered: Gathered, ranks: Sequence[Light]) -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of one rank in the table of `_World`, as far as they are the same for all ranks with
-    the same form.
+    """The part of a rank's rows in the table of `_World` that all ranks with the same form share.
 
     Attributes:
-        tensor: The number of the tensor of each shard.
+        tensor: For each shard the index of its tensor among all tensors, sorted by name.
         nth: For each shard the number of earlier shards of the same tensor.
-        held: The numbers of the tensors that have shards, and the number of shards of each.
-        boxes: The rows. `_World` writes the position of a rank and its offsets to them before it
-            copies them to the table.
-        chunks: The index of the first chunk and the number of chunks of each shard.
+        held: The indices of the tensors that have shards, and the number of shards of each.
+        boxes: The rows. `_World` writes the position and the offsets of a rank into these rows, and
+            then copies them to its table.
+        chunks: For each shard the index of its first chunk and the number of its chunks.
     """
 
     tensor: Ints
@@ -245,9 +249,9 @@ class _Rows:
 class _World:
     """The table of all shards of all ranks.
 
-    A row has the position of the rank in ``ranks``, the offsets, and the shape of a shard. Rows are
-    ordered by the name of the tensor, then by rank. A second table has the first chunk and the
-    number of chunks of each shard.
+    Each row describes a shard: the position of its rank in ``ranks``, its offsets and its shape.
+    Rows are ordered by the name of the tensor, then by rank. A second table has the index of the
+    first chunk and the number of chunks of each shard.
     """
 
     def __init__(self, gathered: Gathered, ranks: Sequence[Light]) -> None:
@@ -272,7 +276,10 @@ class _World:
         self._sums: Ints | None = None
 
     def _fill(self, rows_of: Mapping[str, _Rows]) -> None:
-        """Write each row directly to its final position, which is faster than sorting the rows."""
+        """Write the rows of all ranks to the table.
+
+        Each row is written directly to its final position, which is faster than sorting the rows.
+        """
         free = self._edges[:-1].copy()
         for position, (rank, form) in enumerate(zip(self._ranks, self._forms, strict=True)):
             rows = rows_of[rank.form]
@@ -305,8 +312,8 @@ class _World:
         )
 
     def _layout(self, name: str, shape: tuple[int, ...], rows: slice) -> tuple[int, Copies | None]:
-        """Return the index of the layout of a tensor, and its chunks that several ranks have
-        stored; None if there are none.
+        """Return the index of the layout of a tensor, and the chunks of the tensor that several
+        ranks have stored (None if there are no such chunks).
 
         Args:
             name: The name of the tensor.
@@ -343,10 +350,10 @@ class _World:
         return layout, found
 
     def _lone(self, row: list[int], shape: tuple[int, ...]) -> Run | None:
-        """Return the run for a tensor with a single row if this shard is the whole tensor, else
+        """Return the run for a tensor with a single shard if this shard is the whole tensor, else
         None.
 
-        This is a shortcut for the usual case in small worlds.
+        This is a shortcut for the usual case in jobs with few ranks.
         """
         dims = len(shape)
         offsets, held = row[1 : 1 + dims], tuple(row[1 + self._dims : 1 + self._dims + dims])
@@ -355,8 +362,8 @@ class _World:
         return Run(self._ranks[row[0]].part.rank, tuple(offsets), held, ())
 
     def _parted(self, table: Ints, dims: int) -> tuple[Ints, Ints, Ints]:
-        """Return the positions, the offsets and the shapes of rows of the table, for a tensor of
-        ``dims`` dimensions.
+        """Return the positions of the ranks, the offsets and the shapes in some rows of the table.
+        The rows belong to a tensor of ``dims`` dimensions.
         """
         return table[:, 0], table[:, 1 : 1 + dims], table[:, 1 + self._dims : 1 + self._dims + dims]
 
@@ -386,8 +393,10 @@ class _World:
         return found
 
     def _copies(self, name: str, others: Ints) -> Copies | None:
-        """Compare the chunks of boxes that several ranks have stored, and return the pairs of
-        chunks, so that the next merge can compare them again. Return None if there are none.
+        """Compare the chunks of the boxes that several ranks have stored.
+
+        Return the compared pairs of chunks, so that the next merge can compare them again. Return
+        None if there are no such boxes.
 
         Args:
             name: The name of the tensor.
@@ -424,8 +433,8 @@ class _World:
 def _headings(
     gathered: Gathered, ranks: Sequence[Light]
 ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], set[str]]:
-    """Return the dtype and the shape of each tensor by name, and the names of the tensors that have
-    another dtype or shape on some ranks.
+    """Return the dtype and the shape of each tensor by name, and the names of the tensors whose
+    dtype or shape differs between ranks.
     """
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
     disputed: set[str] = set()
@@ -446,7 +455,8 @@ def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
     """Return True if the boxes are certain to cover every element of a tensor of ``shape`` exactly
     once. The boxes must be inside the shape.
 
-    This check is fast, but not complete. If the result is False, ``tiling_fault`` must decide.
+    This check is fast, but it may return False although the boxes cover the tensor exactly once. If
+    the result is False, ``tiling_fault`` must decide.
     """
     solid = shapes.all(axis=1)
     if not solid.all():

@@ -23,10 +23,10 @@ def same_chunks(one: Manifest, two: Manifest) -> bool:
 def rebase(
     reads: Iterable[ChunkRead], here: Mapping[int, StoredFile], there: Mapping[int, StoredFile]
 ) -> list[ChunkRead]:
-    """Return reads of the same chunks from the files of another tier, in the order of ``reads``.
+    """Return reads that get the chunks of ``reads`` from the files of another tier, in this order.
 
-    A read is left out if the other tier does not have the chunk. It is also left out if it wants
-    the encoded bytes of the chunk, and the other tier encodes the file in another way.
+    The result leaves out a read if the other tier does not have the chunk. It also leaves out a
+    read that wants the encoded bytes of a chunk, if the other tier encodes the file in another way.
 
     Args:
         reads: Reads from the files of the first tier.

@@ -29,7 +29,7 @@ class Target:
     """A region that a part of a chunk fills.
 
     Attributes:
-        leaf: The index of the leaf among the wanted leaves.
+        leaf: The index of the leaf in the argument ``wanted`` of ``plan_restore``.
         piece: The index of the box among the boxes of the leaf.
         part: The region, as a box of the global tensor.
     """
@@ -47,12 +47,12 @@ class ChunkRead:
         rank: The rank whose file holds the chunk.
         index: The index of the chunk in the file.
         offset: The position of the chunk in the file in bytes.
-        nbytes: The raw bytes of the chunk, before any encoding.
-        checksum: The checksum of the raw bytes.
+        nbytes: The size of the chunk in bytes, before any encoding.
+        checksum: The checksum of the bytes before any encoding.
         dtype: The dtype of the chunk's tensor.
         box: The region of the global tensor that the chunk holds.
         targets: The regions that the chunk fills.
-        encoded_nbytes: The bytes of the chunk in the file if it is encoded, else None.
+        encoded_nbytes: The size of the chunk in the file if the chunk is encoded, else None.
         as_stored: Whether the reader wants the bytes as they are in the file, without decoding.
     """
 
@@ -94,7 +94,9 @@ class ChunkRead:
         )
 
     def moved(self, file: StoredFile, index: int, *, as_stored: bool = False) -> ChunkRead:
-        """Return this read changed to an equal chunk, the one with ``index`` in ``file``."""
+        """Return a read of the chunk with ``index`` in ``file``, which must be equal to the chunk
+        of this read. The result has the targets of this read.
+        """
         return replace(
             self,
             rank=file.rank,
@@ -122,8 +124,8 @@ class ChunkRead:
 class RestorePlan:
     """The chunks that a rank reads, in file order.
 
-    ``wanted_bytes`` is the size of all targets. ``read_bytes`` is the number of bytes to read from
-    the store, where chunks may be encoded.
+    ``wanted_bytes`` is the size of all targets together. ``read_bytes`` is the number of bytes that
+    the rank reads from the store, which holds encoded chunks if the tier has a codec.
     """
 
     reads: tuple[ChunkRead, ...]
@@ -135,7 +137,9 @@ class RestorePlan:
 
 
 def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
-    """Return the restore plan for the ``wanted`` leaves. Their names may be tied names.
+    """Return the restore plan for the ``wanted`` leaves.
+
+    A leaf may have a tied name, which is a further name of a stored tensor.
 
     Raises:
         EntryMissing: The manifest lacks a name.
@@ -168,7 +172,7 @@ def chunks_of(file: StoredFile, *, as_stored: bool = False) -> list[ChunkRead]:
     """Return reads of all chunks of a file, as chunks of a 1-D tensor of bytes.
 
     The tensor is the image, or with ``as_stored`` the file as the tier stores it. The result is
-    empty if ``file`` comes from a manifest without the chunks of this rank.
+    empty if ``file`` comes from a manifest that does not have the fragment of its rank filled in.
     """
     found: list[ChunkRead] = []
     place = 0
@@ -190,8 +194,8 @@ def _check(leaf: Leaf, tensor: Tensor) -> None:
 def _check_whole(leaf: Leaf, tensor: Tensor) -> None:
     """Raise ``ManifestCorrupt`` unless the stored shards cover each box of ``leaf`` exactly once.
 
-    If only some fragments are filled in, the earlier checks of the manifest prove no more than that
-    all boxes of the tensor together have its volume.
+    If only some fragments are filled in, the earlier checks of the manifest prove only that the
+    volumes of all boxes of the tensor add up to the volume of the tensor.
     """
     for box in leaf.boxes:
         parts = [part for shard in tensor.shards if (part := box.intersect(shard.box))]
@@ -213,15 +217,16 @@ class _Chunk:
 
 
 class _ChunkTable:
-    """A cache of the chunks of shards, since many wanted boxes may overlap the same shard."""
+    """The chunks of the shards, each computed once, since many wanted boxes may overlap a shard."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._files = manifest.stored_files()
         self._known: dict[tuple[int, int], list[_Chunk]] = {}
 
     def chunks(self, shard: Shard, held: Box, dtype: str) -> list[_Chunk]:
-        """Return the chunks of a shard. ``held`` is the box of the shard, which must have
-        elements, and ``dtype`` that of its tensor.
+        """Return the chunks of a shard that has elements.
+
+        ``held`` is the box of the shard, and ``dtype`` is the dtype of its tensor.
         """
         key = (shard.rank, shard.offset)
         if key not in self._known:

@@ -1,8 +1,8 @@
 """Make the save plan: the boxes that a rank writes, and their places in its image.
 
-1. Share: a leaf that n replicas hold is written once. A large leaf is cut into n slabs, one for
-each replica. A small leaf is written by the replica with the least work. All replicas have the same
-leaves and come to the same result, so they exchange no messages.
+1. Share: the replicas of a leaf together write it once. A large leaf is cut into slabs, one for
+each replica. A small leaf is written by the replica that has the fewest bytes to write so far. All
+replicas have the same leaves and compute the same division, so they exchange no messages.
 
 2. Order: the boxes are sorted by descending element size, then by name. Therefore every box is
 aligned and the image has no gaps, as safetensors requires.
@@ -27,8 +27,8 @@ from ckpt.model.manifest import HEADER_ALIGNMENT, Shard, Tensor
 from ckpt.plan.leaf import Leaf
 
 SPLIT_FROM_BYTES = 256 << 10
-"""The least bytes of a replicated tensor that is cut into slabs. For a smaller tensor, the cost of
-more requests would exceed the gain.
+"""The smallest size in bytes from which a replicated tensor is cut into slabs. For a smaller
+tensor, the additional requests would cost more time than the slabs save.
 """
 
 
@@ -37,10 +37,10 @@ class WriteItem:
     """One box that a rank writes.
 
     Attributes:
-        leaf: The index of the leaf among the planned leaves.
+        leaf: The index of the leaf in the argument ``leaves`` of ``plan_save``.
         box: The box.
         offset: The position of the box in the image in bytes.
-        nbytes: The bytes of the box.
+        nbytes: The size of the box in bytes.
     """
 
     leaf: int
@@ -56,8 +56,9 @@ class SavePlan:
     Attributes:
         header: The padded safetensors header, with which the image begins.
         items: The boxes in the order of the image, without gaps after the header.
-        size: The bytes of the whole image.
-        chunks: The bytes of each chunk: the header, then the chunks of each box.
+        size: The size of the whole image in bytes.
+        chunks: The sizes of the chunks in bytes, in the order of the image. The header is the first
+            chunk.
         tensors: The tensors with the shards of this rank, as the fragment describes them.
     """
 
@@ -73,6 +74,11 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
 
     If all replicas of a leaf call this with the same leaves, their plans together write each leaf
     once, without gap or overlap.
+
+    Args:
+        leaves: The leaves of this rank.
+        rank: This rank.
+        chunk_bytes: The largest size of a chunk in bytes, except for the header.
     """
     boxes = _share(leaves, rank)
     order = sorted(
@@ -126,9 +132,9 @@ def _lightest(
     """Distribute small leaves among their replicas, and return the indices of those that ``rank``
     writes.
 
-    In order of descending size, each leaf goes to the replica with the fewest bytes so far. The
-    largest sum of bytes is at most 4/3 of the optimum (Graham 1969). All replicas come to the same
-    result.
+    In order of descending size, each leaf goes to the replica that has the fewest bytes so far. The
+    replica with the most bytes then has at most 4/3 of the optimum (Graham 1969). All replicas
+    compute the same distribution.
     """
     loads = sorted((0, replica) for replica in replicas)  # A sorted list is a valid heap
     mine: list[int] = []

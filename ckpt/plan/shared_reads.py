@@ -1,10 +1,10 @@
-"""Decide which rank reads which chunk for all ranks that want it.
+"""If several ranks want the same chunks, decide which rank reads which chunk for all of them.
 
-The functions are pure, and all ranks that share chunks come to the same result. The key of a chunk
-combines the rank of its file and its index in the file, and is the same on all tiers. Ranks that
-want the same chunks form a group. The chunks of a group are divided, in the order of the files,
-into one run for each rank, all of about the same size. A run is divided into parcels, and the rank
-sends each parcel to the group as one message.
+The functions are pure, and all ranks that share chunks compute the same division. The key of a
+chunk combines the rank of its file and its index in the file, and is the same on all tiers. Ranks
+that want the same chunks form a group. In the order of the files, the chunks of a group are divided
+into one run for each rank of the group. All runs have about the same size. A run is divided into
+parcels, and its rank sends each parcel to the group as one message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _PLACES = 32
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """The keys of chunks that the rank ``reader`` reads, and sends to its group in one message."""
+    """The keys of the chunks that the rank ``reader`` reads and then sends to its group in one
+    message.
+    """
 
     reader: int
     keys: tuple[int, ...]
@@ -49,7 +51,8 @@ class Shares:
 
     Attributes:
         alone: The keys of the chunks that the rank reads for itself only.
-        groups: The groups with this rank. Two ranks have their common groups in the same order.
+        groups: The groups that the rank belongs to. Any two ranks have their common groups in the
+            same order.
     """
 
     alone: frozenset[int]
@@ -71,11 +74,11 @@ def share(
     """Return for one rank which chunks it reads alone and which it shares with other ranks.
 
     Args:
-        sizes: The chunks that this rank wants: their keys and their bytes in memory.
-        wanted: The keys that each rank wants. This rank is included.
-        worth_bytes: The least bytes that a group shares. For fewer bytes, the collectives would
-            cost more than they save, so each rank reads these chunks alone.
-        parcel_bytes: The most bytes of a parcel. A single larger chunk is a parcel of its own.
+        sizes: The key of each chunk that this rank wants -> the size of the chunk in memory.
+        wanted: The keys that each rank wants, by rank. The keys of this rank are included.
+        worth_bytes: The smallest number of bytes that a group shares. For fewer bytes, the
+            collectives would cost more than they save, so each rank reads these chunks alone.
+        parcel_bytes: The largest size of a parcel. A single larger chunk is a parcel of its own.
     """
     keys = np.array(sorted(sizes), dtype=np.int64)
     if not len(keys):
