@@ -30,18 +30,20 @@ _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
     kind.__name__: kind
     for kind in (StorageError, AccessDenied, OutOfSpace, RootLost, TransientStorageError)
 }
-"""Storage errors of the leader that the other ranks raise as the same class, by name."""
+"""The storage errors, by class name, that other ranks raise as the same class as the leader."""
 
 
 class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
     """The verdict that a save gets no manifest, with the reason.
 
     Attributes:
-        reason: The reason as text, or the field of the error that ``rebuild`` expects for ``kind``.
+        reason: The reason as text. For some values of ``kind``, it is another field of the error,
+            such as the root.
         failures: The reasons of the ranks that have failed, by rank.
         kind: The name of the class of the error that ``rebuild`` returns.
-        names: Names in the error, such as that of a tensor or of a root.
-        ranks: Ranks in the error, or another number that ``rebuild`` expects for ``kind``.
+        names: Names in the error, such as the name of a tensor or the URL of a root.
+        ranks: The ranks in the error. For some values of ``kind``, it is another number, such as
+            the newest step.
     """
 
     reason: str
@@ -52,7 +54,7 @@ class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
 
     @property
     def sentence(self) -> str:
-        """The reason as a sentence."""
+        """The reason as a text for users."""
         return str(rebuild(self, -1)) if self.kind != "CommitError" else self.reason
 
 
@@ -87,9 +89,12 @@ def abort_reason(error: CkptError) -> Aborted:
 
 
 def rebuild(verdict: Aborted, step: int, *, awaited: str = "the part") -> CkptError:
-    """Return the error that ``verdict`` carries, for ``step``.
+    """Return the error that ``verdict`` carries, as an error about ``step``.
 
-    ``awaited`` says what the leader has waited for, if the error is a `CommitTimeout`.
+    Args:
+        verdict: The verdict.
+        step: The number of the step whose save was aborted.
+        awaited: The words in a `CommitTimeout` for the message that has not arrived.
     """
     if kind := _STORAGE_ERRORS.get(verdict.kind):
         key, root = verdict.names

@@ -1,8 +1,8 @@
 """The contract of a coordinator, which carries messages between the ranks of a job.
 
-A rank posts one message on a subject, and a subject has one verdict, which the first caller sets.
-No call is a collective. If a rank is dead, the other ranks still get an answer or a timeout within
-a bound that they choose.
+A subject is the name of one exchange. On a subject, each rank may post one message, and the first
+caller of ``set_once`` sets the one verdict. No call is a collective. If a rank is dead, the other
+ranks still get an answer or a timeout within a bound that they choose.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 LEADER: Final = 0
-"""The rank that decides for all, and proposes the outcome of a commit."""
+"""The rank that decides for all ranks, and proposes the outcome of a commit."""
 
 
 class Coordinator(Protocol):
@@ -30,8 +30,8 @@ class Coordinator(Protocol):
 
     @property
     def attempt(self) -> str:
-        """The id of this incarnation of the job, the same on all ranks: lower-case letters and
-        digits.
+        """The id of this incarnation of the job, which is the same on all ranks. It consists of
+        lower-case letters and digits.
         """
         ...
 
@@ -48,8 +48,8 @@ class Coordinator(Protocol):
         ...
 
     def set_once(self, subject: str, verdict: bytes) -> bytes:
-        """Set the verdict on ``subject`` if there is none yet, and return the verdict that
-        stands.
+        """Set the verdict on ``subject`` unless it has one already. Return the verdict that the
+        subject has after the call.
         """
         ...
 
@@ -62,8 +62,9 @@ class Coordinator(Protocol):
         ...
 
     def clone(self) -> Coordinator:
-        """Return a coordinator for the same rank and job with its own connection, so that a call
-        that waits there does not delay calls on this one.
+        """Return a coordinator for the same rank and job with a connection of its own.
+
+        A call that waits on the clone does not delay calls on this coordinator.
         """
         ...
 

@@ -1,21 +1,21 @@
 """The claim marker: one object on the tier that decides between finishing a save and removing it.
 
-Ranks of a job agree through the job's store. ``ckpt finalize`` and a later job cannot use that
-store. So a finisher puts the marker *if absent* before it puts the manifest, and a rank puts the
-marker before it removes files that a complete set of fragments may name. The first marker that is
-written wins. The other side leaves all files as they are.
+The ranks of a job agree through the job's store. A finisher (``ckpt finalize``, an agent or a later
+job) cannot use that store. So a finisher puts the marker *if absent* before it puts the manifest. A
+rank puts the marker *if absent* before it removes files that a complete set of fragments may name.
+The first marker wins, and the other process leaves all files as they are.
 
-A rank deletes its marker once its files are gone. From then on the set of fragments is incomplete,
-and a finisher checks for completeness while its own marker is in place. A finisher deletes its
-marker when the manifest exists, and a rank checks for the manifest while its own marker is in
-place. A process that removes a checkpoint puts a third kind of marker before it removes the
-manifest, and deletes the marker last. So no manifest ever names a file that is removed after it, in
-any order of instructions, and with any process stopped for any time.
+A rank deletes its marker once its files are gone. From then on the set of fragments is incomplete.
+A finisher checks that the set is complete while its own marker exists. A finisher deletes its
+marker when the manifest exists, and a rank checks for the manifest while its own marker exists. A
+process that removes a checkpoint puts a third kind of marker before it removes the manifest, and
+deletes the marker last. Therefore no manifest ever names a removed file, in whatever order the
+processes run, and however long one of them stops.
 
-On a tier that nodes share, a rank first puts a marker of its own, and deletes it last. If a node is
-lost, the agent of another node puts such a marker before it brings the files of a rank of that
-node. Ranks share the marker of the step, so it does not say whether one of them is still removing
-its files. The marker of the rank does.
+On a tier that nodes share, a rank also has a marker of its own, which it puts first and deletes
+last. If a node is lost, the agent of another node puts the markers of that node's ranks before it
+brings their files. The marker of the step cannot show whether a certain rank is still removing its
+files, since all ranks share it. The marker of the rank shows this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend, is_there
 
 _REMOVE: Final = b""
-"""The content of the marker of a rank that removes its files. Empty, to fit on a full disk."""
+"""The content of the marker of a rank that removes its files. It is empty to fit on a full disk."""
 _REMOVED: Final = b"removed\n"
 _FINISHED: Final = b"finished from outside of its job\n"
 _BROUGHT: Final = b"brought from a copy on another node\n"
@@ -38,17 +38,17 @@ _TRIES: Final = 10
 def claim_for_finish(backend: StorageBackend, ref: StepRef) -> bool:
     """Put the marker of a finisher. Return True if the step now has a marker of this kind.
 
-    No rank of the job then removes files of the save. The caller must look for the files after this
-    call, not before.
+    After True, no rank of the job removes files of the save. The caller must check that the files
+    exist after this call, not before.
     """
     return _claim(backend, ref.claim_marker, _FINISHED)
 
 
 def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
-    """Put the marker of the removal of a save. Return True if the step now has a marker of this
-    kind.
+    """Put the marker of a rank that removes its files of a save. Return True if the step now has a
+    marker of this kind and no manifest.
 
-    The save is then no checkpoint, and never becomes one.
+    After True, the save is no checkpoint, and never becomes one.
     """
     if not _claim(backend, ref.claim_marker, _REMOVE):
         return False
@@ -63,30 +63,35 @@ def claim_committed_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
     """Put the marker of the removal of a checkpoint. Return True if the step now has a marker of
     this kind.
 
-    From then on no process finishes the step or copies it to this tier, and the caller may remove
-    it, manifest first. A removal that is cut off leaves the marker, and the next removal completes
-    it.
+    After True, no process finishes the step or copies it to this tier. The caller may remove the
+    step, and must remove the manifest first. If the removal is interrupted, the marker stays, and
+    the next prune completes the removal.
     """
     return _claim(backend, ref.claim_marker, _REMOVED)
 
 
 def is_removal_marker(marker_bytes: int) -> bool:
-    """Return True if a marker of this size is that of the removal of a checkpoint."""
+    """Return True if a marker of ``marker_bytes`` bytes is one for the removal of a checkpoint.
+
+    The kinds of markers differ in their size.
+    """
     return marker_bytes == len(_REMOVED)
 
 
 def claim_rank_to_bring(backend: StorageBackend, ref: StepRef, rank: int) -> bool:
-    """Put a rank's marker for an agent that brings the rank's files from a copy. Return True if the
-    rank now has a marker of this kind.
+    """Put a rank's marker for an agent that brings the rank's files from a copy on another node.
+    Return True if the rank now has a marker of this kind.
 
-    The rank then does not remove its files of the save. The marker stays.
+    After True, the rank does not remove its files of the save. No function of this module deletes
+    the marker.
     """
     return _claim(backend, ref.rank_marker(rank), _BROUGHT)
 
 
 def is_marker_to_bring(marker_bytes: int) -> bool:
-    """Return True if a rank's marker of ``marker_bytes`` bytes is that of ``claim_rank_to_bring``:
-    an agent copies the files of the rank to this tier. The kinds of markers differ in their size.
+    """Return True if a rank's marker of ``marker_bytes`` bytes is one of ``claim_rank_to_bring``.
+
+    The kinds of markers differ in their size.
     """
     return marker_bytes == len(_BROUGHT)
 
@@ -99,33 +104,34 @@ def claim_rank_to_remove(backend: StorageBackend, ref: StepRef, rank: int) -> bo
 
 
 def release_rank(backend: StorageBackend, ref: StepRef, rank: int) -> None:
-    """Delete the marker of a rank that has removed its files. It raises no ``CkptError``."""
+    """Delete the marker of a rank that has removed its files. The call raises no ``CkptError``."""
     _release(backend, ref.rank_marker(rank), (_REMOVE,))
 
 
 def release_finish(backend: StorageBackend, ref: StepRef) -> None:
-    """Delete the marker of the step if it is that of a finisher. It raises no ``CkptError``."""
+    """Delete the marker of the step if a finisher has put it. The call raises no ``CkptError``."""
     _release(backend, ref.claim_marker, (_FINISHED,))
 
 
 def release_removal(backend: StorageBackend, ref: StepRef) -> None:
-    """Delete the marker of the step if it is that of a removal. It raises no ``CkptError``."""
+    """Delete the marker of the step if it is one for a removal. It raises no ``CkptError``."""
     _release(backend, ref.claim_marker, (_REMOVE, _REMOVED))
 
 
 def release_marker(backend: StorageBackend, ref: StepRef) -> None:
-    """Delete the marker of the step, whichever process put it. It raises no ``CkptError``.
+    """Delete the marker of the step, whichever process put it. The call raises no ``CkptError``.
 
-    A marker that stays only delays the removal of the files of failed saves by some days (see
-    ``ckpt.retention.removal``).
+    If the deletion fails, the files of a failed save are removed some days later than otherwise
+    (see ``ckpt.retention.removal``).
     """
     with contextlib.suppress(CkptError):
         backend.delete(ref.claim_marker)
 
 
 def _release(backend: StorageBackend, key: str, contents: tuple[bytes, ...]) -> None:
-    """Delete the marker ``key`` if it has the size of one of ``contents``. Another process may have
-    put a marker of another kind since.
+    """Delete the marker ``key`` if it has the size of one of ``contents``.
+
+    A marker with another size belongs to another process, and stays.
     """
     with contextlib.suppress(CkptError):
         if backend.head(key).size in map(len, contents):
@@ -137,16 +143,21 @@ def clear_away(
 ) -> bool:
     """Remove the files of one rank of a save that was aborted, or in which the rank has no part.
 
-    No file is removed that a manifest names, or may name later.
+    The function removes no file that a manifest names or may name later.
 
     Args:
+        backend: The tier.
+        ref: The save.
+        fragment: The key of the rank's fragment.
+        data: The key of the rank's data file.
         rank: The rank, if an agent of another node may bring its files; else None.
 
     Returns:
-        True if the files are gone. False if another process finishes the save, or brings the files.
+        True if the files are gone. False if they stay, because another process finishes the save,
+        has finished it, or brings the files.
 
     Raises:
-        StorageError: The files may still exist.
+        StorageError: The store has failed, so the files may still exist.
     """
     try:
         if rank is not None and not claim_rank_to_remove(backend, ref, rank):
@@ -172,7 +183,7 @@ def _claim(backend: StorageBackend, key: str, content: bytes) -> bool:
         with contextlib.suppress(ObjectExists):
             backend.put(key, [content], if_absent=True)
             return True
-        # If the marker was deleted just now, its owner is done, and the key is free again.
+        # If another process has deleted its marker since the put, the next put may succeed.
         with contextlib.suppress(ObjectNotFound):
             return backend.head(key).size == len(content)
     return False

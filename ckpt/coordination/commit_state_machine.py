@@ -1,18 +1,20 @@
 """The commit protocol as a pure state machine: each event gives one action, on every rank.
 
-A rank votes ``Durable`` once its file and its fragment are durable, and ``Failed`` if that cannot
-be. The verdict then has two stages. Each stage is a compare-and-set in the job's store, so exactly
-one value stands, whichever rank proposes it:
+A rank votes ``Durable`` once its file and its fragment are durable, and ``Failed`` if its part of
+the save has failed. The ranks then agree in two stages. Each stage is a compare-and-set in the
+job's store: several ranks may propose a value, and the first value is the one that all ranks use.
 
-1. The *intent* is ``Go`` (all parts are durable, the fragments merge, and this is the checksum of
-   the manifest) or ``Aborted``. No rank acts against an intent that stands.
+1. The *intent* is ``Go`` with the checksum of the manifest, or ``Aborted``. ``Go`` means that all
+   parts are durable and that the fragments merge. No rank acts against the intent.
 2. The *outcome* is ``Committed``, ``Aborted`` or ``Unknown``. All ranks receive it.
 
-The leader proposes. If the leader is silent, the other ranks step in, lowest rank first, and
-complete the commit from the same votes and the same bytes. After ``Go``, only its proposer may
-put the manifest until another rank has *taken* the turn. A proposer whose put has certainly failed
-may *withdraw* until then. One compare-and-set decides between the two. No step is a collective, and
-every wait ends.
+The leader proposes both values. If the leader is silent, the other ranks step in, lowest rank
+first, and complete the commit from the same votes and the same fragments.
+
+At first, only the rank that proposed ``Go`` may put the manifest. To take over from a silent
+proposer, another rank *takes the turn*: from then on, all ranks may put the manifest. A proposer
+whose put has certainly failed *withdraws* the intent instead. One compare-and-set decides whether
+the turn is taken or the intent is withdrawn. No action is a collective, and every wait ends.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from ckpt.errors import CommitTimeout, PeerFailed
 from ckpt.model.manifest import FragmentRef
 
 _FEW: Final = 8
-"""Ranks below this number step in when the leader is late. Of the others, powers of two do."""
+"""If the leader is late, ranks below this number and ranks that are powers of two step in."""
 
 
 class Durable(msgspec.Struct, frozen=True, tag="durable"):
@@ -39,7 +41,7 @@ class Durable(msgspec.Struct, frozen=True, tag="durable"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The vote that this rank has no part to contribute."""
+    """The vote that this rank's part of the save has failed, with the reason."""
 
     reason: str
 
@@ -52,7 +54,9 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
 
 
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """Rank ``by`` has taken the turn. Any rank may put the manifest now, and none may withdraw."""
+    """Rank ``by`` has taken the turn. Now any rank may put the manifest, and the proposer may no
+    longer withdraw the intent.
+    """
 
     by: int
 
@@ -64,7 +68,10 @@ class Committed(msgspec.Struct, frozen=True, tag="committed"):
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """The outcome that it is not known whether the manifest exists. No rank may remove files."""
+    """The outcome if the ranks cannot find out whether the manifest exists.
+
+    No rank may remove its files then.
+    """
 
     reason: str
 
@@ -89,21 +96,21 @@ def encode(message: Vote | Intent | Turn | Verdict) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Wait for the outcome until the time ``until``. The event is `Outcome`."""
+    """Wait for the outcome until the time ``until``. The resulting event is `Outcome`."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Read the intent, if there is one. The event is `Intended`."""
+    """Read the intent. The resulting event is `Intended`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
     """Wait for votes of ``ranks`` until the time ``until``.
 
-    The event is `VotesArrived`, or `Outcome` if other ranks were faster.
+    The resulting event is `VotesArrived`, or `Outcome` if other ranks have already set the outcome.
     """
 
     ranks: frozenset[int]
@@ -114,7 +121,7 @@ class Gather:
 class Merge:
     """Merge ``fragments`` into the manifest, and confirm that the job owns the root.
 
-    The event is `Merged` or `Spoiled`.
+    The resulting event is `Merged` or `Spoiled`.
     """
 
     fragments: tuple[FragmentRef, ...]
@@ -122,21 +129,21 @@ class Merge:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Set the intent if there is none. The event is `Intended`."""
+    """Set the intent unless it is set already. The resulting event is `Intended`."""
 
     intent: Intent
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Put the merged manifest if absent. The event is `PutEnded`."""
+    """Put the merged manifest on the tier if absent. The resulting event is `PutEnded`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turning:
-    """Set ``turn`` if no rank has: `Taken` takes the turn, `Aborted` withdraws the intent.
+    """Take the turn if ``turn`` is `Taken`, or withdraw the intent if it is `Aborted`.
 
-    The event is `Turned`.
+    This has no effect if a rank has done either already. The resulting event is `Turned`.
     """
 
     turn: Turn
@@ -144,14 +151,14 @@ class Turning:
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
-    """Set the outcome if there is none. The event is `Outcome`."""
+    """Set the outcome unless it is set already. The resulting event is `Outcome`."""
 
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """End with ``verdict``, which is the same for all ranks that reach an end."""
+    """End the commit on this rank. ``verdict`` is the same on all ranks that end the commit."""
 
     verdict: Verdict
 
@@ -163,14 +170,14 @@ Action = Await | Look | Gather | Merge | Propose | Put | Turning | Conclude | Do
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome that stands; None if there is none yet."""
+    """The outcome in the job's store; None if no rank has set one yet."""
 
     verdict: Verdict | None
 
 
 @dataclass(frozen=True, slots=True)
 class Intended:
-    """The intent that stands; None if there is none yet."""
+    """The intent in the job's store; None if no rank has set one yet."""
 
     intent: Intent | None
 
@@ -199,7 +206,7 @@ class Spoiled:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """The turn that stands: `Taken`, or `Aborted` if the proposer has withdrawn."""
+    """The turn in the job's store: `Taken`, or `Aborted` after a withdrawal of the intent."""
 
     turn: Turn
 
@@ -210,7 +217,8 @@ class PutEnded:
 
     Attributes:
         reason: Why the put failed; empty if the manifest exists.
-        aborted: Set if the put failed and the manifest can never appear from this rank.
+        aborted: The reason as an `Aborted` if the put failed and can never make the manifest appear
+            later; else None.
     """
 
     reason: str = ""
@@ -229,13 +237,14 @@ class Bounds:
             names the silent ranks.
         takeover: After how many seconds rank 1 checks whether the leader is silent. Rank *r* checks
             after this time multiplied by the number of bits of *r*, so that few ranks step in at
-            once.
+            once. If ``takeover`` is larger than ``timeout``, it counts as ``timeout``.
     """
 
     timeout: float
     takeover: float = 10.0
 
     def stagger(self, rank: int) -> float:
+        """Return after how many seconds ``rank`` checks whether the leader is silent."""
         return min(self.takeover, self.timeout) * rank.bit_length()
 
 
@@ -243,9 +252,9 @@ class CommitMachine:
     """The commit of one save on one tier, as a state machine of one rank.
 
     ``begin`` returns the first action. ``handle`` takes the result of the last action as an event,
-    with the current time, and returns the next action. A rank waits at most
-    ``timeout + stagger`` until there is an intent, and as long again for an outcome that it cannot
-    bring about itself.
+    with the current time, and returns the next action. Times are those of ``time.monotonic``. A
+    rank waits at most ``timeout + stagger`` seconds for an intent. It then waits at most as long
+    again for the outcome, if it cannot complete the commit itself.
     """
 
     def __init__(self, step: int, rank: int, world_size: int, bounds: Bounds, now: float) -> None:
@@ -265,7 +274,8 @@ class CommitMachine:
 
         Args:
             now: The current time.
-            abort: The leader's reason to abort the save, whatever the votes are; else None.
+            abort: A reason for which the leader aborts the save without regard to the votes; else
+                None.
         """
         if abort is not None:
             return Propose(abort)
@@ -318,7 +328,7 @@ class CommitMachine:
             case Go(by) if by == self._rank and self._checksum is not None and self._go is None:
                 self._go, self._exclusive = intent, True
                 return Put()
-            case Go() if self._go is None:  # Give its proposer time to carry it out
+            case Go() if self._go is None:  # Give the proposer time to put the manifest
                 self._go = intent
                 self._last = now + self._bounds.timeout + self._stagger
                 self._pause = self._shortest
@@ -329,10 +339,10 @@ class CommitMachine:
     def _step_in(self, now: float) -> Action:
         """Act in the place of a leader that is late or dead.
 
-        This rank needs the votes of all ranks for that. If all ranks asked for all votes, one late
+        For this, the rank needs the votes of all ranks. If all ranks asked for all votes, one late
         rank would cost as many requests as the square of the world size. So only the first few
-        ranks, and ranks whose number is a power of two, ask at once. The latter are on nodes far
-        apart. The other ranks ask when their time is up.
+        ranks, and ranks whose number is a power of two, ask at once. Powers of two are used because
+        such ranks are on many different nodes. The other ranks ask when their timeout is over.
         """
         if self._rank >= _FEW and self._rank & (self._rank - 1) and now < self._last:
             return self._follow(now)
@@ -374,8 +384,8 @@ class CommitMachine:
         return Turning(aborted) if aborted is not None else Conclude(Unknown(reason))
 
     def _follow(self, now: float) -> Action:
-        """Wait for other ranks while there is time. After that, conclude `Unknown` if the intent is
-        `Go`, and propose to abort otherwise.
+        """Wait for other ranks while time is left. After that, conclude `Unknown` if the intent is
+        `Go`, and otherwise propose to abort the save.
         """
         if now < self._last:
             until, self._pause = min(now + self._pause, self._last), self._pause * 2

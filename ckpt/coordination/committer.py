@@ -1,5 +1,6 @@
-"""Carries out the commit protocol. Each rank calls it on a background thread, once its part of the
-save is durable or has failed.
+"""Carry out the commit protocol of `ckpt.coordination.commit_state_machine`.
+
+Each rank commits on a background thread, once its part of the save is durable or has failed.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ T = TypeVar("T")
 
 
 class Retry(Protocol):
-    """Calls ``work``, and calls it again after a transient error of the store."""
+    """A function that calls ``work``, repeats the call after a transient error of the store, and
+    returns the result.
+    """
 
     def __call__(self, work: Callable[[], T], /) -> T: ...
 
@@ -78,13 +81,13 @@ def _at_once(work: Callable[[], T], /) -> T:
 
 
 ReadAll = Callable[[Iterable[Callable[[], Packed]]], Iterator[Packed]]
-"""Calls all functions, perhaps on several threads, and yields their results in order. It holds only
-few results that were not taken yet.
+"""A function that calls the given functions, perhaps on several threads, and yields their results
+in order. It calls only a few functions ahead, so that few results are in memory at once.
 """
 
 
 def in_turn(reads: Iterable[Callable[[], Packed]]) -> Iterator[Packed]:
-    """Yield the result of each function in ``reads``, called one after the other on this thread."""
+    """Call the functions in ``reads`` one after the other on this thread, and yield the results."""
     return (read() for read in reads)
 
 
@@ -95,17 +98,17 @@ class Place(Protocol):
     def url(self) -> str: ...
 
     def read(self, ref: StepRef, fragment: FragmentRef) -> bytes:
-        """Return the bytes of ``fragment``. Their size is right. The caller must compare their
-        checksum.
+        """Return the bytes of ``fragment``, which are at most ``fragment.size`` bytes. The caller
+        must compare their checksum.
         """
         ...
 
     def confirm(self) -> None:
-        """Raise an error if this job may not commit here any more."""
+        """Raise an error if this job may no longer commit to the store."""
         ...
 
     def put(self, ref: StepRef, manifest: bytes) -> None:
-        """Put the manifest if absent, if this job may still commit here.
+        """Put the manifest if absent. Raise an error if this job may no longer commit to the store.
 
         It is no error if the same manifest exists already.
         """
@@ -116,8 +119,9 @@ class Place(Protocol):
         ...
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
-        """Let other ranks read the fragment of this rank. Called before this rank votes that its
-        part is durable.
+        """Let other ranks read the fragment of this rank.
+
+        The rank calls this before it votes that its part is durable.
         """
         ...
 
@@ -128,15 +132,15 @@ class Place(Protocol):
         ...
 
     def forget(self, ref: StepRef) -> None:
-        """Remove the messages of a save whose outcome is known. The call never raises."""
+        """Remove this rank's messages about a save whose outcome is known. It raises no error."""
         ...
 
 
 class OneTier:
     """The `Place` of a store that every rank sees.
 
-    ``retry`` calls its argument, and calls it again after a transient error of the store.
-    ``confirm`` raises if this job may not commit here any more.
+    ``retry`` calls its argument, and repeats the call after a transient error of the store.
+    ``confirm`` raises an error if this job may no longer commit to the store.
     """
 
     def __init__(
@@ -162,13 +166,12 @@ class OneTier:
     def put(self, ref: StepRef, manifest: bytes) -> None:
         """Put the manifest if absent, with retries.
 
-        Each try checks again that this job owns the root. If the first try has put the manifest
-        without an answer, another job may take the root over and evict the step before the next
-        try.
+        Each try checks again that this job owns the root. A first try may put the manifest and get
+        no answer. Another job may then take the root over and evict the step before the next try.
 
         Raises:
-            TransientStorageError: A try had no answer. The manifest may exist, whatever the results
-                of later tries.
+            TransientStorageError: A try had no answer. The manifest may exist, even if later tries
+                have failed with other errors.
         """
         unanswered: list[TransientStorageError] = []
 
@@ -193,7 +196,7 @@ class OneTier:
         return not is_there(self._backend, ref.manifest)
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
-        """Do nothing, since the other ranks read the fragment from the tier."""
+        """Do nothing, since the other ranks can read the fragment from the tier."""
 
     def attend(self, ref: StepRef, until: float) -> None:
         """Do nothing, since one rank puts the manifest for all ranks."""
@@ -209,12 +212,12 @@ class Committer:
     Attributes:
         coordinator: The connection to the other ranks.
         place: The store of the fragments and manifests.
-        name: Distinguishes the subjects of this tier from those of other tiers.
+        name: The first part of the subjects, which differs between tiers.
         bounds: How long ranks wait for each other.
-        known: The parts of the last merge that the next merge can use again.
-        read_all: Reads the fragments. See `ReadAll`.
+        known: The results of the last merge that the next merge can use again.
+        read_all: The function that reads the fragments. See `ReadAll`.
 
-    Thread safety: one background thread at a time.
+    Thread safety: only one thread at a time may call the methods.
     """
 
     coordinator: Coordinator
@@ -230,10 +233,12 @@ class Committer:
         Args:
             ref: The step.
             vote: The vote of this rank.
-            abort: The leader's reason to abort the save, whatever the votes are; else None.
+            abort: An error for which the leader aborts the save without regard to the votes; else
+                None.
 
         Raises:
-            CommitError: There is no verdict, because the job's store is gone.
+            CommitError: This rank gets no verdict, because the job's store is gone or the rank has
+                left the exchanges of the job.
         """
         return _Commit(self, ref).run(vote, abort)
 
@@ -304,7 +309,8 @@ class _Commit:
     def _gather(self, ranks: frozenset[int], until: float) -> Event:
         """Wait for votes of ``ranks``, or for the outcome.
 
-        Ranks that have read the outcome remove their votes, so this checks for the outcome too.
+        Ranks that have read the outcome remove their votes. So this method also checks whether the
+        outcome is set.
         """
         while True:
             left = max(0.0, until - time.monotonic())
@@ -352,7 +358,7 @@ class _Commit:
     def _put(self) -> PutEnded:
         try:
             self._place.put(self._ref, self._manifest)
-        except Exception as error:  # noqa: BLE001 - it may have arrived all the same
+        except Exception as error:  # noqa: BLE001 - the manifest may exist in spite of the error
             failure = placed(error, self._place.url) if isinstance(error, CkptError) else error
             return self._after(failure)
         return PutEnded()
@@ -360,7 +366,8 @@ class _Commit:
     def _after(self, error: Exception) -> PutEnded:
         """Return the event for a put that failed with ``error``.
 
-        The manifest certainly never appears only if it is absent and the store has refused the put.
+        The event says that the manifest can never appear if the manifest is absent and the error is
+        not transient, so that the store has refused the put.
         """
         text = f"{type(error).__name__}: {error}"
         aborted = abort_reason(error) if isinstance(error, CkptError) else Aborted(repr(error), {})
@@ -368,7 +375,7 @@ class _Commit:
             never = not isinstance(error, TransientStorageError) and self._place.is_absent(
                 self._ref
             )
-        except Exception as blind:  # noqa: BLE001 - not even that can be seen
+        except Exception as blind:  # noqa: BLE001 - so it is unknown whether the manifest is absent
             return PutEnded(f"{text}; then {blind!r}")
         return PutEnded(text, aborted if never else None)
 
@@ -381,11 +388,14 @@ def _vote_of(data: bytes) -> Vote:
 
 
 def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
-    """Put the object ``key`` if it is absent. It is no error if the object exists with the same
-    bytes, since a reply may be lost, and two ranks may merge the same fragments.
+    """Put the object ``key`` if it is absent.
+
+    It is no error if the object exists with the same bytes. The reply to an earlier put may have
+    been lost, or two ranks may have merged the same fragments.
 
     Raises:
         CommitError: The object exists with other bytes.
+        StorageError: The put has failed, and the object cannot be read.
     """
     try:
         backend.put(key, [data], if_absent=True)

@@ -1,6 +1,6 @@
 """Exchanges between ranks: gather a message of each rank, and let the leader decide for all ranks.
 
-Every wait is bounded. A rank that does not answer in time is named in the error.
+Every wait is bounded. If ranks do not answer in time, an error names them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Wait:
 
     Attributes:
         seconds: How long to wait for all ranks together.
-        what: What the ranks must post, as the error names it, such as "the size".
-        step: The step that the wait belongs to; -1 if there is none.
+        what: The name, in the error, of the message that the ranks must post, such as "the size".
+        step: The step that the wait belongs to; -1 if it belongs to no step.
     """
 
     seconds: float
@@ -43,7 +43,7 @@ def arrivals(
     """Yield each of ``ranks`` with its message on ``subject``, in the order of arrival.
 
     Raises:
-        CommitTimeout: Some ranks have posted nothing.
+        CommitTimeout: Some ranks have posted nothing within ``wait.seconds``.
     """
     missing, deadline = set(ranks), time.monotonic() + wait.seconds
     while missing:
@@ -61,7 +61,7 @@ def gather(
     """Return the message of each of ``ranks`` (of all ranks if None), in the order of the ranks.
 
     Raises:
-        CommitTimeout: Some ranks have posted nothing.
+        CommitTimeout: Some ranks have posted nothing within ``wait.seconds``.
     """
     wanted = range(coordinator.world_size) if ranks is None else ranks
     return dict(sorted(arrivals(coordinator, subject, wanted, wait)))
@@ -70,15 +70,21 @@ def gather(
 def leader_decides(
     coordinator: Coordinator, subject: str, decide: Callable[[], T], wait: Wait, kind: type[T]
 ) -> T:
-    """Return, on all ranks, what ``decide`` returns on the leader. All ranks must call this.
+    """Return on all ranks the value that ``decide`` returns on the leader.
+
+    All ranks must call this function.
 
     Args:
-        decide: Called on the leader only. If it raises, the other ranks wait until their time is
-            over. So an error that they must learn of has to be part of the result.
+        coordinator: The connection to the other ranks.
+        subject: The subject of the exchange.
+        decide: A function that is called on the leader only. If it raises, the leader raises its
+            error, and the other ranks wait in vain. So the result must contain each error that the
+            other ranks must learn of.
+        wait: How long the other ranks wait for the leader.
         kind: The type of the result of ``decide``, which is sent as JSON.
 
     Raises:
-        CommitTimeout: The leader has not decided in time.
+        CommitTimeout: The leader has not decided within ``wait.seconds``.
     """
     decided: bytes | None
     if coordinator.rank == LEADER:

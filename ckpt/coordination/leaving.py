@@ -1,6 +1,6 @@
-"""Lets a rank whose process ends by an exception leave the exchanges of the job at once.
+"""A coordinator by which a rank leaves the exchanges of the job when an exception ends its process.
 
-The other ranks learn that this rank posts nothing more, so that they do not wait for it.
+The other ranks learn that the rank posts nothing more, so that they do not wait for its messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckpt.errors import CkptError, CommitError
 T = TypeVar("T")
 
 END_OF_DATA: Final = (StopIteration, StopAsyncIteration, GeneratorExit)
-"""Exceptions that end an iteration in the ordinary way."""
+"""The exceptions that end an iteration normally, and so are no failures."""
 _SUBJECT: Final = "gone"
 _LOOK_SECONDS: Final = 1.0
 _MOST_LOOK_SECONDS: Final = 10.0
@@ -28,14 +28,17 @@ _LOOKS: Final = 256
 
 
 def reason_of(error: BaseException | None) -> str:
-    """Return ``error``, which ends the process, as text; an empty string if it is no failure."""
+    """Return the text of ``error``, which ends the process, in at most 200 characters.
+
+    Return an empty string if ``error`` is None or a ``SystemExit`` without a failure.
+    """
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
     return f"{type(error).__name__}: {error}"[:200]
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """The first rank that left, and the reason."""
+    """The first rank that has left the exchanges of the job, and its reason."""
 
     rank: int
     reason: str
@@ -47,13 +50,18 @@ _decoder: Final = msgspec.json.Decoder(Gone)
 class Leaving:
     """A coordinator with a method ``leave``, by which this rank leaves the exchanges of the job.
 
-    After ``leave``, every other call raises ``CommitError``, and a wait that is under way raises it
-    within ``look_seconds``. The clones of this coordinator leave with it. A part that this rank has
-    not reported as durable by then never becomes part of a checkpoint.
+    After ``leave``, the calls that post, set or wait raise ``CommitError``: ``post``, ``set_once``,
+    ``collect`` and ``verdict``. A wait that is under way ends within ``look_seconds``. ``leave``
+    has the same effect on all clones. If this rank has not reported its part of a save as durable
+    before ``leave``, the part never belongs to a checkpoint.
+
+    Attributes:
+        look_seconds: How many seconds a wait takes at most before it checks whether ``leave`` was
+            called.
 
     Thread safety:
-        ``leave`` may be called once, from any thread. The other methods are as safe as those of the
-        wrapped coordinator.
+        ``leave`` may be called once, from any thread. The other methods are as safe as the methods
+        of the wrapped coordinator.
     """
 
     def __init__(self, whole: Coordinator, left: threading.Event | None = None) -> None:
@@ -62,7 +70,10 @@ class Leaving:
         self.look_seconds = min(_MOST_LOOK_SECONDS, max(_LOOK_SECONDS, whole.world_size / _LOOKS))
 
     def leave(self, reason: str) -> None:
-        """Post nothing more, and let the other ranks know. It raises no ``CkptError``."""
+        """Leave the exchanges of the job, and tell the other ranks the reason.
+
+        The call raises no ``CkptError``.
+        """
         self._left.set()
         with suppress(CkptError):
             self._whole.set_once(_SUBJECT, msgspec.json.encode(Gone(self.rank, reason)))
@@ -93,8 +104,8 @@ class Leaving:
         self._whole.close()
 
     def _wait(self, ask: Callable[[float], T], timeout: float) -> T:
-        """Call ``ask``, which waits for the seconds that it gets, until it returns an answer or
-        ``timeout`` seconds are over. Return its last result.
+        """Call ``ask`` until it returns an answer or ``timeout`` seconds are over, and return its
+        last result. ``ask`` gets the number of seconds that it may wait.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -110,6 +121,9 @@ class Leaving:
 
 
 def who_left(coordinator: Coordinator) -> Gone | None:
-    """Return the first rank that has left, or None. The call costs one request to the store."""
+    """Return the first rank that has left the exchanges of the job, or None if no rank has left.
+
+    The call costs one request to the job's store.
+    """
     message = coordinator.verdict(_SUBJECT, timeout=0.0)
     return None if message is None else _decoder.decode(message)

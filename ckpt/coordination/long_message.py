@@ -19,7 +19,7 @@ _PIECE_BYTES: Final = 4 << 20
 
 def send(coordinator: Coordinator, subject: str, data: bytes) -> int:
     """Post ``data`` on ``subject``, and return the number of pieces, which ``drop`` needs."""
-    # The values of a store are text.
+    # The job's store only takes text.
     text = b64encode(zstandard.ZstdCompressor(level=3).compress(data))
     pieces = [text[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES)]
     for number, piece in enumerate(pieces[1:], 1):
@@ -35,11 +35,14 @@ def receive(
     """Return the data that ``rank`` sent on ``subject``.
 
     Args:
-        limit: The most bytes that the message may have.
+        coordinator: The connection to the other ranks.
+        subject: The subject of the message.
+        rank: The rank that has sent the message.
+        limit: The largest size of the data in bytes.
         timeout: How many seconds to wait for the message.
 
     Raises:
-        CommitError: The message has not arrived, is damaged, or has more than ``limit`` bytes.
+        CommitError: The data has not arrived, is damaged, or has more than ``limit`` bytes.
     """
     deadline = time.monotonic() + timeout
     count, _, first = _hear(coordinator, f"{subject}/0", rank, deadline).partition(b":")

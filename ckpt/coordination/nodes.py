@@ -1,14 +1,14 @@
 """Commits on local tiers of several nodes, where no rank sees all files of a step.
 
-Nodes are not declared. Each rank posts once the identities of its local tiers (machine, device and
-inode of the root). Ranks with equal identities share the tiers. If two ranks that share a tier
-count as two nodes, as processes of two containers may, the same work is done twice and the result
-is correct.
+The configuration does not name the nodes. Each rank posts once the identities of its local tiers
+(machine, device and inode of the root), and ranks with equal identities share a node. Two ranks may
+share a tier and still count as two nodes, for example if they run in two containers. Some work is
+then done twice, and the result is still correct.
 
-On a local tier each rank writes its file and its fragment on its own node. The fragments travel to
-the committer as messages. The manifest travels back as the same bytes, and the lowest rank of each
-node puts it. The first manifest that is put makes the checkpoint, since it names what is durable on
-every node. The save has succeeded when all nodes have the manifest.
+On a local tier, each rank writes its file and its fragment on its own node. The ranks send their
+fragments as messages to the rank that merges them. That rank sends the manifest back, and the
+lowest rank of each node puts the same bytes on its node. The first put makes the checkpoint, since
+the files of all nodes are durable by then. The save has succeeded when all nodes have the manifest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ckpt.storage.tiers import Nodes, OpenTier
 from ckpt.tls import encryption_of
 
 _START_SECONDS: Final = 300.0
-"""How many seconds ranks may need to reach the same point of their start."""
+"""How many seconds the leader waits until all ranks have posted their local tiers."""
 _PUT_SECONDS: Final = 20.0
 """How many seconds the other nodes may need to put a manifest."""
 _SENT_SECONDS: Final = 10.0
@@ -45,12 +45,12 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class _Rank(msgspec.Struct, frozen=True):
-    """The message of a rank at its start.
+    """The message that each rank posts at its start.
 
     Attributes:
-        tiers: The identities of its local tiers.
-        tls: Whether ``tls`` is set.
-        fault: Why its TLS files cannot be used; empty if they can.
+        tiers: The identities of the rank's local tiers.
+        tls: Whether the rank has the setting ``tls``.
+        fault: Why the rank cannot use its TLS files; empty if it can, or has none.
     """
 
     tiers: list[str]
@@ -63,7 +63,7 @@ class _Decided(msgspec.Struct, frozen=True):
 
     Attributes:
         nodes: For each local tier the node of each rank.
-        fault: Why the ranks cannot encrypt alike; empty if they can.
+        fault: Why the settings ``tls`` of the ranks do not allow a connection; empty if they do.
     """
 
     nodes: list[tuple[int, ...]]
@@ -73,14 +73,17 @@ class _Decided(msgspec.Struct, frozen=True):
 def agree(
     tiers: Sequence[OpenTier], coordinator: Coordinator, tls: Tls | None = None
 ) -> tuple[OpenTier, ...]:
-    """Find out which ranks share a node, and return ``tiers``. If the job has several nodes, each
-    local tier has them as its ``nodes``.
+    """Find out which ranks share a node, and return ``tiers`` with the result.
 
-    All ranks must call this once, with the same tiers. The files of ``tls`` may differ.
+    If the job has several nodes, ``nodes`` of each local tier names the node of each rank.
+    Otherwise ``nodes`` is None. All ranks must call this once, with the same tiers. The files of
+    ``tls`` may differ.
 
     Raises:
-        ConfigError: Some rank has no ``tls`` where others have it, or cannot use its files. All
-            ranks raise it.
+        ConfigError: Only some ranks have ``tls``, or a rank cannot use the files of its ``tls``.
+            All ranks raise this error.
+        CommitError: A rank has another number of local tiers than the leader. Only the leader
+            raises this error, and the other ranks raise ``CommitTimeout``.
         CommitTimeout: A rank has not posted its tiers in time, or the leader has not answered.
     """
     local = [tier for tier in tiers if tier.local]
@@ -90,7 +93,7 @@ def agree(
     encryption, fault = None, ""
     try:
         encryption = encryption_of(tls)
-    except ConfigError as error:  # The other ranks raise it, too
+    except ConfigError as error:  # All ranks raise the error below, so post it first
         fault = str(error)
     mine = _Rank([_identity(tier.backend) for tier in local], tls is not None, fault)
     coordinator.post("nodes", msgspec.json.encode(mine))
@@ -109,7 +112,7 @@ def agree(
 
 
 def _ranks(coordinator: Coordinator, count: int) -> list[_Rank]:
-    """Return the posts of all ranks, after a check that each has ``count`` local tiers."""
+    """Return the messages of all ranks, by rank, after a check that each has ``count`` tiers."""
     found: list[_Rank] = []
     messages = gather(coordinator, "nodes", Wait(_START_SECONDS, "the manager"))
     for rank, message in messages.items():
@@ -126,7 +129,10 @@ def _decide(ranks: Sequence[_Rank]) -> _Decided:
 
 
 def _fault(ranks: Sequence[_Rank]) -> str:
-    """Return why the nodes of these ranks could not encrypt alike; empty if they can."""
+    """Return why the settings ``tls`` of ``ranks`` do not allow a connection between them.
+
+    The text is empty if they do.
+    """
     having = [number for number, rank in enumerate(ranks) if rank.tls]
     lacking = [number for number, rank in enumerate(ranks) if not rank.tls]
     if having and lacking:
@@ -160,16 +166,16 @@ def _number(identities: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
 def _identity(backend: StorageBackend) -> str:
     root = backend.url
     if isinstance(backend, Rooted):
-        with suppress(CkptError):  # The first save reports what is wrong with the tier
+        with suppress(CkptError):  # The first save reports this error of the tier
             root = backend.identity()
     here = Owner.here("")
     return checksum(f"{here.host} {here.machine} {root}".encode())[:16]
 
 
 def on_node(coordinator: Coordinator, nodes: Nodes | None) -> Coordinator:
-    """Return a coordinator for the ranks of this node alone, numbered from 0.
+    """Return a coordinator for the ranks of this node alone, which it numbers from 0.
 
-    If ``nodes`` is None, return ``coordinator``.
+    If ``nodes`` is None, the job has one node, so return ``coordinator`` itself.
     """
     return coordinator if nodes is None else _OnNode(coordinator, nodes)
 
@@ -208,7 +214,9 @@ class _OnNode:
 
 
 class _Merged(msgspec.Struct, frozen=True):
-    """The announcement that ``rank`` has sent the manifest, with its size and checksum."""
+    """The announcement that ``rank`` has sent the manifest, with the size and the checksum of the
+    manifest.
+    """
 
     rank: int
     size: int
@@ -219,8 +227,8 @@ _decoder: Final = msgspec.json.Decoder(_Merged)
 
 
 class ManyNodes:
-    """The `Place` of a tier that each node has for itself: fragments come from all nodes, and the
-    manifest goes to all nodes.
+    """The `Place` of a tier that is local to each node. Ranks send the fragments to each other, and
+    the manifest is put on all nodes.
 
     Args:
         store: The tier on this node.
@@ -250,13 +258,14 @@ class ManyNodes:
         return self._store.url
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
-        """Send the fragment of this rank to the other ranks, before this rank votes."""
+        """Send the fragment of this rank to the other ranks. Call this before the rank votes."""
         self._pieces = send(
             self._coordinator, self._subject(ref, "fragment"), self._store.read(ref, fragment)
         )
 
     def read(self, ref: StepRef, fragment: FragmentRef) -> bytes:
-        """Return the fragment of a rank that has voted. The fragment was sent before the vote.
+        """Return the fragment of a rank that has voted. Each rank sends its fragment before it
+        votes.
 
         Raises:
             TransientStorageError: The fragment has not arrived.
@@ -264,7 +273,10 @@ class ManyNodes:
         return self._receive(ref, "fragment", fragment.rank, fragment.size)
 
     def confirm(self) -> None:
-        """Confirm that the job owns the root on this node. Other nodes do so before they put."""
+        """Confirm that the job owns the root on this node.
+
+        The other nodes check their own roots before they put the manifest.
+        """
         self._store.confirm()
 
     def put(self, ref: StepRef, manifest: bytes) -> None:
@@ -275,7 +287,7 @@ class ManyNodes:
         """
         self._store.put(ref, manifest)
         self._attended = True
-        # If this rank dies now, the rank that takes its turn waits for this answer.
+        # If this rank dies after this point, the rank that takes the turn waits for this message.
         if self._coordinator.rank in self._nodes.firsts:
             self._coordinator.post(self._subject(ref, "put"), b"")
         pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)
@@ -290,14 +302,18 @@ class ManyNodes:
             raise CommitError(f"the manifest was put on one node, but not on all: {text}")
 
     def is_absent(self, ref: StepRef) -> bool:
-        """Return True if the manifest is absent on this node. It is then absent on all nodes that
-        would get it from this one, since it is sent only after it was put here.
+        """Return True if the manifest is absent on this node.
+
+        No other node has then got the manifest from this rank, which sends the manifest only after
+        it has put it on its own node.
         """
         return self._store.is_absent(ref)
 
     def attend(self, ref: StepRef, until: float) -> None:
-        """Put the manifest on this node as soon as another rank has sent it. Only the lowest rank
-        of each node does so.
+        """Wait for another rank to send the manifest, and put the manifest on this node.
+
+        Return at the time ``until``, or before that once the save has an outcome. Only the lowest
+        rank of each node waits, and the other ranks return at once.
         """
         while not self._attended and (left := until - time.monotonic()) > 0:
             if self._coordinator.verdict(f"{self._name}/{ref.folder}", timeout=0) is not None:
@@ -313,12 +329,15 @@ class ManyNodes:
                     self._coordinator.post(self._subject(ref, "put"), message.encode())
 
     def forget(self, ref: StepRef) -> None:
-        """Remove the messages of this rank about a save whose outcome is known."""
+        """Remove the messages of this rank about the save ``ref``, whose outcome is known."""
         drop(self._coordinator, self._subject(ref, "fragment"), self._pieces)
         self._coordinator.forget(self._subject(ref, "put"))
 
     def _faults(self, ref: StepRef) -> dict[int, str]:
-        """Return why other nodes have not put the manifest: lowest rank of the node -> reason."""
+        """Return why other nodes have not put the manifest: lowest rank of the node -> reason.
+
+        Wait up to ``_PUT_SECONDS`` for the nodes. The result is empty if all have put it.
+        """
         here = self._nodes.of[self._coordinator.rank]
         missing = {first for first in self._nodes.firsts if self._nodes.of[first] != here}
         faults: dict[int, str] = {}
@@ -330,13 +349,13 @@ class ManyNodes:
         return faults | dict.fromkeys(missing, f"no answer within {_PUT_SECONDS:.0f} s")
 
     def _put_here(self, ref: StepRef, merged: _Merged) -> str:
-        """Put the manifest on this node. Return the reason if that fails, or an empty string."""
+        """Put the manifest on this node. Return the reason if this fails, else an empty string."""
         try:
             data = self._receive(ref, "manifest", merged.rank, merged.size)
             if checksum(data) != merged.checksum:
                 return f"it is not what rank {merged.rank} has merged"
             self._store.put(ref, data)
-        except Exception as error:  # noqa: BLE001 - the committer waits for it
+        except Exception as error:  # noqa: BLE001 - the rank that commits waits for an answer
             return str(error) or repr(error)
         return ""
 
@@ -349,7 +368,7 @@ class ManyNodes:
                 limit=nbytes,
                 timeout=_SENT_SECONDS,
             )
-        except CommitError as error:  # Another rank may have received it
+        except CommitError as error:  # Another rank may have received the message
             raise TransientStorageError(ref.folder, str(error)) from None
 
     def _subject(self, ref: StepRef, what: str) -> str:

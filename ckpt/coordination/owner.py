@@ -1,12 +1,12 @@
 """The owner of a root: one job at a time writes to it, and the newest job wins.
 
-``writer.json`` names the owner's attempt and process. A new attempt takes the root over, unless the
-owner is alive on the same machine; then ``RootInUse`` is raised. An owner that has lost the root
-finds another attempt in the file at its next commit, and that save fails. There is no heartbeat, so
-a restarted job never waits for a dead one.
+The file ``writer.json`` in the root names the owner's attempt and process. A new attempt takes the
+root over. If the owner is alive on the same machine, the new attempt gets ``RootInUse`` instead. An
+owner that has lost the root finds another attempt in the file at its next commit, and that save
+fails. There is no heartbeat, so a restarted job never waits for a dead one.
 
-An owner on another machine, or in another process namespace, may be alive or dead. Its files are
-removed only if it is known to have ended (see ``Owner.has_ended``).
+If the owner is on another machine, or in another process namespace, it may be alive or dead. Other
+jobs remove its files only if it is known to have ended (see ``Owner.has_ended``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ _LIMIT = 64 << 10
 NO_PROCESS: Final = 0
 """The ``pid`` in the record of a job that has closed and has left its root to the agent."""
 _MOST_ENDED: Final = 64
-"""The most ended attempts that an owner remembers."""
+"""The largest number of ended attempts in the record of an owner."""
 _ended: Final[set[str]] = set()
-"""Attempts of this process that are over. The store may still name them after a failed delete."""
+"""The attempts of this process that are over.
+
+If ``release`` could not delete ``writer.json``, the file may still name one of them.
+"""
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -37,9 +40,9 @@ class Owner(msgspec.Struct, frozen=True):
     Attributes:
         attempt: The id of the attempt.
         host: The name of the host, for messages.
-        machine: Identifies the boot of the host and the process namespace.
-        started: When the process started, in clock ticks since boot. With ``machine`` and ``pid``
-            it identifies a process, since no other process ever has all three.
+        machine: A text that identifies the boot of the host and the process namespace.
+        started: When the process started, in clock ticks since boot. No two processes have the same
+            ``machine``, ``pid`` and ``started``.
         pid: The id of the process; ``NO_PROCESS`` if the job has left the root to the agent.
         run: The name that torchrun gave the run; empty without torchrun.
         restart: How often torchrun has restarted all ranks.
@@ -72,7 +75,7 @@ class Owner(msgspec.Struct, frozen=True):
 
     @property
     def alive(self) -> bool:
-        """Whether the process is known to be alive. False if it is on another machine."""
+        """Whether the process is known to be alive. The value is False for another machine."""
         return self.machine == machine() and Process(self.pid, self.started).lives
 
     def went_before(self, other: Owner) -> bool:
@@ -83,8 +86,8 @@ class Owner(msgspec.Struct, frozen=True):
         return self.run == other.run != "" and self.restart < other.restart
 
     def is_predecessor(self, job: Owner) -> bool:
-        """Return True if the processes of this owner are known to have ended, and to have begun
-        before those of ``job``.
+        """Return True if the processes of this owner are known to have started before those of
+        ``job``, and to have ended.
         """
         if self.machine != machine():
             return self.went_before(job)
@@ -100,7 +103,7 @@ class Owner(msgspec.Struct, frozen=True):
 
     @property
     def here_too(self) -> bool:
-        """Whether this owner is the running process."""
+        """Whether this owner is the process that runs this code."""
         return self.alive and self.pid == os.getpid()
 
     @property
@@ -116,9 +119,10 @@ _decoder: Final = msgspec.json.Decoder(Owner)
 
 
 def claim(backend: StorageBackend, me: Owner) -> Owner:
-    """Make ``me`` the owner of the root.
+    """Make ``me`` the owner of the root, and return the record that was written.
 
-    Return the record that was written, with the attempts that are known to have ended.
+    The new record is ``me`` with the attempts that have ended. These are the ended attempts in the
+    earlier record, and the attempt of the earlier record if it is known to have ended.
 
     Raises:
         RootInUse: The root's owner is alive on this machine.
@@ -147,11 +151,14 @@ def succeed(backend: StorageBackend, me: Owner) -> Owner:
 
 
 def confirm(backend: StorageBackend, me: Owner) -> bool:
-    """Return True if ``writer.json`` names this job. Return False if there is no such file, because
-    a job that took the root over has closed since.
+    """Return True if ``writer.json`` names this job.
+
+    Return False if the root has no owner. This happens after another job has taken the root over
+    and has closed since.
 
     Raises:
         RootInUse: Another attempt has taken the root over.
+        RootLost: Another folder has taken the place of the root.
     """
     owner = _owner_of(backend)
     if owner is not None and owner.attempt != me.attempt:
@@ -160,9 +167,10 @@ def confirm(backend: StorageBackend, me: Owner) -> bool:
 
 
 def detach(backend: StorageBackend, me: Owner) -> None:
-    """Leave the root to the agent, if this job still owns it.
+    """Leave the root to the agent, if this job still owns the root.
 
-    The record then names the job and no process, so the next job takes the root as from a dead job.
+    The record then names the job and no process. The next job takes the root over, as after the
+    death of its owner.
     """
     if (owner := _leave(backend, me)) is not None:
         backend.put(OWNER, [msgspec.json.encode(msgspec.structs.replace(owner, pid=NO_PROCESS))])
@@ -171,24 +179,26 @@ def detach(backend: StorageBackend, me: Owner) -> None:
 def release(backend: StorageBackend, me: Owner) -> None:
     """Delete the record of the owner if this job still owns the root.
 
-    Later managers of this process may use the root even if the store fails now.
+    Even if the deletion fails, later managers of this process may use the root.
     """
     if _leave(backend, me) is not None:
         backend.delete(OWNER)
 
 
 def _leave(backend: StorageBackend, me: Owner) -> Owner | None:
-    """Note that the attempt is over. Return the record of the root if it still names ``me``."""
+    """Note that the attempt of ``me`` is over. Return the owner of the root if that is still
+    ``me``, else None.
+    """
     _ended.add(me.attempt)
     owner = read_owner(backend)
     return owner if owner is not None and owner.attempt == me.attempt else None
 
 
 def _owner_of(backend: StorageBackend) -> Owner | None:
-    """Return the owner of the root, or None, and check that the root was not replaced.
+    """Return the owner of the root, or None if it has none.
 
     Raises:
-        RootLost: The root has no owner, because another folder has taken its place.
+        RootLost: No owner was found, because another folder has taken the place of the root.
     """
     owner = read_owner(backend)
     if owner is None and isinstance(backend, Rooted) and backend.is_replaced():
@@ -197,7 +207,7 @@ def _owner_of(backend: StorageBackend) -> Owner | None:
 
 
 def read_owner(backend: StorageBackend) -> Owner | None:
-    """Return the owner of the root, or None if there is none or the record cannot be read."""
+    """Return the owner of the root, or None if the root has none or its record is not valid."""
     try:
         data = bytearray(size) if (size := backend.head(OWNER).size) <= _LIMIT else bytearray()
         if data:
@@ -210,4 +220,4 @@ def read_owner(backend: StorageBackend) -> Owner | None:
 def _run() -> str:
     # Torchrun sets this variable for its workers.
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")  # noqa: TID251
-    return "" if name == "none" else name  # Torchrun's name for a run without one
+    return "" if name == "none" else name  # Torchrun gives this name to a run without a name

@@ -1,5 +1,5 @@
-"""The rounds of a restore: the leader chooses a step, each rank does its part, and all ranks learn
-the result.
+"""The rounds of a restore. In a round, the leader chooses a step, each rank does its part, and all
+ranks learn the result.
 
 All ranks make the same calls in the same order. Each call waits for all ranks, within a bound. No
 process group is used.
@@ -19,29 +19,32 @@ from ckpt.errors import CkptError, RestoreError, StorageError
 from ckpt.plan.fallback import is_damage
 
 _GRACE_SECONDS: Final = 60.0
-"""How much longer than the leader the other ranks wait, so that its timeout error reaches them."""
+"""How many seconds longer than the leader the other ranks wait, so that they get its error."""
 
 _PARTED_SECONDS: Final = 10.0
-"""How long the leader waits for more answers, after a rank that has lost touch with others."""
+"""How many seconds the leader waits for more answers, once a rank has answered ``parted``."""
 _GRAVITY: Final = {"ok": 0, "damaged": 1, "parted": 2, "stop": 3}
 
 T = TypeVar("T")
 
 
 class Damaged(Exception):
-    """Some rank has met damaged data. All ranks raise this."""
+    """A rank has met damaged data. All ranks raise this error."""
 
 
 class Parted(Exception):
-    """This rank has lost touch with other ranks. The cause is on one of them, or in the network."""
+    """This rank has lost the connection to other ranks.
+
+    The cause is an error on one of the other ranks, or in the network.
+    """
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """The answer of a rank after a round.
+    """The answer of a rank after its part of a round.
 
     Attributes:
-        outcome: ``ok``, ``damaged`` (try the next step), ``parted`` (the rank has lost touch with
-            another one, which may know the reason) or ``stop``.
+        outcome: ``ok``, ``damaged`` (try the next step), ``parted`` (the rank has lost the
+            connection to another rank, which may report the cause) or ``stop`` (end the restore).
         reason: Why the outcome is not ``ok``.
         names: The names that the rank reports (see `RestoreRounds.do`).
     """
@@ -58,11 +61,12 @@ class RestoreRounds:
     """The rounds of one restore.
 
     Args:
-        subject: Distinguishes this restore from others of the attempt.
+        coordinator: The connection to the other ranks.
+        subject: A name that no other restore of the attempt has.
         patience: How many seconds ranks wait for each other.
 
     Thread safety:
-        Used by the training thread alone.
+        Only the training thread may call the methods.
     """
 
     def __init__(self, coordinator: Coordinator, *, subject: str, patience: float) -> None:
@@ -83,7 +87,8 @@ class RestoreRounds:
             kind: The type of a choice.
 
         Raises:
-            StorageError: The leader failed to choose.
+            StorageError: ``choices`` has raised an error on the leader. The leader itself raises
+                that error.
             CommitTimeout: The leader did not choose in time.
         """
         self._round += 1
@@ -94,7 +99,7 @@ class RestoreRounds:
             nonlocal failed
             try:
                 return next(choices, None)
-            except Exception as error:  # noqa: BLE001 - the others wait for it
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer
                 failed = error
                 return {"error": str(error)}
 
@@ -109,29 +114,30 @@ class RestoreRounds:
     def do(
         self, what: str, step: int, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
     ) -> tuple[T, tuple[str, ...]]:
-        """Do ``work`` on all ranks, and wait until all ranks have done it.
+        """Call ``work`` on all ranks, and wait until all ranks have ended it.
 
         Args:
             what: The name of this work in the subject of the exchange.
             step: The step, for errors.
             work: The work of this rank.
-            names: Returns, for the result of ``work``, the names that this rank reports. Names are
-                paths with slashes, and a name stands for all names below it.
+            names: A function that takes the result of ``work`` and returns the names that this rank
+                reports. Names are paths with slashes, and a name stands for all names below it.
 
         Returns:
-            The result of ``work`` on this rank, and the names that all ranks have reported.
+            The result of ``work`` on this rank, and the names that every rank has reported.
 
         Raises:
-            Damaged: Some rank met damaged data.
-            RestoreError: Some rank failed in another way. That rank raises its own error if it is a
-                ``CkptError``.
+            Damaged: A rank has met damaged data.
+            RestoreError: A rank has failed in another way, or has not answered in time. A rank
+                whose ``work`` has raised another ``CkptError`` raises that error.
+            CommitTimeout: The leader has not answered in time.
         """
         result: T | None = None
         error: Exception | None = None
         try:
             result = work()
             mine = _Answer("ok", names=names(result))
-        except Exception as failed:  # noqa: BLE001 - the others must hear of it before it is raised
+        except Exception as failed:  # noqa: BLE001 - raised below, once the other ranks know
             error = failed
             outcome = (
                 "damaged"
@@ -149,7 +155,7 @@ class RestoreRounds:
         return result, answer.names
 
     def _poll(self, subject: str, step: int, mine: _Answer) -> _Answer:
-        """Post the answer of this rank, and return, on all ranks, the worst answer of all ranks."""
+        """Post the answer of this rank, and return the worst answer of all ranks on each rank."""
         self._coordinator.post(subject, msgspec.json.encode(mine))
         wait = Wait(self._patience + _GRACE_SECONDS, "the end of the restore", step)
         return leader_decides(
@@ -161,7 +167,7 @@ class RestoreRounds:
         deadline = time.monotonic() + self._patience
         worst = _Answer("ok")
         shared: set[str] | None = None
-        # After "stop" no rank waits for more answers, since another rank may be dead.
+        # After "stop", the leader waits for no more answers, since another rank may be dead.
         while missing and worst.outcome != "stop":
             messages = self._coordinator.collect(
                 subject, missing, timeout=max(0.0, deadline - time.monotonic())
@@ -179,14 +185,14 @@ class RestoreRounds:
                 if _GRAVITY[answer.outcome] > _GRAVITY[worst.outcome]:
                     where = f"rank {rank}: " if self._coordinator.world_size > 1 else ""
                     worst = _Answer(answer.outcome, where + answer.reason)
-            # The rank at fault answers soon, or it is dead.
+            # The rank that caused the lost connection answers soon, or is dead.
             if worst.outcome == "parted":
                 deadline = min(deadline, time.monotonic() + _PARTED_SECONDS)
         return worst if worst.outcome != "ok" else _Answer("ok", names=tuple(sorted(shared or ())))
 
 
 def common(one: Collection[str], two: Collection[str]) -> set[str]:
-    """Return the names in both collections. A name stands for all names below it."""
+    """Return the names that both collections hold. A name stands for all names below it."""
     return {name for name in {*one, *two} if _holds(one, name) and _holds(two, name)}
 
 

@@ -7,7 +7,7 @@ import threading
 
 
 def new_attempt() -> str:
-    """Return a new attempt id: 12 hex digits."""
+    """Return a new random id of an attempt: 12 hex digits."""
     return secrets.token_hex(6)
 
 
@@ -41,12 +41,14 @@ class SingleCoordinator:
         return self._verdicts.get(subject)
 
     def forget(self, subject: str) -> None:
-        """Remove the message and the verdicts on ``subject`` and below it (``subject/...``).
+        """Remove the message on ``subject``, and the verdicts on ``subject`` and below it
+        (``subject/...``).
 
-        No other rank asks for them, so memory does not grow with the number of saves.
+        No other rank can ask for the verdicts later. If they stayed, memory would grow with the
+        number of saves.
         """
         self._messages.pop(subject, None)
-        with self._lock:  # Each tier has threads of its own
+        with self._lock:  # Threads of several tiers may call this method at once
             for name in [n for n in self._verdicts if n == subject or n.startswith(f"{subject}/")]:
                 del self._verdicts[name]
 
