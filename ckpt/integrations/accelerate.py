@@ -5,11 +5,12 @@
     ...
     checkpoints.save_state()  # returns after milliseconds
 
-A checkpoint holds what ``accelerator.save_state`` keeps: every prepared model, optimizer, scheduler
-and loader, the scaler, the registered objects, the random number generators of every rank, and
-``accelerator.step``. The objects have the names ``model``, ``model_1``, ``optimizer``,
-``scheduler`` and so on. So a manager of plain PyTorch can restore
-``{"model": model, "optimizer": optimizer}`` from such a checkpoint with ``only=``, in any layout.
+A checkpoint holds the same objects as one of ``accelerator.save_state``: every prepared model,
+optimizer, scheduler and loader, the scaler, the registered objects, the random number generators of
+every rank, and ``accelerator.step``. The objects have the names ``model``, ``model_1``,
+``optimizer``, ``scheduler`` and so on. So a ``CheckpointManager`` in a program without Accelerate
+can restore ``{"model": model, "optimizer": optimizer}`` from such a checkpoint with ``only=``, in
+any layout.
 
 This module imports accelerate when the first `AcceleratorCheckpoints` is made.
 """
@@ -44,7 +45,7 @@ from ckpt.storage.tiers import Tiers, as_tiers
 
 TESTED: Final = ("1.0", "1.15")
 """The first and the last release of accelerate that the tests ran with."""
-# This is not "checkpoints", since accelerate deletes what is in its folder of that name.
+# The name is not "checkpoints", since accelerate deletes the contents of its folder of that name.
 _ROOT: Final = "ckpt"
 _REFUSED: Final = {
     "DEEPSPEED": "put ckpt.integrations.deepspeed.zero_state(engine) into a state of your own",
@@ -62,17 +63,18 @@ _REFUSE_RESIZE: Final = refusing_resize(
 class AcceleratorCheckpoints:
     """Saves and restores the objects that an ``Accelerator`` has prepared.
 
-    Every rank makes one and makes the same calls.
+    Every rank makes an object of this class, and makes the same calls.
 
     Args:
         accelerator: The ``Accelerator``. Objects that are prepared later are saved as well.
-        tiers: As for `CheckpointManager`. None: the folder ``ckpt`` in the ``project_dir`` of an
-            accelerator with ``automatic_checkpoint_naming``. A folder or URL that is no `Tier`
-            keeps the newest ``total_limit`` steps of the ``ProjectConfiguration``.
+        tiers: As for `CheckpointManager`. None takes the folder ``ckpt`` in the ``project_dir``,
+            and needs ``automatic_checkpoint_naming``. If a tier is given as a folder or URL and not
+            as a `Tier`, it keeps as many of the newest steps as ``total_limit`` of the
+            ``ProjectConfiguration`` says.
         settings: Further arguments of the `CheckpointManager`.
 
     Attributes:
-        manager: The `CheckpointManager` at work.
+        manager: The `CheckpointManager` that saves and restores.
 
     Raises:
         ConfigError: The kind of training is not supported, or ``tiers`` is left out and has no
@@ -119,16 +121,16 @@ class AcceleratorCheckpoints:
             The handle of the save.
 
         Raises:
-            ConfigError: ``step`` is the name of a folder, or nothing was loaded and an earlier run
-                has saved a step with this number or a higher one. Nothing was saved.
+            ConfigError: ``step`` is the name of a folder. Or no step was loaded, and an earlier run
+                has saved a step with this number or a higher number. Nothing was saved.
             CkptError: See `CheckpointManager.save_async`.
         """
         _check_step(step, "save_state")
         project = self._accelerator.project_configuration
         number = project.iteration if step is None else step
         self._refuse_hidden(number)
-        # ``save_async`` may raise the error of an earlier save when this save has begun already,
-        # so the save is counted first.
+        # ``save_async`` may begin this save and then raise the error of an earlier save. So the
+        # save is counted first.
         project.iteration += 1
         _warn_of_hooks("save", self._accelerator._save_model_state_pre_hook)
         return self.manager.save_async(self._state(), number, metrics=metrics)
@@ -144,8 +146,8 @@ class AcceleratorCheckpoints:
             The report, or None if there is no checkpoint.
 
         Raises:
-            ConfigError: ``step`` is the name of a folder, or only ``accelerator.save_state`` has
-                saved here. Nothing was changed.
+            ConfigError: ``step`` is the name of a folder, or all checkpoints in the folders were
+                saved by ``accelerator.save_state``. Nothing was changed.
             RestoreError: The prepared and registered objects are not those that were saved.
                 Nothing was changed.
         """
@@ -203,17 +205,18 @@ class AcceleratorCheckpoints:
         )
 
     def _refuse_hidden(self, number: int) -> None:
-        """Raise ``ConfigError`` on all ranks if an earlier run has saved a step from ``number`` on.
+        """Raise ``ConfigError`` on all ranks if an earlier run has saved step ``number`` or a later
+        step.
 
-        A restart would take that step instead of the first one of this run. Only the first save is
-        checked. The manager checks this too, but in the background, when later saves may have
-        begun.
+        A restart would take that step instead of the first step of this run. Only the first save is
+        checked. The manager makes the same check, but in the background, when later saves may
+        already have begun.
         """
         if self._has_begun:
             return
         held: list[int | None] = [None]
         if self._accelerator.process_index == 0 and not self._loaded:
-            with suppress(CkptError):  # The save meets the same error, and raises it or retries
+            with suppress(CkptError):  # The save meets the same error, and reports it or retries
                 held = [self.manager.latest_step()]
         import_module("accelerate.utils").broadcast_object_list(held)
         if held[0] is not None and held[0] >= number:
@@ -244,8 +247,8 @@ class AcceleratorCheckpoints:
 class _Order:
     """The state that decides the order of the samples in the next epochs of a prepared loader.
 
-    It is the loader's count of epochs (``iteration``), and the seed or the generator of its
-    sampler. ``accelerator.save_state`` does not save most of this.
+    This state is the loader's count of epochs (``iteration``), and the seed or the random generator
+    of the loader's sampler. ``accelerator.save_state`` does not save most of it.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -282,12 +285,13 @@ class _Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loader.load_state_dict(state)
-        # Without this line, a save before the next batch would save the old state.
+        # Without this assignment, a save before the next batch would save the state before the
+        # restore.
         self._loader.dl_state_dict = state
 
 
 def _prepared(accelerator: Any) -> dict[str, list[Any]]:
-    """Return the objects that ``accelerator.save_state`` saves: kind -> objects in its order."""
+    """Return the objects that ``accelerator.save_state`` saves: kind -> list of objects."""
     return {
         "model": accelerator._models,
         "optimizer": accelerator._optimizers,
@@ -306,8 +310,8 @@ def _of_loader(loader: Any) -> Iterator[tuple[str, PerRank]]:
 def _registered(value: Any) -> Any:
     """Return a registered object as an entry of the state.
 
-    Each rank saves its own value, in a `PerRank`. Modules, optimizers and other objects whose class
-    says which tensors the ranks share are returned as they are.
+    Modules, optimizers, `PerRank` values, and objects whose class says which tensors the ranks
+    share are returned unchanged. For any other object, each rank saves its own value (`PerRank`).
     """
     if isinstance(value, nn.Module | Optimizer | PerRank) or declares_state(value):
         return value
@@ -329,7 +333,7 @@ def _limited(place: Any, total_limit: int | None) -> Tier:
 
 
 def _check(accelerator: Any) -> None:
-    """Raise ``ConfigError`` if this is no ``Accelerator``, or one of a type without support."""
+    """Raise ``ConfigError`` if ``accelerator`` is no ``Accelerator``, or of an unsupported type."""
     import accelerate
 
     if not isinstance(accelerator, accelerate.Accelerator):
@@ -344,8 +348,9 @@ def _check(accelerator: Any) -> None:
 
 
 def _warn_of_hooks(verb: str, hooks: Mapping[int, Any]) -> None:
-    """Warn, once in a process, that the user's hooks before ``verb`` ("save" or "load") are not
-    called.
+    """Log a warning, once in a process, if the user has registered ``hooks``.
+
+    Accelerate calls these hooks before it saves or loads (``verb``), and ckpt does not call them.
     """
     if hooks:
         warn_once(

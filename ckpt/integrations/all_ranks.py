@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 def of_all(failure: str, look: Callable[[], T]) -> list[T]:
-    """Call ``look`` on every rank, and return the results of all ranks on each, in rank order.
+    """Call ``look`` on every rank, and return the results of all ranks, in rank order.
 
-    All ranks must call this function. If ``look`` raises on a rank, all ranks raise, so that no
-    rank waits for one that has failed.
+    All ranks must call this function, and all get the same list. If ``look`` raises an error on a
+    rank, all ranks raise an error, so that no rank waits for a rank that has failed. Without a
+    process group, the result has one item.
 
     Args:
-        failure: The end of "rank 3 ..." in the error of the other ranks: it says what the rank that
-            failed could not do.
+        failure: The words after "rank 3" in the error of the other ranks, such as "cannot write".
         look: The function.
 
     Raises:
@@ -45,17 +45,16 @@ def of_all(failure: str, look: Callable[[], T]) -> list[T]:
 def of_first(failure: str, look: Callable[[], T]) -> T:
     """Call ``look`` on rank 0 only, and return its result on all ranks.
 
-    All ranks must call this function.
-
-    If each rank listed a folder by itself, the ranks might find different steps, and then wait for
-    each other in different collectives.
+    All ranks must call this function. It is for results that might differ between ranks, such as
+    the list of a folder. With different results, the ranks might wait for each other in different
+    collectives.
 
     Args:
         failure: As for `of_all`.
         look: The function.
 
     Raises:
-        RestoreError: ``look`` has failed on rank 0, which raises the error of ``look`` itself.
+        RestoreError: ``look`` has failed on rank 0. Rank 0 raises the error of ``look`` instead.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     found = of_all(failure, look if first else lambda: None)

@@ -39,11 +39,11 @@ _PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), np.generic)
 
 
 class Arrays(Refilled, Stateful):
-    """A value with arrays, as an entry of a state. `state_of` makes it.
+    """A value with arrays, as an entry of a state. `state_of` makes such entries.
 
     Attributes:
-        value: The value that the next save takes. A restore fills arrays and variables that can
-            change, and puts new arrays and values in place of all others.
+        value: The value that the next save saves. A restore fills the arrays and variables that can
+            change, and replaces all other arrays and values by new ones.
     """
 
     def __init__(self, value: Any, replicas: Iterable[int] = ()) -> None:
@@ -51,13 +51,17 @@ class Arrays(Refilled, Stateful):
         self._replicas = tuple(replicas)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the leaves of ``value`` by name: plain values, and tensors over the arrays."""
+        """Return ``value`` with a dict for each container and a tensor for each array.
+
+        A tensor has the memory of its array if torch can address it.
+        """
         return self._shown(_read)
 
     def targets(self) -> dict[str, Any]:
-        """Return what a restore fills, in the form of ``state_dict()``.
+        """Return the tensors and values that a restore fills, in the form of ``state_dict()``.
 
-        NumPy arrays and torch tensors are filled in place if possible. All other arrays are copies.
+        The tensors have the memory of NumPy arrays and torch tensors if a restore can fill these in
+        place. For all other arrays, the tensors are copies.
         """
         return self._shown(_target)
 
@@ -85,11 +89,11 @@ def state_of(value: Any, *, replicas: Iterable[int] = ()) -> Arrays:
             trees. Plain values in the tree are saved too. An optimizer of Keras must be built
             (``optimizer.build``).
         replicas: The ranks that hold the same values, this rank included: ``range(world_size)`` in
-            data-parallel training. They share the writing, and a save in which their values differ
-            fails. Without ``replicas``, each rank writes all of its values.
+            data-parallel training. Each of these ranks writes a part of the values. If their values
+            differ, the save fails. Without ``replicas``, each rank writes all of its values.
 
     Raises:
-        ConfigError: Two keys of a container are the same text, such as 1 and "1".
+        ConfigError: Two keys of a container are equal as text, such as 1 and "1".
     """
     made = Arrays(value, replicas)
     _mapped("", value, lambda _path, _leaf: None)
@@ -101,10 +105,10 @@ def state_of(value: Any, *, replicas: Iterable[int] = ()) -> Arrays:
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A container.
+    """A container in a tree.
 
-    ``items`` are its items by name. ``make`` takes a list of new items in the same order, and
-    returns a container of them.
+    ``items`` are the items of the container by name. ``make`` takes a list of new items in the same
+    order, and returns a container with the new items.
     """
 
     items: dict[str, Any]
@@ -132,7 +136,7 @@ def _node(value: Any) -> _Node | None:
 
 
 def _jax_node(value: Any) -> _Node | None:
-    """Return one level of ``value`` if its class is registered with JAX as a tree, else None."""
+    """Return ``value`` as a container if its class is registered with JAX as a tree, else None."""
     if "jax" not in sys.modules:
         return None
     tree = _jax().tree_util
@@ -165,7 +169,7 @@ def _named(names: Iterable[object], items: Iterable[Any]) -> dict[str, Any]:
 
 
 def _unique(variables: Iterable[Any]) -> dict[str, Any]:
-    """Return the variables by ``path`` or ``name``. A number makes repeated names different."""
+    """Return the variables by their ``path`` or ``name``. Repeated names get a number."""
     found: dict[str, Any] = {}
     for variable in variables:
         name = str(getattr(variable, "path", None) or getattr(variable, "name", "") or "variable")
@@ -239,7 +243,7 @@ def _read(path: str, leaf: Any) -> Any:
         array.block_until_ready()
     try:
         return from_dlpack(array)
-    except (RuntimeError, BufferError, TypeError, ValueError):  # torch lacks the device
+    except (RuntimeError, BufferError, TypeError, ValueError):  # torch cannot address the memory
         return _of_numpy(path, np.asarray(array))
 
 
@@ -255,7 +259,11 @@ def _of_numpy(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _dtype(path: str, array: Any) -> torch.dtype:
-    """Return torch's dtype for the elements of an array. Raises ``UnsupportedValue``."""
+    """Return torch's dtype for the elements of an array.
+
+    Raises:
+        UnsupportedValue: torch has no such dtype.
+    """
     dtype = _numpy_dtype(array)
     if dtype is None or dtype.name not in DTYPES or not dtype.isnative:
         raise _unsupported(path, array, "convert it to a numeric dtype of this machine")
@@ -286,10 +294,10 @@ def _unsupported(path: str, array: Any, way: str) -> UnsupportedValue:
 
 
 def _target(path: str, leaf: Any) -> Any:
-    """Return what a restore fills for ``leaf``: a tensor with the present values, or a plain value.
+    """Return a tensor with the present values of ``leaf``, which a restore fills, or a plain value.
 
-    The tensor has the memory of ``leaf`` if that is a torch tensor or a NumPy array that can be
-    filled. Otherwise it is a copy.
+    If ``leaf`` is a torch tensor or a NumPy array that can be filled in place, the tensor has the
+    memory of ``leaf``. Otherwise the tensor is a copy.
     """
     shown = _read(path, leaf)
     in_place = isinstance(_content(leaf), torch.Tensor) or (
@@ -331,6 +339,9 @@ def _new_jax(array: Any, filled: torch.Tensor) -> Any:
 
 
 def _to_numpy(tensor: torch.Tensor, dtype: np.dtype[Any] | None) -> np.ndarray[Any, Any]:
-    """Return the bytes of ``tensor`` as an array of ``dtype``, which another package may define."""
+    """Return an array of ``dtype`` with the bytes of ``tensor``.
+
+    ``dtype`` may be one that another package has added to NumPy, such as bfloat16.
+    """
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return cast("np.ndarray[Any, Any]", raw.view(cast(Any, dtype)).reshape(tensor.shape))

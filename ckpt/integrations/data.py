@@ -21,10 +21,12 @@ _MOST: Final = (1 << 63) - 1
 
 
 class _Position(Checked):
-    """The position in the data, which is the same on all ranks, and the loop that advances it."""
+    """The position in the training data, which is the same on all ranks. A loop over ``batches``
+    advances the position.
+    """
 
     _built: str
-    """The code that builds a loader over an object of this class, for an error."""
+    """Example code for an error text: it builds a loader over an object of this class."""
 
     def __init__(self, order: Mapping[str, int | bool | str], place: tuple[int, int]) -> None:
         """Begin at the first sample of epoch 0.
@@ -46,12 +48,12 @@ class _Position(Checked):
     def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the batches of the loader from the position to the end of the epoch.
 
-        Whenever the loop receives a batch, the position advances by a batch of each rank. What the
-        workers have read ahead does not count. The epoch ends when the loop asks for a batch and
-        none remains. After a loop that is left early, the next call continues from its position.
+        Whenever the loop receives a batch, the position advances by a batch of each rank. Samples
+        that the workers have read ahead do not count. The epoch ends when the loop asks for a batch
+        and no batch remains. If a loop is left early, the next call continues from its position.
 
-        Train on a batch before you save, and do not read ahead of the loop: a thread that takes
-        batches from this iterator in advance also advances the position too early.
+        Train on a batch before you save, and do not read ahead of the loop. If a thread takes
+        batches from this iterator in advance, the position advances too early.
 
         Args:
             loader: A ``DataLoader`` or a ``StatefulDataLoader`` over this object, with the same
@@ -59,8 +61,8 @@ class _Position(Checked):
 
         Raises:
             ConfigError: The loader does not take its samples from this object, has a position of
-                its own, or yields the batches of its workers in any order. It is also raised if the
-                position was restored, or another loop has begun, since the last batch.
+                its own, or yields the batches of its workers in any order. The error is also raised
+                if the position was restored, or another loop has begun, since the last batch.
         """
         self._check_loader(loader)
         size = self._batch_size = loader.batch_size or 1
@@ -84,14 +86,15 @@ class _Position(Checked):
                 self._end()
 
     def _begin(self) -> int:
-        """Prepare a loop from the position, and return how many samples this rank gets in it.
+        """Prepare a loop that begins at the position, and return how many samples it gives to this
+        rank.
 
-        If the number is not known, return one that is larger than any data set.
+        If the number is unknown, return a number that is larger than any data set.
         """
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Note that no loop runs."""
+        """Note that the loop has ended, so no loop runs."""
 
     def _reads(self, loader: DataLoader[Any]) -> bool:
         """Return True if the loader takes its samples from this object."""
@@ -125,9 +128,9 @@ class _Position(Checked):
         )
 
     def state_dict(self) -> dict[str, int | bool | str]:
-        """Return the position and the settings of the order, as plain values.
+        """Return the position, and the settings that decide the order, as plain values.
 
-        They are the same on all ranks after the same step.
+        After the same step, the values are the same on all ranks.
         """
         return {"epoch": self._epoch, "consumed": self._consumed, **self._order}
 
@@ -163,7 +166,7 @@ class _Position(Checked):
         return _MOST
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the position to a saved one. Any number of ranks may have saved it.
+        """Set the position to a saved position, which any number of ranks may have saved.
 
         Raises:
             RestoreError: The saved position belongs to another order of the samples, such as one
@@ -175,7 +178,7 @@ class _Position(Checked):
 
 
 class ElasticSampler(_Position, Sampler[int]):
-    """Deals the samples of a dataset to the ranks, and counts those that were trained on.
+    """Deals the samples of a dataset to the ranks, and counts the samples that were trained on.
 
         sampler = ElasticSampler(data)
         loader = DataLoader(data, batch_size=16, sampler=sampler, num_workers=2)
@@ -189,21 +192,21 @@ class ElasticSampler(_Position, Sampler[int]):
 
     Each epoch has an order of its own, which depends on the seed, the epoch and the length only.
     The ranks take the samples of this order in turn. The position is the number of samples that all
-    ranks together have taken from it. The position is the same on all ranks. After a restore on
-    another number of ranks, the remaining samples are dealt to the new ranks.
+    ranks together have taken in the epoch, and is the same on all ranks. After a restore on another
+    number of ranks, the remaining samples are dealt to the new ranks.
 
-    All ranks get equally many samples. An epoch gives each sample at most once. At the end of its
-    order it leaves out the remainder, which is fewer samples than there are ranks. The last batch
-    of an epoch may be smaller than the batches before it, by the same number of samples on each
-    rank. With ``DataLoader(drop_last=True)`` that batch is left out, too. If the order is shuffled,
-    each epoch leaves out other samples.
+    All ranks get equally many samples. An epoch gives each sample at most once. If the number of
+    samples is no multiple of the number of ranks, an epoch leaves out the remainder at the end of
+    its order. The last batch of an epoch may be smaller than the other batches, and has the same
+    size on each rank. With ``DataLoader(drop_last=True)``, a smaller last batch is left out, too.
+    If the order is shuffled, each epoch leaves out other samples.
 
     A loader with workers takes samples in advance. The sampler therefore counts only the samples
-    that the loop has received: see `batches`.
+    that the loop has received (see `batches`).
 
     Args:
         data: The dataset, or its length.
-        shuffle: Whether the order is random. Otherwise it is the order of the dataset.
+        shuffle: Whether the order is random. With False it is the order of the dataset.
         seed: The seed of the random order, which must be the same on all ranks.
         rank: The number of this rank among the ranks that share the samples. If ``rank`` and
             ``world_size`` are left out, the default process group gives both. With model
@@ -252,7 +255,7 @@ class ElasticSampler(_Position, Sampler[int]):
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        """Return the indices of the samples that this rank gets from the position on.
+        """Return an iterator over the indices of this rank's samples from the position on.
 
         Raises:
             ConfigError: No loop over `batches` runs, so the position would not advance.
@@ -273,7 +276,7 @@ class ElasticSampler(_Position, Sampler[int]):
 
 class ElasticStream(_Position, IterableDataset[Any]):
     """Deals the samples of a dataset without a length to the ranks and their loaders' workers, and
-    counts those that were trained on.
+    counts the samples that were trained on.
 
         stream = ElasticStream(data.shuffle(seed=1, buffer_size=1000))
         loader = DataLoader(stream, batch_size=16, num_workers=2)
@@ -289,30 +292,30 @@ class ElasticStream(_Position, IterableDataset[Any]):
     is the number of samples that all ranks together have taken in the epoch. It restores on another
     number of ranks and of workers. The batches of a rank do not depend on the number of workers.
 
-    For this, every worker of every rank reads the whole dataset, and passes on only its own share.
-    After a restore it reads the samples before the position again, so that a shuffle buffer has the
-    same content as before. Put expensive work into the ``collate_fn`` of the loader, which gets the
-    samples of its own rank only.
+    For this, every worker of every rank reads the whole dataset, and yields only its own share.
+    After a restore, it reads the samples before the position again, so that a shuffle buffer has
+    the same content as before. Put expensive work into the ``collate_fn`` of the loader, which gets
+    the samples of its own rank only.
 
-    All ranks get equally many samples. At its end, an epoch leaves out the remainder, which is
-    fewer samples than there are ranks. With ``DataLoader(drop_last=True)`` it also leaves out a
-    smaller last batch.
+    All ranks get equally many samples. If the number of samples is no multiple of the number of
+    ranks, an epoch leaves out the remainder at its end. With ``DataLoader(drop_last=True)`` it also
+    leaves out a smaller last batch.
+
+    A restore raises ``RestoreError`` if this class can see that the order differs from the saved
+    order. For a ``datasets.IterableDataset`` it compares the processing steps with their settings
+    and generators, and the number of shards. It also compares the length, unless the dataset reads
+    files or a generator. For other datasets it compares only the length, if they have one.
 
     Args:
         data: A dataset that gives the same samples in the same order in every process, such as a
-            ``datasets.IterableDataset``, also one that is shuffled with a seed. If it has a method
+            ``datasets.IterableDataset``. It may be shuffled with a seed. If it has a method
             ``set_epoch``, a loop calls it with the epoch. Do not split the dataset by ranks.
-        rank: As with `ElasticSampler`.
-        world_size: As with `ElasticSampler`.
+        rank: As for `ElasticSampler`.
+        world_size: As for `ElasticSampler`.
 
     Raises:
         ConfigError: A value is wrong, the dataset is split by ranks, or a launcher has started
             several ranks and there is no process group yet.
-
-    A restore refuses a dataset that differs from the saved one in what is known of its order. Of a
-    ``datasets.IterableDataset`` these are the processing steps with their settings and generators,
-    the number of shards, and the length unless the dataset reads files or a generator. Of other
-    datasets it is the length if they have one.
 
     Thread safety: the training thread calls all methods.
     """
@@ -330,8 +333,9 @@ class ElasticStream(_Position, IterableDataset[Any]):
         check_undivided(data)
         super().__init__(order_of(data), _place(rank, world_size))
         self._data = data
-        # Workers read from this tensor where a loop begins: the epoch, the position and the batch
-        # size, which is 0 if no loop runs. Its memory is shared, since workers may outlive a loop.
+        # Workers read from this tensor where a loop begins. It has the epoch, the position and the
+        # batch size, which is 0 if no loop runs. Its memory is shared, since workers may outlive a
+        # loop.
         self._start = torch.zeros(3, dtype=torch.int64)
         self._start.share_memory_()  # type: ignore[no-untyped-call]
 
@@ -352,7 +356,7 @@ class ElasticStream(_Position, IterableDataset[Any]):
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the samples that this worker of this rank gets from the position on.
+        """Return an iterator over the samples of this worker of this rank from the position on.
 
         Raises:
             ConfigError: No loop over `batches` runs, so the position would not advance.
@@ -374,14 +378,15 @@ class ElasticStream(_Position, IterableDataset[Any]):
                 continue
             if rank == self._rank:
                 own = sample
-            if rank == self._world_size - 1:  # Every rank has a sample of this turn
+            if rank == self._world_size - 1:  # Now every rank has a sample of this turn
                 yield own
 
 
 def _read(data: Iterable[Any]) -> Iterator[Any]:
-    """Yield all samples of ``data``, also in a worker of a loader.
+    """Yield all samples of ``data``, even in a worker of a loader.
 
-    The worker is hidden from ``data``, which might otherwise yield only the worker's part.
+    Some datasets yield only the worker's part in a worker. So this function hides the worker from
+    ``data``.
     """
     with outside_of_workers():
         samples = iter(data)

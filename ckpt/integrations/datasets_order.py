@@ -32,12 +32,13 @@ def check_undivided(data: object) -> None:
 
 
 def order_of(data: Iterable[Any]) -> dict[str, int | bool | str]:
-    """Return the settings of ``data`` that decide the order of its samples, as far as known.
+    """Return the known settings of ``data`` that decide the order of its samples.
 
     Returns:
-        ``seed``: a digest of the states of all generators, or "none". ``length``: the number of
-        samples, or "unknown". ``shuffle``: whether there is a generator. ``shards``: their number.
-        ``steps``: the names of the steps with their numbers.
+        ``seed``: a digest of the states of all random generators, or "none" without generators.
+        ``length``: the number of samples, or "unknown". ``shuffle``: whether the dataset has a
+        random generator. ``shards``: the number of shards. ``steps``: the names of the steps with
+        the numbers that were given to them, such as "batch_size=8".
     """
     steps = list(_steps(getattr(data, "_ex_iterable", None)))
     generators = [
@@ -74,9 +75,10 @@ def _sources(step: Any) -> list[Any]:
 
 
 def _length(step: Any) -> int | None:
-    """Return the number of samples of a step without sources; None if it is not known.
+    """Return the number of samples of a step that reads from no other step.
 
-    It is known if the shards that the step reads have a length, as those of a dataset do.
+    Return None if the number is unknown. It is known if every shard that the step reads has a
+    length, such as a shard of a ``datasets.Dataset``.
     """
     shards = getattr(step, "kwargs", {}).get("shards", [""])
     known = all(isinstance(shard, Sized) and not isinstance(shard, str) for shard in shards)

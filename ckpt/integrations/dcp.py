@@ -1,12 +1,12 @@
-"""A storage writer and a storage reader for ``torch.distributed.checkpoint`` (DCP).
+"""A storage writer and a storage reader of ckpt for ``torch.distributed.checkpoint`` (DCP).
 
     dcp.save(state, storage_writer=CkptWriter("s3://bucket/run", step=1200))
     dcp.load(state, storage_reader=CkptReader("s3://bucket/run"))
 
 The writer makes ordinary steps of ckpt on any tiers: each chunk has a checksum, the manifest
-appears last, and values are stored without pickle. DCP still plans which rank writes what, and its
-planner asks the reader for boxes. So a checkpoint loads onto another mesh, as with DCP's own
-storage.
+appears last, and values are stored without pickle. DCP still decides which rank writes each entry,
+and its planner asks the reader for boxes. So a checkpoint loads onto another mesh, as with DCP's
+own storage.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _WAY_BACK: Final = (
 _last_token: Final[deque[str]] = deque(maxlen=1)
 """The token of the last save in this process.
 
-If the plan of another save has this token, DCP's planner has taken it from its cache.
+If the plan of another save has this token, DCP's planner has taken that plan from its cache.
 """
 
 
@@ -82,7 +82,7 @@ class _Order:
         rank: The number of the rank in the group of ranks that save.
         world_size: The number of ranks in that group.
         token: A text that no other save of the job has.
-        spread: The paths of lists that are stored as dicts. See ``dcp_items.gathered``.
+        spread: The paths of the lists that are stored as dicts. See ``dcp_items.gathered``.
     """
 
     step: int
@@ -130,14 +130,14 @@ class _Root:
 class CkptWriter(_Root, AsyncStager, StorageWriter):
     """A ``StorageWriter`` that saves a step of ckpt, with its checksums, tiers and atomic commit.
 
-    The number of the step is that at the end of the ``checkpoint_id`` of the call
-    (``"step-1200"``). Without a ``checkpoint_id`` it is ``step``, and without both it is one more
-    than the newest step of the tiers. A writer that was given ``step`` saves once. A writer without
-    ``step`` keeps its threads and memory between saves, until ``close``.
+    If the call of DCP has a ``checkpoint_id``, the number of the step is the number at its end, as
+    in ``"step-1200"``. Otherwise it is ``step``, and without both it is one more than the newest
+    step of the tiers. A writer that was given ``step`` saves once. A writer without ``step`` keeps
+    its threads and memory between saves, until ``close``.
 
     The writer is also the stager of ``dcp.async_save``. It keeps the memory of the staged state, so
-    the second and later saves do not wait for new memory. The process executor works too, but
-    opens the tiers again for each save.
+    the second and later saves do not wait for new memory. With the process executor of DCP, the
+    writer opens the tiers again for each save.
 
     Values that are no tensors must be plain, since ckpt writes no pickle. All other values raise
     ``UnsupportedValue`` with their name. If ranks have different plain values under one name, DCP
@@ -152,8 +152,9 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         config: How to save (`SaveConfig`). Fields may also be given as keywords.
 
     Raises:
-        ConfigError: ``after`` has loaded from other tiers. A save raises it if a setting is wrong,
-            or if the planner has cached its plan for another writer. Nothing was written.
+        ConfigError: ``after`` has loaded from other tiers. A save also raises this error if a
+            setting is wrong, or if the planner has cached its plan for another writer. Nothing was
+            written.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         self._stager: _Stager | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy in another process.
+        """Return the attributes for a pickled copy, which DCP's process executor uses.
 
         The copy opens the tiers itself, and saves once.
         """
@@ -212,7 +213,10 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
     # -- saving, in the order of DCP's calls -------------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the number of the step from ``checkpoint_id``, unless that is None."""
+        """Take the number of the next step from ``checkpoint_id``.
+
+        If ``checkpoint_id`` is None, the number is chosen as described for the class.
+        """
         self._asked = None if checkpoint_id is None else _step_of(checkpoint_id, self._tiers)
 
     def set_up_storage_writer(self, *_: Any, **kwargs: Any) -> None:
@@ -256,7 +260,9 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Fill in ``metadata``. Nothing is written, since the checkpoint is committed already."""
+        """Fill in the fields of ``metadata`` about the storage. Write nothing, since the checkpoint
+        is already committed.
+        """
         del results
         metadata.storage_data = {}
         metadata.storage_meta = self.storage_meta()
@@ -274,7 +280,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
 
     @property
     def _own_step(self) -> int | None:
-        """The step that this rank's ``checkpoint_id`` or ``step`` gives; None if neither does."""
+        """The step from the ``checkpoint_id`` or ``step`` of this rank; None if it has neither."""
         return self._asked if self._asked is not None else self._step
 
     def _save(self, order: _Order, plan: SavePlan, planner: SavePlanner) -> None:
@@ -341,9 +347,9 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
 
 
 class _Stager:
-    """Copies a state into host memory that it keeps for the next save.
+    """Copies a state into host memory, and keeps the memory for the next save.
 
-    Only one save at a time can use the memory: ``in_use`` is True until ``release``.
+    Only one save at a time can use the memory: ``in_use`` is True from ``stage`` to ``release``.
 
     Thread safety: the training thread calls ``stage``, and the thread that saves calls ``release``.
     """
@@ -360,14 +366,14 @@ class _Stager:
         return staged
 
     def release(self, saved: State) -> None:
-        """Mark the memory as free if ``saved``, a state whose save is over, is in it."""
+        """Mark the memory as free if it holds ``saved``, a state whose save has ended."""
         if not self._held.isdisjoint(_addresses(saved)):
             self.in_use = False
 
 
 def _stage(stager: DefaultStager, state: State) -> State:
     staged = stager.stage(state)
-    assert isinstance(staged, dict)  # It is a future only with use_async_staging
+    assert isinstance(staged, dict)  # DCP returns a future only with use_async_staging
     return staged
 
 
@@ -383,11 +389,11 @@ def _addresses(state: State) -> Generator[int]:
 class CkptReader(_Root, StorageReader):
     """A ``StorageReader`` for a step of ckpt, written by `CkptWriter` or a ``CheckpointManager``.
 
-    Every chunk is read from the nearest tier that has it intact, and verified before it counts. For
-    a module that a ``CheckpointManager`` has saved, the step has the entries of its
-    ``state_dict()``. For an optimizer it has those of ``get_optimizer_state_dict``. If a dead job
-    has left a step that lacks only its manifest, a load first finishes the commit, as
-    ``CheckpointManager.restore`` does.
+    Every chunk is read from the nearest tier that has it intact. For a module that a
+    ``CheckpointManager`` has saved, DCP finds the entries of the module's ``state_dict()``. For an
+    optimizer, it finds the entries of ``get_optimizer_state_dict``. If a dead job has left a step
+    that lacks only its manifest, a load first finishes the commit, as ``CheckpointManager.restore``
+    does.
 
     Args:
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
@@ -395,14 +401,14 @@ class CkptReader(_Root, StorageReader):
             a number. Without both, the newest step is loaded.
 
     Attributes:
-        loaded: The step that the last load has read, for ``CkptWriter(after=...)``; None if there
-            was no load, or it has failed.
+        loaded: The step that the last load has read, for ``CkptWriter(after=...)``. None if there
+            was no load, or if the last load has failed.
 
     Raises:
-        NoCheckpoint: A load raises it if there is no step, or not the wanted one.
-        RestoreError: A load raises it if ranks found different steps to be the newest.
-        IntegrityError, StorageError: A load raises them if bytes are intact on no tier. Tensors may
-            have been overwritten in part.
+        NoCheckpoint: A load found no step, or not the step that was asked for.
+        RestoreError: In a load, ranks found different newest steps.
+        IntegrityError, StorageError: In a load, some bytes were intact on no tier. Some tensors may
+            already have been overwritten.
     """
 
     def __init__(self, tiers: Tiers, *, step: int | None = None) -> None:
@@ -415,7 +421,10 @@ class CkptReader(_Root, StorageReader):
 
     @property
     def step(self) -> int | None:
-        """The step that the last load has read; None if there was no load, or it has failed."""
+        """The number of the step that the last load has read.
+
+        None if there was no load, or if the last load has failed.
+        """
         return None if self.loaded is None else self.loaded.ref.step
 
     def latest_step(self) -> int | None:
@@ -423,16 +432,16 @@ class CkptReader(_Root, StorageReader):
         return _newest(self._tiers)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the number of the step from ``checkpoint_id``, or from ``step`` if that is None.
+        """Take the number of the step from ``checkpoint_id``, or from ``step`` without one.
 
-        Forget the step of the load before.
+        Also forget the step of the last load.
         """
         asked = None if checkpoint_id is None else _step_of(checkpoint_id, self._tiers)
         self._asked = self._step if asked is None else asked
         self._ref = self._entries = self.loaded = None
 
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
-        """Find the step, and return its entries by the names of DCP.
+        """Find the step, and return the metadata of its entries under their names in DCP.
 
         If this call fails, DCP calls it again with ``rank=`` for the metadata of one rank, and
         turns a second error into an ``AssertionError``. So the second call returns empty metadata,
@@ -456,7 +465,7 @@ class CkptReader(_Root, StorageReader):
         return metadata
 
     def set_up_storage_reader(self, *_: Any) -> None:
-        """Raise the error that ``read_metadata`` met, if there was one."""
+        """Raise the error of ``read_metadata``, if it has failed."""
         if self._fault is not None:
             raise self._fault
 
@@ -507,10 +516,11 @@ class CkptReader(_Root, StorageReader):
 
 
 def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> int:
-    """Return the number of the step that ``checkpoint_id`` ends with.
+    """Return the number of the step at the end of ``checkpoint_id``.
 
     Raises:
-        ConfigError: It ends with no number, or has another folder than that of the first tier.
+        ConfigError: ``checkpoint_id`` does not end with a number, or names another folder than the
+            first tier.
     """
     given = os.fspath(checkpoint_id).rstrip("/")
     root, _, name = given.rpartition("/")
@@ -527,7 +537,7 @@ def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> in
 
 
 def _places(tiers: Sequence[Tier]) -> frozenset[str]:
-    """Return a canonical URL or path of each tier, which is the same for all spellings of it."""
+    """Return the canonical URLs or paths of the tiers, which do not depend on their spelling."""
     return frozenset(
         url.rstrip("/") if "://" in url else os.path.realpath(os.path.expanduser(url))
         for url in urls_of(tiers)
@@ -543,7 +553,7 @@ def _newest(tiers: Sequence[Tier]) -> int | None:
 def _packed(value: Any) -> io.BytesIO:
     """Return a plain value as the bytes of ``torch.save``, which a planner of DCP expects.
 
-    ckpt does not store values in that form.
+    ckpt stores the value itself without pickle.
     """
     buffer = io.BytesIO()
     torch.save(value, buffer)

@@ -1,8 +1,9 @@
-"""Conversions from the items of a DCP plan to a state, and from a manifest to DCP's names.
+"""Conversions between the entries of ``torch.distributed.checkpoint`` (DCP) and those of ckpt.
 
-DCP flattens nested dicts and lists to names with dots, and assigns entries to the ranks that write
-them. This module nests the entries of a rank again, so the names in the checkpoint are those that a
-``CheckpointManager`` would give to the same state.
+DCP flattens nested dicts and lists to names with dots, and assigns each entry to a rank that writes
+it. For a save, this module nests the entries of a rank again, so that the checkpoint has the same
+names as if a ``CheckpointManager`` had saved the state. For a load, it converts a manifest to DCP's
+names.
 """
 
 from __future__ import annotations
@@ -40,14 +41,17 @@ from ckpt.plan.leaf import Leaf
 Path = tuple[str | int, ...]
 
 _BUFFER: Final = "io.BytesIO"
-"""The first item of the tuple that an ``io.BytesIO`` is stored as; the second one is its bytes.
+"""An ``io.BytesIO`` is stored as a tuple of this text and the bytes of the buffer.
 
-Transformer Engine keeps its extra state in such a buffer.
+Transformer Engine keeps its extra state in an ``io.BytesIO``.
 """
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield all values in nested containers that are no containers themselves."""
+    """Yield the values in nested containers, without the containers.
+
+    If ``value`` is no container, yield ``value`` itself.
+    """
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple | set | frozenset):
@@ -60,23 +64,28 @@ def leaves(value: Any) -> Iterator[Any]:
 def path_of(item: WriteItem, plan: SavePlan) -> Path:
     """Return the path of an entry in the nested state: the dict keys and list positions.
 
-    A planner that does not flatten the state has no paths. Its names are the keys of the state.
+    If the planner does not flatten the state, the path is the name of the entry alone, which is a
+    key of the state.
     """
     paths = cast("Mapping[str, Path]", plan.planner_data or {})
     return paths.get(item.index.fqn, (item.index.fqn,))
 
 
 def _list_of(path: Path) -> Path | None:
-    """Return the path of the outermost list that contains the entry at ``path``, or None."""
+    """Return the path of the outermost list that contains the entry at ``path``, or None if no list
+    contains the entry.
+    """
     return next((path[:i] for i, part in enumerate(path) if isinstance(part, int)), None)
 
 
 def gathered(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], frozenset[Path]]:
-    """Move all entries of each list to one rank, since a merge unites dicts and no lists.
+    """Move all entries of each list to one rank, since a merge can unite dicts but not lists.
+
+    Lists with sharded tensors are an exception. Several ranks must write such a list, so it is
+    stored as a dict with the positions as keys.
 
     Returns:
-        The new plans, and the paths of the lists that hold sharded tensors. Several ranks must
-        write such a list, so it is stored as a dict with the positions as keys.
+        The new plans, and the paths of the lists with sharded tensors.
     """
     ranks: dict[Path, set[int]] = defaultdict(set)
     sharded: set[Path] = set()
@@ -103,7 +112,7 @@ def state_of(plan: SavePlan, planner: SavePlanner, spread: frozenset[Path]) -> d
     Args:
         plan: The plan of this rank.
         planner: The planner, which gives the tensors and values.
-        spread: The paths of the lists that are stored as dicts: see `gathered`.
+        spread: The paths of the lists that are stored as dicts (see `gathered`).
 
     Raises:
         UnsupportedValue: An entry is a dict, or a container with tensors, which DCP would pickle.
@@ -154,7 +163,7 @@ def _sharded(parts: Sequence[tuple[WriteItem, torch.Tensor]]) -> LocalShards:
 
 
 def _put(state: dict[str, Any], path: Path, value: Any, spread: frozenset[Path]) -> None:
-    """Set the value at ``path`` of the nested state, and make the containers that are missing."""
+    """Set the value at ``path`` of the nested state, and make missing containers on that path."""
     if _list_of(path) in spread:
         path = tuple(map(str, path))
     container: Any = state
@@ -184,7 +193,7 @@ class Entries:
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = manifest.tensor_map()
         stored: dict[int, str] = {}
-        kept: list[torch.Tensor] = []  # This keeps the tensors alive, so that their ids stay unique
+        kept: list[torch.Tensor] = []  # The list keeps the tensors alive, so their ids stay unique
 
         def stand_in(name: str) -> torch.Tensor:
             tensor = self._tensors[name]
@@ -205,7 +214,8 @@ class Entries:
     def metadata(self) -> Metadata:
         """Return the metadata that DCP's planner needs.
 
-        Each tensor has one chunk there, since ckpt itself finds the chunks that hold a box.
+        The metadata describes each tensor as a single chunk. DCP needs no more chunks, since ckpt
+        itself finds the stored chunks that hold a box.
         """
         known: dict[str, Any] = {name: BytesStorageMetadata() for name in self.values}
         for name, stored in self.names.items():
@@ -218,7 +228,7 @@ class Entries:
         return Metadata(known, planner_data=self.paths)
 
     def leaf(self, item: ReadItem) -> Leaf:
-        """Return a leaf with the box of the tensor that ``item`` reads."""
+        """Return a leaf with one box: the region of a tensor that ``item`` reads."""
         tensor = self._tensors[self.names[item.storage_index.fqn]]
         base = item.storage_index.offset or (0,) * len(tensor.shape)
         offsets = tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True))
@@ -226,7 +236,7 @@ class Entries:
         return Leaf(tensor.name, tensor.dtype, tensor.shape, (box,))
 
     def value(self, name: str) -> Any:
-        """Return the value with DCP's name ``name``.
+        """Return the value that DCP calls ``name`` and that is no tensor.
 
         Raises:
             RestoreError: The value is a container with tensors.

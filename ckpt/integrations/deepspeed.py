@@ -7,17 +7,16 @@
 
 The fp32 master weights of a parameter are saved under the parameter's name, and each rank saves its
 own part of them. The 16-bit weights are not saved: a restore computes them from the master weights.
-So a checkpoint restores under any other stage and number of ranks. It also restores into
-``{"model": model, "optimizer": AdamW(...)}`` of plain PyTorch in fp32, and a checkpoint of that
-state restores into an engine. Parameters that are not trained are saved as they are, and buffers
-with the values of rank 0. The optimizer's entry contains the learning rate schedule, the loss scale
-and the engine's counters.
+So a checkpoint restores under any other stage and number of ranks. It also restores into the state
+``{"model": model, "optimizer": AdamW(...)}`` of plain PyTorch in fp32, and a checkpoint of such a
+state restores into an engine. Parameters that are not trained are saved unchanged, and buffers are
+saved with the values of rank 0. The optimizer's entry contains the learning rate schedule, the loss
+scale and the engine's counters.
 
-Master weights and optimizer state are copied while training goes on: only the step of the inner
-optimizer changes them, and that step waits for the copy. Everything else is copied before
-``save_async`` returns. In this module, the inner optimizer is the torch optimizer inside of
-DeepSpeed's own, and a partition is a flat tensor of master weights (see
-`ckpt.integrations.zero_layout`).
+In this module, the inner optimizer is the torch optimizer inside of DeepSpeed's own optimizer, and
+a partition is a flat tensor of master weights (see `ckpt.integrations.zero_layout`). Master weights
+and optimizer state are copied while training goes on: only a step of the inner optimizer changes
+them, and this step waits for the copy. Everything else is copied before ``save_async`` returns.
 
 This module does not import deepspeed.
 """
@@ -51,17 +50,18 @@ _log = logging.getLogger("ckpt")
 
 
 def zero_state(engine: Any) -> dict[str, Any]:
-    """Return ``{"model": ..., "optimizer": ...}`` for an engine, to be put into a state.
+    """Return ``{"model": ..., "optimizer": ...}`` for an engine, as entries of a state.
 
     Call this once, after ``deepspeed.initialize`` has returned ``engine``.
 
     A restore also sets the 16-bit weights, the partitions of ZeRO 3, the learning rate schedule,
-    the loss scale and the counters of the engine. Every rank must restore, since weights are
-    gathered for that.
+    the loss scale and the counters of the engine. All ranks must restore together, since a restore
+    gathers weights from all ranks.
 
     Raises:
-        ConfigError: The engine cannot be saved, for the reason that the error gives: model
-            parallelism, experts, pipelines, state on NVMe, ZenFlow, SuperOffload or MiCS.
+        ConfigError: The engine does not use ZeRO, or uses a feature that this module does not
+            support, such as model parallelism, experts, pipelines, state on NVMe, ZenFlow,
+            SuperOffload or MiCS. The error names the feature.
     """
     zero = _Zero(engine)
     return {"model": ZeroModel(zero), "optimizer": ZeroOptimizer(zero)}
@@ -94,8 +94,8 @@ class _Zero:
             flat: A tensor with the layout of ``partition``.
 
         Returns:
-            The views. They are the same objects as in the last call if ``flat`` has the same
-            memory.
+            The views. If ``flat`` has the same memory as in the last call for ``partition`` and
+            ``key``, they are the same objects.
         """
         place = (flat.data_ptr(), flat.dtype, flat.device)
         known = self._views.get((partition, key))
@@ -125,7 +125,7 @@ class ZeroModel(ModuleStandIn):
         self._known: tuple[tuple[int, ...], str, ModuleItems] | None = None
 
     def look(self) -> None:
-        """Do nothing, since ``items`` takes the present tensors of the engine each time."""
+        """Do nothing, since each call of ``items`` takes the present tensors of the engine."""
 
     def items(self, path: str) -> ModuleItems:
         module = self._zero.engine.module
@@ -160,9 +160,9 @@ class ZeroModel(ModuleStandIn):
         return self._known[2]
 
     def _other(self, entry: Entry) -> Any:
-        """Return the value of an entry without master weights, such as a buffer.
+        """Return the value to save of an entry that has no master weights, such as a buffer.
 
-        Of a parameter that ZeRO 3 has partitioned and that is not trained, return this rank's part.
+        If the entry is a parameter that ZeRO 3 has partitioned, return this rank's part of it.
         """
         value = entry.value
         if not hasattr(value, "ds_tensor"):
@@ -191,16 +191,16 @@ class ZeroModel(ModuleStandIn):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Give ``state_dict`` to the engine's module. ckpt calls this with extra states only."""
+        """Load ``state_dict`` into the engine's module. ckpt calls this for extra states only."""
         return self._zero.engine.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def settle(self) -> None:
-        """Set the 16-bit weights from the master weights, on all ranks together."""
+        """Compute the 16-bit weights from the master weights. All ranks must call this."""
         optimizer = self._zero.optimizer
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
             return
-        optimizer.checkpoint_event_prologue()  # This releases gathered parameters, which are stale
+        optimizer.checkpoint_event_prologue()  # It releases gathered parameters with old values
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
         optimizer.checkpoint_event_epilogue()
@@ -209,11 +209,12 @@ class ZeroModel(ModuleStandIn):
 class ZeroOptimizer(OptimizerStandIn):
     """The optimizer of an engine, with its state by parameter instead of by partition.
 
-    The views of the master weights in `ZeroModel` stand for the parameters.
+    In ``state`` and ``param_groups``, the views of the master weights from `ZeroModel` take the
+    place of the parameters.
     """
 
     def __init__(self, zero: _Zero) -> None:
-        # ``Optimizer.__init__`` is not called, since it takes tensors only and no views of them.
+        # ``Optimizer.__init__`` is not called, since it takes tensors and no ``LocalShards``.
         self._zero = zero
         self.defaults = {}
         self.state = {}  # type: ignore[assignment]
@@ -267,9 +268,13 @@ class ZeroOptimizer(OptimizerStandIn):
     def new_state(
         self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> Source:
-        """Return zeros for a value of a parameter's state that the inner optimizer does not have.
+        """Return zeros for the value ``key`` of a parameter's state, if the inner optimizer does
+        not have this value yet.
 
-        The memory is part of a flat tensor, which ``settle`` puts into the inner optimizer.
+        The zeros are a part of a flat tensor, which ``settle`` puts into the inner optimizer.
+
+        Raises:
+            RestoreError: The checkpoint has the value with another shape than the parameter.
         """
         if key == _STEP:
             return torch.zeros(shape, dtype=dtype)
@@ -322,14 +327,14 @@ class ZeroOptimizer(OptimizerStandIn):
             )
 
     def settle(self) -> None:
-        """Set the hyperparameters and the state of the inner optimizer to the restored ones."""
+        """Set the hyperparameters and the state of the inner optimizer to the restored values."""
         for group, base in zip(self.param_groups, self._zero.base.param_groups, strict=True):
             base.update({key: value for key, value in group.items() if key != "params"})
         for partition in self._zero.partitions:
             self._settle(partition)
         self._fresh.clear()
         if hasattr(self._zero.optimizer, "_hp_optimizer_states_linked"):
-            # With this, DeepSpeed links the new state to the parameters at the next step.
+            # With False, DeepSpeed links the new state to the parameters at the next step.
             self._zero.optimizer._hp_optimizer_states_linked = False
 
     def _settle(self, partition: Partition) -> None:
@@ -345,7 +350,7 @@ class ZeroOptimizer(OptimizerStandIn):
         flats: dict[str, Any] = {key: fresh[key] if key in fresh else held[key] for key in keys}
         for values, piece in zip(saved, partition.pieces, strict=True):
             for key in keys:
-                # In a partition, the state of a parameter without a step is zero.
+                # In a partition, a parameter that was never stepped has zeros as its state.
                 if key not in values:
                     flats[key][piece.span.at : piece.span.at + piece.span.length].zero_()
         if steps:
@@ -369,10 +374,10 @@ class ZeroOptimizer(OptimizerStandIn):
 
 
 def _step_like(held: Any, base: Optimizer, partition: Partition, step: float) -> Any:
-    """Return ``step`` as the inner optimizer ``base`` keeps it.
+    """Return ``step`` in the form in which the inner optimizer ``base`` counts its steps.
 
-    The counter of an optimizer of torch is a tensor, and that of one of DeepSpeed an integer.
-    ``held`` is the present counter; None if there is none.
+    Optimizers of torch count in a tensor, and optimizers of DeepSpeed in an integer. ``held`` is
+    the present counter; None if there is none.
     """
     if isinstance(held, torch.Tensor):
         return held.fill_(step)

@@ -9,9 +9,10 @@
     engine.destroy()
 
 Each ``save_checkpoint`` saves a step of ckpt in the background. DeepSpeed looks for its files by
-name before it asks for their contents. So the folder has a small file in the place of each file
-whose contents a step holds. A step holds the partitions as DeepSpeed gives them to each rank, so it
-does not restore on another number of ranks. `ckpt.integrations.deepspeed.zero_state` does.
+name before it asks for their contents. So for each file of DeepSpeed whose contents are in a step,
+the folder has a small file with the same name. A step holds the partitions as DeepSpeed gives them
+to each rank, so it does not restore on another number of ranks. For such restores, use
+`ckpt.integrations.deepspeed.zero_state`.
 
 This module imports deepspeed when the first `CkptEngine` is made.
 """
@@ -65,24 +66,24 @@ _log = logging.getLogger("ckpt")
 class CkptEngine:
     """A checkpoint engine of DeepSpeed that saves steps of ckpt.
 
-    Every rank makes one after ``deepspeed.initialize`` and sets it as ``engine.checkpoint_engine``.
-    ``engine.destroy()`` closes it, and so does the end of the process. ``engine.load_checkpoint``
-    then checks a tag that it is given, and raises ``NoCheckpoint`` on all ranks if there is no such
-    tag.
+    Every rank makes a `CkptEngine` after ``deepspeed.initialize``, and sets it as
+    ``engine.checkpoint_engine``. ``engine.destroy()`` closes it, and so does the end of the
+    process. As long as it is set, ``engine.load_checkpoint`` checks its argument ``tag``, and
+    raises ``NoCheckpoint`` on all ranks if no step has the tag.
 
     The number of a step is ``engine.global_steps``, or one more than the newest step if that is
-    higher. A tag that is saved a second time names the newer step.
+    higher. If a tag is saved a second time, it names the newer step.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
         folder: The ``save_dir`` and ``load_dir`` of the script. It has the file ``latest`` and the
-            small files. Missing ones are written from the steps on the tiers.
+            small files. The constructor writes missing small files for the steps on the tiers.
         tiers: As for `CheckpointManager`. None takes ``folder``.
         settings: Further arguments of the `CheckpointManager`.
 
     Attributes:
-        manager: The `CheckpointManager` at work.
-        pending: The handle of the newest save; None before the first.
+        manager: The `CheckpointManager` that saves and restores.
+        pending: The handle of the newest save; None before the first save.
 
     Raises:
         ConfigError: The engine uses a feature that this class does not support, or the tiers have
@@ -105,7 +106,7 @@ class CkptEngine:
         self._engine = engine
         self._folder = os.path.abspath(folder)
         self._tiers = as_tiers(self._folder if tiers is None else tiers)
-        # One rank of each node writes the file, since each node may have a folder of its own.
+        # One rank of each node writes ``latest``, since each node may have a folder of its own.
         self._latest = _Latest(self._folder) if int(engine.local_rank) <= 0 else None
         self._call: _Call | None = None
         self._looked_at: tuple[str, Any] | None = None
@@ -145,7 +146,7 @@ class CkptEngine:
         """
         assert self._call is not None, "DeepSpeed calls create first"
         if os.path.abspath(os.path.dirname(path)) != self._call.folder:
-            torch.save(state_dict, path)  # This is save_16bit_model, with a file for other programs
+            torch.save(state_dict, path)  # The call is save_16bit_model: other programs read a file
             return
         call, self._call = self._call, None
         try:
@@ -161,10 +162,10 @@ class CkptEngine:
         self._call = call
 
     def is_decoupled(self) -> bool:
-        """Begin the save if all files of this rank were added, and return True.
+        """Begin the save if all files of this rank were added. Always return True.
 
-        DeepSpeed calls this at the end of ``save_checkpoint``. True says that the save goes on
-        after ``save_checkpoint`` returns.
+        DeepSpeed calls this at the end of ``save_checkpoint``. True means that the save continues
+        after ``save_checkpoint`` has returned.
         """
         if self._call is not None and len(self._call.parts) == _files_of(self._engine):
             call, self._call = self._call, None
@@ -210,7 +211,8 @@ class CkptEngine:
             IntegrityError, StorageError: Bytes are intact on no tier.
         """
         if self._looked_at is not None and self._looked_at[0] == path:
-            # DeepSpeed loads its first file twice, and needs only one entry from the first load.
+            # DeepSpeed loads its first file twice, and uses only one entry from the first load. So
+            # the second load can return the same contents.
             found, self._looked_at = self._looked_at[1], None
             return found
         self._looked_at = None
@@ -233,7 +235,9 @@ class CkptEngine:
         return found
 
     def _load(self, path: str, device: torch.device) -> tuple[str, StepRef, Any]:
-        """Return the tag of the file ``path``, the newest step with that tag, and the contents."""
+        """Return the tag of the file ``path``, the newest step with this tag, and the contents of
+        the file.
+        """
         if not _is_note(path):
             raise RestoreError(
                 f"{path} was written by another engine of DeepSpeed, and ckpt unpickles nothing: "
@@ -247,21 +251,21 @@ class CkptEngine:
             return tag, step.reader.ref, _read(step, part, device)
 
     def _waits_for_ranks(self, path: str) -> bool:
-        """Return True for a file that the ranks of a node load one after the other.
+        """Return True if the ranks of a node load the file ``path`` one after the other.
 
-        The load of such a file must not wait for other ranks.
+        The load of such a file must not exchange results with other ranks.
         """
         is_serial = self._engine._config.zero_config.pipeline_loading_checkpoint
         return bool(is_serial) and path.endswith("optim_states.pt")
 
     def export(self, tag: str, folder: str | os.PathLike[str]) -> list[str]:
-        """Write the files of a tag into ``folder/tag`` as DeepSpeed's own engine does.
+        """Write the files of a tag into ``folder/tag``, and the tag into ``folder/latest``.
 
-        ``zero_to_fp32.py``, universal checkpoints and other tools read such files. One rank is
-        enough to call this.
+        The files have the form in which DeepSpeed's own engine writes them, so that
+        ``zero_to_fp32.py`` and other tools can read them. Only one rank needs to call this.
 
         Returns:
-            The paths of the files, without that of ``folder/latest``, which names the tag.
+            The paths of the files in ``folder/tag``.
 
         Raises:
             NoCheckpoint: No step has the tag.
@@ -280,7 +284,7 @@ class CkptEngine:
     def _begin(self, call: _Call, about: Any) -> None:
         """Begin to save the files of ``call``.
 
-        ``about`` is the entry with the tag, or a `Failed`, with which the save fails on all ranks.
+        ``about`` is the entry with the tag. If it is a `Failed`, the save fails on all ranks.
         """
         self._last = max(self._last + 1, int(self._engine.global_steps))
         if call.is_latest and self._latest is not None:
@@ -288,8 +292,8 @@ class CkptEngine:
         self.pending = self.manager.save_async({_ABOUT: about, _PARTS: call.parts}, self._last)
 
     def _named(self, path: str) -> tuple[str, str]:
-        """Return the tag of the file ``path``, and its name without ``.pt``, which names its part
-        of a step.
+        """Return the tag of the file ``path``, and the name of the file without ``.pt``, which is
+        the name of its part of a step.
         """
         place, name = os.path.split(os.path.abspath(path))
         tag = os.path.relpath(place, self._folder)
@@ -302,7 +306,11 @@ class CkptEngine:
 
     @contextmanager
     def _tagged(self, tag: str) -> Generator[_Step]:
-        """Yield the newest step that was saved with ``tag``. Raises ``NoCheckpoint``."""
+        """Yield the newest step that was saved with ``tag``.
+
+        Raises:
+            NoCheckpoint: No step has the tag.
+        """
         wanted = os.path.normpath(tag)
         with opened(self._tiers) as readers:
             steps = (step for step in _steps(readers) if os.path.normpath(step.tag) == wanted)
@@ -349,10 +357,13 @@ class CkptEngine:
                     self._latest.name(step.reader.ref.step, step.tag)
 
     def _check_world(self, saved: int) -> None:
-        """Check the number of ranks that has saved the ZeRO partitions which were loaded.
+        """Check that the loaded ZeRO partitions were saved by as many ranks as this job has.
 
-        If it is not the present one, raise ``RestoreError`` under ZeRO 3, and log a warning under
-        ZeRO 1 and 2, where DeepSpeed can still load the weights.
+        Otherwise raise ``RestoreError`` under ZeRO 3. Under ZeRO 1 and 2, log a warning, since
+        DeepSpeed can still load the weights.
+
+        Args:
+            saved: The number of ranks that have saved the partitions.
         """
         now, stage = int(self._engine.seq_dp_world_size), self._engine.zero_optimization_stage()
         if saved == now or stage == 0:
@@ -372,8 +383,8 @@ class _Call:
     """A call of ``save_checkpoint`` under way.
 
     Attributes:
-        save_dir: The absolute path of its ``save_dir``.
-        tag: Its tag.
+        save_dir: The argument ``save_dir`` as an absolute path.
+        tag: The tag of the checkpoint.
         is_latest: Whether the file ``latest`` is to name the tag.
         parts: Name of each file without ``.pt`` -> its contents, as `packed` returns them.
     """
@@ -411,7 +422,7 @@ class _Latest:
         self._step = -1
 
     def expect(self, step: int, tag: str) -> None:
-        """Let ``latest`` name ``tag`` once ``step`` is committed."""
+        """Write ``tag`` into ``latest`` once ``step`` is committed."""
         with self._lock:
             self._tags[step] = tag
 
@@ -427,7 +438,7 @@ class _Latest:
                 self.name(event.step, tag)
 
     def name(self, step: int, tag: str) -> None:
-        """Let ``latest`` name the tag of ``step``, unless it names that of a newer step."""
+        """Write ``tag``, the tag of ``step``, into ``latest``, unless that names a newer step."""
         with self._lock:
             if step > self._step:
                 self._step = step
@@ -437,7 +448,11 @@ class _Latest:
 
 
 def _steps(readers: Iterator[TieredReader]) -> Iterator[_Step]:
-    """Yield the steps that `CkptEngine` has saved, newest first, without damaged manifests."""
+    """Yield the steps that `CkptEngine` has saved, newest first.
+
+    Other steps are left out. A step with a damaged manifest is also left out, and a warning is
+    logged.
+    """
     for reader in readers:
         try:
             manifest = reader.manifest().manifest
@@ -457,8 +472,8 @@ def _steps(readers: Iterator[TieredReader]) -> Iterator[_Step]:
 def _check_same(found: Sequence[tuple[str, StepRef]]) -> None:
     """Raise ``RestoreError`` if ranks have loaded different steps.
 
-    Each rank reads the file ``latest`` itself, and a save that is committed in between changes that
-    file.
+    This may happen, since each rank reads the file ``latest`` by itself, and the commit of a save
+    may change the file between two reads.
 
     Args:
         found: The tag and the step that each rank has loaded, in rank order.
@@ -474,7 +489,7 @@ def _check_same(found: Sequence[tuple[str, StepRef]]) -> None:
 
 
 def _stays_inside(tag: str, parts: Iterable[str]) -> bool:
-    """Return True if the files ``tag/part`` are below the folder that they are written into."""
+    """Return True if the path ``tag/part`` of each part is below the folder of the engine."""
     first = os.path.normpath(tag).split(os.sep)[0]
     return first not in ("", os.curdir, os.pardir) and not any(os.sep in part for part in parts)
 
@@ -521,9 +536,9 @@ def _note(part: str) -> str:
 
 
 def _write(path: str, text: str, *, sync: bool = True) -> None:
-    """Write ``text`` to a new file, and let it replace the file ``path`` at once.
+    """Write ``text`` to a new file, and replace the file ``path`` by the new file atomically.
 
-    ``sync``: whether to fsync the new file first.
+    ``sync`` says whether to fsync the new file first.
     """
     fresh = f"{path}.{uuid.uuid4().hex}"
     with open(fresh, "w", encoding="utf-8") as file:
@@ -535,8 +550,9 @@ def _write(path: str, text: str, *, sync: bool = True) -> None:
 
 
 def _check(engine: Any) -> None:
-    """Raise ``ConfigError`` if the engine uses a feature that needs other files than those which
-    DeepSpeed gives to its checkpoint engine.
+    """Raise ``ConfigError`` if the engine uses a feature that `CkptEngine` does not support.
+
+    DeepSpeed saves the state of these features in files that its checkpoint engine does not get.
     """
     wrong = {
         "a pipeline": type(engine).__name__ == "PipelineEngine",

@@ -1,7 +1,7 @@
-"""A check of the tag of ``engine.load_checkpoint``, before DeepSpeed looks for the tag's files.
+"""A check of the argument ``tag`` of ``engine.load_checkpoint``.
 
-DeepSpeed looks for the files by their names before it calls its checkpoint engine. If there are
-none, it raises an ``AssertionError`` without text.
+DeepSpeed itself looks for the files of the tag by their names before it calls its checkpoint
+engine. If it finds no files, it raises an ``AssertionError`` without text.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ Tags = Callable[[], list[str]]
 
 
 def check_loads(engine: Any, folder: str, checkpoints: Any, tags: Tags) -> None:
-    """Make ``engine.load_checkpoint`` check the tag that it gets.
+    """Replace ``engine.load_checkpoint`` by a function that checks its argument ``tag`` first.
 
-    It checks the tag only while ``checkpoints`` is the checkpoint engine of ``engine``.
+    The new function raises ``NoCheckpoint`` on all ranks if a rank lacks the tag. It checks the tag
+    only while ``checkpoints`` is the checkpoint engine of ``engine``.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
         folder: The absolute path of the folder that ``checkpoints`` was given.
         checkpoints: The checkpoint engine.
-        tags: Returns the tags that can be loaded, the newest first.
+        tags: A function that returns the tags that can be loaded, the newest first.
     """
     load = engine.load_checkpoint
 
@@ -43,7 +44,7 @@ def check_loads(engine: Any, folder: str, checkpoints: Any, tags: Tags) -> None:
 
 
 def _check_tag(load_dir: str, tag: str, folder: str, tags: Tags) -> None:
-    """Raise ``NoCheckpoint`` on all ranks if the folder of the tag is missing on any of them."""
+    """Raise ``NoCheckpoint`` on all ranks if the folder of the tag is missing on any rank."""
 
     def wrong() -> str:
         if os.path.isdir(os.path.join(load_dir, tag)):

@@ -1,8 +1,8 @@
 """Conversions between the state dicts of DeepSpeed's files and values that a step may hold.
 
-DeepSpeed pickles some objects of its own. This module has a table of their few types, and stores
-such an object as a dict of plain values with the name of its type. It makes objects of no other
-types.
+DeepSpeed pickles objects of a few types of its own. This module has a table of these types, and
+stores such an object as a dict of plain values with the name of its type. A load makes objects of
+these types only.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """The memory that only the step of one optimizer changes.
+    """The memory that only the ``step`` of one optimizer changes.
 
-    A save copies this memory while training goes on, and that step waits for the copy.
+    A save copies this memory while training goes on, and the optimizer's ``step`` waits for the
+    copy.
 
     Attributes:
-        optimizer: The torch optimizer inside of DeepSpeed's own; None if there is none.
-        addresses: The addresses of the storages.
+        optimizer: The torch optimizer inside of DeepSpeed's own optimizer; None if there is none.
+        addresses: The addresses of the storages of the tensors in this memory.
     """
 
     optimizer: Optimizer | None
@@ -59,8 +60,8 @@ class Owned:
     def by(cls, engine: Any) -> Self:
         """Return the memory that the optimizer of ``engine`` owns.
 
-        It holds the optimizer's state, the master weights, and the trained weights that DeepSpeed
-        computes from these after a step.
+        This memory holds the optimizer's state, the master weights, and the trained weights that
+        DeepSpeed computes from the master weights after a step.
         """
         optimizer = engine.optimizer
         while not isinstance(optimizer, Optimizer):
@@ -122,10 +123,10 @@ class _Packer:
         return {_KIND: _STATE_DICT, _VALUE: items, _METADATA: versions}
 
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor | LocalShards:
-        """Return memory of the optimizer as ``LocalShards``, and any other tensor as it is.
+        """Return a tensor in the optimizer's memory as ``LocalShards``, and others unchanged.
 
-        With the optimizer as their owner, ``LocalShards`` are copied late. Tensors with the same
-        memory and layout give the same object, which is saved once.
+        The optimizer is the owner of the ``LocalShards``, so a snapshot copies them late. Tensors
+        with the same memory and layout give the same object, which is saved once.
         """
         if not tensor.numel() or _address(tensor) not in self._owned.addresses:
             return tensor
@@ -138,11 +139,11 @@ class _Packer:
 
 
 def unpacked(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Return the value that `packed` was given.
+    """Return the value from which `packed` has made ``value``.
 
     Args:
         value: The value in the step, with a `StoredTensor` for each tensor.
-        tensor: Returns the tensor with a given name.
+        tensor: A function that returns the tensor with a given name.
 
     Raises:
         RestoreError: The step has an object of a type that this version of ckpt does not know.
@@ -169,7 +170,7 @@ def unpacked(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _state_dict(items: Mapping[str, Any], metadata: Any) -> Any:
-    """Return the items as a state dict of a module, with the versions of the modules."""
+    """Return the items as a state dict of a module, with ``metadata`` as its ``_metadata``."""
     made: Any = OrderedDict(items)
     vars(made)["_metadata"] = metadata
     return made

@@ -3,10 +3,10 @@
     trainer = Trainer(callbacks=[CkptCheckpoint("runs/digits", monitor="val_loss", save_top_k=2)])
     trainer.fit(model, ckpt_path="last")
 
-The callback keeps the policy of ``ModelCheckpoint`` and saves through one ``CheckpointManager``. It
-makes the strategy of its trainer a `CkptStrategy`, which gives the module and the optimizers
-themselves to the manager. So no tensor is copied before the snapshot copies it, and a restore fills
-the tensors in place.
+The callback has the policy of ``ModelCheckpoint`` and saves through one ``CheckpointManager``. It
+makes the strategy of its trainer a `CkptStrategy`, so that the manager gets the module and the
+optimizers themselves. So no tensor is copied before the snapshot copies it, and a restore fills the
+tensors in place.
 
 A checkpoint has four entries: ``model``, ``optimizers``, ``lightning`` (the loops, callbacks,
 schedulers, precision, hyper-parameters and data module of Lightning's own checkpoints) and ``rng``
@@ -78,7 +78,7 @@ class _Nothing(dict[str, Any]):
 
 
 class _Carried:
-    """A dict as an object with a state, so that a restore replaces the dict as a whole."""
+    """An object whose state is the dict ``held``. A restore replaces the dict as a whole."""
 
     def __init__(self, held: dict[str, Any]) -> None:
         self.held = held
@@ -104,7 +104,8 @@ class CkptCheckpoint(ModelCheckpoint):
         save_top_k: The number of best steps that are kept; -1 keeps all steps. Without ``monitor``,
             1 keeps the newest step. The newest step is always kept.
         save_last: Whether every step that ``every_n_train_steps`` or ``every_n_epochs`` selects is
-            saved. Otherwise, with ``monitor``, only those among the best steps are saved.
+            saved. With False and ``monitor``, a selected step is saved only if it is one of the
+            best steps.
         every_n_train_steps: Save whenever the global step is a multiple of this number. If a
             validation or the end of the epoch follows the batch, the save comes after it.
         every_n_epochs: Save at the end of every n-th epoch, after its validation. The default is 1
@@ -188,10 +189,12 @@ class CkptCheckpoint(ModelCheckpoint):
         return ref.step if ref else None
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        """Return the path of the newest step here if no ``CkptCheckpoint`` has a higher step.
+        """Return a set with the path of this callback's newest step, if no other ``CkptCheckpoint``
+        has a higher step.
 
-        Otherwise return an empty set. If several callbacks have the same step, the first one
-        returns its path. Each rank calls this by itself, and all ranks must get the same result.
+        Otherwise return an empty set. If several callbacks have the same step, only the first of
+        them returns its path. Each rank calls this by itself, and all ranks must get the same
+        result.
         """
         # With only one callback, the tiers are not listed here, since the restore finds the step.
         if len(trainer.checkpoint_callbacks) == 1:
@@ -202,10 +205,11 @@ class CkptCheckpoint(ModelCheckpoint):
         return {Candidate(self._path(NEWEST), newest[self][1])}
 
     def newest(self) -> tuple[int, float] | None:
-        """Return the newest step on the farthest tier, which ranks share; None if there is none.
+        """Return the newest step on the farthest tier, which all ranks share.
 
         Returns:
-            The number of the step, and the time of its manifest in seconds since 1970.
+            The number of the step, and the time of its manifest in seconds since 1970. None if the
+            tier has no step.
         """
         tier = self._tiers[-1]
         backend = open_backend(tier.url, tier.options)
@@ -254,7 +258,10 @@ class CkptCheckpoint(ModelCheckpoint):
         """Do nothing, since the retention of each tier removes the step after the next commit."""
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
-        """Return True if the step is one of the best. Of equal steps, the newest is better."""
+        """Return True if the metric ``current`` makes this step one of the best steps.
+
+        If two steps have equal metrics, the newer step counts as better.
+        """
         is_full = len(self.best_k_models) >= self.save_top_k > 0
         if current is not None and is_full and current == self.kth_value:
             return True
@@ -267,7 +274,7 @@ class CkptCheckpoint(ModelCheckpoint):
 
         Returns:
             A checkpoint for Lightning with all other entries and the module's tensors. If there is
-            no step, it is false in a boolean context.
+            no step, the checkpoint is false in a boolean context.
         """
         assert self._manager is not None
         strategy, module = trainer.strategy, trainer.lightning_module
@@ -292,7 +299,8 @@ class CkptCheckpoint(ModelCheckpoint):
     def _best_step(self) -> int:
         """Return the number of the step with the best metric on the tiers.
 
-        A process that has saved no step itself calls this.
+        If several steps have the best metric, return the newest of them. This is called only if
+        this process has saved no step itself.
 
         Raises:
             ConfigError: No step has the metric.
@@ -317,7 +325,9 @@ class CkptCheckpoint(ModelCheckpoint):
         return min(values, key=lambda step: (sign * values[step], -step))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the list of best steps, unless ``dirpath`` has changed since the save."""
+        """Take the list of best steps from ``state_dict``, unless ``dirpath`` has changed since the
+        save.
+        """
         super().load_state_dict(state_dict)
         if state_dict["dirpath"] != self.dirpath:
             self._best = ""
@@ -342,11 +352,12 @@ class CkptCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reserve memory for saves, or continue from the step that was restored.
 
-        If the training continues within an epoch, set the restored generators, too.
+        If the training continues within an epoch, also set the random number generators to their
+        restored states.
 
         Raises:
             ConfigError: No step was restored, and the folder has a step that is newer than the
-                first one of this training.
+                first step of this training.
         """
         super().on_train_start(trainer, pl_module)
         if self._rng is None:
@@ -374,7 +385,12 @@ class CkptCheckpoint(ModelCheckpoint):
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the restored generators again, if the loader starts a second time after a restore."""
+        """Set the random number generators to their restored states, if Lightning starts the loader
+        again after this hook.
+
+        Lightning starts the loader before the training, which changes the generators. It starts the
+        loader again unless the training continues within an epoch or begins with epoch 0.
+        """
         del pl_module
         loop = trainer.fit_loop
         if trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting:
@@ -387,7 +403,7 @@ class CkptCheckpoint(ModelCheckpoint):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Forget the restored generators, since the training has changed them from now on."""
+        """Forget the restored states of the generators, which the training changes from now on."""
         del trainer, pl_module, batch, batch_idx
         self._rng = None
 
@@ -410,7 +426,7 @@ class CkptCheckpoint(ModelCheckpoint):
             if self.save_last and not self._should_skip_saving_checkpoint(trainer):
                 self._save_last_checkpoint(
                     trainer, candidates
-                )  # It does not count as one of the best
+                )  # The step does not count as one of the best
                 return
             _log.warning(
                 "ckpt: step %d is not saved, since the metric %r has no value yet: set "
@@ -421,14 +437,14 @@ class CkptCheckpoint(ModelCheckpoint):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the step that is due, unless the end of the epoch follows."""
+        """Save a step that waits for this validation, unless the end of the epoch follows."""
         if not self._is_due:
             super().on_validation_end(trainer, pl_module)
         elif not ends_epoch(trainer):
             self._save_due(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the step that is due."""
+        """Save a step that waits for the end of this epoch."""
         if self._is_due:
             self._save_due(trainer)
         else:
@@ -439,13 +455,13 @@ class CkptCheckpoint(ModelCheckpoint):
         self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for copies under way, since the strategy moves the module to the CPU next."""
+        """Wait for the copies of snapshots, since the strategy moves the module to the CPU next."""
         super().on_train_end(trainer, pl_module)
         if self._manager is not None:
             self._manager.fence()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finish every save. Raises what ``CheckpointManager.close`` raises."""
+        """Finish every save. The errors are those of ``CheckpointManager.close``."""
         del trainer, pl_module, stage
         self._close(None)
 
@@ -464,7 +480,9 @@ class CkptCheckpoint(ModelCheckpoint):
 
 
 def _refuse_unknown(save_last: object, settings: Settings) -> None:
-    """Raise ``ConfigError`` for options of ``ModelCheckpoint`` alone, and for unknown settings."""
+    """Raise ``ConfigError`` for an unsupported option of ``ModelCheckpoint``, or an unknown
+    setting.
+    """
     for name, way in _REFUSED.items():
         if name in settings:
             raise ConfigError(f"CkptCheckpoint has no option {name}: {way}")

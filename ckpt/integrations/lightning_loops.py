@@ -1,7 +1,7 @@
 """Checks of the position in Lightning's loops, for a save and after a restore.
 
-A training that resumes from a step does not run the validation or the end of the epoch that
-followed the save. So ckpt saves after them.
+If a save came before a validation or the end of an epoch, a training that resumes from the step
+would skip these. So ckpt saves after them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from lightning.pytorch.loops.progress import _ProcessedTracker
 
 
 def more_follows(trainer: Trainer) -> bool:
-    """Return True if a validation or the end of the epoch follows the batch that has ended."""
+    """Return True if a validation or the end of the epoch follows the batch that has just ended."""
     loop = trainer.fit_loop
     fetcher = loop._data_fetcher
     assert fetcher is not None
@@ -19,7 +19,7 @@ def more_follows(trainer: Trainer) -> bool:
 
 
 def ends_epoch(trainer: Trainer) -> bool:
-    """Return True if the batch that has ended is the last one of its epoch."""
+    """Return True if the batch that has just ended is the last batch of its epoch."""
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
@@ -27,7 +27,7 @@ def begin_next_epoch(trainer: Trainer) -> None:
     """Let a restored training begin the next epoch if its step was saved at the end of an epoch.
 
     With ``max_steps``, Lightning treats every restored epoch as unfinished. Without this function,
-    it would train one batch too many, and give the samplers a wrong number of the epoch.
+    Lightning would train one batch too many, and give a wrong epoch number to the samplers.
     """
     loop = trainer.fit_loop
     total = loop.epoch_progress.total
@@ -44,16 +44,16 @@ def begin_next_epoch(trainer: Trainer) -> None:
 
 
 def continues_epoch(trainer: Trainer) -> bool:
-    """Return True if a restored training continues within the epoch of the step."""
+    """Return True if a restored training continues in the epoch in which its step was saved."""
     loop = trainer.fit_loop
     return loop.restarted_mid_epoch or loop.restarted_on_epoch_end
 
 
 def misses_plateau(trainer: Trainer) -> bool:
-    """Return True if the schedule of ``ReduceLROnPlateau`` lacks an epoch after a restore.
+    """Return True if a ``ReduceLROnPlateau`` scheduler lacks the last epoch after a restore.
 
-    Lightning steps this scheduler after the last hook of an epoch, so a save in that hook does not
-    have the new state. A resume does not repeat the step of the scheduler.
+    Lightning steps this scheduler after the last hook of an epoch, so a save in that hook has the
+    scheduler's state before the step. A resumed training does not repeat the scheduler's step.
     """
     return ends_epoch(trainer) and any(
         each.reduce_on_plateau and each.interval == "epoch" for each in trainer.lr_scheduler_configs

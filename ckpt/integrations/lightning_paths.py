@@ -1,8 +1,8 @@
 """The ``ckpt://`` paths that stand for steps in Lightning, and their file system for fsspec.
 
-A path is ``ckpt://``, the quoted folder, ``#``, and the number of a step, "newest" or "best".
-Lightning asks the file system whether a path exists and when it was modified.
-``load_from_checkpoint`` also opens it.
+A path consists of ``ckpt://``, the quoted folder, ``#``, and the number of a step, "newest" or
+"best". Lightning asks the file system whether a path exists and when it was modified.
+``load_from_checkpoint`` also opens the path.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def step_of(path: str, text: str) -> int | str:
         The number of the step, "newest" or "best". An empty text means "newest".
 
     Raises:
-        ConfigError: The text is something else.
+        ConfigError: ``text`` is neither a number nor one of these words.
     """
     if text.isdecimal():
         return int(text)
@@ -51,9 +51,9 @@ def step_of(path: str, text: str) -> int | str:
 
 
 class Candidate(str):
-    """A path that ``ckpt_path="last"`` may mean.
+    """A path that Lightning may choose for ``ckpt_path="last"``.
 
-    ``saved_at`` is the time when its step was saved, in seconds since 1970.
+    ``saved_at`` is the time when the step of the path was saved, in seconds since 1970.
     """
 
     __slots__ = ("saved_at",)
@@ -69,7 +69,7 @@ class Candidate(str):
 class _Places(AbstractFileSystem):  # type: ignore[misc]
     """The file system of ``ckpt://`` paths.
 
-    Every path exists for Lightning. Only the restore looks for the step that the path means.
+    It says that every path exists. Only a restore finds out whether the step of the path exists.
     """
 
     protocol = SCHEME
@@ -79,7 +79,10 @@ class _Places(AbstractFileSystem):  # type: ignore[misc]
         return True
 
     def modified(self, path: str) -> datetime:
-        """Return when the step was saved, since Lightning takes the candidate modified last."""
+        """Return the time when the step of ``path`` was saved.
+
+        Lightning chooses the path with the latest time.
+        """
         assert isinstance(path, Candidate)
         return datetime.fromtimestamp(path.saved_at, UTC)
 
@@ -100,7 +103,7 @@ class _Places(AbstractFileSystem):  # type: ignore[misc]
                 "export a step with `ckpt export`"
             )
         state = _stored(unquote(root), wanted if isinstance(wanted, int) else None)
-        carried = state["lightning"]  # A list has the value of each rank
+        carried = state["lightning"]  # If this is a list, it has one item for each rank
         first = carried[0] if isinstance(carried, list) else carried
         file = io.BytesIO()
         torch.save({**first, MODULE: state["model"]}, file)

@@ -1,7 +1,7 @@
 """A mixin for Lightning's strategies, with which ckpt saves and restores the module and optimizers.
 
-Without the mixin, Lightning asks the strategy for the tensors of both before a save, and loads a
-checkpoint before the optimizers exist.
+Without the mixin, Lightning would collect the tensors of the module and the optimizers for its own
+checkpoint, and would load a checkpoint before the optimizers exist.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Reader(Protocol):
 class CkptStrategy(Strategy):
     """A mixin for a strategy whose module and optimizers ckpt saves and restores.
 
-    ``CkptCheckpoint`` mixes this class into the strategy of its trainer. The strategy itself loads
-    a path that is in the folder of no ``CkptCheckpoint``.
+    ``CkptCheckpoint`` mixes this class into the strategy of its trainer. If a path is in the folder
+    of no ``CkptCheckpoint``, Lightning loads it as without the mixin.
 
     Attributes:
         readers: The ``CkptCheckpoint`` callbacks of the trainer.
@@ -87,8 +87,8 @@ class CkptStrategy(Strategy):
     ) -> Any:
         """Run the closure (forward and backward) before the optimizer's step.
 
-        The step waits for a snapshot that is being copied. Lightning runs the closure within the
-        step, where it would have to wait for the snapshot, too.
+        The step waits for the copy of a snapshot. Lightning would run the closure within the step,
+        so the closure would also wait.
         """
         first = [closure()]
         return super().optimizer_step(
@@ -120,7 +120,8 @@ class CkptStrategy(Strategy):
         """Return Lightning's checkpoint without the states of the module and the optimizers.
 
         Raises:
-            ConfigError: A hook of the user's has changed the module's state in the checkpoint.
+            ConfigError: A hook ``on_save_checkpoint`` has changed the module's state in the
+                checkpoint.
         """
         shown: dict[str, Any] = {}
         self._shown = shown
@@ -167,9 +168,9 @@ def _holds_steps(path: str) -> bool:
 
 
 def _without_exotic(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return ``checkpoint`` without the hyper-parameters that only pickle could save.
+    """Remove from ``checkpoint`` the hyper-parameters that only pickle could save, and return it.
 
-    A resume does not need hyper-parameters.
+    A resumed training does not need these hyper-parameters.
     """
     for kind in (LightningModule, LightningDataModule):
         checkpoint.pop(kind.CHECKPOINT_HYPER_PARAMS_TYPE, None)

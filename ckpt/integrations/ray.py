@@ -38,8 +38,8 @@ REFERENCE: Final = "ckpt.json"
 TESTED: Final = ("2.60", "2.60")
 _SCHEMES: Final = {"local": "", "s3": "s3://", "gcs": "gs://"}
 _MOST_BYTES: Final = 64 << 10  # The largest size of a reference
-_DRAIN_SECONDS: Final = 120.0  # The assumed time to a deadline that Ray does not give
-_LATE_SECONDS: Final = 300.0  # Workers end this long after the deadline at most
+_DRAIN_SECONDS: Final = 120.0  # The assumed time until a preemption without a deadline
+_LATE_SECONDS: Final = 300.0  # How long Ray may take after the deadline to end the workers
 
 _log = logging.getLogger("ckpt")
 
@@ -63,15 +63,15 @@ def run_root() -> str:
 class RayCheckpoints:
     """A ``CheckpointManager`` in a training function of Ray Train.
 
-    Every worker makes one and makes the same calls.
+    Every worker makes an object of this class, and makes the same calls.
 
     Args:
         tiers: As for `CheckpointManager`. None takes the result of `run_root`.
         settings: Further arguments of the `CheckpointManager`.
 
     Attributes:
-        root: The farthest tier, which references name.
-        manager: The `CheckpointManager` at work.
+        root: The URL of the farthest tier. Each reference has this URL.
+        manager: The `CheckpointManager` that saves and restores.
 
     Raises:
         ConfigError: A setting or URL is wrong. Nothing was written.
@@ -98,7 +98,7 @@ class RayCheckpoints:
     def restore(
         self, state: MutableMapping[str, Any], checkpoint: Any = None, **options: Any
     ) -> RestoreReport | None:
-        """Fill ``state`` with the newest intact step of the run, or with a reported one.
+        """Fill ``state`` with the newest intact step of the run, or with a reported step.
 
         Args:
             state: As for `CheckpointManager.restore`.
@@ -108,12 +108,12 @@ class RayCheckpoints:
             options: Further arguments of `CheckpointManager.restore`.
 
         Returns:
-            The report, or None if the tiers have no step and none was reported to Ray.
+            The report, or None if the tiers have no step and no step was reported to Ray.
 
         Raises:
             RestoreError: The tiers lack a step that was reported, or the state does not fit.
-            ConfigError: Another class has made ``checkpoint``; or ``checkpoint`` is None, the tiers
-                have no step, and a step at another root was reported to Ray.
+            ConfigError: ``checkpoint`` was not reported by this class. Or ``checkpoint`` is None,
+                the tiers have no step, and a step at another root was reported to Ray.
         """
         if checkpoint is not None:
             return self._restore_reported(state, checkpoint, options)
@@ -160,9 +160,9 @@ class RayCheckpoints:
     ) -> PendingSave | None:
         """Report ``metrics`` to Ray, and save ``state`` in the background if it is given.
 
-        All workers make the same calls, as with ``ray.train.report``. Ray gets the checkpoint with
-        these metrics as soon as the step is durable. If a save fails, Ray ends the run or restarts
-        the workers, as ``FailureConfig`` says.
+        All workers must make the same calls, as with ``ray.train.report``. Ray gets the checkpoint
+        with these metrics as soon as the step is durable. If a save fails, Ray ends the run or
+        restarts the workers, as ``FailureConfig`` says.
 
         Args:
             metrics: As for ``ray.train.report``. The step keeps those metrics that are numbers.
@@ -185,7 +185,7 @@ class RayCheckpoints:
         skipped = pending.done() and isinstance(pending.exception(), SaveSkipped)
         if context.get_world_rank() == 0 and not skipped:
             storage = context.get_storage()
-            # Ray needs a checkpoint now. `_refer` makes the true one, the reference, later.
+            # Ray needs a checkpoint at once. Later, Ray uses the reference from `_refer` instead.
             checkpoint = ray.train.Checkpoint(
                 storage.experiment_fs_path, storage.storage_filesystem
             )
@@ -199,11 +199,11 @@ class RayCheckpoints:
         return pending
 
     def stop_requested(self, step: int) -> bool:
-        """Return True on all workers if ``step`` is to be the last, since a node is preempted.
+        """Return True on all workers if Ray preempts a node and ``step`` must be the last step.
 
-        Save that step and leave the loop. ``close`` then waits for Ray, which starts the workers
+        Then save ``step`` and leave the loop. ``close`` waits for Ray, which starts the workers
         again on other nodes. All workers must call this after the same steps, since
-        ``ray.train.get_preemption_info()`` waits for all of them.
+        ``ray.train.get_preemption_info()`` waits for all workers.
         """
         if self._preempted_at is None and (info := ray.train.get_preemption_info()) is not None:
             known = info.deadline_ms and info.deadline_ms / 1e3 > time.time()
@@ -221,8 +221,8 @@ class RayCheckpoints:
         function that returns as finished. It waits until Ray ends the worker at the deadline.
 
         Raises:
-            CkptError: Ray has not ended this worker five minutes after the deadline. For other
-                reasons see `CheckpointManager.close`.
+            CkptError: Ray has not ended this worker five minutes after the deadline. See also
+                `CheckpointManager.close`.
         """
         self.manager.close(timeout)
         if self._stops and self._preempted_at is not None:

@@ -1,7 +1,7 @@
 """Rules of ``PerRank(on_resize=...)`` for values that frameworks keep on each rank.
 
-ckpt calls a rule in a restore if the number of ranks has changed since the save. The rule returns
-the rank of the save whose value a rank takes.
+A restore calls a rule if the number of ranks has changed since the save. The rule returns the rank
+of the save whose value the calling rank takes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ def same_or_first(rank: int, _world_size: int, saved_world_size: int) -> int:
 
 
 def refusing_resize(what: str, way: str) -> OnResize:
-    """Return a rule that raises ``ConfigError``, since the value fits no other number of ranks.
+    """Return a rule that always raises ``ConfigError``, for a value that no other number of ranks
+    can use.
 
     Args:
         what: The name of the value, for the error.
-        way: What the error suggests instead of a resume with as many ranks as before.
+        way: The advice in the error for users who cannot resume with as many ranks as before.
     """
 
     def refuse(_rank: int, world_size: int, saved_world_size: int) -> int:

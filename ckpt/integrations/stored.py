@@ -39,8 +39,8 @@ _log = logging.getLogger("ckpt")
 class Failed:
     """An entry of a state whose ``state_dict()`` raises ``error``.
 
-    A rank that cannot make its state saves this instead. The save then fails on all ranks, and no
-    rank waits for this one.
+    If a rank cannot make its state, it saves this entry instead. The save then fails on all ranks,
+    and no rank waits for a rank that has failed.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -57,8 +57,8 @@ class Failed:
 def opened(tiers: Sequence[Tier], step: int | None = None) -> Generator[Iterator[TieredReader]]:
     """Open all tiers, and yield an iterator over the readers of committed attempts, newest first.
 
-    Only attempts at ``step`` count; None means any step. A reader takes each byte from the nearest
-    tier that has it intact. The tiers are closed at the end of the block.
+    With ``step``, the iterator yields only attempts at that step. A reader takes each chunk from
+    the nearest tier that has it intact. The tiers are closed at the end of the ``with`` block.
     """
     with _opened(tiers, step) as (_, readers):
         yield readers
@@ -74,14 +74,14 @@ def opened_step(
 ) -> Generator[TieredReader]:
     """Open all tiers, and yield a reader of the newest committed attempt at ``step``.
 
-    The tiers are closed at the end of the block.
+    The tiers are closed at the end of the ``with`` block.
 
     Args:
         tiers: The tiers, nearest first.
         step: The number of the step; None for the newest.
-        ref: The only attempt that counts; None for any.
-        finishes: Whether the commit of a dead job is finished first if its step lacks only the
-            manifest, as in a restore.
+        ref: The attempt that the reader must read; None for any attempt.
+        finishes: Whether to finish the commit first, as a restore does, if a dead job has left a
+            step that lacks only its manifest.
 
     Raises:
         NoCheckpoint: No tier has such an attempt.
@@ -118,7 +118,10 @@ def _opened(
 
 
 def _instead(store: StorageBackend, step: int | None) -> str:
-    """Return a phrase for an error that says what ``store`` has instead of ``step`` (None: any)."""
+    """Return a text for an error that describes the contents of ``store``, which lacks ``step``.
+
+    If ``step`` is None, the store has no committed step at all.
+    """
     with suppress(StorageError):
         return instead_of(store, attempts(store), step)
     return "" if step is None else f"step {step} is not there"
@@ -127,12 +130,12 @@ def _instead(store: StorageBackend, step: int | None) -> str:
 def fill(
     reader: TieredReader, outline: Found, leaves: Sequence[Leaf], targets: Sequence[Source]
 ) -> None:
-    """Read the boxes of ``leaves`` into ``targets``, one for each leaf.
+    """Read the boxes of ``leaves`` into ``targets``. Each leaf has one target.
 
-    Call this function only in the work of ``TieredReader.whole``, which provides ``outline``.
+    Call this only in the function that ``TieredReader.whole`` calls with ``outline``.
 
     Raises:
-        RestoreError: Targets share memory that cannot hold what was saved.
+        RestoreError: Targets share memory, and their saved values cannot all be in this memory.
         IntegrityError, StorageError: Some bytes are intact on no tier.
     """
     manifest = reader.filled(outline, leaves).manifest
@@ -152,13 +155,13 @@ def built(
 ) -> T:
     """Call ``build``, read the tensors that it has asked for, and return its result.
 
-    Call this function only in the work of ``TieredReader.whole``, which provides ``outline``.
+    Call this only in the function that ``TieredReader.whole`` calls with ``outline``.
 
     Args:
         reader: The reader of the step.
         outline: The manifest of the step.
-        build: Gets a function that returns the tensor with a given name. The tensors are not
-            filled before ``build`` returns.
+        build: A function that makes the result. Its argument is a function that returns the tensor
+            with a given name. The tensors are filled only after ``build`` has returned.
         device: The device of the tensors.
     """
     stored = outline.manifest.tensor_map()

@@ -1,4 +1,4 @@
-"""Warnings that are logged once in a process, such as that a framework's release is not tested."""
+"""Warnings that a process logs only once, such as a warning about an untested framework."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def warn_of_untested(package: str, tested: tuple[str, str], *, advice: str) -> N
     Args:
         package: The name of the framework's distribution.
         tested: The first and the last release that were tested, such as ``("2.6", "2.6")``.
-        advice: What the user is to do before relying on this release.
+        advice: The text that says how to test this release before relying on it.
     """
     installed = version(package)
     first, last = map(_release, tested)

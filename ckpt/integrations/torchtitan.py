@@ -3,11 +3,12 @@
     config.checkpoint = CkptManager.Config(enable=True, folder="s3://bucket/run42", interval=100)
 
 torchtitan still decides when to save, what the last step holds and what is loaded first, and it
-still reads and writes Hugging Face folders. A ``CheckpointManager`` of ckpt saves and restores.
+still reads and writes Hugging Face folders. A ``CheckpointManager`` of ckpt saves and restores all
+other checkpoints.
 
 A checkpoint holds ``model``, ``optimizer``, ``lr_scheduler``, ``dataloader``, ``train_state`` and
-``rng``. Parameters have the names of ``named_parameters()``. No hooks of ``state_dict()`` run,
-since the hooks of a fused attention gather its weights on every rank.
+``rng``. Parameters have the names of ``named_parameters()``. The hooks of ``state_dict()`` are not
+called, since those of a fused attention would gather its weights on every rank.
 
 Importing this module imports torchtitan.
 """
@@ -54,7 +55,7 @@ TESTED: Final = ("0.3", "0.3")
 _RNG: Final = "rng"
 _NOT_FOUND: Final = "has not found the step to load"
 _DCP: Final = "dcp"
-"""The attempt in the `StepRef` of a step that DCP has saved, since DCP has no attempts."""
+"""The text that stands for the attempt in the `StepRef` of a step that DCP has saved."""
 _STEP: Final = re.compile(r"step-([0-9]+)")
 _log = logging.getLogger("ckpt")
 _REFUSE_RESIZE: Final = refusing_resize(
@@ -70,7 +71,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     still found, and is loaded if it is newer than the steps of ckpt.
 
     Attributes:
-        manager: The ``CheckpointManager`` of ckpt at work.
+        manager: The ``CheckpointManager`` of ckpt that saves and restores.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -127,7 +128,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         is_here, step, has_model_only = of_first(_NOT_FOUND, lambda: self._find(step))
         if not is_here:
             loaded: bool = super()._load(step)
-            if is_asked:  # Later steps of ckpt may be saved again
+            if is_asked:  # The steps of ckpt after this one may be saved again
                 self.manager.continue_from(StepRef(step, _DCP))
             return loaded
         everything = self._state().keys() - set(self.exclude_from_loading)
@@ -142,9 +143,9 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
             step: The number of the step that is asked for; -1 for the newest.
 
         Returns:
-            Whether ckpt (and not DCP) has the step; its number; and whether it is a seed
-            checkpoint, which holds the model alone. The number is -1 for the newest step of ckpt,
-            and if there is no step at all.
+            Whether ckpt (and not DCP) has the step; the number of the step; and whether the step is
+            a seed checkpoint, which holds the model alone. The number is -1 for the newest step of
+            ckpt, and also if there is no step at all.
 
         Raises:
             FileNotFoundError: Neither ckpt nor DCP has the step that is asked for.
@@ -190,8 +191,10 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load the ``initial_load_path``, which has steps of ckpt, or a checkpoint of DCP or
-        Hugging Face.
+        """Load ``checkpoint_id``, which has steps of ckpt, or is a checkpoint of DCP or Hugging
+        Face.
+
+        torchtitan calls this with the ``initial_load_path``, for example.
         """
         if not from_hf:
             with manager.CheckpointManager(checkpoint_id) as source:
@@ -205,7 +208,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     # -- inside ------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return the state to save. ``exclude_from_loading`` uses the names of its entries."""
+        """Return the state to save. ``exclude_from_loading`` has names of its entries."""
         shared = {LR_SCHEDULER: self.states[LR_SCHEDULER]}
         own = {
             name: PerRank(value, on_resize=_REFUSE_RESIZE if name == DATALOADER else same_or_first)
@@ -242,7 +245,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
 
 
 class _Parts(ModuleStandIn):
-    """The model parts of this rank as one module, whose items need no hooks of ``state_dict()``."""
+    """The model parts of this rank as one module, which is saved without ``state_dict()`` hooks."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -286,7 +289,10 @@ class _Parts(ModuleStandIn):
 
 
 def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
-    """Return the only optimizer, or a dict of all by class name, with a number if it repeats."""
+    """Return the optimizer if there is only one, else a dict of all optimizers by class name.
+
+    A repeated class name gets a number.
+    """
     if len(optimizers) == 1:
         return optimizers[0]
     seen: Counter[str] = Counter()

@@ -1,8 +1,8 @@
 """The folders ``checkpoint-N`` that stand for committed steps in the ``output_dir`` of a Trainer.
 
 Each folder has ``trainer_state.json`` and a pointer, ``ckpt.json``, with the number of the step. A
-folder appears with both files or not at all. This module changes and removes no folder without a
-pointer, since ckpt has not written it.
+new folder appears with both files or not at all. This module removes only folders with a pointer,
+since a folder without one is a checkpoint that transformers itself has written.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ _NAME: Final = re.compile(r"checkpoint-([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The rule of ``save_total_limit``: which steps are kept.
-
-    The newest steps and the best step are kept.
+    """The rule of ``save_total_limit``: it keeps the newest steps and the best step.
 
     Attributes:
         limit: The number of steps that are kept; None for all. The newest step and the best step
-            are kept even if they are more.
+            are kept even if ``limit`` is 1.
         has_best: Whether the Trainer has a best step.
     """
 
@@ -42,7 +40,7 @@ class Kept:
 
     @classmethod
     def of(cls, limit: int | None, *, has_best: bool) -> Self:
-        """Return the rule for a ``save_total_limit``. As in transformers, 0 is no limit."""
+        """Return the rule for a ``save_total_limit``. As in transformers, 0 means no limit."""
         return cls(None if limit is None or limit <= 0 else limit, has_best)
 
     def apply(self, output_dir: str, step: int, best: str | None) -> None:
@@ -106,7 +104,7 @@ def check_is_checkpoint(asked: object, output_dir: str, steps: Sequence[int]) ->
         if folder and os.path.isfile(os.path.join(folder, STATE)):
             return
     if steps:
-        # A fresh machine has no folders. True writes that of the newest step.
+        # A fresh machine has no folders. The value True writes the folder of the newest step.
         folders = (folder_of(output_dir, step) for step in reversed(steps))
         found = next((each for each in folders if os.path.isfile(os.path.join(each, STATE))), None)
         way = ("give " if found is None else f"give {found!r}, or ") + "True for the newest step"
@@ -145,8 +143,8 @@ def write_folder(output_dir: str, step: int, text: str) -> None:
     try:
         os.rename(fresh, folder)
     except OSError:
-        # The folder exists already. Its files belong to the same step, so they may be replaced one
-        # after the other.
+        # The folder exists already. Its files belong to a step with the same number, so they may be
+        # replaced one after the other.
         try:
             for name in (STATE, POINTER):
                 os.replace(os.path.join(fresh, name), os.path.join(folder, name))
@@ -163,7 +161,7 @@ def remove_folders(output_dir: str, *, keep: Collection[object]) -> None:
     for step, folder in _folders(output_dir).items():
         if step not in keep:
             gone = os.path.join(output_dir, f".checkpoint-{step}.gone")
-            # A process that was killed may have left files here, and then the folder would stay.
+            # A killed process may have left files at this path, and the rename would then fail.
             shutil.rmtree(gone, ignore_errors=True)
             with contextlib.suppress(OSError):  # Another node may have renamed the folder
                 os.rename(folder, gone)

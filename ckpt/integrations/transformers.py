@@ -6,7 +6,7 @@
 `CkptTrainerMixin` makes the saves that ``TrainingArguments`` asks for. A step holds the model
 (without the frozen parameters of a PEFT model), the optimizer, the scheduler, the scaler, the
 random generators of every rank and the text of ``trainer_state.json``. The folder ``checkpoint-N``
-has that text and a pointer to the step, and appears after the commit. So transformers only finds
+has that text and a pointer to the step, and appears after the commit. So transformers only sees
 folders whose steps are committed.
 
 This module imports transformers, so install the extra ``hf`` first.
@@ -68,8 +68,8 @@ _Trainer: Any = object
 class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     """A mixin that saves and resumes the steps of a trainer with ckpt.
 
-    It comes before the trainer in the bases of a class: ``class Mine(CkptTrainerMixin, Trainer)``.
-    The constructor takes the arguments of the trainer and these:
+    Put it before the trainer in the bases of a class: ``class Mine(CkptTrainerMixin, Trainer)``.
+    The constructor takes the arguments of the trainer, and also these arguments:
 
     * ``ckpt_tiers``: the tiers, as for `CheckpointManager`; ``output_dir/ckpt`` by default. A tier
       without a ``keep_last`` of its own follows ``save_total_limit``.
@@ -142,7 +142,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def _ckpt_resume(self, manager: CheckpointManager, asked: Any) -> Any:
         """Return the value of ``resume_from_checkpoint`` for the trainer itself.
 
-        If that is the folder of a step of ckpt, write the folder first.
+        If the value is the folder of a step of ckpt, write this folder first.
 
         Args:
             manager: The manager of the run.
@@ -182,8 +182,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def _ckpt_newest(self, manager: CheckpointManager) -> str | None:
         """Write and return the folder of the newest step.
 
-        If transformers itself has saved a newer checkpoint, return the folder of that one. Return
-        None if there is neither a step nor a checkpoint.
+        If transformers itself has saved a newer checkpoint, return the folder of that checkpoint.
+        Return None if there is neither a step nor a checkpoint.
 
         Raises:
             NoCheckpoint: The newest folder points to a step, and the tiers have no step at all.
@@ -201,10 +201,10 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return folder_of(folder, step)
 
     def _ckpt_restore_text(self, manager: CheckpointManager, step: int | None = None) -> int | None:
-        """Write the folder of ``step`` (None: the newest), and return the number of the step.
+        """Write the folder of ``step``, and return the number of the step.
 
-        Remove the folders of steps that the tiers no longer have. All ranks must call this. Return
-        None if there is no step.
+        If ``step`` is None, take the newest step. Return None if there is no step. Also remove the
+        folders of steps that the tiers no longer have. All ranks must call this.
         """
         if (found := self._ckpt_read_text(manager, step)) is None:
             return None
@@ -214,9 +214,10 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def _ckpt_read_text(
         self, manager: CheckpointManager, step: int | None
     ) -> tuple[int, str] | None:
-        """Return the number of ``step`` (None: the newest) and the text of its folder.
+        """Return the number of ``step`` and the text of ``trainer_state.json`` for its folder.
 
-        All ranks must call this. Return None if there is no step.
+        If ``step`` is None, take the newest step. Return None if there is no step. All ranks must
+        call this.
         """
         text = {"trainer": ""}
         report = manager.restore(text, step, only="trainer")
@@ -225,10 +226,19 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def _ckpt_write_text(
         self, manager: CheckpointManager, step: int, text: str, asked: str | None = None
     ) -> None:
-        """Write the folder of ``step``, and remove those of steps that the tiers no longer have.
+        """Write the folder of ``step``, and remove the folders of steps that the tiers no longer
+        have.
 
-        All ranks must call this. If it fails on one rank, it fails on all. If the history refuses
-        ``asked``, which is the folder of ``step`` that the user gave, no folder is changed.
+        All ranks must call this. If the call fails on one rank, it fails on all ranks.
+
+        Args:
+            manager: The manager of the run.
+            step: The number of the step.
+            text: The text of ``trainer_state.json``.
+            asked: The folder of ``step`` if the user has asked for it; else None.
+
+        Raises:
+            ConfigError: The tiers have a step after ``asked``. No folder was changed.
         """
 
         def write() -> None:
@@ -239,13 +249,13 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 remove_folders(self.args.output_dir, keep=set(manager.steps()))
 
         of_all(f"could not write the folder of step {step}", write)
-        self.accelerator.wait_for_everyone()  # Without torch.distributed, such as on XLA
+        self.accelerator.wait_for_everyone()  # ``of_all`` only waits with torch.distributed
 
     def _ckpt_check_history(self, manager: CheckpointManager, asked: str | None) -> None:
-        """Raise ``ConfigError`` if the tiers have a step after that of the folder ``asked``.
+        """Raise ``ConfigError`` if the tiers have a newer step than that of the folder ``asked``.
 
-        A restart would take that step instead of the steps of this run. None stands for a run that
-        begins at step 0.
+        A restart would take the newer step instead of the steps of this run. If ``asked`` is None,
+        the run begins at step 0.
         """
         first = (step_named(asked) if asked else None) or 0
         if newer := [step for step in manager.steps() if step > first]:
@@ -267,7 +277,10 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def _inner_training_loop(
         self, *args: Any, resume_from_checkpoint: str | None = None, **options: Any
     ) -> Any:
-        """Train. If the step to resume from is damaged, take the newest intact one before it."""
+        """Train. If the step to resume from is damaged, resume from an earlier intact step.
+
+        Only ``resume_from_checkpoint=True`` and ``"auto"`` allow an earlier step.
+        """
         found = resume_from_checkpoint
         while True:
             try:
@@ -276,9 +289,10 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 found = self._ckpt_before(damaged)
 
     def _ckpt_before(self, damaged: _StepDamaged) -> str:
-        """Write and return the folder of the newest step before the damaged one.
+        """Write and return the folder of the newest intact step before the damaged step.
 
-        It is the same on all ranks. If there is none, raise the error of the damaged step.
+        All ranks choose the same step. If there is no such step, raise the error of the damaged
+        step.
         """
         assert self._ckpt_run is not None
         manager = self._ckpt_run.manager
@@ -302,11 +316,11 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return found
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        del model, trial  # train() raises for trials, and the model is self.model
+        del model, trial  # train() refuses trials, and the model is self.model
         if (run := self._ckpt_run) is None:
             raise ConfigError("a checkpoint is saved within train() only: call save_model() here")
         step, before = self.state.global_step, self.state.best_model_checkpoint
-        if run.saved == step:  # The step is saved, since a callback asked for it
+        if run.saved == step:  # A callback has asked for this step, so it is already saved
             if self.state.best_global_step == step:
                 self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
                 run.manager.add_metrics(step, {BEST_STEP: float(step)})
@@ -346,7 +360,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def _ckpt_frozen(self) -> list[str]:
         """Return the names of the frozen parameters of a PEFT model, which are not saved.
 
-        The list is empty for another model.
+        The list is empty for other models.
         """
         if getattr(self.model, "peft_config", None) is None:
             return []
@@ -391,7 +405,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
         assert self._ckpt_run is not None
-        self._ckpt_run.finish()  # The trainer then compares folders, and loads the best model
+        self._ckpt_run.finish()  # After this, the trainer needs all folders and the best model
         self.accelerator.wait_for_everyone()
         return super()._finalize_training(*args, **options)
 
@@ -408,7 +422,7 @@ def make_ckpt_trainer(cls: type[Any]) -> type[Any]:
     """Return a new subclass of ``cls`` with `CkptTrainerMixin`, or ``cls`` itself if it has the
     mixin already.
 
-    ``cls`` is ``transformers.Trainer`` or a subclass of it, and is not changed.
+    ``cls`` must be ``transformers.Trainer`` or a subclass of it. The function does not change it.
 
     Raises:
         ConfigError: ``cls`` is no trainer.
@@ -421,9 +435,9 @@ def make_ckpt_trainer(cls: type[Any]) -> type[Any]:
 
 
 class _HeldRng:
-    """The random number generators, which a restore does not set at once.
+    """The random number generators of a rank. A restore keeps their states until ``set``.
 
-    ``set`` sets them later, when the trainer has skipped the batches before the step.
+    The trainer calls ``set`` after it has skipped the batches before the step.
     """
 
     def __init__(self) -> None:
@@ -442,7 +456,10 @@ class _HeldRng:
 
 
 class _StepDamaged(Exception):
-    """The step to resume from is damaged, and an earlier one may be taken. All ranks raise this."""
+    """The step to resume from is damaged, and the run may resume from an earlier step.
+
+    All ranks raise this error.
+    """
 
     def __init__(self, step: int, error: NoCheckpoint) -> None:
         self.step, self.error = step, error
@@ -457,8 +474,8 @@ class _Run:
 
     Attributes:
         manager: The manager of the saves.
-        falls_back: Whether an earlier step may be taken if the step to resume from is damaged.
-        saved: The number of the last step that was saved; None if there is none.
+        falls_back: Whether the run may resume from an earlier step if the step is damaged.
+        saved: The number of the last step that was saved; None before the first save.
     """
 
     manager: CheckpointManager
@@ -471,16 +488,18 @@ class _Run:
         self._pending: list[Any] = []
 
     def expect(self, step: int, text: str, best: str | None) -> None:
-        """Note the text for the folder of ``step``, which is written once the step is committed.
+        """Keep the text for the folder of ``step``, which is written once the step is committed.
 
-        ``best`` is the folder of the best step so far, if there is one.
+        ``best`` is the folder of the best step so far; None if there is no best step.
         """
         self._texts[step] = (text, best)
 
     def save(
         self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], left: Sequence[str]
     ) -> bool:
-        """Begin a save without the names in ``left``. Return False if the save was skipped."""
+        """Begin a save without the names in ``left``. Return True if the save has begun, and False
+        if it was skipped.
+        """
         try:
             pending = self.manager.save_async(state, step, metrics=metrics, exclude=left or None)
         except BaseException:
@@ -502,10 +521,10 @@ class _Run:
             self._kept.apply(self._output_dir, event.step, best)
 
     def finish(self) -> None:
-        """Wait until every save has ended, and every folder is written.
+        """Wait until every save has ended and every folder is written.
 
         Raises:
-            CkptError: A save has failed, and no call has raised its error yet.
+            CkptError: A save has failed, and its error was neither raised nor logged yet.
         """
         for pending in self._pending:
             pending.wait()
@@ -514,7 +533,7 @@ class _Run:
 
 
 def _limited(tier: Tier, kept: Kept) -> Tier:
-    """Return ``tier`` with the retention of ``kept``, as far as the tier has none of its own."""
+    """Return ``tier`` with the settings of ``kept`` for each retention setting that it lacks."""
     keep_last = tier.keep_last or kept.limit
     if keep_last is None or tier.url == "memory":
         return tier
@@ -525,7 +544,9 @@ def _limited(tier: Tier, kept: Kept) -> Tier:
 
 
 def _check_best(args: Any, tiers: Sequence[Tier]) -> None:
-    """Raise ``ConfigError`` if a tier may remove the best step, which the trainer loads last."""
+    """Raise ``ConfigError`` if a tier may remove the best step, which the trainer loads at the end
+    of the training.
+    """
     for tier in tiers:
         if args.load_best_model_at_end and tier.keep_best is not None:
             raise ConfigError(
@@ -536,7 +557,7 @@ def _check_best(args: Any, tiers: Sequence[Tier]) -> None:
 
 
 def _check_arguments(args: Any) -> None:
-    """Raise ``ConfigError`` for arguments that are not supported, before the trainer uses them."""
+    """Raise ``ConfigError`` for unsupported arguments, before the trainer uses the arguments."""
     for name in [name for name in ("FSDP", "DeepSpeed") if getattr(args, name.lower(), None)]:
         raise _unsupported(name)
     if args.save_only_model:
@@ -562,9 +583,10 @@ def _check_arguments(args: Any) -> None:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raise ``ConfigError`` if the trainer is of a kind that is not supported.
+    """Raise ``ConfigError`` if the trainer uses an unsupported kind of training.
 
-    Its arguments alone do not say this, since accelerate may take settings from other places.
+    The arguments of the trainer alone do not show this, since accelerate may also take settings
+    from other places, such as environment variables.
     """
     sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
     refused = {

@@ -1,4 +1,4 @@
-"""The elements of each parameter in a rank's flat partition, under ZeRO 1, 2 and 3.
+"""Compute which elements of each parameter a rank's flat partition holds, under ZeRO 1, 2 and 3.
 
 ZeRO 1 and 2 put all parameters of a group one after the other into a flat buffer, and cut the
 buffer into one equal part per rank. ZeRO 3 cuts every parameter by itself, and puts the parts of a
@@ -23,8 +23,8 @@ class Span:
     """The range of a parameter that a partition holds.
 
     Attributes:
-        start: The index of its first element in the flattened parameter.
-        at: The index of that element in the partition.
+        start: The index of the first element of the range in the flattened parameter.
+        at: The index of the same element in the partition.
         length: The number of elements; 0 if the partition holds none.
     """
 
@@ -35,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """A parameter, its whole shape, and the span of it that a partition holds."""
+    """A parameter, its whole shape, and the span of the parameter that a partition holds."""
 
     parameter: torch.nn.Parameter
     shape: tuple[int, ...]
@@ -44,11 +44,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """A flat tensor of master weights that this rank's optimizer steps.
+    """A flat tensor of master weights that the inner optimizer of this rank steps.
 
     Attributes:
         flat: The tensor.
-        group: The index of its parameter group in that optimizer.
+        group: The index of the tensor's parameter group in the inner optimizer.
         pieces: A piece for each parameter of the group, or of the sub-group under ZeRO 3, in
             DeepSpeed's order.
     """
@@ -71,20 +71,22 @@ def span_within(begin: int, numel: int, first: int, size: int) -> Span:
 def span_of_rank(numel: int, rank: int, size: int, at: int) -> Span:
     """Return the span of ``rank`` in a parameter that is cut into parts of ``size`` elements.
 
-    The part begins at ``at`` of the partition. The padding of the last part is not in its span.
+    In the partition of ``rank``, the part begins at index ``at``. A span does not include the
+    padding of the last part.
     """
     start = min(rank * size, numel)
     return Span(start, at, min(size, numel - start))
 
 
 def partitions_of(optimizer: Any) -> tuple[Partition, ...]:
-    """Return the partitions of a DeepSpeed optimizer, in its order.
+    """Return the partitions of this rank, in the order of the DeepSpeed optimizer.
 
     Args:
         optimizer: ``engine.optimizer``.
 
     Raises:
-        ConfigError: Parameters are not in their flat buffers, as after ``offload_states()``.
+        ConfigError: DeepSpeed has moved parameters out of its flat buffers, as it does in
+            ``offload_states()``.
     """
     match type(optimizer).__name__:
         case "DeepSpeedZeroOptimizer":
@@ -121,7 +123,7 @@ def _cut_groups(
         groups: The parameters of each group.
         whole: The flat buffer of each group, with all its parameters.
         masters: This rank's partition of each buffer, as master weights.
-        process_groups: The process group of each group, whose ranks share the buffer.
+        process_groups: For each group of parameters the process group that shares its buffer.
     """
     for index, (group, flat, master) in enumerate(zip(groups, whole, masters, strict=True)):
         first = dist.get_rank(process_groups[index]) * master.numel()
@@ -154,7 +156,7 @@ def _cut_parameters(optimizer: Any) -> Iterator[Partition]:
 def span_of_shard(parameter: Any, at: int = 0) -> Span:
     """Return the span of a ZeRO 3 parameter that this rank's ``ds_tensor`` holds.
 
-    The span begins at ``at`` of the partition.
+    In the partition of this rank, the span begins at index ``at``.
     """
     rank = dist.get_rank(parameter.ds_process_group)
     return span_of_rank(parameter.ds_numel, rank, parameter.ds_tensor.ds_numel, at)
