@@ -1,7 +1,8 @@
-"""Asynchronous distributed checkpointing for PyTorch: a save costs milliseconds, a crash costs
-seconds, a listed checkpoint is intact.
+"""Asynchronous distributed checkpointing for PyTorch.
 
-Names are resolved on first use, so that ``import ckpt`` and the command line never pay for torch.
+A save holds up the training for milliseconds and writes in the background. Every checkpoint that
+is listed is intact. The public names are imported on first use, so that ``import ckpt`` and the
+command line do not import torch.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ _HOMES = {
     "trainable": "ckpt.adapters.walk.trainable",
     "watch": "ckpt.catalog.watching",
 }
-_ALIASES = {"open": "open_checkpoint"}  # A function ``open`` would hide Python's in its module
+# In its own module, a function with the name ``open`` would hide the built-in function.
+_ALIASES = {"open": "open_checkpoint"}
 
 __all__ = [
     "CheckpointManager",

@@ -29,7 +29,7 @@ def known_only(prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> N
 
 
 def json_only(name: str, value: object) -> None:
-    """Raise unless a manifest can hold the value. TOML also has dates, nan and inf, which fail."""
+    """Raise unless a manifest can hold the value. It cannot hold the dates, nan and inf of TOML."""
     if isinstance(value, dict):
         for key, item in value.items():
             json_only(f"{name}.{key}", item)
@@ -47,8 +47,8 @@ def json_only(name: str, value: object) -> None:
 def shown(value: object) -> str:
     """Return the text that quotes a setting's value in an error.
 
-    It is the ``repr`` of a plain value. For any other value, such as a container, it is the name of
-    the type alone, since the value may hold secrets.
+    The text is the ``repr`` of a plain value. For any other value, such as a container, the text is
+    only the name of the type, since the value may hold secrets.
     """
     plain = value is None or isinstance(value, str | bytes | bool | int | float)
     return repr(value) if plain else f"<{type(value).__name__}>"

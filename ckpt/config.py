@@ -2,9 +2,9 @@
 
 ::
 
-    root = "runs/gpt"                  # one place, or:
+    root = "runs/gpt"                  # the only tier, or:
 
-    [[tiers]]                          # several, nearest first
+    [[tiers]]                          # several tiers, nearest first
     url = "memory"
     [[tiers]]
     url = "/nvme/ckpt"
@@ -130,8 +130,8 @@ def check_retention(keep_last: object, keep_every: object, keep_best: object) ->
     """Check the retention settings of a tier or of a command.
 
     Raises:
-        ConfigError: A number is out of bounds, or ``keep_last`` is missing and another setting
-            needs it.
+        ConfigError: A number is out of bounds, or ``keep_every`` or ``keep_best`` is set without
+            ``keep_last``.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None:
@@ -145,30 +145,34 @@ def check_retention(keep_last: object, keep_every: object, keep_best: object) ->
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A place for checkpoints. Its repr hides the options and the password of a URL.
+    """The settings of a tier, which is a store for checkpoints. The ``repr`` shows neither the
+    options nor the password of a URL.
 
     Attributes:
         url: A folder, a URL, or "memory": the memory of this machine, which outlives the process.
         options: The options of the tier's backend.
-        every: Only steps that are multiples of this number go to the tier.
+        every: Only steps that are multiples of this number go to the tier, and the last step of a
+            planned stop (see ``CheckpointManager.on_signals``).
         keep_last: How many of the newest steps the tier keeps; None for all.
         keep_every: The tier also keeps every step that is a multiple of this number.
         keep_best: The tier also keeps the steps with the best metric of
             ``save_async(metrics=...)``: ("loss", "min") for one step, ("accuracy", "max", 3) for
             three.
-        best_counts: Whether the best steps count among ``keep_last``, instead of beside them. The
-            newest step stays in any case.
+        best_counts: Whether the best steps count as part of ``keep_last``. Otherwise the tier keeps
+            them in addition. The tier keeps the newest step in any case.
         capacity: The most bytes that checkpoints may take, such as "200GB" or 200 << 30. Before a
-            save would exceed it, the oldest steps are removed. The newest step is removed only if
-            another tier has it. A step that is yet to be copied to a farther tier is never removed.
-        local: Whether each node has a folder of its own under this path. None: only memory is
-            local.
+            save would exceed the capacity, the tier removes the steps that it need not keep, and
+            then the oldest ones. It removes the newest step only if another durable tier has it,
+            and never a step that a farther tier waits for.
+        local: Whether each node has a folder of its own under this path. None means True for
+            memory, and False for any other tier.
         codec: "zstd" compresses the files ("zstd:3" uses level 3, which is slower), "none" leaves
             them as safetensors.
-        required: Whether a save fails if it does not reach the tier. Otherwise the log says so.
-            None: every tier but memory is required.
-        replicas: On how many other nodes the files of each node are kept, too, so that a step
-            outlives the loss of a node. For tiers that are local to a node.
+        required: Whether a save fails if the step does not become a checkpoint on the tier. If
+            False, only a line in the log reports that. None means False for memory, and True for
+            any other tier.
+        replicas: How many other nodes keep copies of the files of each node, so that a step
+            outlives the loss of a node. Only a tier that is local to each node can have replicas.
     """
 
     url: str
@@ -185,8 +189,8 @@ class Tier:
     best_counts: bool = False
 
     def __new__(cls, *args: object, **fields: object) -> Self:
-        """Check the names of the keyword arguments. An unknown one raises the same `ConfigError` as
-        an unknown name in ``ckpt.toml``.
+        """Check the names of the keyword arguments. An unknown name raises the same `ConfigError`
+        as in ``ckpt.toml``.
         """
         known_only("Tier.", fields, tuple(cls.__dataclass_fields__))
         del args
@@ -238,15 +242,15 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """The files, all in PEM form, with which nodes encrypt what they exchange. Each node has its
-    own certificate and key. The paths may differ between nodes.
+    """The files, all in PEM form, with which nodes encrypt the connections between them. Each node
+    has its own certificate and key. The paths may differ between nodes.
 
     Attributes:
         certificate: The certificate of this node, and any certificates between it and the
             authority.
         key: The private key of the certificate, without a passphrase.
-        authority: The certificates that the other nodes' certificates must be signed by. Any
-            process that has such a certificate counts as a node.
+        authority: The certificates of the authorities that sign the certificates of nodes. Any
+            process with a certificate that one of the authorities has signed counts as a node.
     """
 
     certificate: str | os.PathLike[str]
@@ -276,53 +280,56 @@ class SaveConfig:
     """The settings of saves. Every field has a default that suits most jobs.
 
     Attributes:
-        on_busy: What ``save_async`` does when no slot is free: wait for one, or skip this save.
+        on_busy: What ``save_async`` does when no slot is free: "wait" waits for a slot, "skip"
+            skips this save.
         on_error: What happens when a save fails: "raise" raises its error from the next call of the
-            manager; "warn" logs a warning, counts it in ``manager.failed``, and training goes on.
-            The next save tries again, and ``close`` logs how many saves failed. Mistakes in the
-            call itself (`ConfigError`, `UnsupportedValue`, `StepExists`, `ManagerClosed`) are
-            always raised, but a pattern that fits no name on any of several ranks fails the save.
+            manager; "warn" logs a warning, counts the save in ``manager.failed``, and training goes
+            on. ``close`` then logs how many saves failed. Mistakes in the call itself
+            (`ConfigError`, `UnsupportedValue`, `StepExists`, `ManagerClosed`) are always raised. If
+            there are several ranks, a pattern that fits no name on any rank only fails the save.
         on_suspicious: What happens when the step has advanced and no trained tensor has changed
             since the last save: "warn" logs a warning; "raise" also raises `SuspiciousState` from
             the next call of the manager; "ignore" compares nothing. The step is committed in any
             case. With several ranks the warning may come after the end of the save, since it needs
             the findings of all ranks.
-        overlap: "auto" copies while training goes on, until the optimizer steps; "off" copies
-            everything before ``save_async`` returns.
-        check: How a save makes sure that the copy is the state at the call, also after changes that
-            move no version counter (``parameter.data``, NumPy views). "sampled" compares 256 bytes
-            of every 255 KiB, at least once in each tensor, for less than 1 % of the time of the
-            copy. "full" compares every byte, for one more pass over the state in the call and one
-            in the background; it suits a first run and tests. "off" compares version counters
-            alone.
-        check_finite: Whether a trained tensor that holds NaN or Inf is suspicious too. To find out,
-            each trained tensor is read once more in the background.
+        overlap: "auto" copies the tensors of optimizers while training goes on, and the optimizer's
+            step waits for the copies; "off" copies everything before ``save_async`` returns.
+        check: How a save checks that the image holds the state as it was at the call. "off"
+            compares only version counters. "sampled" and "full" also compare bytes, since some
+            changes move no version counter (``parameter.data``, NumPy views). "sampled" compares
+            256 bytes of every 255 KiB, at least once in each tensor, and so detects most changes.
+            It takes less than 1 % of the time of the copy. "full" compares every byte, and reads
+            the state once more in the call and once in the background. It suits a first run and
+            tests.
+        check_finite: Whether a step is suspicious too if a trained tensor holds NaN or Inf. The
+            check reads each trained tensor once more in the background.
         chunk_bytes: The most bytes of a chunk, the unit of checksum, retry and transfer. Smaller
             tensors have smaller chunks (``ckpt.model.chunks``).
-        commit_timeout_seconds: How long to wait for the other ranks before a save fails.
-        slots: The most images in host memory; with two, one streams while the next one fills.
-        backlog: How many steps may wait for a farther tier that is slow. Older ones are given up
-            there, unless no nearer tier has them.
+        commit_timeout_seconds: How long a save waits for the other ranks before it fails.
+        slots: The most images in host memory. With two, one is written to the tiers while the next
+            one is filled.
+        backlog: How many steps may wait for a farther tier. If more steps wait, the oldest are not
+            copied to that tier any more, unless no nearer tier has them.
         staging_bytes: The host memory that each rank may use for images; None for as much as the
             machine, the memory cgroup and /dev/shm can spare.
         threads: The number of threads per rank that write and compute checksums.
         nice: The number to add to the niceness of these threads, 0 to 19. The default is 0: see
             docs/decisions/0006-no-nice-by-default.md.
         cpus: The cores that these threads may use; None for all cores of the process.
-        copies: Whether data that several ranks hold is written once ("one"), or once on each node
-            that has local tiers ("per_node"), so that these outlive the loss of other nodes.
+        copies: How often the data that several ranks hold is written: once ("one"), or once on each
+            node that has local tiers ("per_node"), so that the data outlives the loss of nodes.
         replicate_mb_per_s: The rate in MB/s at which each node copies the files of other nodes
             (``Tier(replicas=...)``); None for no limit.
         exit_seconds: How long the end of a script waits for work that ``close(detach=True)`` has
             left under way, and how long ``close`` continues the saves under way while an exception
             ends the process.
         agent: Whether an agent of this node copies files to farther tiers, and finishes the steps
-            that the job leaves unfinished when it ends or dies. "auto" starts an agent, and goes on
-            without one if that fails; "required" raises `AgentError` if it fails.
+            that the job leaves unfinished when it ends or dies. "off" uses no agent. "auto" starts
+            an agent, and goes on without one if that fails; "required" raises `AgentError` then.
         scrub_mb_per_s: The rate in MB/s at which the agent verifies the steps of the job, when it
             has nothing else to do; 0 for not at all.
-        tls: The files with which nodes that have local tiers encrypt what they exchange, in
-            restores too. If None, they exchange it without encryption.
+        tls: The files for the encryption of the connections between nodes that have local tiers, in
+            saves and in restores. If None, these connections are not encrypted.
     """
 
     on_busy: OnBusy = "wait"
@@ -376,7 +383,7 @@ class SaveConfig:
 
 
 class Settings(TypedDict, total=False):
-    """The fields of ``SaveConfig`` as keywords of the manager."""
+    """The fields of ``SaveConfig`` as keyword arguments of the manager."""
 
     on_busy: OnBusy
     on_error: OnError
@@ -401,7 +408,8 @@ class Settings(TypedDict, total=False):
 
 
 def with_settings(config: SaveConfig, settings: Settings) -> SaveConfig:
-    """Return ``config`` with ``settings``, the keywords of a manager.
+    """Return a copy of ``config`` with the values in ``settings``, the keyword arguments of a
+    manager.
 
     Raises:
         ConfigError: A setting is unknown, or has a wrong value.
@@ -437,8 +445,8 @@ class Config:
 def load_config(path: str | os.PathLike[str] | None = None) -> Config:
     """Return the configuration in ``path``, or in ``./ckpt.toml`` if that exists.
 
-    If there is no file, return the defaults, which have no tiers. Relative folders in a file are
-    relative to the folder of the file.
+    If ``path`` is None and ``./ckpt.toml`` does not exist, return the defaults, which have no
+    tiers. Relative folders in a file are relative to the folder of the file.
 
     Raises:
         ConfigError: ``path`` cannot be read, or the file has an unknown name or an invalid value.
@@ -462,16 +470,17 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
 def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
     """Return the tier that a command works on.
 
-    It is the tier at ``flag``, else at the variable ``CKPT_ROOT``, else the first durable tier in
-    ``./ckpt.toml``. If the flag or the variable names a tier of ``ckpt.toml``, the result has that
-    tier's options.
+    The result is the tier at the URL ``flag``, else at the URL in the variable ``CKPT_ROOT``, else
+    the first tier in ``./ckpt.toml`` that is neither "memory" nor of the form ``memory://...``. If
+    the flag or the variable names a tier of ``ckpt.toml``, the result has the settings of that
+    tier.
 
     Args:
         flag: The URL that the user gave to the command, if any.
         config: The path of another ``ckpt.toml``. If it is given, the variable is not used.
 
     Raises:
-        ConfigError: None of the three exists, or the URL is "memory".
+        ConfigError: The flag, the variable and the file name no tier, or the URL is "memory".
     """
     tiers = load_config(config).tiers
     if root := flag or (None if config else os.environ.get(ROOT_VARIABLE)):
@@ -499,6 +508,9 @@ def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tup
     Args:
         flags: The URLs that the user gave to the command, if any.
         config: The path of another ``ckpt.toml``. If it is given, the variable is not used.
+
+    Raises:
+        ConfigError: No tier is named, or the URL of a flag or of the variable is "memory".
     """
     if flags:
         return tuple(resolve_tier(flag, config) for flag in flags)
@@ -539,18 +551,20 @@ def _numbers(*variables: str) -> Iterator[int]:
 
 
 def job_address() -> tuple[str, int] | None:
-    """Return the host and port of rank 0, from the variables of the launcher, or None."""
+    """Return the host and port of rank 0, from the variables of the launcher; None if they are not
+    set.
+    """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return (host, int(port)) if host and port.isdigit() else None
 
 
 def agent_folder() -> str:
-    """Return the folder of this user's agent. It need not exist.
+    """Return the folder of this user's agent. The folder need not exist.
 
-    The default is the same for all sessions and batch jobs of a user, and is not removed when the
-    user logs out, as ``XDG_RUNTIME_DIR`` is.
+    Unlike ``XDG_RUNTIME_DIR``, the default is the same for all sessions and batch jobs of a user,
+    and the system does not remove it when the user logs out.
     """
-    # The agent makes it with mode 0700, and refuses a folder of another user.
+    # The agent makes the folder with mode 0700, and refuses a folder of another user.
     return os.environ.get(AGENT_FOLDER_VARIABLE) or f"/tmp/ckpt-agent-{os.geteuid()}"  # noqa: S108
 
 
@@ -567,12 +581,14 @@ def agent_memory_seconds() -> float:
 
 
 def agent_scrub_seconds() -> float:
-    """Return the seconds between two verifications of a step by the agent."""
+    """Return the seconds between two verifications of the same step by the agent."""
     return _seconds(AGENT_SCRUB_VARIABLE, 86400.0)
 
 
 def failure_domain() -> str:
-    """Return the name of the failure domain of this node, such as its rack; empty if not set."""
+    """Return the name of the failure domain of this node, such as its rack, from the variable
+    ``CKPT_FAILURE_DOMAIN``; empty if the variable is not set.
+    """
     return os.environ.get(DOMAIN_VARIABLE, "")
 
 
@@ -609,7 +625,7 @@ def _seconds(variable: str, default: float) -> float:
 
 
 def debug_wanted() -> bool:
-    """Return True if the user wants the traceback of an unexpected error."""
+    """Return True if ``CKPT_DEBUG`` asks for the traceback of an unexpected error."""
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
 
 

@@ -1,6 +1,7 @@
 """The events of saves and restores. Observers get them as frozen values and must not block.
 
-Events of a save come in background threads. Those of a restore come in the training thread.
+Background threads report the events of a save, but the training thread reports a save that is
+skipped or not begun. The training thread also reports the events of a restore.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ class SaveStaged:
         nbytes: The size of this rank's image.
         stall_seconds: Seconds that the save has cost the training thread: the call, and the waits
             of the optimizer's step.
-        tiers: The URLs of the tiers that the step goes to, nearest first. For each of them there is
-            a `SaveCommitted` or a `TierMissed` later.
+        tiers: The URLs of the tiers that the step goes to, nearest first. A `SaveCommitted` or a
+            `TierMissed` follows for each of them, unless the step is left to the agent, or
+            ``close`` gives the save up.
         slot_bytes: The size of all slots of this rank together.
     """
 
@@ -38,7 +40,7 @@ class SaveCommitted:
 
     Attributes:
         nbytes: The size of this rank's image.
-        durable_seconds: The seconds since the call.
+        durable_seconds: The seconds from the call of the save to this commit.
     """
 
     step: int
@@ -49,7 +51,7 @@ class SaveCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReplicated:
-    """This node has copies of the files that other nodes have of the step (``Tier(replicas=...)``).
+    """This node now has copies of other nodes' files of the step (``Tier(replicas=...)``).
 
     Only the lowest rank of each node gets this event.
 
@@ -78,8 +80,8 @@ class TierMissed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
-    """The save has failed, was skipped (`SaveSkipped`), or was given up on a tier that is behind
-    (`TierBehind`); older checkpoints are whole.
+    """The save has failed, was skipped (`SaveSkipped`), or was given up on a tier that is too slow
+    (`TierBehind`). Older checkpoints are intact.
     """
 
     step: int
@@ -88,8 +90,8 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSuspicious:
-    """The step is committed, and its trained tensors show that training is dead: see
-    `SuspiciousState`.
+    """The step is committed, but no trained tensor has changed since the last save, or a trained
+    tensor holds NaN or Inf. See `SuspiciousState`.
     """
 
     step: int
@@ -102,7 +104,7 @@ class StepDamaged:
 
     Attributes:
         tier: The nearest tier that lists the step.
-        error: What is damaged.
+        error: The damage that the restore has found.
     """
 
     step: int
@@ -112,13 +114,12 @@ class StepDamaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repaired:
-    """A restore has read data from a farther tier, because ``tier`` should have had it intact and
-    did not.
+    """A restore has read data from a farther tier, because ``tier`` did not have it intact.
 
     Attributes:
-        tier: The tier that did not have the data intact.
+        tier: The tier that should have had the data intact.
         key: The file; empty if the tier did not answer at all.
-        reason: What was wrong with the file or the tier.
+        reason: The fault of the file or the tier, as text.
         nbytes: How many bytes of the file were read from a farther tier.
         mended: Whether the file on ``tier`` is intact again.
     """
@@ -162,11 +163,12 @@ class Restored:
 class StepVerified:
     """The agent has compared a step with its checksums.
 
-    Only the leader gets this event, and only while its manager is open.
+    The leader gets this event. If nodes have local tiers, the lowest rank of each node gets it
+    instead. A rank gets the event only while its manager is open.
 
     Attributes:
         nbytes: The bytes that were intact at the end.
-        seconds: The seconds that it took, at the rate of ``scrub_mb_per_s``.
+        seconds: The seconds that the comparison took, at the rate of ``scrub_mb_per_s``.
         mended: The files that were written again, with the bytes of another tier.
         damage: The damage that stays, because no tier has the data intact; empty if the step is
             intact.
@@ -199,14 +201,14 @@ Observer = Callable[[Event], None]
 class Observers:
     """The observers of one manager.
 
-    Thread safety: ``notify`` may be called from any thread. The observers never change.
+    Thread safety: ``notify`` may be called from any thread. The tuple of observers never changes.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._observers = tuple(observers)
 
     def notify(self, event: Event) -> None:
-        """Call every observer with ``event``. If an observer raises, its error is only logged."""
+        """Call every observer with ``event``. An error that an observer raises is only logged."""
         for observer in self._observers:
             try:
                 observer(event)

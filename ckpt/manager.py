@@ -1,4 +1,4 @@
-"""The facade ``CheckpointManager``, which connects all packages."""
+"""``CheckpointManager``, the class with which a training script saves and restores its state."""
 
 from __future__ import annotations
 
@@ -64,15 +64,17 @@ class CheckpointManager:
     """Saves a training state while training goes on, and restores the newest intact state.
 
     Under ``torch.distributed`` every rank builds a manager after ``init_process_group``, and all
-    ranks call ``save_async``, ``restore`` and ``close`` alike. A manager uses no process group:
-    ranks exchange messages through the job's store.
+    ranks make the same calls of ``save_async``, ``restore`` and ``close``. A manager makes no
+    process group. By default the ranks exchange messages through the store (such as a TCPStore) of
+    the default process group.
 
     Args:
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
         config: The settings of saves (`SaveConfig`). Its fields may also be given as keywords:
             ``on_busy="skip"``.
         metadata: JSON values that every manifest keeps.
-        observers: Called with `ckpt.events`, also from background threads. They must not block.
+        observers: Functions that are called with each event (see `ckpt.events`), also from
+            background threads. They must not block.
         coordinator: Carries messages between ranks. By default the manager finds one for the job.
 
     Raises:
@@ -83,8 +85,9 @@ class CheckpointManager:
         ManagerClosed: The main thread has ended, so that no thread may be started.
 
     Thread safety:
-        Call all methods from the training thread. A signal handler that interrupts one of them
-        cannot save, restore or close.
+        Call all methods from the training thread, except for ``request_stop``, which any thread may
+        call. While ``save_async``, ``restore`` or the begin of ``save`` is interrupted by a signal
+        handler, these methods and ``close`` raise `ConfigError` in the handler.
     """
 
     def __init__(
@@ -127,8 +130,9 @@ class CheckpointManager:
         # These threads outlive a restore, which must not wait for a tier that does not answer.
         self._listers = Workers("list", 4 * len(self._tiers))
         self._inside: dict[int, str] = {}
-        self._fence.listen()  # A step captured before the first save may be replayed after it
-        # An exception that is already being handled now does not end this manager.
+        # An optimizer's step that a graph captures before the first save may be replayed later.
+        self._fence.listen()
+        # ``close`` ignores an exception that was already being handled at this point.
         self._earlier = sys.exception()
         self._closing = Closing(self._listers)
         close_at_exit(self)
@@ -168,12 +172,12 @@ class CheckpointManager:
         """Reserve host memory for saves of ``state`` in the background, so that the first save is
         as fast as the later ones.
 
-        ``restore`` does this by itself for a state with an optimizer, whether it found a checkpoint
-        or not. Memory for optimizer state that does not exist yet is reserved too.
+        For a state with an optimizer, ``restore`` makes this call itself, whether it has found a
+        checkpoint or not. Memory for optimizer state that does not exist yet is reserved too.
 
         Raises:
-            HostMemoryExhausted: Not even one image fits into memory. Without this call, the first
-                save raises this error.
+            HostMemoryExhausted: There is not enough memory, even for a slot that is smaller than an
+                image. Without this call, the first save raises this error.
         """
         self._check_open()
         self._prepare(self._collect(state, lasting=True))
@@ -226,21 +230,21 @@ class CheckpointManager:
         """Save ``state`` as ``step`` in the background.
 
         On return, everything in ``state`` may be changed except for the parameters and the state of
-        its optimizers. The optimizers' own ``step()`` may change those, since it waits for the
-        copy. For any other change see ``fence`` and ``overlap="off"``.
+        its optimizers. Only the optimizers' own ``step()`` may change these tensors, since it waits
+        for the copy. Call ``fence`` before any other change, or set ``overlap="off"``.
 
         Args:
             state: A nested dict of tensors, DTensors, modules, optimizers, NumPy arrays, objects
                 with ``state_dict``, plain values and `PerRank`.
             step: Defaults to ``state["step"]`` if that is an int, and otherwise to the last step
                 plus one.
-            metrics: Numbers by name, such as ``{"loss": 1.2}``, for ``Tier(keep_best=...)``. Those
-                of rank 0 count.
+            metrics: Numbers by name, such as ``{"loss": 1.2}``, for ``Tier(keep_best=...)``. Only
+                the metrics that rank 0 gives are kept.
             only: The part of ``state`` to save: names (with all names below them), or patterns like
-                ``"model/*lora*"``, as for ``restore``. Give the same on all ranks. The
-                settings of an optimizer are saved with any of its state.
-            exclude: Names and patterns to leave out. The state that an optimizer has of a parameter
-                is left out with the parameter.
+                ``"model/*lora*"``, as for ``restore``. All ranks must give the same value. If any
+                state of an optimizer is saved, its settings are saved too.
+            exclude: Names and patterns to leave out. If a parameter is left out, the state that an
+                optimizer has of the parameter is left out too.
 
         Returns:
             The handle of the save.
@@ -249,11 +253,12 @@ class CheckpointManager:
             CkptError: The state cannot be saved, or an earlier save has failed and its error was
                 not raised yet (unless ``on_error="warn"``). If some tier has that earlier step,
                 this save has begun all the same.
-            ConfigError: A pattern fits no name of the state. With more than one rank the save
-                fails with it, since another rank may have the name.
+            ConfigError: A pattern fits no name of the state. With more than one rank the call does
+                not raise this error, since another rank may have the name. If no rank has the name,
+                the save fails with the error.
         """
         pending = self._begin(state, step, metrics, only, exclude)
-        if pending.step != self._saver.steps.last_step:  # After the last step, close() raises them
+        if pending.step != self._saver.steps.last_step:  # For the last step, close() raises errors
             self._ledger.raise_unreported(but=pending)
         return pending
 
@@ -268,7 +273,8 @@ class CheckpointManager:
     ) -> PendingSave:
         """Begin a save, and return its handle.
 
-        If an error prevents the save, this rank lets the other ranks know.
+        If an error prevents the save, this rank votes that it has failed the step, so that the
+        other ranks do not wait.
         """
         began = time.perf_counter()
         self._check_open()
@@ -282,7 +288,7 @@ class CheckpointManager:
             )
         if self._stop is not None and self._stop.requested(step):
             self._saver.steps.last_step = step
-            if self._ledger.has(step):  # The loop has just saved this step by its own schedule
+            if self._ledger.has(step):  # The training loop has already saved this step
                 return self._ledger.pending[-1]
         trial = self._ledger.next_trial(step)
         # Each further try at a step has a folder of its own, since a folder that may be committed
@@ -331,21 +337,21 @@ class CheckpointManager:
         return pending
 
     def add_metrics(self, step: int, metrics: Metrics) -> None:
-        """Keep ``metrics`` that arrive after the save of ``step``, for ``Tier(keep_best=...)``.
+        """Add ``metrics`` to ``step`` after its save, for ``Tier(keep_best=...)``.
 
         It is enough if one rank calls this. Several ranks may call it with the same numbers. With
         local tiers, one rank of each node must call it. On return the metrics are durable on each
         durable tier that has the step. If the save of the step is under way, the call waits for its
-        end. Metrics that were given to the save stay, and no metric can be changed later.
+        end. The step also keeps the metrics that were given to the save. No metric can be changed.
 
         Args:
             step: A step that is on a tier, of this job or of an earlier one.
             metrics: Numbers by name, as for ``save_async``.
 
         Raises:
-            ConfigError: No durable tier has the step, one of the metrics has another value there,
-                or a value is no number. Nothing was written.
-            StorageError: A tier does not answer. Call it again.
+            ConfigError: No durable tier has the step, the step already has one of the metrics with
+                another value, or a value is no number. Nothing was written.
+            StorageError: A tier does not answer. The call may be repeated.
         """
         self._check_open()
         step, found = step_of({}, step, last=None), as_metrics(metrics)
@@ -356,10 +362,12 @@ class CheckpointManager:
         add_metrics(durable, step, found, own=self._coordinator.attempt)
 
     def fence(self) -> None:
-        """Wait until the saves under way have copied their tensors. Any code may change them then.
+        """Wait until the saves under way have copied their tensors. On return, any code may change
+        these tensors.
 
         Raises:
-            CkptError: An earlier save has failed and its error was not raised yet.
+            CkptError: A save could not copy its tensors, or an earlier save has failed and its
+                error was not raised yet.
         """
         self._check_open()
         self._fence.wait()
@@ -387,9 +395,9 @@ class CheckpointManager:
         """Fill ``state`` with ``step``, or with the newest intact step.
 
         Each chunk comes from the nearest tier that has it intact. If a chunk of a step is intact on
-        no tier, the restore takes the step before instead. A file that a tier should have had
-        intact, and a step that is passed over, each cause a log line and an entry in the report.
-        All ranks restore the same step or none.
+        no tier, the restore takes the next older step instead. The log and the report name each
+        file that a tier did not have intact, and each step that was damaged. All ranks restore the
+        same step or none.
 
         Args:
             state: The state in the form in which it was saved.
@@ -398,15 +406,15 @@ class CheckpointManager:
                 matches slashes and dots too). Other names keep their values, and need not be in
                 ``state``.
             rename: Names in the state -> names in the checkpoint: a dict such as
-                ``{"model/encoder.*": "model/backbone.*"}`` (see `Renaming`), or a function. An
-                optimizer's state follows its parameters.
-            cast: Whether floats may change their dtype, and integers may become wider. Otherwise
-                another dtype is an error.
+                ``{"model/encoder.*": "model/backbone.*"}`` (see `Renaming`), or a function. If a
+                parameter is renamed, the optimizer's state of the parameter is renamed too.
+            cast: Whether floats may change their dtype, and integers may become wider. If False,
+                a dtype that differs from that in the checkpoint is an error.
             strict: Whether state and checkpoint must have the same names. Otherwise the report
                 lists names that are ``missing`` in the checkpoint, which keep their values, and
                 ``unexpected`` ones.
             read_through: Whether data of farther tiers is put into the nearest folder, once for all
-                ranks of a node, so that the next restore is local. Not with ``only``.
+                ranks of a node, so that the next restore is local. It has no effect with ``only``.
             replicas: ``"read"``: ranks that want the same bytes each read them. ``"broadcast"``:
                 one rank reads and broadcasts them over gloo, for a store that is slower than the
                 network.
@@ -415,11 +423,11 @@ class CheckpointManager:
             The report, or None if there is no checkpoint at all.
 
         Raises:
-            RestoreError: State and checkpoint do not fit, and nothing was changed; or no step is
-                intact, and the message says whether tensors were overwritten.
+            RestoreError: State and checkpoint do not fit. The state is unchanged. Or no step is
+                intact. The message then says whether tensors were overwritten.
             StorageError: The tiers cannot be listed.
             CommitTimeout: Some ranks did not answer in time.
-            FormatUnsupported: The step is in another format.
+            FormatUnsupported: The step is in a format that this ckpt does not read.
             ConfigError: ``only`` or a rule of ``rename`` matches nothing, or an argument is
                 invalid.
         """
@@ -448,11 +456,11 @@ class CheckpointManager:
         return report
 
     def continue_from(self, ref: StepRef) -> None:
-        """Note that the training continues from the state of ``ref``. Later steps may be saved
-        again.
+        """Note that the training continues from the state of ``ref``. Steps after ``ref`` may be
+        saved again.
 
-        This is for integrations that load a step without ``restore``. All ranks must call it before
-        their next save.
+        This method is for integrations that load a step without ``restore``. All ranks must call it
+        before their next save.
         """
         self._last_step = ref.step
         self._saver.set_restored(ref)
@@ -466,7 +474,7 @@ class CheckpointManager:
         return sorted({ref.step for tier in self._tiers for ref in committed(tier.backend)})
 
     def latest_step(self) -> int | None:
-        """Return the newest committed step, or None if there is none."""
+        """Return the newest committed step on any tier, or None if there is none."""
         return max(self.steps(), default=None)
 
     # -- the end -----------------------------------------------------------------------------------
@@ -476,10 +484,12 @@ class CheckpointManager:
     ) -> StopSignals:
         """Handle SIGTERM and SIGUSR1 (or ``signals``) from now on. All ranks call this.
 
-        ``requested(step)`` of the returned object is True on all ranks after the same step. Save
-        that step and leave the loop. The save goes to every tier and waits for a slot. ``close``
-        then ends the process as the signal would have (with ``reraise=False`` it only returns), at
-        the latest after ``grace_seconds``. See `ckpt.elastic.planned_stop.StopSignals`.
+        After a signal on any rank, ``requested(step)`` of the returned object becomes True on all
+        ranks after the same step. The loop must then save that step and end. This save goes to
+        every tier, and waits for a slot even with ``on_busy="skip"``. ``close`` raises the signal
+        again when all saves have ended, so that the process ends as it would have ended without
+        ckpt. With ``reraise=False`` it only returns. If ``close`` has not ended ``grace_seconds``
+        after the signal, the process is ended. See `ckpt.elastic.planned_stop.StopSignals`.
 
         Raises:
             ConfigError: The call is not in the main thread, an argument is invalid, or a manager
@@ -500,9 +510,9 @@ class CheckpointManager:
     def on_stop_request(self) -> StopSignals:
         """Listen for ``request_stop`` on any rank, and handle no signal. All ranks call this.
 
-        It may be called in any thread, for loops that do not run in the main thread. After
-        ``on_signals`` it is not needed. ``requested(step)`` of the returned object works as after
-        ``on_signals``.
+        Unlike ``on_signals``, this need not be called in the main thread. After ``on_signals`` it
+        is not needed, and returns the same object. ``requested(step)`` of the returned object works
+        as after ``on_signals``.
         """
         self._check_open()
         if self._stop is None:
@@ -512,17 +522,17 @@ class CheckpointManager:
     def request_stop(self, deadline: float | datetime | None = None) -> None:
         """Stop all ranks after the same step, as a signal to ``on_signals`` does.
 
-        It is for preemptions that no signal announces. It is enough if one rank calls this, and
-        further calls do no harm. The call returns at once: ``requested(step)`` becomes True, and
-        ``close`` returns after the last save. It may be called from any thread.
+        This is for preemptions that no signal announces. It is enough if one rank calls it, and
+        further calls do no harm. Any thread may call it. The call returns at once. Later
+        ``requested(step)`` becomes True, and ``close`` returns after the last save.
 
         Args:
             deadline: Seconds from now, or a datetime with a time zone. At that time every rank that
-                has not closed its manager ends as by SIGTERM. None: no rank does.
+                has not closed its manager is ended by SIGTERM. None: no rank is ended.
 
         Raises:
-            ConfigError: Nothing listens: call ``on_signals`` or ``on_stop_request`` on all ranks
-                first. Or the deadline is over, or is no time.
+            ConfigError: Neither ``on_signals`` nor ``on_stop_request`` was called before. Or the
+                deadline is in the past, or of a wrong type.
         """
         self._check_open()
         ends = as_deadline(deadline)
@@ -536,25 +546,27 @@ class CheckpointManager:
 
     def close(self, timeout: float | None = None, *, detach: bool = False) -> None:
         """Finish every save, and free memory and threads. A second call does nothing, unless Ctrl-C
-        has interrupted the first call. Then it completes the first call, with the ``detach`` of the
-        first.
+        has interrupted the first call. Then the second call completes the first one, with the
+        ``detach`` of the first.
 
-        If it takes more than two seconds, one log line for each tier says what it waits for. While
-        an exception ends the process, ``timeout`` defaults to ``exit_seconds``, and saves that are
-        given up are logged and not raised (`ckpt.elastic.ending_error`). A job with an agent is
-        then left to the agent, as with ``detach``.
+        If the call takes more than two seconds, it logs for each tier how many steps it waits for.
+        While an exception ends the process (see `ckpt.elastic.ending_error`), ``timeout`` defaults
+        to ``exit_seconds``, and saves that are given up are logged and not raised. A job with an
+        agent is then left to the agent, as with ``detach``.
 
         Args:
-            timeout: How many seconds to wait. Saves that are not finished then are given up.
+            timeout: How many seconds to wait. Saves that are not finished by then are given up.
                 Threads that wait for a store end by themselves.
             detach: Whether to return once the nearest durable tier has all steps that it takes. The
-                agent takes the steps farther. All ranks give the same.
+                agent copies the steps to farther tiers. All ranks must give the same value.
 
         Raises:
-            ConfigError: ``detach``, and the manager has ``agent="off"``. It is still open.
-            AgentError: ``detach``, and there is no agent. If the job had none, the manager is still
-                open. Otherwise it is closed, and a nearer tier has the steps.
-            StepsMissing: A tier lacks steps that were to go there, and no call has raised that yet.
+            ConfigError: ``detach`` is True, and the manager has ``agent="off"``. The manager is
+                still open.
+            AgentError: ``detach`` is True, and there is no agent. If the job had none, the manager
+                is still open. Otherwise it is closed, and a nearer tier has the steps.
+            StepsMissing: A tier lacks steps that were to go there, and no call has raised their
+                errors yet.
             CkptError: A save has failed on all tiers, or was suspicious
                 (``on_suspicious="raise"``), and no call has raised its error yet.
         """
@@ -579,7 +591,7 @@ class CheckpointManager:
             return
         try:
             self._inside[thread] = "close"
-            # The memory, the threads and the root that a fork inherits belong to its parent.
+            # In a forked process, the memory, the threads and the root belong to the parent.
             if self._ended or os.getpid() != self._pid:
                 return
             self._closed = True
@@ -600,7 +612,7 @@ class CheckpointManager:
                 self._stop.close(error)
             if self._agent is not None and in_time and not (detach or done.exception()):
                 self._agent.forget()
-            self._ended = True  # What follows raises errors, and a second call does nothing
+            self._ended = True  # A second call does nothing, even if an error is raised below
             if in_time:
                 self._closing.end()
                 done.result()
@@ -609,7 +621,7 @@ class CheckpointManager:
             lacking = None if left else missing_at_the_end(self._ledger.pending, timeout)
             if (error := self._ledger.end_all(lacking)) is not None:
                 raise error
-        finally:  # Does what ``one_at_a_time`` does, without its frame in each traceback
+        finally:  # The decorator ``one_at_a_time`` would add its frame to each traceback
             self._inside.pop(thread, None)
 
     def _detach(self, reason: str) -> None:
@@ -629,10 +641,10 @@ class CheckpointManager:
             await_at_exit(Workers("end", 1).submit(self._finish, reason), self._config.exit_seconds)
 
     def _finish(self, reason: str) -> None:
-        """Do the part of ``close`` that may take long.
+        """Finish all saves, free the memory, and close the coordinator and the tiers.
 
         Args:
-            reason: Why this rank leaves the other ranks; empty if it does not.
+            reason: Why this rank leaves the other ranks; empty if it does not leave them.
         """
         self._saver.finish(leaves=bool(reason))
         self._fence.remove()
@@ -660,11 +672,11 @@ class CheckpointManager:
         except CkptError as late:
             if error is None:
                 raise
-            _log.error("ckpt: %s", late)  # The error of the body is the one to be raised
+            _log.error("ckpt: %s", late)  # The error of the ``with`` block is raised instead
 
     # -- inside ------------------------------------------------------------------------------------
 
-    # Inference mode would make views of a slot that nothing outside of that mode may write to.
+    # Code outside of inference mode may not write to views that were made in this mode.
     @torch.inference_mode(False)
     def _save(
         self,
@@ -676,7 +688,7 @@ class CheckpointManager:
         patterns: Patterns,
     ) -> PendingSave:
         tiers = self._saver.names_of(ref.step)
-        if not tiers:  # All ranks decide this alike
+        if not tiers:  # This is the same on all ranks
             pending = SaveRecord(ref.step, 0, None, began=began)
             pending.finish(SaveSkipped(ref.step, "no tier takes this step (every)"), reported=True)
             return pending

@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ckpt")
 _SILENT_SECONDS: Final = 2.0
-"""How long ``close`` waits before it logs what it waits for."""
+"""How long ``close`` waits before it logs which tiers it waits for."""
 
 
 class PendingSave:
-    """The handle of a save. The state is staged in host memory first, and durable on tiers later.
+    """The handle of a save. The state is first copied to host memory, and later durable on tiers.
 
     Attributes:
         step: The step that is saved.
-        call_seconds: Seconds that ``save_async`` has cost the calling thread. Together with the
-            waits of the optimizer's step they make ``stall_seconds``.
+        call_seconds: Seconds that ``save_async`` has cost the calling thread. The sum of these and
+            of the waits of the optimizer's step is ``stall_seconds``.
         nbytes: Bytes of this rank's image.
         durable_seconds: Seconds from the call until the save had ended on all its tiers; None
-            before that, and if the save has failed.
+            before that, and if the save has failed or was skipped.
 
     Thread safety: all methods may be called from any thread. ``_changed`` guards all changes.
-    Single fields are read without it, because they change once.
+    Single fields are read without it.
     """
 
     def __init__(
@@ -96,9 +96,11 @@ class PendingSave:
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until the state is in host memory. Any code may change any tensor from then on.
 
+        The call returns at once if the save was skipped or not begun.
+
         Raises:
             TimeoutError: The state is not in host memory after ``timeout`` seconds.
-            StagingError: The copy has failed, and this save is lost.
+            CkptError: The copy has failed, usually with a `StagingError`. This save is lost.
         """
         if (snapshot := self._snapshot) is not None:  # ``finish`` may clear it meanwhile
             snapshot.wait_landed(timeout)
@@ -119,7 +121,10 @@ class PendingSave:
     def exception(
         self, timeout: float | None = None, *, tier: str | None = None
     ) -> CkptError | None:
-        """Wait as ``result`` does, and return the error, or None if the step was committed."""
+        """Wait as ``result`` does, and return the error, or None if the step was committed.
+
+        Without ``tier``, the error then counts as raised: no later call of the manager raises it.
+        """
         if tier is not None:
             return self._wait_for_tier(tier, timeout)
         if not self._await(lambda: self._finished, timeout):
@@ -152,11 +157,11 @@ class PendingSave:
             return self._changed.wait_for(over, timeout)
 
     def wait(self) -> None:
-        """Wait until the save is over. Its error counts as not raised yet."""
+        """Wait until the save is over. Its error stays for a later call of the manager to raise."""
         self._await(lambda: self._finished, None)
 
     def done(self) -> bool:
-        """Return True if the save is over on all tiers; ``result`` says how it ended."""
+        """Return True if the save is over on all tiers, whether it has succeeded or failed."""
         return self._finished
 
     @property
@@ -189,7 +194,7 @@ class SaveRecord(PendingSave):
 
         Args:
             tier: The URL of the tier.
-            error: Why the step is no checkpoint there; None if it is one.
+            error: Why the step is no checkpoint on the tier; None if it is a checkpoint.
             required: Whether ``error`` fails the save.
 
         Returns:
@@ -231,7 +236,7 @@ class SaveRecord(PendingSave):
 
     def lacking(self) -> dict[str, CkptError | None]:
         """Return the tiers that lack the step: URL -> the error, or None while the step is on its
-        way. Tiers that have failed without failing the save are left out.
+        way. Tiers are left out if their errors do not fail the save.
         """
         with self._changed:
             return {**self._refused, **dict.fromkeys(sorted(self._left))}
@@ -264,9 +269,9 @@ def wait_and_log(done: Future[Any], saves: Sequence[SaveRecord], timeout: float 
 
 
 def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> StepsMissing | None:
-    """Return one error for all of ``saves`` that some tier lacks; None if there are none.
+    """Return one error for all of ``saves`` that some tier lacks; None if no tier lacks one.
 
-    Saves whose error a call has raised do not count. Saves that are under way are given up: they
+    A save does not count if a call has raised its error. Saves that are under way are given up, and
     end with the returned error. ``timeout`` is how long the caller has waited for them.
     """
     lost: list[tuple[SaveRecord, str, str]] = []

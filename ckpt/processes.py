@@ -22,7 +22,7 @@ class Process(msgspec.Struct, frozen=True):
 
     Attributes:
         pid: The process id.
-        started: The time of its start, in clock ticks since boot; 0 if no such process was found.
+        started: The time of its start, in clock ticks since boot; 0 if the process did not exist.
     """
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
@@ -36,7 +36,7 @@ class Process(msgspec.Struct, frozen=True):
 
     @property
     def lives(self) -> bool:
-        """True if the process runs. A process that has ended and waits for its parent does not."""
+        """True if the process runs; False if it has ended, even if it is still a zombie."""
         fields = _stat(self.pid)
         return bool(fields) and int(fields[_STARTED]) == self.started
 
@@ -63,7 +63,8 @@ def machine() -> str:
 def namespace() -> str:
     """Return the number of this process' PID namespace in hexadecimal; "0" if it is not known.
 
-    Containers may share ``/dev/shm``, but one process id means another process in each of them.
+    Containers may share ``/dev/shm``, but the same process id means another process in each
+    container. So the names of files there include the namespace.
     """
     try:
         return f"{_namespace():x}"
@@ -78,7 +79,7 @@ def _namespace() -> int:
 def _stat(pid: int) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` that follow the name, from the process state on.
 
-    The list is empty if the process does not exist, or has ended and waits for its parent.
+    The list is empty if the process does not exist, or has ended and is a zombie.
     """
     try:
         with open(f"/proc/{pid}/stat") as file:

@@ -24,7 +24,7 @@ class _Contexts:
 
     @classmethod
     def of(cls, tls: Tls) -> Self:
-        """Read the files of ``tls`` and return the contexts of both ends.
+        """Read the files of ``tls`` and return the TLS contexts for a server and for a client.
 
         A handshake in memory checks that the files fit each other.
 
@@ -67,7 +67,7 @@ class _Contexts:
 class Encryption:
     """Encrypts the connections between this process and other nodes.
 
-    It reads files again that have changed, so certificates can be renewed while a job runs.
+    Certificates can be renewed while a job runs, since files that have changed are read again.
 
     Raises:
         ConfigError: A file cannot be read, or the files do not fit each other.
@@ -108,8 +108,9 @@ class Encryption:
     def is_new(self, peer: str, reason: str, *, most: int | None = None) -> bool:
         """Return True if the caller should log that ``peer`` is not connected for this ``reason``.
 
-        The pair then counts as logged. Return False if the pair was logged since the last call of
-        ``connected`` for that peer, or if ``most`` pairs were logged since this object was made.
+        The pair of ``peer`` and ``reason`` then counts as logged. Return False if the pair was
+        logged since the last call of ``connected`` for that peer, or if ``most`` pairs were logged
+        since this object was made.
         """
         with self._lock:
             if reason in self._noted.get(peer, ()) or (most is not None and self._notes >= most):
@@ -144,7 +145,8 @@ class Encryption:
 def _send_at_once(connection: socket.socket) -> None:
     """Disable Nagle's algorithm on ``connection``.
 
-    Otherwise a request would wait about 40 ms for the acknowledgement of the end of the handshake.
+    Otherwise the first request would wait about 40 ms, until the other end acknowledges the end of
+    the handshake.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -1,3 +1,3 @@
-"""The version of the package, for the parts that do not import the facade."""
+"""The version of ckpt, in a module that any other module can import without an import cycle."""
 
 __version__ = "0.1.0"
