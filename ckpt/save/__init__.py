@@ -1,3 +1,1 @@
-"""The background half of a save: an image that lands in host memory becomes a checkpoint on every
-tier.
-"""
+"""The background half of a save: the image in host memory becomes a checkpoint on every tier."""

@@ -1,4 +1,4 @@
-"""The state of one save in the background, and the report of its outcome."""
+"""Hold the state of one save while it runs in the background, and report its outcome."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ SKIPPED = "skipped: no slot was free"
 """The failure that a rank reports to the other ranks if it skips a save for lack of a free slot."""
 EARLIER_FAILED = "an earlier save had failed there"
 """The failure that a rank reports to the other ranks if its ``save_async`` raised the error of an
-earlier save, instead of beginning the new one.
+earlier save and did not begin the new save.
 """
 
 
 class MemoryNotices:
-    """Logs the steps that a tier which is not required does not keep.
+    """Logs each step that was to go to a tier but is not kept there, for tiers that are not
+    required.
 
-    For a tier in memory, the first such step is logged as a warning, and later ones at debug level
-    until the tier keeps a step again. For any other tier, each such step is logged as a warning.
+    For a tier in memory, the first missed step is logged as a warning, and later ones at debug
+    level until the tier keeps a step again. For any other tier, each missed step is logged as a
+    warning.
 
     Args:
         urls: The URLs of the tiers in memory.
@@ -65,7 +67,7 @@ class MemoryNotices:
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """The objects that get the outcomes of saves. They are made before the threads of the saves."""
+    """The objects that are notified of the outcomes of saves."""
 
     ledger: SaveLedger
     observers: Observers
@@ -91,8 +93,9 @@ class SaveOutcome:
     def __init__(self, pending: SaveRecord, reports: Reports, slot_bytes: int) -> None:
         self.pending = pending
         self.staged = Event()
-        """Set once the observers have been notified that the state is in host memory, or once its
-        copy has failed. Later events wait for this, so that observers get events in order.
+        """Set once the observers have been notified that the state is in host memory, or once the
+        copy of the state has failed. Later events wait for this, so that observers get them in
+        order.
         """
         self._reports, self._slot_bytes = reports, slot_bytes
         self._lock = threading.Lock()
@@ -150,7 +153,7 @@ class SaveOutcome:
             error = SaveSkipped(self.pending.step, reasons)
         left = LeftToAgent(self.pending.step)
         if isinstance(error, PeerFailed) and set(error.failures.values()) == {str(left)}:
-            error = left  # Another rank has detached, and this one is about to
+            error = left  # Another rank has detached, and this rank is about to detach
         if isinstance(error, LeftToAgent):  # The agent copies the step to this tier
             self._end(url, error, required=False)
             return
@@ -158,8 +161,8 @@ class SaveOutcome:
             self._reports.notices.missed(self.pending.step, url, error)
         with self._lock:
             self._missed.append(TierMissed(step=self.pending.step, tier=url, error=error))
-        # If it is not set, ``slot_is_free`` reports later. To wait here could deadlock, because the
-        # copying thread may wait for this thread.
+        # If ``staged`` is not set, ``slot_is_free`` reports the event later. Waiting here could
+        # deadlock, because the copying thread may wait for this thread.
         if self.staged.is_set():
             self._report_missed()
         self._end(url, error, required=required)
@@ -193,14 +196,14 @@ class SaveOutcome:
 
 @dataclass(frozen=True, slots=True)
 class ActiveSave:
-    """A save whose image is still in its slot, because some tier is yet to be written from it.
+    """A save whose image is still in its slot, because it is yet to be written to some tier.
 
     Attributes:
         job: The description of the save for the tier writers.
         snapshot: The copy of the state into the image.
         slot: The memory of the image. The saver releases it when no tier needs the image any more.
         outcome: Reports the outcome of the save.
-        trained: The tensors that the optimizers train; None if they are not checked.
+        trained: The tensors that the optimizers train; None if saves are not checked for changes.
     """
 
     job: SaveJob
@@ -251,8 +254,8 @@ class HandOver:
         """Start to stream the image and to copy the late sources. The slot is released when both
         have ended.
 
-        The call returns at once, unless ``snapshot.foreground`` is set: then this thread copies the
-        late sources before the call returns.
+        The call returns at once, unless ``snapshot.foreground`` is set. In that case the calling
+        thread copies the late sources before the call returns.
         """
         self.streamer.submit(self.stream)
         if self.save.snapshot.foreground:
@@ -263,8 +266,8 @@ class HandOver:
     def call_off(self, error: BaseException) -> bool:
         """Stop the save because ``error``, such as Ctrl-C, has interrupted its hand-over.
 
-        If the late sources are not being copied yet, they never are, and no optimizer's step waits
-        for them.
+        If the copying of the late sources has not begun, they are never copied, and no optimizer's
+        step waits for them.
 
         Returns:
             True if the save was stopped before it was streamed; the slot then belongs to the

@@ -1,13 +1,13 @@
-"""Copies the steps that an earlier job committed on the nearest durable tier, and not on farther
-tiers, to the farther tiers.
+"""Copies to the farther tiers the steps that an earlier job has committed on the nearest durable
+tier only.
 
 The backfill begins after the first commit of this job, because the roots belong to this job only
-from then on. It copies nothing unless this job has restored a step of the earlier job. The steps up
-to the restored one are the history of this job too; later ones were given up. The leader copies the
-files of all ranks from the near tier, newest step first. To each farther tier it copies at most
-``backlog`` steps, and only steps that this tier would keep. Steps of the running job go first. If
-the earlier job had an agent, that agent has done the same right after the end of its job
-(``ckpt.agent.finish``).
+from then on. It copies nothing unless this job has restored a step of the earlier job. It copies
+steps up to the restored step, which are a part of this job's history too, and no later steps. The
+leader copies the files of all ranks from the nearest durable tier, newest step first. To each
+farther tier it copies at most ``backlog`` steps, and only steps that this tier would keep. Steps of
+the running job have priority. If the earlier job had an agent, the agent has copied these steps
+right after the end of that job (``ckpt.agent.finish``).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Backfill:
     Args:
         near: The writer of the nearest durable tier.
         far: The writers of farther tiers, nearest first.
-        earlier: Gets the steps to copy, so that the pruner of the near tier keeps them meanwhile.
+        earlier: Gets the steps to copy, so that the pruner of the nearest durable tier keeps them.
         steps: The steps of the running job.
         config: The threads to use, the backlog, and how long to retry requests.
 
-    Thread safety: ``begin`` may be called from any thread; ``close`` from the owner, once. All
-    fields are set once, or guard themselves.
+    Thread safety: ``begin`` may be called from any thread. The owner calls ``close`` once. All
+    fields are set once, or are thread-safe objects.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Backfill:
     def close(self) -> None:
         """Return when the steps that farther tiers lack are copied.
 
-        From now on, the backfill does not wait for other saves, and retries no request longer than
-        usual.
+        From now on, the backfill does not wait for saves of the running job. It gives up a request
+        after the usual number of tries, and not only after ``commit_timeout_seconds``.
         """
         self._hurry.set()
         self._steps.wake()

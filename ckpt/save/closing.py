@@ -1,4 +1,4 @@
-"""The work that closes a manager. It runs once, however often ``close`` is called."""
+"""Runs the work that closes a manager exactly once, however often ``close`` is called."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ckpt.coordination.leaving import Leaving
 from ckpt.pipeline.workers import Workers, workers_at_exit
 
 _LIST_SECONDS: Final = 1.0
-"""How long a close waits for listings of tiers that a restore no longer waits for."""
+"""How long a close waits for listings of tiers that an earlier restore has begun."""
 _LEAVE_SECONDS: Final = 2.0
-"""How long a rank that leaves the others waits for the job's store to answer."""
+"""How long a rank that leaves the other ranks waits for the coordinator to answer."""
 
 
 class Closing:
     """Runs the work that closes a manager, in the background.
 
-    Ctrl-C may interrupt the caller of ``begin`` at any instruction. A later call of ``begin`` does
-    not run the work again, and its caller waits for the same ``done``.
+    Ctrl-C may interrupt the caller of ``begin`` at any instruction. The caller may then call
+    ``begin`` again, which does not run the work a second time. ``done`` stays the same.
 
     Args:
         listers: The threads that list tiers. They are stopped while the work runs.
@@ -28,7 +28,8 @@ class Closing:
     Attributes:
         done: The future of the work.
 
-    Thread safety: the owner's thread calls the methods. ``_begun`` lets one thread do the work.
+    Thread safety: the owner's thread calls the methods. ``_begun`` lets only one thread of the
+    group do the work.
     """
 
     def __init__(self, listers: Workers) -> None:
@@ -51,7 +52,7 @@ class Closing:
         """
         if self._work is None:
             self._work = work, detaches
-        if self._listed is None:  # A tier that does not answer must not block two of the threads
+        if self._listed is None:  # Otherwise a tier that hangs could block two of the threads
             self._listed = self._workers.submit(self._listers.close)
         self._workers.submit(self._run)
         return self._work[1]
@@ -59,7 +60,11 @@ class Closing:
     def leave(self, coordinator: Leaving, reason: str) -> None:
         """Leave the other ranks, and wait some seconds for the work to end.
 
-        Threads of this rank that wait for other ranks stop waiting then.
+        Threads of this rank that wait for other ranks then stop waiting, so the work can end.
+
+        Args:
+            coordinator: The connection to the other ranks.
+            reason: Why this rank leaves, for the errors of the other ranks.
         """
         wait([self._workers.submit(coordinator.leave, reason)], _LEAVE_SECONDS)
         wait([self.done], coordinator.look_seconds + _LEAVE_SECONDS)
@@ -67,8 +72,8 @@ class Closing:
     def end(self) -> None:
         """Stop the threads.
 
-        If a tier does not answer, a listing may still be under way after a second. Its thread then
-        ends by itself.
+        If a tier does not answer, a listing may still be under way after a second. The call then
+        returns without stopping the threads, which end later by themselves.
         """
         if self._listed is not None and wait([self._listed], _LIST_SECONDS).done:
             self._workers.close()

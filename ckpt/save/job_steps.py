@@ -1,7 +1,7 @@
-"""The state of the steps of one job, which its threads share.
+"""The states of the steps of one job: under way, committed, restored, or yet to be copied.
 
-These objects are made before the tier writers, the queues and the backfill. The threads of a save
-share no other state, and each class guards its fields with a lock of its own.
+The tier writers, the queues and the backfill share these objects. Each class guards its fields with
+a lock of its own.
 """
 
 from __future__ import annotations
@@ -64,16 +64,20 @@ class EarlierSteps:
             return self._restored
 
     def set_left(self, refs: Sequence[StepRef]) -> None:
-        """Set the steps that the backfill has yet to read from the near tier."""
+        """Set the steps that the backfill has yet to read from the nearest durable tier."""
         with self._lock:
             self._left = frozenset(refs)
         self._listed.set()
 
     def needed(self) -> frozenset[StepRef]:
-        """Return the steps that the backfill has yet to read from the near tier.
+        """Return the steps that the backfill has yet to read from the nearest durable tier.
 
-        Before ``begin`` these are all steps of other jobs on the near tier, or none if this job has
-        restored no step. After ``begin`` this waits until the backfill has listed them.
+        Before ``begin`` these are all steps of other jobs on that tier, or none if this job has
+        restored no step. After ``begin`` the call waits until the backfill has listed the steps, at
+        most for ``patience_seconds``.
+
+        Raises:
+            StorageError: The tier cannot be listed.
         """
         with self._lock:
             begun, restored = self._begun, self._restored
@@ -96,7 +100,8 @@ class JobSteps:
 
     Attributes:
         restored: The step that the job has restored; None if it has restored none.
-        durable_step: The newest step of this job's history on a durable tier; -1 if there is none.
+        durable_step: The newest step that this job has committed on a durable tier; -1 if there is
+            none. If the job then restores an earlier step, it is the number of that step.
         last_step: The step after which the job stops (see `ckpt.elastic.planned_stop`). It goes to
             every tier. None if none was announced.
 
@@ -123,8 +128,8 @@ class JobSteps:
     # -- the state of the job ----------------------------------------------------------------------
 
     def set_restored(self, ref: StepRef) -> None:
-        """Note that the job has restored ``ref`` and continues from it. Later steps do not belong
-        to its history any more.
+        """Note that the job has restored ``ref`` and continues from it. Steps after ``ref`` do not
+        belong to the job's history any more.
         """
         with self._changed:
             self.restored, self.durable_step = ref.step, min(self.durable_step, ref.step)
@@ -145,7 +150,7 @@ class JobSteps:
     # -- steps under way ---------------------------------------------------------------------------
 
     def begin_image(self, ref: StepRef) -> None:
-        """Note that ``ref`` is served from its image from now on."""
+        """Note that ``ref`` is written to tiers from its image from now on."""
         self.begin_waiting(ref, _IMAGE)
 
     def end_image(self, ref: StepRef) -> bool:
@@ -165,8 +170,8 @@ class JobSteps:
             self._waiting.setdefault(url, set()).add(ref)
 
     def end_waiting(self, ref: StepRef, url: str) -> bool:
-        """Note that ``ref`` does not wait for the tier ``url`` any more. Return True if it did
-        until now.
+        """Note that ``ref`` does not wait for the tier ``url`` any more. Return True if ``ref`` has
+        waited for the tier until now.
         """
         with self._changed:
             waiting = self._waiting.get(url, set())
@@ -176,7 +181,7 @@ class JobSteps:
             return found
 
     def waiting(self) -> frozenset[StepRef]:
-        """Return the steps that are served from their image, or that wait for a farther tier."""
+        """Return the steps whose images are in use, and those that wait for a farther tier."""
         with self._changed:
             return frozenset().union(*self._waiting.values())
 
@@ -189,7 +194,7 @@ class JobSteps:
             self._changed.wait_for(lambda: stop.is_set() or not self._waiting.get(url))
 
     def wake(self) -> None:
-        """Let ``wait_idle`` check its ``stop`` again."""
+        """Let the threads that wait in ``wait_idle`` check their ``stop`` again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -199,8 +204,8 @@ class JobSteps:
         """Return the steps that no retention rule may remove from ``tier`` yet.
 
         Raises:
-            StorageError: The near tier, on which steps of an earlier job must be listed, does not
-                answer.
+            StorageError: The nearest durable tier, on which steps of an earlier job must be listed,
+                does not answer.
         """
         earlier = self._earlier.needed() if self._earlier is not None else frozenset[StepRef]()
         copied = self._copied(tier) if self._copied is not None else frozenset[StepRef]()
@@ -210,8 +215,9 @@ class JobSteps:
         """Return True if a durable tier other than ``here`` has ``ref``, or a newer step of this
         job.
 
-        A tier's store is asked only as long as this job has committed nothing there. The caller
-        waits for the answer, and a store may be down.
+        The call asks the store of a tier only if this job has committed no step on the tier yet,
+        since a store that is down delays the caller. A tier that does not answer counts as one that
+        lacks the step.
         """
         return any(self._has(tier, ref) for tier in self._durable if tier.index != here.index)
 
@@ -228,7 +234,7 @@ class JobSteps:
 
 @dataclass(frozen=True, slots=True)
 class TierSteps:
-    """The `StepGuard` of one tier: answers, from the steps of the job, which steps must stay there.
+    """The `StepGuard` of one tier: the steps that must stay there, as `JobSteps` knows them.
 
     Thread safety: see `JobSteps`.
     """
@@ -246,7 +252,7 @@ class TierSteps:
         self.steps.set_committed(self.tier, ref)
 
     def waiting(self) -> frozenset[StepRef]:
-        """Return the steps that are served from their image, or that wait for a farther tier."""
+        """Return the steps whose images are in use, and those that wait for a farther tier."""
         return self.steps.waiting()
 
     def protected(self) -> frozenset[StepRef]:

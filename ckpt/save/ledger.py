@@ -31,14 +31,15 @@ _GOES_ON: Final = '; training goes on (on_error="warn")'
 
 
 class SaveLedger:
-    """Records the saves of one manager. It is made before the threads of the saves.
+    """Records the saves of one manager, and raises or logs their errors.
 
     Args:
         observers: The observers, which get a `SaveFailed` for each save that ends with an error.
         config: Says whether later calls raise the errors of saves that have failed or are
             suspicious.
 
-    Thread safety: all methods may be called from any thread. ``_lock`` guards all fields.
+    Thread safety: all methods may be called from any thread. ``_lock`` guards all fields, except
+    that ``end_all`` reads ``_suspicions`` without it.
     """
 
     def __init__(self, observers: Observers, config: SaveConfig) -> None:
@@ -135,7 +136,7 @@ class SaveLedger:
             level = logging.WARNING if skipped or self._warns else logging.ERROR
             _log.log(level, "ckpt: %s%s", error, "" if skipped or not self._warns else _GOES_ON)
             self._observers.notify(SaveFailed(step=pending.step, error=error))
-        # The caller has chosen that saves may be skipped, so no later call raises it.
+        # The user has chosen that saves may be skipped or fail, so no later call raises the error.
         pending.finish(error, reported=skipped or self._warns)
         with self._lock:
             owner = self._owners.pop(pending.step, None)
@@ -161,9 +162,9 @@ class SaveLedger:
 
         Args:
             step: The step.
-            error: The error. The returned handle has it, unless the save has begun.
-            begun: Whether the save has begun all the same. Then its own handle is returned, and the
-                save ends by itself.
+            error: The error. If the save has not begun, the returned handle has this error.
+            begun: Whether the save has begun all the same. If so, the handle of that save is
+                returned, and the save ends by itself.
         """
         for pending in self.pending if begun else ():
             if pending.step == step:
@@ -173,12 +174,12 @@ class SaveLedger:
         return pending
 
     def warns_of(self, error: BaseException) -> TypeGuard[CkptError]:
-        """Return True if ``error`` of a save is only logged, so that no call raises it."""
+        """Return True if ``error`` of a save is only logged because of ``on_error="warn"``."""
         return self._warns and isinstance(error, CkptError) and not isinstance(error, _OF_THE_CALL)
 
     def end_all(self, missing: StepsMissing | None) -> CkptError | None:
-        """Return the error that ``close`` must raise: ``missing``, or else that of a suspicious
-        step, or None.
+        """Return the error that ``close`` must raise: ``missing``, else the first error of a
+        suspicious step, else None.
 
         With ``on_error="warn"``, ``missing`` is logged and not returned, and the number of failed
         saves is logged too.
@@ -204,7 +205,8 @@ class SaveLedger:
         """Raise the first error that no call has raised yet.
 
         Args:
-            kept: Whether to raise the errors of saves that some tier has, and of suspicious steps.
+            kept: Whether to raise also the errors of suspicious steps, and of saves whose step some
+                tier has.
             but: A save whose error is not raised, since the caller has its handle.
 
         Raises:

@@ -1,6 +1,6 @@
-"""Makes room when the store of a tier is full, and tries the work once more.
+"""Makes room when the store of a tier is full, and repeats the failed write once.
 
-If no step can be removed, `OutOfSpace` fails the save on this tier. Other tiers, and the
+If no step can be removed, the save fails on this tier with `OutOfSpace`. Other tiers, and the
 checkpoints on this tier, stay as they are.
 """
 
@@ -42,14 +42,18 @@ class RoomMaker:
         return _once_more(write, partial(self._free_for, job))
 
     def request(self, work: Callable[[], T]) -> T:
-        """Call ``work``, which needs little room, and return its result.
+        """Call ``work``, which writes a small object, and return its result.
 
         If the store is full and room was made, call ``work`` once more.
         """
         return _once_more(work, self._prune)
 
     def _free_for(self, job: SaveJob) -> bool:
-        """Remove steps to make room for ``job``. Return True if ``job`` may be written again."""
+        """Remove steps to make room for ``job``.
+
+        Return True if any were removed and ``job`` can be written again. An image that passes
+        through memory in waves cannot be written again.
+        """
         restored = self.steps.restored
         if self.quota is not None:
             return not job.passes_by and self.quota.evict(job.ref, job.plan.size, restored=restored)

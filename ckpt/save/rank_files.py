@@ -119,7 +119,8 @@ class RankFiles:
     ) -> None:
         self._backend, self._rank, self._world_size = tier.backend, rank, world_size
         self._chunk_bytes, self._workers = config.chunk_bytes, workers
-        # Let the manifest hold the fragments too: each node has it, but only its own fragments.
+        # Let the manifest hold the fragments too. Each node has the manifest, but only the
+        # fragments of its own ranks.
         self._in_manifest = config.copies == "per_node"
         self._frames: tuple[SavePlan, Frames] | None = None
         self._encoder = encoder_of(tier.tier.codec)
@@ -140,11 +141,11 @@ class RankFiles:
     ) -> tuple[tuple[Chunk, ...], Encoding | None]:
         """Write the data file of ``job``, and return when it is durable.
 
-        An image that is read from a nearer tier is written again from its start if the store fails
-        for longer than a single request is retried. The agent may copy it at the first try.
+        If the image is read from a nearer tier, the first try lets the agent copy the file. If the
+        retries of a single request do not help, the whole file is written again from its start.
 
         Returns:
-            The chunk table, and how the chunks are encoded; None if they are not encoded.
+            The chunk table, and the encoding of the chunks or None if they are not encoded.
 
         Raises:
             ChecksumMismatch: The nearer tier has returned other bytes than were written to it.
@@ -172,8 +173,8 @@ class RankFiles:
         return FragmentRef(name, self._rank, len(data), checksum(data))
 
     def discard_unfinished(self, ref: StepRef) -> None:
-        """Discard the unfinished writes of this rank for ``ref``. A listing of objects does not
-        show them, but a store may charge for them.
+        """Discard the unfinished writes of this rank for ``ref``. They are not in a listing of
+        objects, but they take space in the store.
         """
         own = {ref.key(name) for name in self.names}
         cut = unfinished_of(self._backend, ref)
@@ -209,7 +210,7 @@ class RankFiles:
                 error,
             )
             self._is_alone = True
-            # This raises ``LeftToAgent`` if the step and its unfinished writes are the agent's now.
+            # After a detach, the step belongs to the agent. This call then raises ``LeftToAgent``.
             written.restart()
             with suppress(CkptError):
                 self.discard_unfinished(job.ref)
@@ -258,8 +259,10 @@ class RankFiles:
         )
 
     def _frames_of(self, plan: SavePlan) -> Frames:
-        """Return the frames of ``plan``. Those of the last save are used again if the plan is the
-        same, since they take some time to make.
+        """Return the frames of ``plan``, the parts of a fragment that depend on the plan alone.
+
+        If the plan is the same as for the last save, its frames are used again, since it takes some
+        time to make them.
         """
         if self._frames is None or self._frames[0] is not plan:
             self._frames = plan, frames_of(plan.tensors, plan.chunks)

@@ -1,4 +1,4 @@
-"""The description of one save for the tier writers, which the training thread makes."""
+"""The description of one save, which the training thread makes for the tier writers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class SaveJob:
         ref: The step.
         trial: The number of earlier tries to save this step.
         plan: The save plan of the image.
-        image: The bytes of the image, which may still be landing. They are valid until the save has
-            ended.
-        tied: Name of a tensor that shares memory with another one -> the name of that other one.
+        image: The bytes of the image. The state may still be copied into it while it is written.
+            The bytes are valid until the save has ended.
+        tied: Name of a tensor that shares memory with another tensor -> the other tensor's name.
         tree: The plain values of the state, encoded.
         per_rank: The plain values that only this rank has, encoded.
-        replicas: Waits until the whole image has landed, and returns the digests of replicas.
-            Raises the error of the copy if it has failed.
+        replicas: Waits until the whole state is in the image, and returns the digests of tensors
+            that several ranks hold, by name. Raises the error of the copy if the copy has failed.
         metadata: The metadata of the manifest, encoded.
         created_at: When the save began, in seconds since 1970.
         confirm: Raises an error if the image does not hold the state as it was at the call. Called
@@ -65,7 +65,9 @@ class SaveJob:
         return self.image.capacity < self.image.size
 
     def from_files(self, image: StoredImage, source: OpenTier) -> SaveJob:
-        """Return this job for a farther tier. It reads ``image`` from ``source``, not the slot."""
+        """Return this job for a farther tier, with an image that is read from the tier ``source``
+        and not from the slot.
+        """
         return replace(
             self,
             image=image,
@@ -109,7 +111,9 @@ class SaveJobs:
         collected: Collected,
         notes: Metadata,
     ) -> SaveJob:
-        """Return the description of one save. ``notes`` are added to the user's metadata."""
+        """Return the description of one save. The manifest's metadata are the user's metadata and
+        ``notes``.
+        """
         if collected.left_out:
             notes = {**notes, LEFT_OUT: collected.left_out}
         return SaveJob(

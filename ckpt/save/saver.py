@@ -1,13 +1,14 @@
-"""The background half of a save: from an image that is landing to a checkpoint on every tier.
+"""The background half of a save, which makes a checkpoint on every tier from an image.
 
 The image is written while the state is still copied into it. The streaming thread writes it to the
 tiers in memory and then to the nearest durable tier. After that the slot is free. Each farther tier
 gets its files from the nearest durable tier, on a thread of its own, so that no farther tier delays
 a nearer tier or the training.
 
-All steps for a farther tier go through its queue, also those that no nearer durable tier takes.
-These keep their image until the queue comes to them. Two threads that served one tier at once would
-serve it in another order on each rank, and the ranks would wait for each other (decision 17).
+All steps for a farther tier go through the queue of the tier. If no nearer durable tier takes a
+step, the step keeps its image until its turn in the queue. If two threads wrote steps to one tier,
+the order of the steps could differ between ranks, and the ranks would wait for each other
+(docs/decisions/0017).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
 _DETACH_SECONDS: Final = 2.0
-"""How long a detach waits for removals under way, and for stores to take the record of the job."""
+"""How long a detach waits for removals under way, and for stores to change their owner records."""
 _DETACHES: Final = "save/detach"
 _DETACHES_SECONDS: Final = 5.0
 """How long the leader waits for the other ranks to detach."""
@@ -55,8 +56,8 @@ _DETACHES_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _FromImage:
-    """The task to write the image of ``save`` to the tier of the first of ``writers``. The tiers of
-    the other writers follow.
+    """The task to write the image of ``save`` to the tier of the first of ``writers``. After that,
+    the image or its files go to the tiers of the other writers.
     """
 
     writers: Sequence[TierWriter]
@@ -74,8 +75,8 @@ class _FromFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Abort:
-    """The task to vote on the tier of ``writer`` that this rank has failed a step. It takes the
-    place of that step in the queue.
+    """The task to vote on the tier of ``writer`` that this rank has failed a step. The queue holds
+    this task in place of the step.
     """
 
     writer: TierWriter
@@ -107,12 +108,12 @@ class Saver:
 
     Raises:
         ConfigError: A tier with replicas is not local.
-        CommitTimeout: There is a tier with replicas, and some node did not come in time.
+        CommitTimeout: There is a tier with replicas, and some node did not make its saver in time.
 
     Thread safety: only the training thread may call the methods, except for ``finish``, which the
     closing thread calls once, after the last save was handed over. ``_untaken`` belongs to the
-    training thread until then. ``_lock`` guards ``_swept``. All other fields are set once, or guard
-    themselves.
+    training thread until then. ``_lock`` guards ``_swept``. All other fields are set once, or are
+    thread-safe objects.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Saver:
         self._slot_steps = SlotSteps(coordinator.rank, self.steps)
         limit, ranks = config.staging_bytes, ranks_on_this_node()
         self.slots = SlotPool(config.slots, ranks=ranks, limit=limit, contents=self._slot_steps)
-        # Farther tiers wait at their own pace, each with its own connection to the other ranks.
+        # Each farther tier has its own connection, so that its waits delay no other tier.
         self._writers = [
             TierWriter(
                 tier,
@@ -185,7 +186,7 @@ class Saver:
         Args:
             nbytes: The size of an image.
             warm: Called with the slots when they are made.
-            devices: The devices to pin the slots for, because the state is copied from them.
+            devices: The devices that the state is copied from. The slots are page-locked for them.
         """
         self._reserver.submit(self.slots.reserve, nbytes)
         self._reserver.submit(self._pin, devices)
@@ -204,8 +205,8 @@ class Saver:
             _log.debug("ckpt: no slot is made ahead: %s", error)
 
     def acquire(self, nbytes: int, *, wait: bool, devices: Devices = ()) -> Slot | None:
-        """Return a slot for an image of ``nbytes``, pinned for copies from ``devices``; None if no
-        slot is free (see ``SlotPool.acquire``).
+        """Return a slot for an image of ``nbytes``, page-locked for copies from ``devices``. Return
+        None if no slot is free and ``wait`` is False (see ``SlotPool.acquire``).
 
         If a tier in memory keeps a step in the slot, the step is removed from that tier.
         """
@@ -233,15 +234,15 @@ class Saver:
         """Return the tiers that the save of ``step`` goes to, nearest first: URL -> the URL as the
         user gave it.
 
-        If no tier takes ``step``, remember that for a warning in ``finish``.
+        If no tier takes ``step``, remember ``step`` for a warning in ``finish``.
         """
         names = {writer.url: writer.tier.tier.url for writer in self.writers_of(step)}
         self._untaken = None if names else step
         return names
 
     def set_restored(self, ref: StepRef) -> None:
-        """Note that the job continues from ``ref``, and free the memory of older steps of earlier
-        jobs.
+        """Note that the job continues from ``ref``. Remove other steps of earlier jobs from the
+        tiers in memory (see ``TierWriter.sweep``).
         """
         self.steps.set_restored(ref)
         self._slot_steps.set_restored(ref)
@@ -272,7 +273,10 @@ class Saver:
         return HandOver(save, self._streamer, self._copier, stream, stage)
 
     def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
-        """Let the other ranks know, in the background, that this rank has no part in a save."""
+        """Let the other ranks know, in the background, that this rank has failed the step ``ref``.
+
+        ``reason`` is the text of the error that the other ranks get.
+        """
         aborts = [_Abort(writer, ref, trial, reason) for writer in self.writers_of(ref.step)]
         self._streamer.submit(partial(self._abort_all, aborts, awaited=True))
 
@@ -320,8 +324,8 @@ class Saver:
         Call ``finish`` afterwards.
 
         On return the nearest durable tier has every step that it takes, and no step needs its image
-        any more. This process gives up steps that wait for a farther tier and that a nearer tier
-        has. A copy to a farther tier that is under way ends soon, by itself.
+        any more. If a step waits for a farther tier and a nearer tier has the step, this process
+        gives the step up. A copy to a farther tier that is under way ends soon, by itself.
 
         Args:
             leaves: Whether this rank leaves the other ranks, which go on. If not, the leader waits
@@ -344,10 +348,10 @@ class Saver:
         self._leave_roots()
 
     def _leave_roots(self) -> None:
-        """Leave the roots that this rank has taken to the agent.
+        """Hand the roots that this rank has claimed over to the agent: their owner records then
+        name no process.
 
-        If a store does not answer soon, the record of the job stays there. The agent removes it
-        later.
+        If a store does not answer soon, its record stays as it is until the agent removes it.
         """
         leaving = Workers("detach", len(self._writers))
         left = [leaving.submit(writer.detach) for writer in self._writers]
@@ -366,8 +370,9 @@ class Saver:
         self._streamer.close()
 
     def _warn_of_steps_in_memory(self) -> bool:
-        """Log a warning if memory has steps, and no durable tier has a step at least as new as the
-        one that this job continued from (any step, if it continued from none).
+        """Log a warning if memory has steps, and durable tiers have only steps that are older than
+        the step that this job has restored. If it has restored none, log the warning if durable
+        tiers have no step at all.
 
         Return True if the warning was logged.
         """
@@ -409,8 +414,8 @@ class Saver:
         self._serve(self.writers_of(save.job.ref.step), save)
 
     def _serve(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
-        """Write the image to the tier of the first of ``writers``: now, or when the queue of that
-        tier gives out the step. The tiers of the other writers follow.
+        """Write the image to the tier of the first of ``writers``: when the queue of the tier
+        returns the step, or now if the tier has no queue. The tiers of the other writers follow.
         """
         if (queue := self._queues.get(writers[0].url)) is not None:
             if queue.shared:
@@ -470,13 +475,14 @@ class Saver:
     ) -> bool:
         """Return True if the image may go to the second of ``writers``, after the first has failed.
 
-        If it may not, the save has failed on the tiers of all ``writers``. The queues of farther
-        tiers then get a vote that aborts it.
+        If it may not, the save has failed on the tiers of all ``writers``. This rank then votes on
+        the farther tiers that it has failed the step.
         """
         writer, farther, job = writers[0], writers[1:], save.job
         # An image that passes through memory in waves cannot be read again.
         passing = job.passes_by and not writer.in_memory
-        # Other ranks see `PeerFailed`, whatever the error is on this rank, and decide by that.
+        # The other ranks get `PeerFailed`, whatever the error of this rank is. They go on to the
+        # next tier if this tier is not required.
         others_go_on = not writer.tier.required
         goes_on = others_go_on and not isinstance(error, TensorChanged)
         if goes_on and farther and not passing:
@@ -496,13 +502,13 @@ class Saver:
     def _abort_all(self, aborts: Sequence[_Abort], *, awaited: bool) -> None:
         """Vote on some tiers, nearest first, that this rank has failed a step.
 
-        On a tier with a queue the vote goes through that queue, awaited or not. Each step must pass
-        the queue once on each rank, or the orders of the ranks would differ.
+        On a tier with a queue the vote always goes through the queue. If a step passed the queue on
+        some ranks only, the orders of the ranks would differ.
 
         Args:
             aborts: The votes.
-            awaited: Whether the other ranks commit the step on the first tier, and so wait for the
-                vote. They go on to the next tier only after a tier that is not required.
+            awaited: Whether the other ranks try to commit the step on the first tier, and so wait
+                for the vote there. After a tier that is required they do not try the next tier.
         """
         for abort in aborts:
             queue = self._queues.get(abort.writer.url)
@@ -531,8 +537,8 @@ class Saver:
         writer.prune_later()
 
     def _sweep(self, writer: TierWriter) -> None:
-        """If the tier is in memory, free the slots that earlier jobs left there. Then let the slot
-        pool decide again which memory it uses.
+        """If the tier is in memory, remove the steps that earlier jobs left there. Then let the
+        slot pool decide again which memory it uses.
         """
         writer.sweep()
         self.slots.reconsider()
@@ -582,7 +588,7 @@ class Saver:
             self._fail(task, error)
 
     def _written(self, ref: StepRef, outcome: SaveOutcome, nbytes: int) -> None:
-        """Count ``nbytes`` more that are written to a farther tier.
+        """Add ``nbytes`` to the bytes of a save that were written to a farther tier.
 
         After a detach, raise `LeftToAgent` to end the copy.
         """
@@ -602,8 +608,11 @@ class Saver:
 
 
 def await_detaches(coordinator: Coordinator) -> None:
-    """Post that this rank has detached. On the leader, wait until all ranks have posted so, at most
-    for some seconds. It raises no `CkptError`, since the job's store may end with the leader.
+    """Post that this rank has detached. On the leader, wait some seconds until all ranks have
+    posted the same.
+
+    A `CkptError` is logged and not raised, since the ranks may lose their connection when the
+    leader ends.
     """
     try:
         coordinator.post(_DETACHES, b"1")
@@ -614,9 +623,9 @@ def await_detaches(coordinator: Coordinator) -> None:
 
 
 def _started(name: str, config: SaveConfig) -> Workers:
-    """Return a group with one thread, which runs already.
+    """Return a group of threads whose only thread is already started.
 
-    A save that has begun and gets no thread would hold the optimizer's step, or would end on no
-    tier.
+    If the system had no thread for a save that has begun, the optimizer's step would wait forever,
+    or the save would end on no tier.
     """
     return Workers(name, 1, nice=config.nice, cpus=config.cpus).started()

@@ -10,14 +10,15 @@ from ckpt.storage.tiers import OpenTier
 
 
 class SlotSteps:
-    """Records the steps of this rank that stay in the slots in which they were staged.
+    """Records the steps of this rank that tiers in memory keep in the slots in which they were
+    staged.
 
     The slot pool asks this object before it fills a slot again. The writers of tiers in memory
-    report to this object which steps they keep. It is made before both.
+    report to this object which steps they keep.
 
     Args:
-        rank: This rank, which names the files in the slots.
-        job: The steps of the job, which say which step is durable.
+        rank: The number of this rank, which is a part of the names of its files.
+        job: The steps of the job. Their ``durable_step`` decides which slots are needed.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_steps``,
     ``_in_doubt`` and ``_committed``. No request to a store is made under the lock; only the owner
@@ -40,14 +41,14 @@ class SlotSteps:
             self._steps.setdefault(path, {})[tier.url] = tier, ref
 
     def set_voted(self, ref: StepRef) -> None:
-        """Note that this rank is about to vote for ``ref``, which a slot holds. From now on other
-        ranks may commit ``ref``, even if this rank sees no verdict.
+        """Note that this rank is about to vote that its part of ``ref`` is durable in a slot. From
+        now on other ranks may commit ``ref``, even if this rank sees no verdict.
         """
         with self._lock:
             self._in_doubt.add(ref.step)
 
     def set_committed(self, ref: StepRef) -> None:
-        """Note that ``ref``, which a slot holds, is committed in memory."""
+        """Note that ``ref``, which a slot holds, is committed on a tier in memory."""
         with self._lock:
             self._committed = ref.step
             self._in_doubt = {step for step in self._in_doubt if step > ref.step}
@@ -91,8 +92,9 @@ class SlotSteps:
     def is_needed(self, path: str) -> bool:
         """Return True if a restart may need the slot ``path``.
 
-        It holds the newest step that is committed in memory, or a step that may be committed there
-        although this rank has seen no verdict. Durable tiers have only older steps.
+        This is so if durable tiers have only older steps, and the step in the slot is the newest
+        step that is committed in memory. A step that this rank has voted for counts too, as long as
+        this rank has seen no verdict, since it may be committed.
         """
         step, durable = self.step_in(path), self._job.durable_step
         with self._lock:

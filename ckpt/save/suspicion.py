@@ -1,11 +1,11 @@
 """Detects, from the tensors that are saved, that training is dead.
 
 Training counts as dead if the step has advanced and no trained tensor has changed since the save
-before, or if a trained tensor holds NaN or Inf. Each rank checks its own part of the image. It
-compares the checksums of its chunks with those of the save before. A step without changes is
-reported if no rank has seen a change. Each rank posts its finding when it commits, and does not
-wait for other ranks in the commit. A rank that has seen no change waits for their findings on a
-thread of its own, so that neither commits nor slots wait for a rank that has died.
+before, or if a trained tensor holds NaN or Inf. Each rank checks its own image: it compares the
+checksums of its chunks with those of the save before. A step without changes is reported if no rank
+has seen a change. Each rank posts its finding when it commits, and does not wait for other ranks in
+the commit. A rank that has seen no change waits for the findings of other ranks on a separate
+thread, so that neither commits nor slots wait for a rank that has died.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from ckpt.save.trained import Chunks, ScannedImage, Trained
 
 _log = logging.getLogger("ckpt")
 _WAIT_SECONDS: Final = 60.0
-"""How long ranks wait for each other's findings. After that the step is not checked."""
+"""How long ranks wait for each other's findings. After that they give up the check of the step."""
 _END_SECONDS: Final = 5.0
 """How long ``close`` waits for comparisons under way. They take milliseconds if all ranks are
 alive.
 """
 _KEPT_MESSAGES: Final = 2
-"""For how many steps the message of this rank is kept. When a step commits, all ranks have posted
-for the step before, and the leader reads their messages soon.
+"""The number of steps for which this rank keeps its message. When a step commits, all ranks have
+posted for the step before, and the leader reads their messages soon.
 """
 _MOST_NAMES: Final = 8
 
 
 class _Finding(msgspec.Struct, frozen=True):
-    """What one rank has found out about a step, or all ranks together.
+    """The result of the check of a step, by one rank or by all ranks together.
 
     Attributes:
         changed: True if a trained tensor has changed, or may have; False if none has; None if the
@@ -78,13 +78,11 @@ class _Seen:
 
     def changed(self, before: _Seen) -> bool | None:
         """Return True if a tensor of the optimizers has changed since ``before``, or may have;
-        False if none has.
+        False if none has; None if none has and this rank writes no tensor that was trained at both
+        saves.
 
         Tensors that are not trained now are compared too. They may have been trained between the
         saves, as with the two models of a GAN.
-
-        Return None if nothing has changed and this rank writes no tensor that was trained at both
-        saves.
         """
         mine, other = self.chunks, before.chunks
         if not (mine.whole and other.whole and mine.trained.era == other.trained.era):
@@ -131,7 +129,7 @@ class Suspicions:
 
     def scanned(self, job: SaveJob, trained: Trained | None) -> SaveJob:
         """Return ``job`` with an image that is scanned for NaN and Inf while it is hashed. Return
-        ``job`` itself if ``check_finite`` is not set.
+        ``job`` itself if ``check_finite`` is not set or ``trained`` is None.
         """
         if trained is None or not self._scans:
             return job
@@ -163,8 +161,8 @@ class Suspicions:
         self._report(job.ref, own)
 
     def close(self) -> None:
-        """Return when the comparisons under way have ended. Those that take more than some seconds
-        are given up, since a rank has died.
+        """Return when the comparisons under way have ended. A comparison that takes more than some
+        seconds is given up, since some rank has probably died.
         """
         if self._newest is not None:
             wait([self._newest], _END_SECONDS)
@@ -172,8 +170,8 @@ class Suspicions:
         self._waiter.close(cancel=True)
 
     def _exchange(self, ref: StepRef, own: _Finding) -> None:
-        """Post the finding of this rank, and compare it with those of other ranks on the waiting
-        thread if it does not show a change.
+        """Post the finding of this rank. If it shows no change, or ``check_finite`` is set, let the
+        waiting thread compare it with the findings of other ranks.
 
         The caller holds ``_lock``.
         """
@@ -210,7 +208,7 @@ class Suspicions:
         chunks = before.chunks if before and same_plan else Chunks.of(job.plan, trained)
         now = _Seen(step, chunks, job.known)
         if before is not None and step <= before.step and trained.era == before.chunks.trained.era:
-            # This step came late to its first tier, and a newer one has been compared.
+            # This step was committed late on its first tier, and a newer step was compared before.
             return _Finding(True, not_finite=bad)
         self._seen = now
         changed = True if before is None else now.changed(before)

@@ -27,7 +27,9 @@ from ckpt.model.keys import StepRef
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
 _PAUSE_SECONDS: Final = 10.0
-"""The pause before the leader is asked again. The job's store may fail without any delay."""
+"""The pause before the queue asks for the leader's order again. Without a pause it would ask in a
+busy loop if the coordinator fails at once.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,12 @@ class QueuedStep(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Turn(Generic[T]):
-    """What one call of `TierQueue.take` returns.
+    """The result of one call of `TierQueue.take`.
 
     Attributes:
         next: The step to write to the tier now; None if the ranks could not agree on an order, or
             if the step was given up meanwhile.
-        lost: The steps that never get to the tier, each with the error that is the reason.
+        lost: The steps that were given up on the tier, each with the error that is the reason.
     """
 
     next: QueuedStep[T] | None
@@ -73,8 +75,8 @@ class TierQueue(Generic[T]):
         index: The index of the tier, counted from the nearest. It is the same on all ranks.
         coordinator: The connection of this queue to the other ranks.
         backlog: How many steps that a nearer tier has may wait, not counting the next one.
-        timeout: How many seconds to wait for the leader's order, and for a step in that order to
-            come to this queue.
+        timeout: How many seconds to wait for the leader's order, and until the steps in that order
+            are in this queue.
 
     Thread safety: ``push`` and ``close`` may be called from any thread; ``take`` from one thread at
     a time. ``_changed`` guards all fields, except for ``_serial``, which belongs to the thread that
@@ -105,22 +107,22 @@ class TierQueue(Generic[T]):
     def expect(self, ref: StepRef) -> None:
         """Keep a place for a step that holds its image in the queue of a nearer tier.
 
-        If that tier fails, the step comes to this queue with its image. A later step that holds its
-        image waits behind that place, because a rank with fewer slots cannot begin the later step
-        before it has released the slot of this one.
+        If the nearer tier fails, the step is pushed to this queue with its image. A later step that
+        holds its image waits behind the place. A rank with fewer slots cannot begin the later step
+        before it has released the slot of the expected step.
         """
         with self._changed:
             self._steps.setdefault(ref.folder, None)
 
     def expect_no_more(self, ref: StepRef) -> None:
-        """Remove the place of an expected step that does not come to this queue."""
+        """Remove the place of an expected step that will not be pushed to this queue."""
         with self._changed:
             if self._steps.get(ref.folder, self) is None:
                 del self._steps[ref.folder]
                 self._changed.notify_all()
 
     def push(self, step: QueuedStep[T]) -> bool:
-        """Add a step to the queue, in its place if it was expected.
+        """Add a step to the queue. If it was expected, it gets the place that was kept for it.
 
         Returns:
             True if the caller must start a thread that calls ``take`` until that returns None.
@@ -137,7 +139,7 @@ class TierQueue(Generic[T]):
         The call waits for expected steps and for the leader's order.
 
         Returns:
-            The next turn; None if no step waits. Then the next ``push`` asks for a thread again.
+            The next turn; None if no step waits. After None, the next ``push`` returns True.
         """
         while True:
             with self._changed:
@@ -180,8 +182,8 @@ class TierQueue(Generic[T]):
             return stored
 
     def close(self) -> None:
-        """Let ``take`` give up on a leader that does not answer, instead of asking again, and not
-        wait for expected steps. It still returns the steps that wait.
+        """Make ``take`` return soon. It still returns the steps that wait, but it does not wait for
+        expected steps, and it asks a leader that does not answer only once.
         """
         with self._changed:
             self._closing = True
@@ -193,7 +195,7 @@ class TierQueue(Generic[T]):
             if (order := self._choose()) is None:
                 return Turn(None)
             if self.shared:
-                # An earlier call may have set an order and got no answer from the job's store.
+                # An earlier call may have set an order and got no answer. That order is valid.
                 stands = self._coordinator.set_once(subject, msgspec.json.encode(order))
                 order = msgspec.json.decode(stands, type=_Order)
                 self._serial += 1
@@ -219,7 +221,8 @@ class TierQueue(Generic[T]):
         return bool(held or stored or (follows and any(self._steps.values())))
 
     def _takable(self) -> tuple[list[str], list[str]]:
-        """Return the folders of the steps that every rank can reach without another slot.
+        """Return the folders of the steps that may be next: every rank can begin them without
+        another slot.
 
         The caller holds ``_changed``.
 
@@ -233,12 +236,12 @@ class TierQueue(Generic[T]):
     def _choose(self) -> _Order | None:
         """Return the order of the leader; None if all steps have been given up meanwhile.
 
-        The next step is the oldest one that holds its image, since every rank can reach that one
-        without another slot. If no step holds its image, it is the newest step.
+        The next step is the oldest step that holds its image, since every rank can begin that step
+        without another slot. If no step holds its image, the next step is the newest one.
         """
         with self._changed:
             held, stored = self._takable()
-            if not held and not stored:  # At the end, no step is expected any more
+            if not held and not stored:  # After ``close``, no step is expected any more
                 held = [name for name, step in self._steps.items() if step is not None]
         if not held and not stored:
             return None
@@ -249,8 +252,11 @@ class TierQueue(Generic[T]):
         """Remove the steps of ``order`` from the queue, and return them. Steps that have been given
         up meanwhile are left out.
 
-        The leader may be ahead of this rank. The call then waits for the steps, which come to this
-        queue too, because the outcome of a save on a nearer tier is the same for all ranks.
+        The leader may be ahead of this rank. The call then waits until the steps are in this queue.
+        They will be, because the outcome of a save on a nearer tier is the same for all ranks.
+
+        Raises:
+            CommitError: A step of ``order`` was not in this queue after ``timeout`` seconds.
         """
 
         def are_known() -> bool:

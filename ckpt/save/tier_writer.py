@@ -1,7 +1,7 @@
 """Commits steps to one tier: writes the image, then the fragment, votes, and awaits the verdict.
 
-A rank that fails votes too, so that no other rank waits for it. Files are removed only if the step
-was aborted for good, and no manifest is seen on the tier.
+A rank that fails votes too, so that no other rank waits for it. The files of a failed step are
+removed only if the step was aborted for good, and the tier has no manifest of the step.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from ckpt.storage.tiers import OpenTier
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
 _MANY: Final = 16
-"""From this number of ranks on, the leader reads fragments for the merge on several threads."""
+"""From this number of ranks on, the leader reads fragments for the manifest on several threads."""
 _READERS: Final = 8
-"""The most threads that read fragments for the merge. There is one request for each rank."""
+"""The most threads that read the fragments for a manifest. Each rank has one fragment."""
 _LEAVING: Final = RetryPolicy(attempts=3)
 
 
@@ -75,10 +75,10 @@ class TierWriter:
 
     Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
     methods may be called from any thread. ``_turn`` guards ``_retry``, ``_known``, ``_taken``,
-    ``_unclean`` and ``_files``: a tier may be served from the image and from its queue, for
-    different steps. The thread that has just committed calls ``stored``, before it commits again.
-    ``_detached`` belongs to the owner, which closes. All other fields are set once, or guard
-    themselves.
+    ``_unclean`` and ``_files``, because ``commit``, ``abort`` and ``claim`` may be called by
+    different threads. A thread that has just committed calls ``stored`` before it commits again.
+    Only the owner, which closes, uses ``_detached``. All other fields are set once, or are
+    thread-safe objects.
     """
 
     def __init__(
@@ -123,8 +123,8 @@ class TierWriter:
         self._files = RankFiles(
             tier, coordinator.rank, coordinator.world_size, config, self._workers, copier
         )
-        # If nodes share the tier, an agent of another node may bring the files of this rank. So
-        # this rank puts a marker before it removes them (see ``claim_marker``).
+        # If nodes share the tier, an agent of another node may copy the files of this rank there.
+        # So this rank puts a marker before it removes them (see ``claim_marker``).
         alone = tier.local or coordinator.world_size == 1
         self._marked = None if alone else coordinator.rank
         self._known = Known()
@@ -190,7 +190,7 @@ class TierWriter:
         return chunks
 
     def _call(self, work: Callable[[], T], /) -> T:
-        """Call ``work`` with retries, and once more if the store was full and has room now."""
+        """Call ``work`` with retries. If the store is full and room was made, call it once more."""
         return self._room.request(partial(self._retry.call, work))
 
     def _write_all(self, job: SaveJob, on_bytes: OnBytes) -> tuple[tuple[Chunk, ...], Durable]:
@@ -202,7 +202,7 @@ class TierWriter:
         try:
             job.confirm()
         except BaseException:
-            # Delete it at once: if this job dies now, no other job may take the step for complete.
+            # Delete the fragment at once. If this job dies now, no other job may complete the step.
             with contextlib.suppress(CkptError):
                 self._remove_fragment(job.ref)
             raise
@@ -222,10 +222,10 @@ class TierWriter:
             self._take_over()
 
     def sweep(self, restored: StepRef | None = None) -> None:
-        """If the tier is in memory, free the slots that earlier jobs left there. Only the leader of
-        the node does so.
+        """If the tier is in memory, remove the steps that earlier jobs left there, and so free
+        their memory. Only the leader of the node does this.
 
-        The slots of a job that may be alive stay.
+        The steps of a job that may be alive stay. A `CkptError` is ignored.
 
         Args:
             restored: The step that this job continues from, as long as it has committed no step.
@@ -257,7 +257,9 @@ class TierWriter:
         return self._files.stored(job, self._retry)
 
     def hurry(self) -> None:
-        """From now on, retry no request to the store for longer than usual."""
+        """From now on, give up each request to the store after the usual number of tries, and not
+        only after ``commit_timeout_seconds``.
+        """
         self._hurry.set()
 
     def leave(self) -> None:
@@ -266,7 +268,7 @@ class TierWriter:
         self.hurry()
 
     def await_cleaned(self, seconds: float) -> None:
-        """Return when no files of a failed save are being removed, at most after ``seconds``. Call
+        """Wait until no files of a failed save are being removed, for at most ``seconds``. Call
         ``leave`` first.
         """
         if self._cleaning.acquire(timeout=seconds):
@@ -293,7 +295,7 @@ class TierWriter:
         return next((ref.step for ref in refs if is_committed(self._backend, ref)), -1)
 
     def detach(self) -> None:
-        """Leave the root, and the steps that only memory has, to the agent. Call ``close``
+        """Hand the root over to the agent. Steps that only memory has stay there. Call ``close``
         afterwards.
 
         Raises:
@@ -307,8 +309,8 @@ class TierWriter:
         """Stop the threads and release the root.
 
         Args:
-            durable_step: The newest durable step. Steps up to it are removed from memory.
-            logs: Whether a log line names the newest step that stays in memory alone.
+            durable_step: The newest durable step. Steps up to this one are removed from memory.
+            logs: Whether to log a warning that names the newest step which only memory has.
         """
         self._files.close()
         self._workers.close()
@@ -353,8 +355,8 @@ class TierWriter:
         )
 
     def _reason_to_abort(self, job: SaveJob) -> CkptError | None:
-        """Return the reason to abort ``job`` before anything is written, or None. The reason is an
-        objection of the leader, or a lack of room.
+        """Return the error if ``job`` must be aborted before anything is written, or None. The
+        error is an objection of the leader, or says that the tier has no room.
         """
         abort = self._objection(job.ref) if self._node.rank == LEADER else None
         if self._quota is not None:
@@ -371,12 +373,12 @@ class TierWriter:
         return abort
 
     def _objection(self, ref: StepRef) -> CkptError | None:
-        """Return the error if ``ref`` cannot be saved, or None. Either another job has the root, or
-        the step exists, or a newer step hides it.
+        """Return the error if ``ref`` cannot be saved: another job owns the root, or the step
+        exists, or the root has newer steps. Return None if it can be saved.
         """
         try:
             if self._taken is not None and not self._retry.call(self.root.confirm):
-                # Another job has had the root meanwhile, and may have saved steps there.
+                # Another job has owned the root meanwhile, and may have saved steps there.
                 self._taken = None
             taken = self._take_over()
         except CkptError as error:
@@ -388,15 +390,15 @@ class TierWriter:
         return None
 
     def _take_over(self) -> set[int]:
-        """Claim the root, if this job has not yet.
+        """Claim the root, if this job has not claimed it yet.
 
         Returns:
-            The numbers of the steps of other jobs that the tier had at that time, up to the step
-            that this job has restored. If it has restored none, all of them.
+            The numbers of the steps of other jobs that the tier had when the root was claimed. If
+            this job has restored a step, later steps are left out.
         """
         if self._taken is None:
             there = self._call(self.root.take)
-            if self._node.world_size > 1:  # Ranks that must make room read this list
+            if self._node.world_size > 1:  # Other ranks read this list when they must make room
                 self._found.post(there)
             if self._pruner is not None:
                 self._pruner.clear(self._steps.restored)
@@ -414,8 +416,8 @@ class TierWriter:
         return self._taken
 
     def _clean_up(self, job: SaveJob) -> None:
-        """Remove this rank's files and unfinished writes of a save that was aborted, or in which
-        this rank has no part.
+        """Remove this rank's files and unfinished writes of a save that was aborted, or that this
+        rank has failed.
 
         After ``leave`` nothing is removed, since the agent may work on the step.
         """

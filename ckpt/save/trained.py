@@ -32,16 +32,17 @@ _BLOCK_BYTES: Final = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The tensors in the parameter groups of a state's optimizers. It keeps no tensor alive.
+    """The tensors in the parameter groups of a state's optimizers. The object has only their ids,
+    and keeps no tensor alive.
 
     Attributes:
         era: The number of restores before the save.
         still: The ``id`` of each tensor that is not trained now, because its group has a learning
             rate of zero or it needs no gradient.
-        moving: The ``id`` of each tensor that is trained now, and of each optimizer stand-in, which
-            ``seen`` does not name.
-        seen: One mapping for each segment, and one for all tensors outside of segments: ``id`` of a
-            tensor -> the name under which its bytes are stored.
+        moving: The ``id`` of each tensor that is trained now, and of each `OptimizerStandIn`. The
+            ids of stand-ins are not in ``seen``.
+        seen: One mapping for each `Segment` of the state, and one for all tensors outside of
+            segments: ``id`` of a tensor -> the name under which its bytes are stored.
     """
 
     era: int
@@ -55,7 +56,8 @@ class Trained:
         still: list[int] = []
         moving: list[int] = []
         for optimizer in collected.optimizers:
-            # The state has no name for this id, so ``Chunks.whole`` is False.
+            # The tensors of a stand-in are not known. Its own id has no name in ``seen``, so
+            # ``Chunks.whole`` becomes False.
             if isinstance(optimizer, OptimizerStandIn):
                 moving.append(id(optimizer))
                 continue
@@ -163,10 +165,10 @@ class ScannedImage:
         image: The image itself.
         masks: Offset of a chunk in the image -> the name of its tensor, and the bits of the
             exponent of its dtype. Only these chunks are scanned.
-        found: The names of the tensors that hold NaN or Inf. It is complete when the image has been
-            written once.
+        found: The names of the tensors that hold NaN or Inf. The set is complete when the image has
+            been written once.
 
-    Thread safety: the same threads may use it as ``image``.
+    Thread safety: the threads that may use ``image`` may use this object in the same way.
     """
 
     image: Source
@@ -204,7 +206,7 @@ class ScannedImage:
         self.image.written(start, end)
 
     def hashed(self, start: int, end: int) -> None:
-        """Scan the chunk before the image may take its memory back."""
+        """Scan the chunk, and then let the image use the memory of the chunk again."""
         if (known := self.masks.get(start)) is not None:
             name, mask = known
             if not all_finite(self.image.view(start, end), mask):
@@ -216,7 +218,7 @@ class ScannedImage:
 
 
 def all_finite(data: memoryview, mask: np.unsignedinteger[Any]) -> bool:
-    """Return False if a number in ``data`` has all bits of ``mask`` set, so is NaN or Inf."""
+    """Return False if some number in ``data`` is NaN or Inf: it has all bits of ``mask`` set."""
     bits = np.frombuffer(data, mask.dtype)
     step = _BLOCK_BYTES // mask.itemsize
     block = np.empty(min(step, len(bits)), mask.dtype)
