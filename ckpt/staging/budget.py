@@ -1,8 +1,8 @@
 """Decide the memory budget: the number of slots of a rank, their size, and their kind of memory.
 
-The decision is made before the first save, and one log line states it. The memory that slots may
-use is the least of the free memory of the machine, the memory that its cgroup (v1 or v2) leaves
-and, for slots that outlive the process, the free space of ``/dev/shm``. It is divided among the
+The decision is made before the first save, and one log line states it. Slots may use the free
+memory of the machine, or the memory that the cgroups (v1 or v2) of the process still allow if that
+is less. Slots in ``/dev/shm`` are also limited by its free space. This memory is divided among the
 ranks of the node, since all of them make slots at the same time.
 """
 
@@ -22,8 +22,8 @@ _HEADROOM: Final = 0.9
 _RING_STEP: Final = 32 << 20
 _LEAST_RING: Final = 4 * _RING_STEP
 _RING_SHARE: Final = 0.75
-"""The part of the memory that a ring gets, which is a slot smaller than its image. The remaining
-memory is for copies of eager sources (see ``Snapshot._set_aside``).
+"""The part of the memory that a ring gets. A ring is a slot that is smaller than its image. The
+remaining memory is for copies of eager sources (see ``Snapshot._set_aside``).
 """
 _OWN_CGROUPS: Final = "/proc/self/cgroup"
 
@@ -68,8 +68,8 @@ class Room:
     """The memory that one rank may use.
 
     Attributes:
-        memory: The bytes of any memory.
-        shared: The bytes of shared memory, which are a part of ``memory``.
+        memory: The bytes that the rank may use in total.
+        shared: The bytes of ``memory`` that may be in ``/dev/shm``.
         ranks: The number of ranks that the memory of the node was divided among.
     """
 
@@ -160,9 +160,9 @@ def measure(shm: str, *, ranks: int, limit: int | None = None, held: int = 0) ->
         shm: The folder of shared memory.
         ranks: The number of ranks on this node, which share its memory.
         limit: The most bytes that this rank may use; None for no limit.
-        held: The bytes in ``shm`` that other ranks of the node already use. They count as free
-            memory that is to be divided, so that all ranks get equal parts in whatever order they
-            ask.
+        held: The bytes in ``shm`` that other ranks of the node already use. They are added to the
+            free memory before it is divided, so that the parts of all ranks are equal, in whatever
+            order the ranks call this.
     """
     free = int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM)
     memory = min(free, (free + held) // ranks)
@@ -177,11 +177,10 @@ def measure(shm: str, *, ranks: int, limit: int | None = None, held: int = 0) ->
 
 
 def _cgroup_rooms() -> list[int]:
-    """Return the bytes that each memory cgroup of this process still allows, which are its own
-    cgroup and those above it.
+    """Return the bytes that the cgroup of this process, and each cgroup above it, still allow.
 
-    Cgroups without a limit are left out. The kernel charges page cache to a cgroup, but reclaims it
-    when memory is short, so it counts as free, as in ``MemAvailable``.
+    Cgroups without a limit are left out. The kernel charges page cache to a cgroup, but reclaims
+    the page cache when memory is short. So page cache counts as free here, as in ``MemAvailable``.
     """
     rooms: list[int] = []
     for kind in (_V1, _V2):

@@ -1,5 +1,6 @@
-"""Copy tensors to their places in an image, with one call of torch for many tensors, and with a
-side stream for each accelerator.
+"""Copy tensors to their places in an image.
+
+One call of torch copies many tensors. Late copies from an accelerator run on a side stream.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ckpt.staging.device import background, on, side_stream
 PIECE_BYTES: Final = 32 << 20
 """The most bytes of a part of a large copy, and of a group of small copies.
 
-After each group, the copied bytes can be written, and a shutdown has to wait for one group only.
+After each group, the copied bytes can be written to a tier.
 """
 
 
@@ -26,12 +27,12 @@ class Copy(NamedTuple):
         name: The name of the tensor.
         source: The tensor to copy from.
         target: The view of the slot to copy to.
-        guarded: The tensor whose version counter shows that the source was changed.
+        guarded: The tensor whose version counter moves when the source is changed.
         end: The offset in the image at which the copy ends, in bytes.
         part: The range of elements of the flattened source that is copied; None for all.
-        address: The address of the source when the copy was planned; 0 if it is not checked. If the
-            source has another address later, its storage was resized or freed, and it must not be
-            read.
+        address: The address of the source when the copy was planned; 0 if the address is not to be
+            checked. If the source has another address later, its storage was resized or freed, and
+            the source must not be read.
     """
 
     name: str
@@ -98,8 +99,8 @@ def copy_now(copies: Sequence[Copy], devices: Iterable[torch.device] = ()) -> No
     try:
         _copy(copies, streams)
     finally:
-        # Wait even after an error. Another save gets the slot then, and copies that are still
-        # under way would overwrite its image.
+        # Wait even after an error. Another save gets the slot next, and copies that are still
+        # under way would overwrite the image of that save.
         _wait(streams.values())
 
 
@@ -111,9 +112,9 @@ def devices_of(copies: Iterable[Copy]) -> frozenset[torch.device]:
 class Late:
     """Make late copies from accelerators on side streams, while training goes on.
 
-    Copies of sources in host memory are complete when the call returns. Copies from an ordered
-    device run on the side stream of the device. They begin after all work that is in the device's
-    *current* stream when this object is created.
+    ``run`` completes copies of sources in host memory before it returns. Copies from an ordered
+    device (see ``ckpt.staging.device``) run on the side stream of the device. They begin after all
+    work that is in the device's *current* stream when this object is created.
 
     Thread safety: the training thread creates the object and calls ``hold_current_streams``. The
     copying thread calls all other methods.
@@ -142,8 +143,8 @@ class Late:
         return bool(self._streams)
 
     def thread(self) -> AbstractContextManager[None]:
-        """Return the context manager in which the copying thread must do all its work with this
-        object.
+        """Return the context manager in which the copying thread must call the methods of this
+        object (see ``ckpt.staging.device.background``).
         """
         return background(next(iter(self._streams)))
 
@@ -162,12 +163,13 @@ class Late:
 
     def beside(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
         """Return a context manager in which work runs on the side stream of the tensor's device, so
-        that it sees the same values as the copies. It does nothing for a device without one.
+        that it reads the same values as the copies. For a device without a side stream, the context
+        manager does nothing.
         """
         return on(self._streams.get(tensor.device))
 
     def events(self) -> Events:
-        """Record and return events after all copies that were launched so far."""
+        """Return an event for each device, recorded after all copies that were launched so far."""
         return {device: stream.record_event() for device, stream in self._streams.items()}
 
     def mark_launched(self) -> None:
@@ -192,10 +194,11 @@ def _wait(streams: Iterable[torch.Stream]) -> None:
 
 
 def _copy(copies: Sequence[Copy], streams: Mapping[torch.device, torch.Stream]) -> None:
-    """Make the copies with one call of torch for each device, which loops over thousands of tensors
-    without the interpreter.
+    """Make the copies with one call of torch for each device. The call loops over thousands of
+    tensors without the interpreter.
 
-    Copies from the devices in ``streams`` are only launched, on these streams.
+    Copies from the devices in ``streams`` are launched on these streams, and may still run when the
+    function returns. All other copies are complete.
     """
     with torch.no_grad():
         if (
@@ -220,7 +223,7 @@ def _copy(copies: Sequence[Copy], streams: Mapping[torch.device, torch.Stream]) 
 def _resolved(source: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its lazy conjugation or negation carried out.
 
-    Otherwise torch would carry it out in the target, before an asynchronous copy has filled the
+    Otherwise torch would conjugate or negate the target, before an asynchronous copy has filled the
     target.
     """
     return source.resolve_conj().resolve_neg()

@@ -1,5 +1,5 @@
-"""Calls of CUDA that ``torch.accelerator`` does not offer: page-locked host memory, and the mode of
-graph captures.
+"""Calls of CUDA that ``torch.accelerator`` does not offer: to page-lock host memory, and to set the
+mode of graph captures for a thread.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ def side_stream(device: torch.device) -> torch.Stream | None:
     """Return the side stream for all late copies from ``device``; None if the device is not
     ordered.
 
-    Each device has one side stream, so that the temporary memory of copies comes from one pool.
+    Each device has only one side stream, so that torch's caching allocator keeps only one pool for
+    the temporary memory of copies.
     """
     if not _is_accelerator(device):
         return None
@@ -39,7 +40,7 @@ def side_stream(device: torch.device) -> torch.Stream | None:
 
 
 def is_ordered(device: torch.device) -> bool:
-    """Return True if late copies from ``device`` are possible: it is the CPU, or it is ordered."""
+    """Return True if late copies from ``device`` are possible: it is the CPU or is ordered."""
     return device.type == "cpu" or side_stream(device) is not None
 
 
@@ -91,8 +92,8 @@ def on(stream: torch.Stream | None) -> Generator[None]:
 def background(device: torch.device) -> Generator[None]:
     """Return the context manager for a background thread that uses ``device``.
 
-    In it, calls of the thread create no context on another device, and do not invalidate a graph
-    that another thread captures.
+    Within the context, calls of the thread create no context on another device, and do not
+    invalidate a graph that another thread captures.
     """
     captures = cuda.beside_captures() if device.type == "cuda" else nullcontext()
     with captures, torch.accelerator.device_index(device.index):

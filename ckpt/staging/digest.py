@@ -1,4 +1,4 @@
-"""Compute digests of tensors, to detect replicas that have drifted apart."""
+"""Compute digests of tensors, to detect replicas that hold different values."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _ROW: Final = 1021
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a digest of the elements, which is different for replicas that have drifted apart.
+    """Return a digest of the elements of ``tensor``. Replicas with different values have different
+    digests, except for rare collisions.
 
-    It is not a checksum of the bytes. A large tensor is first folded on its own device: each row of
-    64-bit words becomes their xor. A row has an odd number of words, so that equal words do not
-    cancel each other out.
+    The digest is not a checksum of all bytes. A large tensor is first folded on its own device:
+    each row of 64-bit words is replaced by the xor of its words. A row has an odd number of words,
+    so the xor of a row of equal words is that word, and not 0.
     """
     return digest_of(folded(tensor))
 
@@ -63,8 +64,8 @@ def exact_digest(tensor: torch.Tensor) -> str:
 def host_bytes(address: int, nbytes: int) -> Any:
     """Return an object with the buffer protocol for host memory, without a copy.
 
-    ``Tensor.numpy()`` is not used because the owner of the tensor could no longer resize its
-    storage.
+    ``Tensor.numpy()`` is not used. After that call, torch does not let the owner of the tensor
+    resize its storage any more.
     """
     return _array(nbytes).from_address(address)
 

@@ -28,9 +28,10 @@ _registering: Final = threading.Lock()
 
 
 class Fence:
-    """Hold the steps of guarded optimizers until all late copies of snapshots in flight have ended.
+    """Hold the steps of guarded optimizers while late copies are under way.
 
-    A step pre-hook on each guarded optimizer waits for the copies.
+    A step pre-hook on each guarded optimizer waits for the copies of all snapshots *in flight*,
+    which are the watched snapshots that have not landed.
 
     Thread safety:
         Call ``guard``, ``watch`` and ``remove`` from the training thread. Hooks run in the thread
@@ -75,8 +76,8 @@ class Fence:
         """Add the hooks to those of ``optimizers`` that do not have them yet.
 
         Raises:
-            StagingError: Another thread is inside ``step()`` of one of the optimizers, or a signal
-                handler that interrupts ``step()`` calls this. The state is inconsistent then.
+            StagingError: ``step()`` of one of the optimizers is under way, in another thread, or in
+                this thread if a signal handler has interrupted it. The state is inconsistent then.
         """
         for optimizer in optimizers:
             if optimizer not in self._hooks:
@@ -85,9 +86,9 @@ class Fence:
                     optimizer.register_step_pre_hook(before),
                     optimizer.register_step_post_hook(after),
                 ]
-            # If a step raises, its post-hook does not run, and the optimizer stays in
-            # ``_stepping``. Therefore an entry only counts if its thread still runs and is not the
-            # calling thread.
+            # If ``step()`` raises, its post-hook does not run, and the optimizer stays in
+            # ``_stepping``. So an entry counts only if its thread still runs and is not the calling
+            # thread.
             inside = self._stepping.get(optimizer, threading.get_ident())
             if inside != threading.get_ident() and inside in {
                 thread.ident for thread in threading.enumerate()
@@ -134,7 +135,7 @@ class Fence:
             fence.wait()
 
     def remove(self) -> None:
-        """Remove all hooks, and drop the references to snapshots, since their windows keep slots
+        """Remove all hooks, and drop the references to snapshots, which keep the memory of slots
         alive.
         """
         self._stop_listening()
@@ -209,7 +210,7 @@ def _step_codes(kind: type) -> frozenset[CodeType]:
 def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if a graph is being captured on the device of the optimizer's first parameter.
 
-    If the parameter is in host memory, this does not use any device.
+    If the parameter is in host memory, the call uses no device.
     """
     groups = optimizer.param_groups
     first = next((parameter for group in groups for parameter in group["params"]), None)

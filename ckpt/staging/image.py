@@ -1,6 +1,6 @@
-"""Lay a save plan over a slot, which gives a typed view of the slot for each planned box.
+"""Map the boxes of a save plan to views of a slot, each with the dtype and shape of its box.
 
-Copying a tensor to its view writes its bytes to their final positions in the rank's file.
+A copy of a tensor to its view writes the bytes to their final positions in the rank's file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.slot import Slot
 from ckpt.staging.window import Window
 
-# torch cannot copy or index tensors of these dtypes. It can if they are viewed as another dtype of
+# torch cannot copy or index tensors of these dtypes, so such a tensor is viewed as another dtype of
 # the same size.
 _AS_INTEGERS: Final[dict[str, torch.dtype]] = {
     "float8_e8m0fnu": torch.uint8,
@@ -86,8 +86,8 @@ class Image:
     def targets(self, index: int, *, flat: bool) -> list[Target]:
         """Return the places for item ``index`` of the plan.
 
-        A large item with a contiguous source has several places, and so has an item of a ring that
-        crosses a multiple of ``PIECE_BYTES``. Any other item has one place.
+        A large item with a contiguous source has several places. In a ring, any item that crosses a
+        multiple of ``PIECE_BYTES`` also has several places. Any other item has one place.
 
         Args:
             index: The index of the item in ``SavePlan.items``.

@@ -44,9 +44,8 @@ class Slot:
         view: The memory as bytes.
         tensor: The same memory as a 1-D tensor of uint8.
         path: The path of the file in /dev/shm; None for anonymous memory.
-        laid: For each prepared save plan the views of this slot that were made for it. They are
-            kept here, and not with the plan, so that no plan keeps the memory of a closed slot
-            mapped.
+        laid: Prepared save plan -> the views of this slot that were made for the plan. The slot has
+            them, and not the plan, so that no plan keeps the memory of a closed slot mapped.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Slot:
         self._pinning = threading.Lock()
         self._closed = False
         self.pinned = False
-        """Whether CUDA has page-locked the memory."""
+        """True if CUDA has page-locked the memory."""
         self.laid: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._file: _File | None = None
         if path:
@@ -85,8 +84,8 @@ class Slot:
         return self.path is not None
 
     def regrow(self) -> None:
-        """Extend the file to its full length again, after a memory tier has cut it to the length of
-        the image in it.
+        """Extend the file to its full length again, after a tier in memory has cut the file to the
+        length of an image.
 
         Raises:
             SlotLost: The file was removed.
@@ -133,7 +132,8 @@ class Slot:
 
     def pin(self, devices: Devices) -> None:
         """Page-lock the memory if one of ``devices`` is a CUDA device, so that copies from it are
-        asynchronous. Later calls do nothing. Any thread may call this.
+        asynchronous. Do nothing if an earlier call has tried to page-lock the memory, or the slot
+        is closed. If CUDA refuses, log a warning. Any thread may call this.
         """
         device = next((device for device in devices if device.type == "cuda"), None)
         with self._pinning:
@@ -219,7 +219,7 @@ def _unlink(file: _File | None, owner: int) -> None:
 
 
 def capacity_of(nbytes: int) -> int:
-    """Return the size of a slot for an image of ``nbytes``, which is a multiple of 2 MiB."""
+    """Return the size of a slot for an image of ``nbytes``, rounded up to a multiple of 2 MiB."""
     return -(-nbytes // _ROUND) * _ROUND
 
 

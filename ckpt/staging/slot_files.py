@@ -21,7 +21,10 @@ PREFIX: Final = "ckpt-slot"
 
 
 def own_prefix() -> str:
-    """Return the prefix of the names of this process's slots. A hyphen and a number follow it."""
+    """Return the prefix of the names of this process's slot files.
+
+    The number of the slot, the PID namespace and a time follow in the full name.
+    """
     me = Process.of(os.getpid())
     return f"{PREFIX}-{me.pid}-{me.started}"
 
@@ -29,7 +32,7 @@ def own_prefix() -> str:
 def remove_orphans() -> None:
     """Remove the files of slots of this user whose processes have ended.
 
-    The images that a memory tier keeps stay, since it has a second name for their files.
+    Images that a tier in memory keeps are not lost, since the tier has a second name for each file.
     """
     for name, process in _slot_files():
         if not process.lives:
@@ -40,7 +43,7 @@ def remove_orphans() -> None:
 def _slot_files() -> Iterator[tuple[str, Process]]:
     """Yield the name of each slot file of this user, with its process.
 
-    Files of other users are ignored, even if they have such a name.
+    Files of other users and of other PID namespaces are left out, even if they have such a name.
     """
     try:
         with os.scandir(SHM) as entries:

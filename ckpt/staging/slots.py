@@ -1,9 +1,9 @@
 """The pool of slots, the reusable buffers that hold images.
 
 A slot is usually a file in ``/dev/shm``. The file outlives the trainer, another process can map it,
-and direct I/O can write from it. ``posix_fallocate`` allocates its pages before use, so that a full
-``/dev/shm`` causes an error here, and not a SIGBUS later. If ``/dev/shm`` has no room, the slot is
-anonymous memory, which is as fast but ends with the process.
+and direct I/O can write from it. ``posix_fallocate`` allocates the pages of the file before use, so
+that a full ``/dev/shm`` causes an error at once, and not a SIGBUS later. If ``/dev/shm`` has no
+room, the slot is anonymous memory, which is as fast but ends with the process.
 
 The name of a file contains the process id and the start time of its process. When a pool is
 created, it removes the files of processes that have ended.
@@ -36,8 +36,8 @@ class SlotContents(Protocol):
     """
 
     def evict(self, path: str) -> None:
-        """Remove the step that the file ``path`` holds from the memory tier, because the slot is
-        closed or filled with another image.
+        """Remove the step that the file ``path`` holds from the tiers in memory, because the slot
+        is about to be closed or filled with another image.
         """
         ...
 
@@ -46,15 +46,17 @@ class SlotContents(Protocol):
         ...
 
     def is_needed(self, path: str) -> bool:
-        """Return True if the step that the file ``path`` holds may be the newest checkpoint of the
-        job: it is the newest committed step in memory, or its outcome is not known yet, and no
-        durable tier has a step as new. The slot should not be overwritten then.
+        """Return True if the slot should not be overwritten, because the step that the file
+        ``path`` holds may be the newest checkpoint of the job.
+
+        This is so if durable tiers have only older steps, and the step is the newest committed step
+        in memory, or its outcome is not known yet.
         """
         ...
 
 
 class NoContents:
-    """The `SlotContents` of a job without a memory tier: no slot holds a step between two saves."""
+    """The `SlotContents` of a job without tiers in memory: no slot holds a step between saves."""
 
     def evict(self, path: str) -> None: ...
 
@@ -99,8 +101,8 @@ class SlotPool:
         self._budget: Budget | None = None
         self._closed = False
         self._displaced = False
-        """Whether a slot that the budget puts into /dev/shm did not fit. Then the next warning
-        about this is logged at level DEBUG, until /dev/shm has room again.
+        """True if /dev/shm had no room for a slot that the budget puts there. Further warnings
+        about this are then logged at level DEBUG, until /dev/shm has room again.
         """
         self._changed = Condition()
         self._serials = itertools.count(1)
@@ -132,7 +134,8 @@ class SlotPool:
         """Decide now how many slots for images of ``nbytes`` there will be, without creating them.
 
         Raises:
-            HostMemoryExhausted: There is not enough memory for one slot.
+            HostMemoryExhausted: There is not enough memory, even for one slot that is smaller than
+                an image.
         """
         with self._changed:
             self._may_make(nbytes)
@@ -155,16 +158,16 @@ class SlotPool:
                 return
 
     def acquire(self, nbytes: int, *, wait: bool) -> Slot | None:
-        """Return a free slot for an image of ``nbytes``, or create one. If there is none, wait for
-        one with ``wait``, else return None.
+        """Return a free slot for an image of ``nbytes``, or create one. If no slot is free and none
+        can be created, wait until one is free if ``wait`` is True, else return None.
 
-        If the budget is for waves, the slot is smaller than the image.
+        If images pass through memory in waves, the slot is smaller than the image.
 
         A slot whose step is needed (see ``SlotContents.is_needed``) is not taken as long as another
-        slot can be created or is in use, since the step in that other slot may make the first one
-        unnecessary. Even without ``wait``, the call waits while another thread creates the first
-        slot. If the file of a slot was removed, or cannot be extended to its full length, the slot
-        is replaced with a new one.
+        slot can be created or is in use. The save in the other slot may commit a newer step, and
+        the first slot is then not needed any more. Even without ``wait``, the call waits while
+        another thread creates the first slot. If the file of a slot was removed, or cannot be
+        extended to its full length, the slot is replaced with a new one.
 
         Raises:
             HostMemoryExhausted: There is not enough memory for the slot.
@@ -196,7 +199,9 @@ class SlotPool:
             return not slot.shared and self._return()
 
     def look_again(self) -> None:
-        """Wake threads that wait for a slot, because a step in a slot may be no longer needed."""
+        """Wake the threads that wait for a slot. Call this when the step in a slot may no longer be
+        needed.
+        """
         with self._changed:
             self._changed.notify_all()
 
@@ -214,14 +219,14 @@ class SlotPool:
             self._free.clear()
 
     def reconsider(self) -> bool:
-        """If slots are in anonymous memory and /dev/shm has room now, decide a new budget. Return
-        True if this is so.
+        """If slots are in anonymous memory and /dev/shm has room now, decide a new budget, and
+        close the free slots in anonymous memory. Return True if a new budget was decided.
         """
         with self._changed:
             return self._return()
 
     def _return(self) -> bool:
-        """Do as ``reconsider``. The caller must hold the lock."""
+        """Do the work of ``reconsider``. The caller must hold the lock."""
         known = self._budget
         elsewhere = [slot for slot in self._made if not slot.shared]
         if self._closed or known is None or not elsewhere or known.slot_bytes < known.nbytes:
@@ -264,11 +269,12 @@ class SlotPool:
         fitting = [slot for slot in self._free if slot.capacity >= self._slot_bytes(nbytes)]
         others = [slot for slot in fitting if not self._is_needed(slot)]
         if not others:
-            # ``_may_make`` frees slots that are too small and not needed, which makes room.
+            # If this returns None, the caller calls ``_may_make``, which closes slots that are too
+            # small and not needed, and so makes room.
             is_any_small = not all(map(self._is_needed, self._free))
             if is_any_small or self._is_any_in_use() or not self._is_full():
                 return None
-            if len(self._free) > 1:  # The outcome of the save after the last commit is not known
+            if len(self._free) > 1:  # The outcome of a save is not known, so its step is needed too
                 raise CommitError(
                     "no slot is free: whether the last step in memory was committed cannot be "
                     "seen, since the job's store is gone; start the job again, and restore"
@@ -283,7 +289,7 @@ class SlotPool:
         return slot
 
     def _may_make(self, nbytes: int) -> bool:
-        """Free the slots that are too small for images of ``nbytes``, decide the budget if
+        """Close the free slots that are too small for images of ``nbytes``, decide the budget if
         necessary, and return True if one more slot may be created.
 
         A slot whose step is needed stays, unless the budget allows no other slot. The caller must
@@ -321,8 +327,8 @@ class SlotPool:
         return slot.path is not None and self._contents.is_needed(slot.path)
 
     def _slot_bytes(self, nbytes: int) -> int:
-        """Return the least bytes of a slot for an image of ``nbytes``. This is less than ``nbytes``
-        if the budget is for waves.
+        """Return the least bytes of a slot for an image of ``nbytes``. They are less than
+        ``nbytes`` if images pass through memory in waves.
         """
         known = self._budget is not None and self._budget.nbytes >= nbytes
         return min(nbytes, self._budget.slot_bytes) if known and self._budget else nbytes

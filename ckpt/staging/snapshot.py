@@ -1,16 +1,16 @@
-"""Copy the state into an image: tensors that may change at any time before the call of the save
-returns, and all other tensors while training goes on.
+"""Copy the state into an image.
 
-``copy_eager`` copies *eager* sources on the caller's thread. *Late* sources belong to an optimizer
-whose step is fenced. ``copy_late`` copies them on a background thread, and ``fence`` holds that
+Tensors that may change at any time are *eager* sources. ``copy_eager`` copies them on the caller's
+thread, before the call of the save returns. Tensors that belong to an optimizer are *late* sources.
+``copy_late`` copies them on a background thread while training goes on, and ``fence`` holds the
 optimizer's step until the copies are complete. After the copies, the version counters of late
 sources are compared with those at the call. If one has moved, the tensor was changed during the
 copies, and the snapshot fails with the name of the tensor, since the image would mix two states. A
 witness (see ``witness``) also compares bytes of the sources at the call with the image, which
 detects changes that move no counter.
 
-Late copies are made in the order of the file. The window records how far they have come, so the
-writer can begin before all copies are complete.
+Late copies are made in the order of the file. The window records which bytes have been copied, so
+that they can be written to a tier before all copies are complete.
 
 Late copies from an accelerator run on a side stream that waits for an event of the caller's stream.
 The fence makes the current *stream* wait for them, not the CPU. Eager copies run on the caller's
@@ -47,7 +47,7 @@ SPARE: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A tensor whose digest the merge compares with the digests of its replicas.
+    """A tensor that several ranks hold. The commit compares the digests of these replicas.
 
     Attributes:
         name: The name of the tensor.
@@ -122,9 +122,11 @@ def _beside_nothing(_: torch.Tensor) -> AbstractContextManager[None]:
 class Snapshot:
     """The copy of the state of one save into its image.
 
+    The snapshot has *landed* when the whole state is in the image.
+
     Thread safety: the training thread creates the object and calls ``copy_eager``. A background
-    thread calls ``copy_late`` once; if ``foreground`` is set, the training thread does. Any thread
-    may call ``fence`` and ``wait_landed``.
+    thread calls ``copy_late`` once; if ``foreground`` is set, the training thread calls it. Any
+    thread may call ``fence`` and ``wait_landed``.
 
     Attributes:
         step: The number of the step.
@@ -194,8 +196,8 @@ class Snapshot:
     def copy_late(self) -> None:
         """Copy the late sources, compare version counters, and let the witness compare the image.
 
-        An error is not raised here. ``wait_landed`` raises it, and ``confirm`` does if it is a
-        ``TensorChanged``. The second and later calls do nothing.
+        The call keeps an error and does not raise it. ``wait_landed`` raises the error, and
+        ``confirm`` raises it if it is a ``TensorChanged``. The second and later calls do nothing.
         """
         if self._landed.is_set() or not self._begun.acquire(blocking=False):
             return
@@ -204,7 +206,7 @@ class Snapshot:
                 self._copy_late()
                 self._compare()
         except Exception as error:  # noqa: BLE001
-            # A source may be freed or moved during the copy. ``wait_landed`` raises the error.
+            # A source may have been freed or moved during the copy. ``wait_landed`` raises this.
             self._finish(
                 error
                 if isinstance(error, CkptError)
@@ -260,9 +262,9 @@ class Snapshot:
     def settle(self) -> None:
         """Compare the version counters for the last time. Later changes do not affect the snapshot.
 
-        An operation moves a version counter only when it ends. If the thread that has run an
-        operation calls this itself, as the fence does on the training thread, the comparison
-        includes that operation for certain.
+        An operation moves a version counter only when it ends. So only the thread that runs the
+        operations, which is the training thread, can be sure that the comparison includes all of
+        its operations. The fence calls this on the training thread.
 
         Raises:
             TensorChanged: A late source was changed since the call of the save.
@@ -274,19 +276,19 @@ class Snapshot:
             raise self._error
 
     def confirm(self) -> None:
-        """Return when the version counters and the witness have shown that the image holds the
-        values that the sources had at the call of the save.
+        """Wait until the version counters and the witness were compared.
 
         Raises:
-            TensorChanged: A source was changed during the copies.
+            TensorChanged: A source was changed during the copies, so the image does not hold the
+                values that the sources had at the call of the save.
         """
         self._compared.wait()
         self.settle()
 
     def wait_ended(self) -> None:
-        """Return when the image is complete and compared, or the snapshot has failed.
+        """Wait until the image is complete and compared, or the snapshot has failed.
 
-        This raises no error of the snapshot, and uses no stream.
+        The call raises no error of the snapshot, and uses no stream of a device.
         """
         self._landed.wait()
         self._compared.wait()
@@ -314,8 +316,8 @@ class Snapshot:
         return self.digests
 
     def _copy_in_order(self) -> list[tuple[list[Copy], Events, int]]:
-        """Make the late copies in the order of the image, group by group, and tell the window of
-        each group that is complete.
+        """Make the late copies in the order of the image, group by group, and report each complete
+        group to the window.
 
         Returns:
             For each group that was only launched on a side stream: its copies, the events after
@@ -378,9 +380,9 @@ class Snapshot:
     def _set_aside(self) -> None:
         """Prepare the eager sources of an image that passes through a ring.
 
-        They cannot be copied to the ring now, since their places may be in use by other bytes of
-        the image. If they are small enough (see ``SPARE``), copy them to other memory. Otherwise
-        set ``foreground``. In both cases, ``copy_late`` copies them into the image.
+        They cannot be copied to the ring now, since other bytes of the image may be in their
+        places. If they are small enough (see ``SPARE``), copy them to other memory. Otherwise set
+        ``foreground``. In both cases, ``copy_late`` copies them into the image later.
         """
         self.foreground = (
             sum(copy.target.nbytes for copy in self._eager) > self.window.capacity // SPARE
@@ -440,8 +442,8 @@ class Snapshot:
         self._error = self._error or error
         if self._error and self._device:
             with suppress(RuntimeError):
-                # Wait for launched copies. Another save gets the slot next, and they would
-                # overwrite its image.
+                # Wait for launched copies. Another save gets the slot next, and these copies would
+                # overwrite the image of that save.
                 self._device.synchronize()
         self._eager, self._late, self._checks = [], [], []  # The sources may be freed now
         if self._error:

@@ -1,9 +1,9 @@
 """Track the progress of an image: which bytes have landed, and which are already written.
 
-The bytes of an image land in order as they are copied, and can be written as soon as they have
-landed. If the buffer is smaller than the image, it is a ring: byte ``o`` of the image is at ``o %
-capacity``. Bytes that were written and hashed make room for later bytes. In this way, a state of
-any size passes through the buffer in waves.
+A byte of an image has *landed* when it was copied from the state to the buffer. The bytes land in
+order, and can be written as soon as they have landed. If the buffer is smaller than the image, it
+is a ring: byte ``o`` of the image is at ``o % capacity``. Bytes that were written and hashed make
+room for later bytes. In this way, a state of any size passes through the buffer in waves.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from ckpt.locks import Condition
 class Window:
     """The part of one image that is in its buffer.
 
-    Thread safety: the copying thread calls ``wait_room``, ``land`` and ``fail``. The streaming
-    threads call ``view``, ``written``, ``hashed`` and ``lost``. Any thread may call ``abandon``.
+    Thread safety: the copying thread calls ``wait_room``, ``land`` and ``fail``. The threads that
+    write the image call ``view``, ``written``, ``hashed`` and ``lost``. Any thread may call
+    ``abandon``.
 
     Args:
-        memory: The buffer. The length of a ring must be a multiple of the size of the parts that
-            are copied.
+        memory: The buffer. If it is a ring, its length must be a multiple of
+            ``copies.PIECE_BYTES``.
         size: The bytes of the image.
-        path: The path of the buffer's file in /dev/shm; None if there is none.
+        path: The path of the buffer's file in /dev/shm; None for anonymous memory.
     """
 
     def __init__(self, memory: memoryview, size: int, path: str | None = None) -> None:
@@ -36,8 +37,8 @@ class Window:
 
     @property
     def whole(self) -> bool:
-        """Return True if the whole image fits into the buffer, so that its bytes can be read
-        again.
+        """Return True if the whole image fits into the buffer, so that its bytes can be read more
+        than once.
         """
         return self.size <= self.capacity
 
@@ -47,8 +48,8 @@ class Window:
         """Return when the buffer has room for the bytes up to ``end``.
 
         Raises:
-            CkptError: ``fail``, ``lost`` or ``abandon`` was called, so that the buffer may never
-                get room.
+            CkptError: ``fail``, ``lost`` or ``abandon`` was called, so the buffer may never have
+                room.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or end - self._freed() <= self.capacity)

@@ -2,8 +2,8 @@
 
 Code that writes through ``parameter.data``, through a NumPy view, with ``torch._foreach_*`` on
 DTensors or with its own kernels moves no version counter. A *witness* reads the late sources at the
-call of the save, and compares them with the image after the copies. If they differ, it returns the
-name of the tensor. `Sampled` reads a small part of each source, and `Full` reads all bytes.
+call of the save, and compares them with the image after the copies. If a tensor differs, the
+witness returns its name. `Sampled` reads a small part of each source, and `Full` reads all bytes.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ LINE_BYTES: Final = 256
 SPACING_BYTES: Final = 1021 * LINE_BYTES
 """The distance from one place of a tensor to the next.
 
-The factor is a prime number, so that the places fall into different columns of the tensor for any
-usual length of its rows.
+The factor 1021 is a prime number, so that the places fall into different columns of the tensor for
+any usual length of its rows.
 """
 WHOLE_BYTES: Final = 1024
 """The most bytes of a copy that is compared as a whole."""
 PLACES_AT_ONCE: Final = 512
 """The most places that one save reads from the sample of a batch, besides one place of each tensor.
 
-To read a place takes about 0.1 µs, the time of a miss in the processor's caches.
+The read of a place misses the processor's caches and takes about 0.1 µs.
 """
 _HOST: Final = ("", False)
-# A source that is not contiguous has up to this many places of one element, in place of each place
-# of ``LINE_BYTES`` that a contiguous source has.
+# A source that is not contiguous has up to this many places of one element where a contiguous
+# source would have one place of ``LINE_BYTES``.
 _ELEMENTS: Final = 16
 
 Beside = Callable[[torch.Tensor], AbstractContextManager[None]]
@@ -72,9 +72,9 @@ class Spaced:
 
     ``offsets`` are the offsets in the target. The offsets in the source are larger by ``begin``.
 
-    The places are created only during iteration. A list would consist of thousands of objects for
-    each slot, which would be created again after each restore. The garbage collector would then run
-    more often, and one full collection stops all threads for 0.1 s or more.
+    The places are created only during iteration. A list would have thousands of objects for each
+    slot, and each restore would create them again. The garbage collector would then run more often,
+    and one full collection stops all threads for 0.1 s or more.
     """
 
     begin: int
@@ -189,7 +189,7 @@ class Subset:
 
         Returns:
             The bytes of the places in host memory, and tensors with the bytes of the places on
-            accelerators. The latter are only queued, on the current streams.
+            accelerators. Reads on accelerators are only queued, on the current streams.
         """
         self.build()
         return b"".join(self._host), list(map(_gathered, self._on_devices))
@@ -213,8 +213,8 @@ class Subset:
         return None
 
     def _build_targets(self) -> None:
-        """Create the views of the places in the image. The copying thread calls this, so that it
-        takes no time of the training thread.
+        """Create the views of the places in the image. The copying thread calls this, so that the
+        training thread spends no time on it.
         """
         end = 0
         for copy, places in self._places:
@@ -298,8 +298,8 @@ def _elements(copy: Copy) -> list[Place]:
 def _kind(copy: Copy) -> tuple[str, bool]:
     """Return the kind of a copy. Places of copies of the same kind are read together.
 
-    There is one kind for host memory, which sorts first, and two for each accelerator: for places
-    of ``LINE_BYTES``, and for places of other sizes.
+    Sources in host memory are one kind, which sorts first. Each accelerator has two kinds: copies
+    with places of ``LINE_BYTES``, and copies with places of other sizes.
     """
     if copy.source.is_cpu:
         return _HOST
