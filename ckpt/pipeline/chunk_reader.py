@@ -4,12 +4,13 @@ Restore, verify, read-through, copies between tiers and export use this module.
 
 Chunks that are neighbours in the file are read with one request. There are three ways to read them:
 
-* A store with ``ScatterReads`` reads each chunk straight into its target if the target of the whole
-  chunk is contiguous host memory.
-* Any other store whose ``Capabilities.alignment`` is 1 does so only if the targets of all chunks of
-  the request are adjacent in memory.
+* A store with ``ScatterReads`` reads a chunk straight into its target if the whole chunk is wanted
+  and its target is contiguous host memory.
+* Any other store whose ``Capabilities.alignment`` is 1 reads straight into the targets only if the
+  targets of all chunks of the request are adjacent in memory.
 * All other chunks are read into a buffer, verified there, and then copied to their targets. These
-  include chunks that are needed in part, and targets that are strided or on a device.
+  are, for example, chunks that are needed in part, and chunks with targets that are strided or on a
+  device.
 
 A chunk that must be decoded is read into the buffer. It is decoded into its target if the target
 is contiguous host memory, and else into a second buffer. Each thread keeps its two buffers. A
@@ -58,8 +59,8 @@ class Sink(Protocol):
     """
 
     def direct(self, read: ChunkRead) -> memoryview | None:
-        """Return the memory that exactly this chunk is to fill, or None if the chunk does not go as
-        a whole to one contiguous piece of host memory.
+        """Return the memory that the chunk is to fill. Return None if the chunk is wanted only in
+        part, or its target is not one contiguous piece of host memory.
         """
         ...
 
@@ -73,8 +74,12 @@ class Sink(Protocol):
 
 
 class BytesSink:
-    """A sink that takes chunks of a whole image or file (see ``plan.restore.chunks_of``) into one
-    piece of memory, whose first byte is the byte ``start`` of the image or file.
+    """A sink that stores chunks of an image or file (see ``plan.restore.chunks_of``) in one piece
+    of memory.
+
+    Args:
+        memory: The memory.
+        start: The position in the image or file of the first byte of ``memory``.
     """
 
     def __init__(self, memory: memoryview, start: int) -> None:
@@ -147,15 +152,16 @@ class ChunkReader:
         """Read the chunks of ``run`` from ``file`` into ``sink``, and return those that are not
         intact.
 
-        If the request fails, each chunk is read by itself, since perhaps only one of them is
-        unreadable. If the error concerns the whole file or store, all chunks are returned at once.
-        An error that is not an error of the store is raised (see ``plan.fallback.reach_of``).
+        If the request fails, each chunk is read with a request of its own, since perhaps only one
+        chunk is unreadable. If the error concerns the whole file or store, all chunks are returned
+        with this error. An error that is not an error of the store is raised (see
+        ``plan.fallback.reach_of``).
 
         Args:
             run: The request.
             file: The file that the request reads.
             sink: The targets of the chunks.
-            on_proven: Called with each chunk after its verification.
+            on_proven: Called with each chunk that has passed the verification.
         """
         try:
             return self._read(run, file, sink, on_proven)
@@ -172,11 +178,9 @@ class ChunkReader:
 
     def _read(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Missed:
         """Read a run in the way that copies the fewest bytes, and return the chunks whose checksum
-        is wrong. Raise if the request fails.
-
-        In ``places``, a chunk that is read straight into its target has that memory, and needs no
-        further copy. Any other chunk has None.
+        is wrong. Raise the error of the request if it fails.
         """
+        # The memory of each chunk that is read straight into its target; None for other chunks.
         places: Sequence[memoryview | None] = [None] * len(run.reads)
         decoded = any(read.is_decoded for read in run.reads)
         if isinstance(self._backend, ScatterReads) and not decoded:
@@ -206,8 +210,8 @@ class ChunkReader:
         """Read a run with one request, each chunk into its memory in ``places``. Return the memory
         of each chunk.
 
-        Chunks whose place is None, and unneeded bytes, are read into the thread's buffer. Each of
-        these bytes has the same distance from the start of the buffer as from the start of the run.
+        Chunks whose place is None, and unneeded bytes between chunks, are read into the thread's
+        buffer, at the same offset as they have in the run.
         """
         straight = sum(place.nbytes for place in places if place is not None)
         phase = run.offset % self._alignment

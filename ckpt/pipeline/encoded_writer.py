@@ -68,7 +68,7 @@ def write_encoded(
     Raises:
         StorageError: The store refused or failed.
         StagingError: The ring that the image passes through is too small.
-        CkptError: The source has raised it.
+        CkptError: The source has raised this error.
     """
     source, retry = write.source, write.retry
     upload = retry.call(lambda: backend.upload(write.key, source.size))
@@ -183,7 +183,7 @@ class _File:
             self._changed.notify_all()
 
     def append(self, pieces: Sequence[memoryview]) -> list[tuple[int, memoryview]]:
-        """Copy ``pieces`` to the end of the file. Return the parts that this filled, each with its
+        """Copy ``pieces`` to the end of the file. Return the parts that are full now, each with its
         offset in the file.
         """
         full: list[tuple[int, memoryview]] = []
@@ -213,7 +213,7 @@ class _File:
             self.write(self.size - rest, self._part[:rest])
 
     def _fresh(self) -> memoryview:
-        """Return memory for a part: that of an earlier part that is written, or new memory."""
+        """Return memory for a part: new memory, or that of an earlier part that is written."""
         try:
             return self._free.pop()
         except IndexError:

@@ -1,12 +1,16 @@
 """Writes an image in memory to a file on a tier, and makes its chunk table.
 
-The image may still be arriving in memory. Each part is written as soon as its bytes have landed.
-The same threads hash the chunks beside the second half of the parts, when copying has mostly ended.
-Copying, hashing and training at the same time would need three cores where there may be two, and
-would cost training twice as much (docs/decisions/0009). If the image is larger than its memory, it
-passes through a ring: memory that is used again for later bytes once it is written and hashed. In a
-ring, each chunk is therefore hashed beside the writes of its parts. Each part is retried by itself.
-The first error that outlasts the retries aborts the upload and is raised.
+The state may still be copied to the image. A byte has *landed* when it was copied, and each part is
+written as soon as its bytes have landed. If several parts may be written at a time, the same
+threads hash the chunks, but only while they write the second half of the parts, when copying has
+mostly ended. Copying, hashing and training at the same time would need three cores on machines that
+may have two, and would slow training twice as much (docs/decisions/0009). If the store takes one
+part at a time, a worker hashes the chunks while the calling thread writes the parts.
+
+If the image is larger than its memory, it passes through a ring: memory that is used again for
+later bytes once it is written and hashed. So in a ring, each chunk is hashed soon after its parts
+are written. The write of each part is retried separately. The first error that remains after the
+retries aborts the upload and is raised.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ OnBytes = Callable[[int], None]
 
 
 class Source(Protocol):
-    """The bytes of an image, which may still be arriving in memory.
+    """The bytes of an image, to which the state may still be copied.
 
     Thread safety: any thread may call all methods.
     """
@@ -61,7 +65,7 @@ class Source(Protocol):
         The memory is valid until both ``written`` and ``hashed`` have been called for these bytes.
 
         Raises:
-            CkptError: The reason why the bytes will never land.
+            CkptError: The copy has failed with this error, so the bytes will never land.
         """
         ...
 
@@ -93,8 +97,8 @@ class ImageWrite:
         workers: The threads that write and hash.
         retry: How each request is retried.
         on_bytes: Called from worker threads with the number of bytes just written.
-        known: The chunk table if these same bytes were hashed before, for instance for another
-            tier. The chunks are then not hashed again. Empty if the table is not known.
+        known: The chunk table if the same bytes were hashed before, for instance for another tier.
+            The chunks are then not hashed again. Empty if the bytes were not hashed before.
     """
 
     source: Source
@@ -117,7 +121,7 @@ def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]
     Raises:
         StorageError: The store refused or failed.
         StagingError: The ring that the image passes through is too small.
-        CkptError: The source has raised it.
+        CkptError: The source has raised this error.
     """
     source, chunks, key, workers = write.source, write.chunks, write.key, write.workers
     known, retry = write.known, write.retry
@@ -149,9 +153,9 @@ def adopt_image(write: ImageWrite, backend: Adopting) -> tuple[Chunk, ...]:
         The chunk table.
 
     Raises:
-        StagingError: The image is not as a whole in one file in /dev/shm.
+        StagingError: No file in /dev/shm holds the whole image.
         StorageError: The store refused or failed.
-        CkptError: The source has raised it.
+        CkptError: The source has raised this error.
     """
     source, chunks, key, workers = write.source, write.chunks, write.key, write.workers
     known, retry = write.known, write.retry
@@ -300,7 +304,7 @@ class _Job:
                 self.write(offset, part)
                 part = beside.pop().result() if len(beside) > 1 else None
         except BaseException:
-            # The memory of the image may be reused after this, so wait for all that read from it.
+            # The memory of the image may be reused soon, so wait for the calls that read from it.
             wait([each for each in beside if not each.cancel()])
             raise
         beside[0].result()

@@ -26,9 +26,10 @@ class Pace:
         self._free_at = 0.0
 
     def end(self, *, now: bool) -> None:
-        """Lift the limit, wake the threads that wait in ``spend``, and set ``stopped``.
+        """Lift the limit, and wake the threads that wait in ``spend``.
 
-        ``stopped`` becomes ``now``: True asks the threads to stop their work.
+        Args:
+            now: The new value of ``stopped``. True asks the threads to stop their work.
         """
         self.stopped = now
         self._hurry.set()

@@ -1,4 +1,4 @@
-"""The policy of retries: how often a call is repeated, and how long it waits in between.
+"""The policy of retries: how often a call is repeated, and how long the pauses are.
 
 Only a call that raises ``TransientStorageError`` is repeated.
 """
@@ -56,9 +56,10 @@ class RetryPolicy:
     hurry: threading.Event = field(default_factory=threading.Event)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Call ``work`` until it does not raise ``TransientStorageError``, and return its result.
+        """Call ``work`` until it raises no ``TransientStorageError``, and return its result.
 
-        Any other error, and the last error when the policy gives up, is raised unchanged.
+        Any other error is raised at once and unchanged. If the policy gives up, the error of the
+        last call is raised.
         """
         attempts = Retrying(
             retry=retry_if_exception_type(TransientStorageError),

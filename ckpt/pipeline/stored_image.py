@@ -1,5 +1,5 @@
-"""The image of a file on a tier, as the source of a copy to another tier. The slot that held the
-image during the save is not needed.
+"""An image that is read from a file on a tier, for a copy to another tier. The copy does not need
+the slot that held the image during the save.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Any thread may call the function.
 
 
 class StoredImage:
-    """A `Source` that reads each chunk of a file when ``view`` first asks for bytes of it, and
-    verifies the chunk before it returns them.
+    """A `Source` that reads and verifies each chunk of a file when ``view`` is first called for
+    bytes of the chunk.
 
-    The parts of an upload need not begin where chunks begin. So if ``view`` asks for a part of a
-    chunk, the whole chunk stays in memory until all its bytes have been asked for.
+    The parts of an upload need not begin where chunks begin. So if ``view`` returns only a part of
+    a chunk, the whole chunk stays in memory until ``view`` has returned all its bytes.
 
     Thread safety: any thread may call all methods.
 
@@ -50,7 +50,7 @@ class StoredImage:
         self._one_of_them = [threading.Lock() for _ in range(_LOCKS)]
         self._kept: dict[int, tuple[memoryview, int]] = {}
         """The chunks in memory, by index: the bytes of the chunk, and how many of them ``view`` has
-        not been asked for yet.
+        not returned yet.
         """
 
     @classmethod
@@ -88,13 +88,13 @@ class StoredImage:
         return memory
 
     def written(self, start: int, end: int) -> None:
-        """Do nothing: each chunk has memory of its own."""
+        """Do nothing, since each chunk has separate memory that nothing overwrites."""
 
     def hashed(self, start: int, end: int) -> None:
-        """Do nothing: each chunk has memory of its own."""
+        """Do nothing, since each chunk has separate memory that nothing overwrites."""
 
     def lost(self, error: CkptError) -> None:
-        """Do nothing: each chunk has memory of its own."""
+        """Do nothing, since each chunk has separate memory that nothing overwrites."""
 
     def _part(self, index: int, start: int, end: int) -> memoryview:
         """Return the bytes from ``start`` to ``end``, which belong to the chunk ``index``."""

@@ -75,8 +75,8 @@ class Workers:
         self._nice, self._cpus = nice, frozenset(cpus) if cpus is not None else None
         self._settle = partial(_settle, name, nice, self._cpus)
         self._queue: _Queue = SimpleQueue()
-        # One item for each call that has not ended. Ctrl-C cannot leave its lock taken (see
-        # ``ckpt.locks``).
+        # One item for each call that has not ended. The queue is written in C, so that Ctrl-C
+        # cannot leave its lock taken (see ``ckpt.locks``).
         self._unfinished = SimpleQueue[None]()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -87,14 +87,15 @@ class Workers:
     def beside(self, name: str, count: int) -> Workers:
         """Return a new group with the same ``nice`` and ``cpus``. The caller closes it.
 
-        It serves calls that wait for calls of this group, which would block this group's threads.
+        The new group is for calls that wait for calls of this group. On the threads of this group,
+        they could block all threads.
         """
         return Workers(name, count, nice=self._nice, cpus=self._cpus)
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue the call of ``work`` and return the future of its result or error.
 
-        Python 3.12.1 starts no thread once the script has ended. If the group has no thread then,
+        Python 3.12 starts no thread once the script has ended. If the group has no thread then,
         this method runs the call itself before it returns.
 
         Raises:
@@ -126,7 +127,7 @@ class Workers:
                 self._start_one()
 
     def started(self) -> Self:
-        """Start one thread, and return the group. Later calls of ``submit`` then get a thread, also
+        """Start one thread, and return the group. Later calls of ``submit`` then have a thread even
         if the system starts no more threads.
 
         Raises:
@@ -187,7 +188,7 @@ class Workers:
         ``work``.
 
         At most ``4 * count`` calls are submitted whose results the caller has not taken yet. If the
-        call of the next result failed, its error is raised. After an error, or when the caller
+        call for the next result has failed, its error is raised. After an error, or when the caller
         closes the iterator, calls that have not begun are cancelled.
         """
         ahead: deque[Future[T]] = deque()
@@ -296,8 +297,8 @@ class Closes(Protocol):
 def workers_at_exit(name: str, count: int) -> Workers:
     """Return a group that can run calls submitted after the script has ended.
 
-    Python 3.12.1 starts no thread after that, and Python 3.11 and 3.13 do. So on Python 3.12 all
-    ``count`` threads are started now.
+    Python 3.12 starts no thread once the script has ended, but Python 3.11 and 3.13 do. So on
+    Python 3.12 all ``count`` threads are started now.
     """
     group = Workers(name, count)
     if sys.version_info[:2] == (3, 12):
@@ -323,7 +324,7 @@ def close_at_exit(owner: Closes) -> None:
         if (found := alive()) is not None:
             try:
                 found.close_after(_unhandled())
-            except Exception as error:  # noqa: BLE001 - see above
+            except Exception as error:  # noqa: BLE001 - no caller could handle it
                 _log.error("ckpt: %s", error)
 
     # ThreadPoolExecutor of concurrent.futures uses this private function for the same purpose.
