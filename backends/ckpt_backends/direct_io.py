@@ -1,9 +1,9 @@
 """Direct I/O: reads and writes of a file that bypass the page cache, for memory of any alignment.
 
 ``O_DIRECT`` takes a tenth of the CPU time of buffered I/O, and does not displace the trainer's
-pages from memory. It needs offsets, lengths and addresses that are multiples of a block. A
-file system may refuse it when the file is opened, or only at a later request. So every call can
-fall back to the page cache.
+pages from memory. It needs offsets, lengths and addresses that are multiples of a block. A file
+system may refuse ``O_DIRECT`` when the file is opened, or only at a later request. So every call
+can fall back to the page cache.
 
 A write is direct if its memory is aligned. A read is direct in one of two ways:
 
@@ -34,8 +34,8 @@ import numpy as np
 
 from ckpt.storage.api import Buffer, aligned_memory
 
-# This is a multiple of the logical block of every disk in use. A file system that needs a larger
-# block refuses direct writes, and the page cache is used.
+# Common disks have logical blocks of 512 or 4096 bytes. A file system that needs a larger block
+# refuses direct writes, which then go through the page cache.
 ALIGNMENT: Final = 4096
 _REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 # Direct reads into the memory of a device fail with EFAULT.
@@ -82,7 +82,7 @@ def open_direct(path: str, flags: int) -> int | None:
 
 
 def write_all(fd: int, parts: Iterable[Buffer]) -> int:
-    """Write all of ``parts`` at the position of the descriptor, and return the number of bytes."""
+    """Write all of ``parts`` at the current position of ``fd``, and return the number of bytes."""
     total = 0
     for part in parts:
         left = memoryview(part).cast("B")
@@ -172,7 +172,8 @@ class DirectWriter:
         """Write the last bytes of the file, padded to a whole block, with ``O_DIRECT``. ``sync``
         removes the padding.
 
-        Return False if this was refused. The caller then writes ``tail`` through the page cache.
+        Return False if the file system refuses that. The caller then writes ``tail`` through the
+        page cache.
         """
         if self._refused:
             return False
@@ -275,7 +276,7 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     """Return True if all of this range of the file is in the page cache. Files on a tmpfs always
     are.
 
-    Return False if the kernel is older than 6.5, which cannot tell.
+    Return False if the kernel is older than 6.5, and so lacks the system call for this question.
     """
     asked = (ctypes.c_uint64 * 2)(offset, nbytes)
     counts = (ctypes.c_uint64 * 5)()
@@ -324,7 +325,7 @@ def _after(outs: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 def _read_buffered(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
-    """Do as ``read_at``, through the page cache."""
+    """Read as ``read_at`` does, but only through the page cache."""
     left, done = _after(outs, 0), 0
     while left and (count := os.preadv(fd, left[:_MOST_PARTS], offset + done)):
         left, done = _after(left, count), done + count
@@ -332,15 +333,16 @@ def _read_buffered(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
 
 
 def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
-    """Do as ``read_at``, with ``O_DIRECT``.
+    """Read as ``read_at`` does, but only with ``O_DIRECT``.
 
-    If the number of bytes returned is less than the length of ``outs``, the file ends there, or the
-    next bytes must be read through the page cache.
+    If the returned number is less than the length of ``outs``, either the file ends there, or the
+    file system has refused to read the next bytes directly. The caller then reads these bytes
+    through the page cache.
     """
     memory_block, block = blocks_of(fd)
 
     def fits(part: tuple[memoryview, int]) -> bool:
-        """Return True if a target is large enough, and aligned, to be read straight into."""
+        """Return True if bytes can be read straight into a target: it is large and aligned."""
         out, start = part
         return out.nbytes >= STRAIGHT_BYTES and not (address(out) + -start % block) % memory_block
 
@@ -392,8 +394,8 @@ def _read_through(fd: int, offset: int, outs: Sequence[memoryview], block: int) 
 
 
 def _pour(source: memoryview, outs: list[memoryview]) -> list[memoryview]:
-    """Copy ``source`` into ``outs``, one after another, and return the memory that this leaves
-    unfilled.
+    """Copy ``source`` into ``outs``, one after another, and return the parts of ``outs`` that are
+    not filled yet.
     """
     for index, out in enumerate(outs):
         if out.nbytes > source.nbytes:

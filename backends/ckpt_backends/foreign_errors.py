@@ -2,11 +2,11 @@
 
 The libraries are not imported; their exception classes are recognized by name.
 
-An exception is translated together with the chain of its causes. The first server's answer in the
-chain decides, by its error code or its HTTP status. The search for an answer stops at the first
-exception whose class is in the table. If no answer is found, the first exception in the chain with
-a known class or a known ``errno`` decides. Everything that may be a credential is removed from
-messages.
+An exception is translated together with the chain of its causes. If an exception in the chain holds
+an answer of the server, the error code or the HTTP status of the first such answer decides. The
+search for an answer stops at the first exception whose class is in the table ``_BY_CLASS``. If no
+answer is found, the first exception in the chain with a known class or a known ``errno`` decides.
+Everything that may be a credential is removed from messages.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ _USERINFO: Final = re.compile(r"//[^/@\s]+@")
 
 
 def clean(text: str, secrets: Sequence[str] = ()) -> str:
-    """Return ``text`` without the users and passwords of URLs, signatures, and the strings in
-    ``secrets``.
+    """Return ``text`` without the users and passwords in URLs, without signatures, and without the
+    strings in ``secrets``.
     """
     for secret in secrets:
         text = text.replace(secret, "***")
@@ -108,7 +108,7 @@ def clean(text: str, secrets: Sequence[str] = ()) -> str:
 
 @contextmanager
 def foreign(key: str, *, secrets: Sequence[str] = (), bucket: str = "") -> Generator[None]:
-    """Raise an exception of a client library in the ``with`` block as a storage error.
+    """Return a context manager that turns exceptions of client libraries into storage errors.
 
     Errors of ckpt, and exceptions that mean a bug, such as ``TypeError``, pass unchanged.
 
@@ -123,7 +123,7 @@ def foreign(key: str, *, secrets: Sequence[str] = (), bucket: str = "") -> Gener
         raise
     except _BUGS:
         raise
-    except Exception as error:  # noqa: BLE001 - none of them may pass, that is what this is for
+    except Exception as error:  # noqa: BLE001 - libraries raise errors of any class
         # ``from None`` is needed because the exceptions of a vendor hold requests and headers, and
         # so credentials, which a traceback might show.
         raise storage_error(key, error, secrets=secrets, bucket=bucket) from None
@@ -137,8 +137,8 @@ def storage_error(
     """
     for link in _chain(error):
         if _class_of(link):
-            # The class of this error decides. For some errors of the connection, aiohttp sets the
-            # status 400, which does not come from the server.
+            # The class of this error decides, and not its status. For some errors of a connection,
+            # aiohttp itself sets the status 400.
             break
         code, status = _answer(link)
         if code == "NoSuchBucket":
@@ -201,7 +201,7 @@ def _answer(error: BaseException) -> tuple[str, int]:
 
 
 def _text(code: str, status: int, error: BaseException) -> str:
-    """Return a message of the status, the code and the text of ``error``."""
+    """Return a message that has the status, the code and the text of ``error``."""
     text = " ".join(
         part for part in (str(status or ""), code if code != str(status) else "") if part
     )

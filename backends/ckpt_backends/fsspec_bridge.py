@@ -1,9 +1,10 @@
 """The backend for any file system that fsspec knows, and the base of the S3 and GCS backends.
 
 The guarantees depend on the file system. On object stores (``OBJECT_STORES``), an object appears
-as a whole or not at all. On a local disk behind ``dir::``, an object is renamed into place, but its
-bytes are not forced to the medium. On other file systems, such as SFTP or SMB, a crash during
-``put`` may leave a short object. Use these for further copies, and not as the only tier.
+as a whole or not at all. On a local disk behind ``dir::``, an object is written under a temporary
+name and renamed, but its bytes are not forced to the medium. On other file systems, such as SFTP or
+SMB, a crash during ``put`` may leave a short object. Use a local disk behind ``dir::`` or such a
+file system only as an additional tier.
 """
 
 from __future__ import annotations
@@ -160,11 +161,12 @@ class StorageBackendOnFsspec:
     """A file system of fsspec as a store.
 
     If the file system has no conditional put, ``put(if_absent=True)`` first checks that the object
-    does not exist, and then writes it. This is enough if only one process writes the key, but two
-    processes at the same time can both succeed. ``capabilities.put_if_absent`` is False then.
+    does not exist, and then writes it. This is enough if only one process writes the key. Two
+    processes that write at the same time can both succeed, so ``capabilities.put_if_absent`` is
+    False then.
 
-    Thread safety: any thread may call all methods. All asynchronous file systems run on the one
-    thread of fsspec's event loop.
+    Thread safety: any thread may call all methods. fsspec runs the requests of all asynchronous
+    file systems on one thread, which runs its event loop.
 
     Args:
         fs: The file system.
@@ -319,8 +321,8 @@ class StorageBackendOnFsspec:
             raise
 
     def errors(self, key: str) -> AbstractContextManager[None]:
-        """Raise the errors of client libraries in the ``with`` block as storage errors about
-        ``key``.
+        """Return a context manager that turns the errors of client libraries into storage errors
+        about ``key``.
         """
         return foreign(key, secrets=self._secrets, bucket=self._root.partition("/")[0])
 
@@ -400,8 +402,8 @@ class _StreamUpload:
         reply was lost.
 
         This is assumed if the object exists and has the size of the upload. An older object of the
-        same size cannot be told apart. But each attempt has keys of its own, and every restore
-        checks the bytes against the manifest.
+        same size would look the same. But each attempt has keys of its own, and every restore
+        compares the bytes with the checksums in the manifest.
         """
         with suppress(StorageError):
             given = sum(part.nbytes for part in self._parts.values())

@@ -1,7 +1,7 @@
 """The backend for Google Cloud Storage, over gcsfs.
 
-A small object is put with one request, also under the condition that the key has no object. A large
-object is written by one resumable upload.
+A small object is put with one request. The request can have the condition that the key has no
+object. A large object is written by one resumable upload.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _file_system(settings: dict[str, Any]) -> Any:
     # to stderr in a process that has not configured logging.
     logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     fs = GCSFileSystem(**settings, use_listings_cache=False, skip_instance_cache=True)
-    # The six tries that gcsfs makes take half a minute, and the pipeline retries, too.
+    # By default gcsfs tries six times, which takes half a minute. The pipeline retries too.
     once: Any = GCSFileSystem._request
     retrying: Any = retry_request
     fs._request = partial(retrying(retries=_TRIES)(once.__wrapped__), fs)

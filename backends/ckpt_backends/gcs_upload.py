@@ -1,12 +1,13 @@
 """The upload of a large object to Google Cloud Storage, as one resumable upload.
 
 The server takes the parts only in file order. A part that is written early is copied, and kept
-until all parts before it are sent. With a few writers, only a few parts are kept at a time. After
+until all parts before it are sent. If few threads write, only a few parts are kept at a time. After
 an error, the bytes are sent again from the position that the server last reported. The server
 ignores bytes that it already has. An emulator may not ignore them, so the size of the object is
-checked at the end. If the server no longer knows the upload, the upload cannot continue. This
-raises ``TransientStorageError``, since the caller may begin another upload and send the whole
-object again.
+checked at the end.
+
+If the server no longer knows the upload, every method but ``abort`` raises
+``TransientStorageError``. The caller may then begin another upload and send the whole object again.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class ResumableUpload:
 
 def _persisted(headers: Mapping[str, Any]) -> int:
     """Return the number of bytes that the server has, from the headers of its answer. The header
-    'Range: bytes=0-42' means 43 bytes; no such header means 0.
+    'Range: bytes=0-42' means 43 bytes. Without this header, the server has no bytes.
     """
     found = str(headers.get("Range", ""))
     return int(found.rpartition("-")[2]) + 1 if "-" in found else 0

@@ -1,4 +1,4 @@
-"""The striping of a step's files over the storage targets of a Lustre file system.
+"""Stripes the files of a step over the storage targets of a Lustre file system.
 
 By default, Lustre stores a file on one target, which limits the write of an image to the bandwidth
 of one target. This module therefore sets a layout on each new folder, which applies to the files in
@@ -48,7 +48,7 @@ class Striping:
 
         Never raise: a failure is logged once, since files without striping are valid, too.
         """
-        with self._lock:  # Another thread must not leave its folder as it is while this one looks
+        with self._lock:  # Other threads wait here until it is known whether to set layouts
             if not self._looked:
                 self._lfs = self._find()
                 self._looked = True

@@ -44,8 +44,8 @@ _stores_lock: Final = threading.Lock()
 
 
 def open_memory(url: str, options: Mapping[str, object]) -> MemoryBackend:
-    """Return a backend on the store of this name in this process. Create the store if it does not
-    exist.
+    """Return a backend for the store that ``url`` names. Create the store if this process has no
+    store of that name.
 
     Args:
         url: ``memory://name`` or ``memory://name/prefix``. The root is the prefix.

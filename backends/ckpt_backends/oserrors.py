@@ -50,8 +50,8 @@ def storage_error(
 ) -> StorageError:
     """Return the storage error about ``key`` that ``error`` means.
 
-    ``missing`` is the class that replaces ``ObjectNotFound``, for calls in which a missing file
-    does not mean a missing object, such as the creation of a file.
+    ``missing`` is the class that replaces ``ObjectNotFound``. It is for calls such as the creation
+    of a file, where a missing file or folder does not mean a missing object.
     """
     kind = BY_ERRNO.get(error.errno or 0, StorageError)
     return (missing if kind is ObjectNotFound else kind)(
@@ -61,7 +61,7 @@ def storage_error(
 
 @contextmanager
 def mapped(key: str, *, missing: type[StorageError] = ObjectNotFound) -> Generator[None]:
-    """Raise an ``OSError`` of the ``with`` block as the storage error about ``key`` that
+    """Return a context manager that turns an ``OSError`` into the storage error about ``key`` that
     ``storage_error`` returns.
     """
     try:

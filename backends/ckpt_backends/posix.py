@@ -97,7 +97,7 @@ class PosixBackend:
     """A folder as a store.
 
     The backend remembers the identity of the folder, to notice when its path names another folder
-    later (see ``is_replaced``). Between calls, only an unfinished upload keeps descriptors open. A
+    later (see ``is_replaced``). Only unfinished uploads keep descriptors open between calls. A
     thread that reads may keep a buffer of 2 MiB until the thread ends.
 
     Thread safety: several threads may call all methods at the same time.
@@ -146,9 +146,9 @@ class PosixBackend:
         """Return the identity of the folder that is now at the path of the root, or None if there
         is none.
 
-        This is the device and the inode number. On network and user-space file systems these
-        numbers may change although the folder is the same, so the type of the file system is
-        returned there.
+        The identity is the device and the inode number. On network and user-space file systems
+        these numbers may change although the folder is the same. There the identity is only the
+        type of the file system.
         """
         with suppress(OSError):
             found = os.stat(self._root)
@@ -505,8 +505,8 @@ def _temporary_beside(target: str) -> str:
 
 
 def _is_hidden(name: str) -> bool:
-    """Return True if ``name`` is that of a temporary file, or of a deleted file that NFS keeps
-    while a process has it open.
+    """Return True if ``name`` is the name of a temporary file, or the name under which NFS keeps a
+    deleted file while a process has it open.
     """
     return (name.startswith(".") and name.endswith(".tmp")) or name.startswith(".nfs")
 
@@ -514,7 +514,8 @@ def _is_hidden(name: str) -> bool:
 def _remove_abandoned(folder: str) -> None:
     """Remove abandoned temporary files from ``folder`` if it holds nothing but temporary files.
 
-    Such a file is left by a crash, and may have tens of GiB.
+    A crash leaves such files, which may have tens of GiB. A file is abandoned if it was not changed
+    for ``_ABANDONED_SECONDS``.
     """
     with suppress(OSError), os.scandir(folder) as entries:
         left = list(entries)

@@ -2,9 +2,9 @@
 
 A large object is written with a multipart upload. Each thread of the pipeline sends one part at a
 time straight from the caller's memory (see ``s3_bulk``). ``pipe_file`` and ``open`` of s3fs are not
-used for this, since they hold hundreds of MiB and send parts in batches. s3fs makes the small
-requests, on the one thread of fsspec's event loop. If the reply of a request that creates an object
-is lost, the backend asks the store whether the object exists.
+used for large objects, since they hold hundreds of MiB and send parts in batches. s3fs makes the
+small requests, on the one thread of fsspec's event loop. If the reply of a request that creates an
+object is lost, the backend asks the store whether the object exists.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _ORPHAN_HOURS: Final = 24.0
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _CLIENT: Final[Mapping[str, object]] = {
     "connect_timeout": 10,
-    # On a slow network, the buffers of the system still hold megabytes of a part when its last byte
-    # is handed over. The answer arrives only after these are sent.
+    # On a slow network, the buffers of the system still hold megabytes of a part when botocore has
+    # written its last byte. The answer arrives only after these megabytes are sent.
     "read_timeout": 60,
     "retries": {"max_attempts": 3, "mode": "standard"},
     "max_pool_connections": 2 * _CONCURRENCY,
@@ -72,7 +72,7 @@ _CLIENT: Final[Mapping[str, object]] = {
 
 
 def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
-    """Return the backend whose root is ``s3://bucket/prefix``. Nothing is contacted yet.
+    """Return the backend whose root is ``s3://bucket/prefix``. No request is made yet.
 
     If credentials and settings are not given, botocore takes them from the environment, from the
     configuration files of AWS, or from the role of the instance.
@@ -296,8 +296,8 @@ class S3Backend(StorageBackendOnFsspec):
             )
 
     def _ask_no_leave(self) -> None:
-        """Keep puts of s3fs from sending the header ``Expect: 100-continue``. They would wait for
-        the answer to the header without a time limit, since aiohttp has none.
+        """Keep puts of s3fs from sending the header ``Expect: 100-continue``. With this header,
+        aiohttp would wait without a time limit for the server's answer to the header.
         """
         client = self._fs.connect()
         if client is not self._hushed:
@@ -366,8 +366,9 @@ class S3Backend(StorageBackendOnFsspec):
     def _put_and_compare(self, key: str, value: bytes) -> None:
         """Put an object, read it back, and raise ``ObjectExists`` if it has another value.
 
-        This is for servers without conditional puts. The last of two concurrent puts wins there,
-        and this call notices if another process has won.
+        This is for servers without conditional puts. If two processes put an object at the same
+        time, the later put replaces the earlier one. The process with the earlier put raises the
+        error, unless it has read its own value before.
         """
         self.call(key, "put_object", Body=value)
         found = bytearray(self.head(key).size)
@@ -460,8 +461,8 @@ class _S3Upload:
         """Return True if the upload was completed although the request failed, because only its
         reply was lost.
 
-        This is so if the server no longer knows the upload, and the object has the size ``size``:
-        only this process completes this upload.
+        This is so if the server no longer knows the upload, and the object has the size ``size``.
+        No other process completes this upload.
         """
         with suppress(StorageError):
             try:

@@ -37,7 +37,8 @@ class S3Bulk:
         client: The arguments of botocore's ``Session.create_client``.
         profile: The name of the profile in the configuration files of AWS; None for the default.
         checksums: True if a CRC-32 is sent with each part, for the server to compare.
-        payer: The arguments that name who pays for a request; added to each request.
+        payer: The arguments that are added to each request for a bucket whose requester pays; empty
+            for other buckets.
     """
 
     def __init__(
@@ -112,10 +113,11 @@ class S3Bulk:
             stream.close()
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of obstore's ``S3Store`` that correspond to this client.
+        """Return the settings of obstore's ``S3Store`` that correspond to this client, and the
+        entry ``credentials``.
 
-        The entry ``credentials`` is not a setting. It holds the credentials object of botocore, or
-        None if requests are not signed.
+        The entry ``credentials`` is not a setting of ``S3Store``. Its value is the credentials
+        object of botocore, or None if requests are not signed.
         """
         client = self._client()
         anonymous = self._config.get("signature_version") is not None
@@ -225,7 +227,8 @@ class Body:
 
 
 def session_of(arguments: Mapping[str, Any]) -> Any:
-    """Return a session for s3fs that shares the description of S3 with the other clients.
+    """Return a session for s3fs that shares botocore's description of the S3 API with the other
+    clients.
 
     A session that s3fs makes itself would read the description again. ``arguments`` are those of
     ``AioSession``.
@@ -239,8 +242,8 @@ def session_of(arguments: Mapping[str, Any]) -> Any:
 
 @cache
 def _loader() -> Any:
-    """Return the loader of botocore that all clients share, so that the description of S3 is read
-    only once. Reading it takes a tenth of a second.
+    """Return the loader of botocore that all clients share, so that botocore's description of the
+    S3 API is read only once, which takes a tenth of a second.
     """
     from botocore.session import Session
 

@@ -1,9 +1,9 @@
 """The upload of large objects to S3 with obstore, the Python package of Rust's object_store.
 
-Of all clients, obstore needs the least CPU time and disturbs other threads the least, also over
-TLS. It takes the parts in file order and copies each part once. It sends several parts at a time,
-and retries failed requests with backoff and jitter. s3fs and botocore make all other requests, with
-the same settings. botocore finds the credentials.
+obstore needs less CPU time than s3fs and botocore, and disturbs other threads less, also over TLS.
+It takes the parts in file order and copies each part once. It sends several parts at a time, and
+retries failed requests with backoff and jitter. s3fs and botocore make all other requests, with the
+same settings. botocore finds the credentials.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Bucket(Protocol):
     """The methods of the backend that an upload uses."""
 
     def errors(self, key: str) -> AbstractContextManager[None]:
-        """Raise the errors of client libraries in the ``with`` block as storage errors."""
+        """Return a context manager that turns errors of client libraries into storage errors."""
         ...
 
     def etag_of(self, key: str) -> str | None:
@@ -112,7 +112,7 @@ class ObstoreWriter:
 class ObstoreUpload:
     """The upload of one large object through a file of obstore.
 
-    An error is final, since it loses the parts that obstore has taken. Further calls raise
+    After an error, the parts that obstore has taken are lost. Further calls raise
     ``TransientStorageError``, and the owner must begin another upload.
 
     Thread safety:
@@ -203,7 +203,8 @@ class ObstoreUpload:
 
 @contextmanager
 def _as_known_error() -> Generator[None]:
-    """Raise an ``OSError`` of the ``with`` block as ``PermissionError`` or ``ConnectionError``.
+    """Return a context manager that turns an ``OSError`` into a ``PermissionError`` or a
+    ``ConnectionError``.
 
     An error of obstore's file has no code, so its text decides.
     """

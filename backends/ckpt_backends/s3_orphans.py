@@ -1,10 +1,10 @@
 """The removal of multipart uploads that killed jobs have left in a bucket.
 
 Such uploads appear in no listing of objects, but their parts cost money until the uploads are
-aborted. An upload is aborted only if its key is that of a rank's file in the folder of a step below
-the root, and if it began so long ago that no running job can still be working on it. Only a process
-that writes a file of rank 0 does this, and only once. If the store cannot list uploads, or does not
-allow it, nothing happens.
+aborted. An upload is aborted only if it is for a rank's file in the folder of a step below the
+root, and if it is so old that no running job can still be working on it. Only a process that writes
+a file of rank 0 looks for such uploads, and only once. If the store cannot list uploads, or forbids
+the listing, nothing is aborted.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Orphans:
     Thread safety: any thread may call all methods.
 
     Args:
-        call: Makes a request about the bucket; takes the name of the method of S3 and its
-            arguments, and raises ``StorageError``.
+        call: Makes a request about the bucket. It takes the name of the method of botocore's S3
+            client and the arguments of the method, and raises ``StorageError``.
         prefix: The prefix of the root with a slash at its end; '' for the whole bucket.
-        after: The age from which on an upload counts as abandoned. With zero, ``abort_once`` aborts
-            nothing.
+        after: The age from which an upload counts as abandoned. If it is zero, ``abort_once``
+            aborts nothing.
     """
 
     def __init__(self, call: Callable[..., Any], prefix: str, after: timedelta) -> None:

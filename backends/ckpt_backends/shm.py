@@ -2,8 +2,8 @@
 
 Such a store is a folder in ``/dev/shm``, which outlives the process. A slot is already a file in
 ``/dev/shm``. To store its image, the backend gives the file a second name. Nothing is copied. The
-next image in the slot overwrites these bytes, so the slot pool removes the step before it hands the
-slot out.
+next image in the slot overwrites these bytes, so the slot pool removes the step from the store
+before it lets a save use the slot again.
 
 Every user of the machine may write to ``/dev/shm``, and the name of the folder can be guessed. The
 backend therefore creates the folder when the store is opened, and keeps it open by a descriptor.
@@ -78,7 +78,7 @@ def stores() -> list[str]:
             and entry.is_dir(follow_symlinks=False)
         ):
             continue
-        with suppress(FileNotFoundError):  # A job may have closed, and removed its empty folder
+        with suppress(FileNotFoundError):  # A job that has ended may have removed its empty folder
             if _is_own(entry.stat(follow_symlinks=False)):
                 urls.append(url)
             else:
@@ -113,7 +113,8 @@ class ShmBackend(PosixBackend):
         self.capabilities = replace(self.capabilities, alignment=1)
         self._lock = threading.Lock()
         self._held: list[int] = []
-        """The descriptors of the folder and of its removed predecessors; the last one is in use.
+        """The descriptors of the folder and of earlier folders of this name that were removed. The
+        last one is in use.
 
         Another thread may still use a path through an earlier descriptor, so all of them stay open
         until ``close``.
@@ -126,8 +127,9 @@ class ShmBackend(PosixBackend):
     def identity(self) -> str:
         """Return the device of the file system and the name of the folder.
 
-        The inode number is not part of it: a job that closes may remove the folder between the
-        start of two ranks of this job, and the second rank then creates another folder.
+        The inode number is not a part of the identity. Another job that closes may remove the empty
+        folder between the starts of two ranks of this job. The second rank then creates another
+        folder, which has another inode number.
         """
         with mapped("", missing=StorageError):
             found = os.stat(self._top())
@@ -154,8 +156,8 @@ class ShmBackend(PosixBackend):
             return open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb", 0)
 
     def _top(self) -> str:
-        """Return the path of the folder through its descriptor. A folder that takes its name later
-        does not change what this path refers to.
+        """Return the path of the folder through its descriptor. The path names the same folder even
+        if another folder gets its name in ``/dev/shm`` later.
 
         Raises:
             AccessDenied: The folder does not belong to this user alone.
@@ -178,9 +180,8 @@ class ShmBackend(PosixBackend):
             return f"/proc/self/fd/{self._held[-1]}"
 
     def is_replaced(self) -> bool:
-        """Return False. Another folder of this name is no sign of a lost store, since a job removes
-        the folder when it closes and the folder is empty, and the next job creates the folder
-        again.
+        """Return False. Another folder of this name is no sign of a lost store, since a job that
+        closes removes an empty folder, and the next job creates the folder again.
         """
         return False
 
@@ -237,8 +238,8 @@ class ShmBackend(PosixBackend):
         with mapped(key, missing=StorageError):
             folder, name = os.path.split(target)
             temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(6)}.tmp")
-            # This also creates the folders. While the temporary file is in its folder, no other
-            # process removes the folder as empty.
+            # ``_create`` also creates the folders. While the temporary file is in its folder, the
+            # folder is not empty, so no other process removes it.
             os.close(self._create(temporary))
             beside = f"{temporary[:-4]}.link.tmp"
             try:
@@ -272,7 +273,7 @@ def _hold(path: str) -> int:
         try:
             return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            # Another process has closed the empty store, and so removed the folder, in between.
+            # Another process has removed the folder since ``mkdir``, by closing the empty store.
             continue
         except OSError as error:
             # A link, a file, or a folder that this user may not open has this name.
