@@ -105,7 +105,9 @@ def test_a_process_that_an_exception_ends_does_not_wait_for_a_store_that_hangs(
     given up.
     """
     how, call, code = WAYS[way]
-    said = run_code(STUCK.replace("HOW", how) + call, tmp_path / "run", status=code, timeout=100)
+    said = run_code(
+        STUCK.replace("HOW", how) + call, tmp_path / "run", status=code, timeout=100, finalize=True
+    )
     assert f"this process ends: {tmp_path / 'run'} lacks step 2 (not finished within 0.3 s)" in said
     assert said.count("lacks step 2") == 1
     assert CheckpointManager(str(tmp_path / "run")).steps() == [1]
@@ -475,7 +477,7 @@ try:
 except KeyboardInterrupt:
     print(*[slot.path for slot in manager._saver.slots.made])
 """
-    said = run_code(script, tmp_path / "run", timeout=100)
+    said = run_code(script, tmp_path / "run", timeout=100, finalize=True)
     slots = [word for word in said.split() if word.startswith("/dev/shm/")]
     assert slots
     assert not any(map(os.path.exists, slots))
@@ -502,7 +504,7 @@ def beside():
 atexit.register(late, "atexit")
 threading.Thread(target=beside).start()
 """
-    said = run_code(script, tmp_path / "run", timeout=100)
+    said = run_code(script, tmp_path / "run", timeout=100, finalize=True)
     for name in ("thread", "atexit"):
         assert said.count(f"{name} the main thread has ended, which closes every") == 2
     assert "let the main thread join it" in said

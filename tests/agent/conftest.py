@@ -44,12 +44,18 @@ def new_place() -> Iterator[Place]:
 
 
 def holders(place: Place, name: str) -> list[int]:
-    """Return the processes that have the lock file ``name`` open."""
+    """Return the processes that have the lock file ``name`` open.
+
+    Only processes with ``agent`` in their command line count. It takes milliseconds to look through
+    the open files of all processes, and tests call this again and again.
+    """
     wanted, found = f"{place.folder}/{name}.lock", []
-    for folder in Path("/proc").glob("[0-9]*/fd"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if any(os.readlink(each) == wanted for each in folder.iterdir()):
-                found.append(int(folder.parent.name))
+            if b"agent" in (folder / "cmdline").read_bytes() and any(
+                os.readlink(each) == wanted for each in (folder / "fd").iterdir()
+            ):
+                found.append(int(folder.name))
     return [pid for pid in found if pid != os.getpid()]
 
 

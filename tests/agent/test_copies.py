@@ -9,6 +9,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,6 +53,7 @@ from tests.kit.disks import mount
 from tests.kit.stores import Gated, gated, whole
 from tests.kit.waiting import until
 from tests.kit.worlds import run_code
+from tests.processes import ended
 from tests.servers import KEY, SECRET, Server
 
 __all__ = ["gated", "mount"]
@@ -553,19 +556,28 @@ def test_no_worker_is_lent_to_a_job_that_makes_no_sense(
     assert status(place) is not None
 
 
-@pytest.mark.slow
+AGENT_WITH_TWO_WORKERS = """
+import sys
+import ckpt.agent.server as server
+from ckpt.agent.__main__ import main
+server._MOST_LENT = 2
+sys.exit(main(["run"]))
+"""
+
+
 def test_no_more_workers_are_lent_than_the_agent_has(place: Place, tmp_path: Path) -> None:
-    most, held = 32, list[Connection]()
-    asks = AskWorker(of_tiers(tmp_path, "near", "far"))
-    for _ in range(most):
-        held.append(reach(place))
-        held[-1].send(asks)
-    one = reach(place)
-    with pytest.raises(AgentError, match="copy for trainers already"):
-        one.ask(asks)
-    for each in (*held, one):
-        each.close()
-    assert until(lambda: not lent(place))
+    with ended(subprocess.Popen([sys.executable, "-c", AGENT_WITH_TWO_WORKERS])) as agent:
+        assert until(lambda: holders(place, "listen") == [agent.pid] and status(place))
+        asks = AskWorker(of_tiers(tmp_path, "near", "far"))
+        held = [reach(place), reach(place)]
+        for each in held:
+            each.send(asks)
+        one = reach(place)
+        with pytest.raises(AgentError, match="2 of its workers copy for trainers already"):
+            one.ask(asks)
+        for each in (*held, one):
+            each.close()
+        assert until(lambda: not lent(place))
 
 
 def test_what_follows_a_request_for_a_worker_is_not_answered_by_the_agent(

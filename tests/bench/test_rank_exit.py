@@ -27,7 +27,7 @@ print("begun")
 
 
 def ended(script: str, status: int = 0) -> str:
-    return run_code(BEGIN + script, status=status, timeout=100)
+    return run_code(BEGIN + script, status=status, timeout=100, finalize=True)
 
 
 def test_what_aborts_when_the_interpreter_is_finalized_is_not_met() -> None:

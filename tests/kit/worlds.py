@@ -80,15 +80,18 @@ def run_script(script: Path, *args: object, timeout: float = 150) -> str:
     return ended.said[0]
 
 
-def run_code(code: str, *args: object, status: int = 0, timeout: float = 150) -> str:
+def run_code(
+    code: str, *args: object, status: int = 0, timeout: float = 150, finalize: bool = False
+) -> str:
     """Run a program in one process, and return what it printed.
 
-    If it ends with another status than ``status``, the test fails with what it printed.
+    If it ends with another status than ``status``, the test fails with what it printed. With
+    ``finalize``, the process destroys all objects at its end, as an interpreter does.
     """
     with tempfile.TemporaryDirectory(prefix="ckpt-tests-") as folder:
         script = Path(folder, "code.py")
         script.write_text(code)
-        ended = run_forks([script, *args], [{}], timeout=timeout)
+        ended = run_forks([script, *args], [{}], timeout=timeout, finalize=finalize)
     assert ended.statuses == (status,), f"{ended.statuses}\n{ended.said[0][-8000:]}"
     return ended.said[0]
 
@@ -99,11 +102,13 @@ def run_forks(
     *,
     timeout: float,
     end_together: bool = True,
+    finalize: bool = False,
 ) -> Ended:
     """Run a script once in each of these environments, all at the same time.
 
-    If ``end_together``, the first that fails ends the others. If they take longer than ``timeout``
-    seconds, the test fails with their output and their stacks.
+    If ``end_together``, the first that fails ends the others. With ``finalize``, each destroys all
+    objects at its end, as an interpreter does. If they take longer than ``timeout`` seconds, the
+    test fails with their output and their stacks.
     """
     with tempfile.TemporaryDirectory(prefix="ckpt-tests-") as folder:
         logs = [Path(folder, str(number)) for number in range(len(environments))]
@@ -116,6 +121,7 @@ def run_forks(
                 "logs": [str(log) for log in logs],
                 "folder": os.getcwd(),
                 "end_together": end_together,
+                "finalize": finalize,
             },
             timeout,
         )
