@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -67,7 +68,8 @@ def declare_part(
 
     The module is then saved and restored with the whole tensor under the parameter's name, and can
     be restored on any other number of ranks. The same holds for the optimizer's state of the
-    parameter. Call this function once, before the module is first saved or restored. A DTensor
+    parameter. Call this function before the module is first saved or restored, and again when the
+    parameter becomes another part: the next save or restore takes the last declaration. A DTensor
     needs no declaration.
 
     Args:
@@ -95,3 +97,10 @@ def declared(value: Any) -> DeclaredPart | None:
     none.
     """
     return getattr(value, _MARK, None) if isinstance(value, torch.Tensor) else None
+
+
+def declarations(tensors: Iterable[torch.Tensor]) -> list[DeclaredPart | None]:
+    """Return ``declared(tensor)`` for each of ``tensors``. The call is fast for thousands of
+    tensors.
+    """
+    return list(map(getattr, tensors, repeat(_MARK), repeat(None)))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckpt.adapters.tensors.declared import DeclaredPart, declarations
 from ckpt.adapters.tensors.layout import PLAIN
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.zero import Keeper
@@ -39,6 +40,7 @@ class _KnownModule(NamedTuple):
         module: The module.
         keys: The keys of its state dict.
         tensors: The values of its state dict; None if some of them are no tensors.
+        parts: The declaration of each of ``tensors``.
         items: The items that it saves.
         tree: A record that tells whether the state dict is still the same. It is None if only a new
             call of ``state_dict()`` can tell.
@@ -47,8 +49,13 @@ class _KnownModule(NamedTuple):
     module: nn.Module
     keys: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...] | None
+    parts: Sequence[DeclaredPart | None]
     items: ModuleItems
     tree: ModuleTree | None
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Return True if ``module`` is the same, and its tensors have the same declarations."""
+        return self.module is module and self.parts == declarations(self.tensors or ())
 
 
 class Memory:
@@ -73,13 +80,13 @@ class Memory:
 
     def items(self, path: str, module: nn.Module) -> ModuleItems:
         """Return ``items_of(path, module)``. The call returns the last result again if the state
-        dict of the module has the same keys and the same tensor objects. A state dict with a value
-        that is no tensor always counts as changed.
+        dict of the module has the same keys and the same tensor objects, which are declared as the
+        same parts. A state dict with a value that is no tensor always counts as changed.
         """
         if isinstance(module, ModuleStandIn):
             return module.items(path)
         known = self.modules.get(path)
-        if known is not None and known.module is not module:
+        if known is not None and not known.is_of(module):
             known = None
         if known is not None and known.tree is not None and known.tree.still():
             return known.items
@@ -92,7 +99,8 @@ class Memory:
             or not all(map(is_, known.tensors, values))
         ):
             tensors = values if all(isinstance(value, torch.Tensor) for value in values) else None
-            known = _KnownModule(module, keys, tensors, items_of(path, module), tree=None)
+            parts = declarations(tensors or ())
+            known = _KnownModule(module, keys, tensors, parts, items_of(path, module), tree=None)
         tree = tree_of(module) if known.tensors is not None else None
         self.modules[path] = known = known._replace(tree=tree)
         return known.items

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from ckpt import declare_part
 from ckpt.adapters import torch_private
 from ckpt.adapters.walk import memory as memory_of_walks
 from ckpt.adapters.walk import segments
@@ -20,6 +21,8 @@ from ckpt.adapters.walk.memory import Memory
 from ckpt.adapters.walk.modules import raw_state
 from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.adapters.walk.segments import Segment
+from ckpt.errors import ConfigError
+from ckpt.model.box import Box
 from tests.adapters.ranks import rank_of
 
 State = dict[str, Any]
@@ -551,3 +554,41 @@ def test_what_an_earlier_module_shares_from_now_on_is_found(
     for _ in range(2):
         assert_finds_what_is_there(state, memory, plans)
     assert collect(state, rank=0, memory=memory).tied == {"second/weight": "first/kept"}
+
+
+def test_a_part_that_is_declared_again_is_found() -> None:
+    """The optimizer's state of the parameter is the same part."""
+    state, memory, plans = trained(), Memory(), PlanCache(0, 1 << 20)
+    weight, shape = state["model"].one.weight, (18, 6)
+    plans.prepare(collect(state, rank=0, memory=memory))
+    for first in (0, 6, 12, 6):
+        declare_part(weight, shape, (first, 0))
+        for _ in range(2):
+            leaves = plans.prepare(collect(state, rank=0, memory=memory)).leaves
+            found = {leaf.name: leaf.boxes for leaf in leaves if leaf.shape == shape}
+            assert len(found) == 3
+            assert set(found.values()) == {(Box((first, 0), (6, 6)),)}
+
+
+def test_a_part_whose_declaration_has_not_changed_is_not_named_again() -> None:
+    state, memory = trained(), Memory()
+
+    def declared() -> Collected:
+        declare_part(state["model"].one.weight, (12, 6), (6, 0))
+        return collect(state, rank=0, memory=memory)
+
+    first, again = declared(), declared()
+    assert [one is two for one, two in zip(first.parts, again.parts, strict=True)] == [True, True]
+
+
+def test_a_part_of_another_shape_can_be_declared_again() -> None:
+    state, memory = {"model": nn.Linear(6, 6)}, Memory()
+    weight = state["model"].weight
+    declare_part(weight, (12, 6), (6, 0))
+    collect(state, rank=0, memory=memory)
+    weight.data = torch.zeros(3, 6)
+    with pytest.raises(ConfigError, match="call it again"):
+        collect(state, rank=0, memory=memory)
+    declare_part(weight, (12, 6), (9, 0))
+    (part, _) = PlanCache(0, 1 << 20).prepare(collect(state, rank=0, memory=memory)).leaves
+    assert (part.name, part.boxes) == ("model/weight", (Box((9, 0), (3, 6)),))
