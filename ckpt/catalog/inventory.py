@@ -258,7 +258,8 @@ class Inventory:
         if not (self._late_metrics or self._part):
             return held
         objects = tuple(own_objects(self._backend, held.ref))
-        return held if len(objects) == len(held.objects) else self._with_late(held, objects)
+        # A file may have gone meanwhile, such as a claim marker, so their number shows nothing.
+        return held if _keys(objects) == _keys(held.objects) else self._with_late(held, objects)
 
     def _with_late(self, held: StoredStep, objects: tuple[ObjectInfo, ...]) -> StoredStep:
         late = late_metrics(self._backend, held.ref, [info.key for info in objects])
@@ -282,7 +283,7 @@ class Inventory:
         if not outline.carried:
             here = {file.rank for file in files}
             needed += [each for each in outline.fragments if not self._part or each.rank in here]
-        listed = {info.key for info in objects}
+        listed = _keys(objects)
         return [
             file.name
             for file in needed
@@ -350,6 +351,10 @@ class Inventory:
 
 def _reason(error: IntegrityError | StorageError) -> str:
     return error.detail if isinstance(error, ManifestCorrupt) else str(error)
+
+
+def _keys(objects: Sequence[ObjectInfo]) -> set[str]:
+    return {info.key for info in objects}
 
 
 def _is_data(name: str) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.late_metrics import put_late
 from ckpt.errors import StorageError
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef
@@ -96,3 +97,14 @@ def test_known_steps_cost_a_request_each_unless_they_are_only_shown(
         False: ["folders", "head", "head", "head", "list"],
         True: ["folders", "list"],
     }
+
+
+def test_metrics_are_found_though_another_file_has_gone(backend: StorageBackend) -> None:
+    ref = write_checkpoint(backend, 1, ARRAYS).ref
+    backend.put(ref.claim_marker, [b""])
+    inventory = Inventory(backend, late_metrics=True)
+    (first,) = inventory.look()
+    backend.delete(ref.claim_marker)
+    put_late(backend, ref, {"loss": 1.5})
+    (again,) = inventory.look()
+    assert (first.metrics, again.metrics) == ({}, {"loss": 1.5})
