@@ -68,7 +68,7 @@ def abort_reason(error: CkptError) -> Aborted:
             return Aborted(reason=str(error.seconds), failures={}, kind=kind, ranks=error.missing)
         case ReplicasDiverged():
             return Aborted(
-                reason="", failures={}, kind=kind, names=(error.name,), ranks=error.ranks
+                reason=error.detail, failures={}, kind=kind, names=(error.name,), ranks=error.ranks
             )
         case TensorIncomplete():
             return Aborted(reason=error.detail, failures={}, kind=kind, names=(error.name,))
@@ -105,7 +105,7 @@ def rebuild(verdict: Aborted, step: int, *, awaited: str = "the part") -> CkptEr
         case "CommitTimeout":
             return CommitTimeout(step, verdict.ranks, float(verdict.reason), awaited)
         case "ReplicasDiverged":
-            return ReplicasDiverged(verdict.names[0], verdict.ranks)
+            return ReplicasDiverged(verdict.names[0], verdict.ranks, verdict.reason)
         case "TensorIncomplete":
             return TensorIncomplete(verdict.names[0], verdict.reason)
         case "StepExists":

@@ -268,6 +268,7 @@ def test_when_nobody_can_tell_what_is_there_the_first_error_is_told(store):
         PeerFailed(5, {1: "full", 3: "gone"}),
         CommitTimeout(5, [1, 2], 12.5, "the part"),
         ReplicasDiverged("x", [0, 3]),
+        ReplicasDiverged("x", [0, 3], " (they are cut otherwise)"),
         TensorIncomplete("x", "a hole"),
         StepExists(5, "s3://b"),
         StepExists(5, "s3://b", earlier=True),
