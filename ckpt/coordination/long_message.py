@@ -46,10 +46,9 @@ def receive(
     """
     deadline = time.monotonic() + timeout
     count, _, first = _hear(coordinator, f"{subject}/0", rank, deadline).partition(b":")
-    rest = [
-        _hear(coordinator, f"{subject}/{number}", rank, deadline) for number in range(1, int(count))
-    ]
     try:
+        numbers = range(1, int(count))
+        rest = [_hear(coordinator, f"{subject}/{number}", rank, deadline) for number in numbers]
         frame = b64decode(b"".join([first, *rest]), validate=True)
         if not 0 <= zstandard.frame_content_size(frame) <= limit:
             raise CommitError(f"rank {rank} sent more than the {limit} bytes that it announced")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,10 +99,13 @@ def test_a_parcel_arrives_and_leaves_nothing(nbytes: int) -> None:
         receive(receiver, "s", 1, limit=nbytes, timeout=0.1)
 
 
-def test_a_damaged_parcel_is_an_error() -> None:
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[:-4], lambda text: text[2:], lambda text: b"x" + text]
+)
+def test_a_damaged_parcel_is_an_error(damage: Callable[[bytes], bytes]) -> None:
     world = World(2)
     send(world.coordinator(1), "s", b"x" * 1000)
-    world.messages["s/0", 1] = world.messages["s/0", 1][:-4]
+    world.messages["s/0", 1] = damage(world.messages["s/0", 1])
     with pytest.raises(CommitError, match="damaged"):
         receive(world.coordinator(0), "s", 1, limit=1000, timeout=1)
 
