@@ -63,7 +63,8 @@ class _Decided(msgspec.Struct, frozen=True):
 
     Attributes:
         nodes: For each local tier the node of each rank.
-        fault: Why the settings ``tls`` of the ranks do not allow a connection; empty if they do.
+        fault: Why the tiers or the settings ``tls`` of the ranks do not fit together; empty if they
+            do.
     """
 
     nodes: list[tuple[int, ...]]
@@ -80,11 +81,10 @@ def agree(
     ``tls`` may differ.
 
     Raises:
-        ConfigError: Only some ranks have ``tls``, or a rank cannot use the files of its ``tls``.
-            All ranks raise this error.
-        CommitError: A rank has another number of local tiers than the leader. Only the leader
-            raises this error, and the other ranks raise ``CommitTimeout``.
-        CommitTimeout: A rank has not posted its tiers in time, or the leader has not answered.
+        ConfigError: The numbers of local tiers differ, only some ranks have ``tls``, or a rank
+            cannot use the files of its ``tls``. All ranks raise this error.
+        CommitTimeout: A rank has not posted its tiers in time, for example because it has no local
+            tier, or the leader has not answered.
     """
     local = [tier for tier in tiers if tier.local]
     if coordinator.world_size == 1 or not local:
@@ -99,7 +99,7 @@ def agree(
     coordinator.post("nodes", msgspec.json.encode(mine))
     wait = Wait(_START_SECONDS + 30, "which ranks share a node")
     decided = leader_decides(
-        coordinator, "nodes", lambda: _decide(_ranks(coordinator, len(local))), wait, _Decided
+        coordinator, "nodes", lambda: _decide(_ranks(coordinator)), wait, _Decided
     )
     coordinator.forget("nodes")
     if decided.fault:
@@ -111,28 +111,29 @@ def agree(
     return tuple(replace(tier, nodes=found.get(tier.index)) for tier in tiers)
 
 
-def _ranks(coordinator: Coordinator, count: int) -> list[_Rank]:
-    """Return the messages of all ranks, by rank, after a check that each has ``count`` tiers."""
-    found: list[_Rank] = []
+def _ranks(coordinator: Coordinator) -> list[_Rank]:
+    """Return the messages of all ranks, by rank."""
     messages = gather(coordinator, "nodes", Wait(_START_SECONDS, "the manager"))
-    for rank, message in messages.items():
-        found.append(msgspec.json.decode(message, type=_Rank))
-        if len(found[-1].tiers) != count:
-            raise CommitError(
-                f"rank {rank} was given other tiers than rank {LEADER}: give all ranks the same"
-            )
-    return found
+    return [msgspec.json.decode(message, type=_Rank) for message in messages.values()]
 
 
 def _decide(ranks: Sequence[_Rank]) -> _Decided:
-    return _Decided(_number([rank.tiers for rank in ranks]), _fault(ranks))
+    if fault := _fault(ranks):
+        return _Decided([], fault)
+    return _Decided(_number([rank.tiers for rank in ranks]), "")
 
 
 def _fault(ranks: Sequence[_Rank]) -> str:
-    """Return why the settings ``tls`` of ``ranks`` do not allow a connection between them.
+    """Return why the tiers or the settings ``tls`` of ``ranks`` do not fit together.
 
     The text is empty if they do.
     """
+    counts = [len(rank.tiers) for rank in ranks]
+    if others := [number for number, count in enumerate(counts) if count != counts[LEADER]]:
+        return (
+            f"rank(s) {_named(others)} were given another number of local tiers than rank "
+            f"{LEADER}: give all ranks the same tiers"
+        )
     having = [number for number, rank in enumerate(ranks) if rank.tls]
     lacking = [number for number, rank in enumerate(ranks) if not rank.tls]
     if having and lacking:
