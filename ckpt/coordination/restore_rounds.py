@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import msgspec
 
@@ -109,7 +109,7 @@ class RestoreRounds:
             raise failed
         if isinstance(node, dict) and "error" in node:
             raise StorageError("", f"rank {LEADER} cannot list the tiers: {node['error']}")
-        return msgspec.convert(node, kind, str_keys=True) if node else None
+        return None if node is None else msgspec.convert(node, kind, str_keys=True)
 
     def do(
         self, what: str, step: int, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
@@ -150,9 +150,9 @@ class RestoreRounds:
         answer = self._poll(f"{self.subject}/{what}", step, mine)
         if answer.outcome == "damaged":
             raise Damaged(answer.reason) from error
-        if answer.outcome != "ok" or result is None:
+        if answer.outcome != "ok":
             raise error if isinstance(error, CkptError) else RestoreError(answer.reason) from error
-        return result, answer.names
+        return cast("T", result), answer.names  # ``work`` has returned, and may have returned None
 
     def _poll(self, subject: str, step: int, mine: _Answer) -> _Answer:
         """Post the answer of this rank, and return the worst answer of all ranks on each rank."""

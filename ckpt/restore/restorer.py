@@ -366,7 +366,7 @@ class Restorer:
         """
 
         def agree(what: str, work: Callable[[], object]) -> None:
-            self._rounds.do(what, step, lambda: (work(),), lambda _: ())
+            self._rounds.do(what, step, work, lambda _: ())
 
         if not self._shared:
             agree("read", lambda: taking.all_of(fit.plan))

@@ -66,6 +66,19 @@ def test_nobody_waits_long_for_a_dead_rank_once_one_has_failed(
         assert all("rank(s) 2 are gone" in str(error) for error in found.values())
 
 
+def test_a_work_without_a_result_succeeds() -> None:
+    assert outcome(dict.fromkeys(range(3))) == dict.fromkeys(range(3))
+
+
+def test_a_choice_may_be_zero() -> None:
+    def run(coordinator: Coordinator) -> list[int | None]:
+        rounds = RestoreRounds(coordinator, subject="x", patience=60)
+        choices = iter([0, 1])
+        return [rounds.next(choices, int) for _ in range(3)]
+
+    assert list(World(2).run(run).values()) == [[0, 1, None]] * 2
+
+
 @pytest.mark.parametrize(
     ("one", "two", "both"),
     [
