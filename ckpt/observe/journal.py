@@ -104,8 +104,8 @@ class Journal:
     Raises:
         ConfigError: ``root`` is a URL of a remote store.
 
-    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_file`` and
-    ``_failed``.
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_file``,
+    ``_failed`` and ``_opened``.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, rank: int | None = None) -> None:
@@ -114,6 +114,7 @@ class Journal:
         self._lock = threading.Lock()
         self._file: int | None = None
         self._failed = False
+        self._opened = self._rank != 0  # Only rank 0 writes the record ``OPENED``
 
     def __call__(self, event: Event) -> None:
         """Write the record of ``event``.
@@ -133,7 +134,7 @@ class Journal:
                 self._failed = True
 
     def close(self) -> None:
-        """Close the file. The next event opens it again."""
+        """Close the file. The next event opens it again, as a part of the same job."""
         with self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -149,8 +150,9 @@ class Journal:
         elif self._file is None:
             os.makedirs(self._folder, exist_ok=True)
             self._file = _open(path)
-            if not self._rank:
-                _write(self._file, Record(at=record.at, event=OPENED))
+        if not self._opened:
+            _write(self._file, Record(at=record.at, event=OPENED))
+            self._opened = True
         _write(self._file, record)
 
 

@@ -61,6 +61,17 @@ def test_a_save_under_way_is_cut_when_the_next_job_begins(tmp_path: Path) -> Non
     second.close()
 
 
+def test_a_journal_that_is_closed_during_a_job_goes_on_with_the_job(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "run", rank=0)
+    journal(staged(1, "a"))
+    journal.close()
+    journal(staged(2, "a"))
+    journal.close()
+    assert lines(tmp_path / "run") == ["Opened", "SaveStaged", "SaveStaged"]
+    found = history_of(JournalReader(str(tmp_path / "run")).read())
+    assert [found.saves[step].tiers["a"].state for step in (1, 2)] == ["saving", "saving"]
+
+
 def test_what_a_restore_repaired_belongs_to_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path, rank=0)
     journal(SaveFailed(step=1, error=OutOfSpace("x")))
