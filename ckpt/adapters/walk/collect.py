@@ -99,10 +99,7 @@ class Collected:
         """The tensors of all ``parts``, one by one."""
         found: list[Held] = []
         for part in self.parts:
-            if isinstance(part, Segment):
-                found += part.held
-            else:
-                found.append(part)
+            found += part.held if isinstance(part, Segment) else (part,)
         return found
 
 
@@ -392,10 +389,9 @@ class _Walk:
         self._segment(path, (*table.keys, *late), tensors, named)
         segment = self._memory.segments[path]
         if table.node is None or table.segment is not segment:
-            names = [join(path, key) for key in value]
             table.node = {
-                key: {"$": "tensor", "n": segment.tied.get(name, name)}
-                for key, name in zip(value, names, strict=True)
+                key: {"$": "tensor", "n": segment.tied.get(name := join(path, key), name)}
+                for key in value
             }
             table.segment = segment
         return table.node
@@ -472,6 +468,7 @@ class _Walk:
             if stored == item.name:
                 held.append(item)
             else:
+                check_name(item.name, item.name)  # A save plan checks the names of all others
                 tied[item.name] = stored
         self._read()  # ``_stored`` has not called this method if there are no candidates
         # A later call of ``_read`` replaces the list at each of these addresses by the list of this

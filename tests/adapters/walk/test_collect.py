@@ -27,6 +27,7 @@ from ckpt.adapters.walk.memory import Memory
 from ckpt.adapters.walk.segments import Held, Segment
 from ckpt.errors import FormatUnsupported, UnsupportedValue
 from ckpt.model.dtype import DTYPES
+from ckpt.model.values import LARGE
 from tests.adapters.saving import (
     assert_same,
     bits,
@@ -418,6 +419,14 @@ def test_what_only_pickle_could_save_is_refused_with_its_path(value: object, pat
         assert refused.value.name == path
         assert manager.steps() == []
         manager.save({"v": 1}, 0)  # nothing of the refused value is left
+
+
+def test_a_tied_name_in_a_large_dict_that_is_not_text_is_refused_with_its_path() -> None:
+    tensor = torch.ones(2)
+    value = {f"t{i}": torch.ones(2) for i in range(LARGE)} | {"a": tensor, "\ud800": tensor}
+    with CheckpointManager(new_root()) as manager, pytest.raises(UnsupportedValue) as refused:
+        manager.prepare({"v": value})
+    assert refused.value.name == "v/\ud800"
 
 
 @pytest.mark.parametrize("how", ["real", "real, allowed", "fake"])
