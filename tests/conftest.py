@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 import platform
 from pathlib import Path
 
 import pytest
+
+# Threads of OpenMP wait for each other in loops. Several processes of tests share the processors, and
+# such a loop then takes more time than a small tensor needs: with two threads, the tests of
+# Lightning take twice the processor time. torch reads the variable when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest.register_assert_rewrite("ckpt.storage.testing.conformance", "ckpt.storage.testing.uploads")
 

@@ -166,6 +166,21 @@ def full(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Te
     return found
 
 
+def shards(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return this rank's shard of every tensor of a net that ``fully_shard`` has cut.
+
+    Two nets of one world have equal shards on all ranks if their whole tensors are equal. No rank
+    waits for another one.
+    """
+    tensors = {f"model/{name}": value for name, value in net.state_dict(keep_vars=True).items()}
+    for name, values in states(net, optimizer).items():
+        tensors |= {f"optimizer/{name}/{key}": value for key, value in values.items()}
+    return {
+        name: (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in tensors.items()
+    }
+
+
 def fsdp1_states(net: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """Return the optimizer's states, where ``FSDP.optim_state_dict`` is wrong.
 

@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from bench.rank_exit import exit_rank
@@ -36,7 +38,7 @@ from ckpt.storage.api import Upload
 from ckpt.storage.tiers import OpenTier, open_tiers
 from ckpt_backends.posix import PosixBackend
 from tests.distributed.workers import nets
-from tests.distributed.workers.nets import assert_same, full, step
+from tests.distributed.workers.nets import assert_same, shards, step
 from tests.kit.certificates import Authority
 
 STEPS = (1, 2, 3)
@@ -46,12 +48,13 @@ def tiers(root: Path, **settings: Any) -> list[Tier]:
     return [Tier(str(root / f"node{dist.get_rank()}"), local=True, keep_last=2, **settings)]
 
 
-def trained(number: int) -> tuple[Any, Any]:
-    """Return the model and the optimizer after this many steps."""
+@cache
+def trained(number: int) -> dict[str, torch.Tensor]:
+    """Return what this rank has of the model and the optimizer after this many steps."""
     model, optimizer = nets.build("fsdp", 0)
     for each in range(1, number + 1):
         step(model, optimizer, each)
-    return model, optimizer
+    return shards(model, optimizer)
 
 
 def save(
@@ -78,7 +81,7 @@ def restored(places: Sequence[Tier], tls: Tls | None = None) -> int | None:
             return None
     assert report is not None
     assert report.repaired == (), report
-    assert_same(full(model, optimizer), full(*trained(report.step)))
+    assert_same(shards(model, optimizer), trained(report.step))
     return report.step
 
 
