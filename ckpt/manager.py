@@ -130,8 +130,7 @@ class CheckpointManager:
         # These threads outlive a restore, which must not wait for a tier that does not answer.
         self._listers = Workers("list", 4 * len(self._tiers))
         self._inside: dict[int, str] = {}
-        # An optimizer's step that a graph captures before the first save may be replayed later.
-        self._fence.listen()
+        self._fence.listen()  # A graph that captures a step before the first save may replay it
         # ``close`` ignores an exception that was already being handled at this point.
         self._earlier = sys.exception()
         self._closing = Closing(self._listers)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# Threads of OpenMP wait for each other in loops. Several processes of tests share the processors, and
-# such a loop then takes more time than a small tensor needs: with two threads, the tests of
+# Threads of OpenMP wait for each other in loops. Several processes of tests share the processors,
+# and such a loop then takes more time than a small tensor needs: with two threads, the tests of
 # Lightning take twice the processor time. torch reads the variable when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
