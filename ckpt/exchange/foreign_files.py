@@ -33,6 +33,7 @@ from ckpt.exchange.file_kind import is_torch, what_is
 from ckpt.exchange.inert_pickle import Inert, read_inert
 from ckpt.exchange.input_limits import check_state, check_torch_file, opened, regular
 from ckpt.exchange.torch_writer import Scratch
+from ckpt.model.box import Box, tiling_fault
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import MANIFEST, parse_folder
 from ckpt.model.validate import MAX_DIMENSIONS
@@ -281,18 +282,16 @@ def _dcp(source: str, scratch: str | None) -> State:
         paths: Mapping[str, Any] = table.state.get("planner_data") or {}
     made = _made(scratch, [(name, *kind) for name, kind in kinds.items() if kind])
     flat: dict[str, Any] = {}
-    filled = dict.fromkeys(made, 0)
+    filled: dict[str, list[Box]] = {name: [] for name in made}
     for name, offsets, load in pieces:
         value = load()
         if name in made:
-            filled[name] += _place(name, made[name], offsets, value)
+            filled[name].append(_place(name, made[name], offsets, value))
         else:
             flat[name] = value
     for name, tensor in made.items():
-        if filled[name] != tensor.numel():
-            raise IntegrityError(
-                f"{source}: {tensor.numel() - filled[name]} elements of {name!r} are missing"
-            )
+        if fault := tiling_fault(tuple(tensor.shape), filled[name]):
+            raise IntegrityError(f"{source}: the parts of {name!r} are wrong: {fault}")
     if missing := kinds.keys() - made.keys() - flat.keys():
         raise IntegrityError(f"{source}: {sorted(missing)[0]!r} is missing")
     with _doubted(table_path):
@@ -447,24 +446,35 @@ def _read(path: str, start: int, length: int, name: str) -> Any:
     return _load(io.BytesIO(data), f"{name} in {path}")
 
 
-def _place(name: str, whole: torch.Tensor, offsets: tuple[int, ...], piece: Any) -> int:
+def _place(name: str, whole: torch.Tensor, offsets: tuple[int, ...], piece: Any) -> Box:
+    """Copy ``piece``, a part of the tensor ``name``, to its place in ``whole``, and return the
+    place.
+
+    Raises:
+        IntegrityError: The piece is not such a part, or its place is not inside of the tensor.
+    """
     if (
         not isinstance(piece, torch.Tensor)
+        or not has_bytes(piece)
         or piece.dtype != whole.dtype
         or piece.ndim != whole.ndim
     ):
         raise IntegrityError(f"a part of {name!r} is not what the table of contents says")
-    offsets = offsets or (0,) * whole.ndim
-    if any(
-        start + n > size for start, n, size in zip(offsets, piece.shape, whole.shape, strict=True)
-    ):
+    box = Box(offsets or (0,) * whole.ndim, tuple(piece.shape))
+    if not box.inside(whole.shape):
         raise IntegrityError(f"a part of {name!r} is outside of it")
     dtype = str(whole.dtype).removeprefix("torch.")
-    region: Any = tuple(
-        slice(start, start + n) for start, n in zip(offsets, piece.shape, strict=True)
-    )
-    copyable(whole, dtype)[(*region, ...)].copy_(copyable(piece.detach(), dtype))
-    return piece.numel()
+    region: Any = (*box.slices(), ...)
+    copyable(whole, dtype)[region].copy_(copyable(piece.detach(), dtype))
+    return box
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Return True if ``tensor`` is an ordinary strided tensor in host memory. A save refuses
+    sparse, quantized and nested tensors, and tensors on the meta device.
+    """
+    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return plain and tensor.device.type == "cpu"
 
 
 def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> State:

@@ -23,7 +23,14 @@ from torch.optim import Optimizer
 from ckpt.catalog.index import committed
 from ckpt.config import Tier
 from ckpt.errors import CommitError, ConfigError, StepExists, StorageError, UnsupportedValue
-from ckpt.exchange.foreign_files import Kind, State, check_kind, detect, read_source
+from ckpt.exchange.foreign_files import (
+    Kind,
+    State,
+    check_kind,
+    detect,
+    has_bytes,
+    read_source,
+)
 from ckpt.manager import CheckpointManager
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef
@@ -259,7 +266,7 @@ class _Shaper:
             value = entries[key]
             if (
                 isinstance(value, torch.Tensor)
-                and _has_bytes(value)
+                and has_bytes(value)
                 and value.ndim > 1
                 and value.numel()
             ):
@@ -356,14 +363,6 @@ class _Shaper:
         ]
 
 
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    """Return True if ``tensor`` is an ordinary strided tensor in host memory. A save refuses
-    sparse, quantized and nested tensors, and tensors on the meta device.
-    """
-    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-    return plain and tensor.device.type == "cpu"
-
-
 def _digest(tensor: torch.Tensor) -> str:
     flat = copyable(tensor.detach(), str(tensor.dtype).removeprefix("torch.")).contiguous()
     # An array is a buffer, but Python 3.11 has no ``collections.abc.Buffer`` to declare that.
@@ -420,7 +419,7 @@ def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, An
     names: list[str] = []
     for name, value in entries.items():
         if isinstance(value, torch.Tensor) and not _BUFFERS.search(name):
-            if not _has_bytes(value):
+            if not has_bytes(value):
                 return []
             where = (value.data_ptr(), tuple(value.shape))
             if value.numel() == 0 or where not in seen:  # A tied parameter counts once

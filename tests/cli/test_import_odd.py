@@ -5,6 +5,7 @@ An import reads them, or refuses them in one sentence. Nothing is an internal er
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -17,6 +18,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from tests.cli.conftest import Cli
 
@@ -162,6 +170,45 @@ def test_a_table_that_lies_is_found_out(cli: Cli, lie: str) -> None:
     assert ran.code == code, ran.err
     assert ran.err.count("\n") == 1
     assert "internal error" not in ran.err
+    assert not Path("runs").exists()
+
+
+def write_parts(parts: dict[tuple[int, ...], torch.Tensor]) -> None:
+    """Write a folder of torch.distributed.checkpoint with the tensor "w" of four elements, which
+    has these parts by their offsets.
+    """
+    os.mkdir("c")
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for number, (offsets, part) in enumerate(parts.items()):
+        buffer = io.BytesIO()
+        torch.save(part, buffer)
+        Path(f"c/__{number}_0.distcp").write_bytes(buffer.getvalue())
+        index = MetadataIndex("w", torch.Size(offsets), number)
+        places[index] = _StorageInfo(f"__{number}_0.distcp", 0, len(buffer.getvalue()))
+    kind = TensorStorageMetadata(TensorProperties(dtype=ONE.dtype), torch.Size([4]), [])
+    Path("c/.metadata").write_bytes(pickle.dumps(Metadata({"w": kind}, {"w": ("w",)}, places)))
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ({(0,): ONE, (1,): ONE}, "boxes overlap at (1,)"),
+        ({(0,): ONE, (1,): torch.ones(3)}, "boxes overlap at (1,)"),
+        ({(0,): ONE, (3,): torch.ones(1)}, "1 of 4 elements are in no box"),
+        ({(0,): ONE, (3,): ONE}, "outside of it"),
+        ({(0, 0): torch.ones(4)}, "outside of it"),
+        ({(0,): ONE, (2,): ONE.to_sparse()}, "is not what the table of contents says"),
+        ({(0,): ONE, (2,): ONE.to("meta")}, "is not what the table of contents says"),
+    ],
+)
+def test_parts_that_do_not_make_a_tensor_are_refused(
+    cli: Cli, parts: dict[tuple[int, ...], torch.Tensor], expected: str
+) -> None:
+    write_parts(parts)
+    ran = cli("import", "c", "runs", "--step", 1)
+    assert ran.code == 4, ran.err
+    assert ran.err.count("\n") == 1
+    assert expected in ran.err
     assert not Path("runs").exists()
 
 
