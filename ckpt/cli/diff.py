@@ -114,14 +114,15 @@ def _reader(root: str | None, step: int | None, timeout: float) -> Generator[Ste
 
 def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]:
     """Return for each of the tensors ``names`` the largest difference between its elements in the
-    two checkpoints.
+    two checkpoints. A tensor is left out if its elements are not numbers.
     """
     from ckpt.exchange.max_difference import max_difference
 
     found: dict[str, float] = {}
     with output.progress("reading", in_bytes=False) as bar:
         for done, name in enumerate(names):
-            found[name] = max_difference(one, two, name)
+            if (difference := max_difference(one, two, name)) is not None:
+                found[name] = difference
             bar(done + 1, len(names))
     return found
 

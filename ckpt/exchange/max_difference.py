@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
+import numpy as np
 import torch
 
 from ckpt.catalog.difference import pairs
-from ckpt.catalog.tensor_reader import StepReader
+from ckpt.catalog.tensor_reader import Piece, StepReader
+
+_INTEGERS: Final = ("int", "uint", "bool")
+_NOT_NUMBERS: Final = ("bits", "float4")
 
 
-def max_difference(one: StepReader, two: StepReader, name: str) -> float:
+def max_difference(one: StepReader, two: StepReader, name: str) -> float | None:
     """Return the largest absolute difference between elements of the tensor ``name`` at the same
     position in two checkpoints.
 
-    The result is inf if two elements at the same position differ, and at least one of them is
-    infinite or NaN. Two NaNs count as equal. Differences are computed in float64 or complex128, so
-    integers above 2**53 are rounded first. Both tensors must have the same dtype and shape.
+    The result is None if an element of the dtype is not one number (``float4_e2m1fn_x2``,
+    ``bits8``). It is inf if two elements at the same position differ, and at least one of them is
+    infinite or NaN. Two NaNs count as equal. Differences are computed in float64 or complex128, and
+    those of integers exactly. Both tensors must have the same dtype and shape.
     """
-    dtype = getattr(torch, one.tensors[name].dtype)
-    largest = 0.0
-    for a, b in pairs(one, two, name):
-        x, y = (
-            _comparable(torch.frombuffer(piece.data, dtype=torch.uint8).view(dtype))
-            for piece in (a, b)
-        )
-        same = (x == y) | (x.isnan() & y.isnan())
-        far = torch.where(same, 0.0, (x - y).abs())
-        found = float(far.nan_to_num(nan=math.inf, posinf=math.inf).max())
-        largest = max(largest, found)
-    return largest
+    dtype = one.tensors[name].dtype
+    if dtype.startswith(_NOT_NUMBERS):
+        return None
+    of = _of_integers if dtype.startswith(_INTEGERS) else _of_floats
+    return max((of(a, b, dtype) for a, b in pairs(one, two, name)), default=0.0)
+
+
+def _of_integers(one: Piece, two: Piece, dtype: str) -> float:
+    x, y = (np.frombuffer(piece.data, dtype=dtype) for piece in (one, two))
+    # uint64 wraps, so it holds the difference of any two integers of 64 bits.
+    far = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
+    return float(far.max())
+
+
+def _of_floats(one: Piece, two: Piece, dtype: str) -> float:
+    x, y = (
+        _comparable(torch.frombuffer(piece.data, dtype=torch.uint8).view(getattr(torch, dtype)))
+        for piece in (one, two)
+    )
+    same = (x == y) | (x.isnan() & y.isnan())
+    far = torch.where(same, 0.0, (x - y).abs())
+    return float(far.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager
+from ckpt.model.dtype import DTYPES
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import Written, write_checkpoint
@@ -106,6 +107,42 @@ def test_values_of_any_dtype_are_compared(cli: Cli) -> None:
     found = {item["name"]: item["max_difference"] for item in ran.json["values"]}
     assert {name: found[name] for name in VALUES} == {name: by for name, (_, by) in VALUES.items()}
     assert found["inf"] == found["lost"] == "inf"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tensor_of_each_dtype_can_be_compared(cli: Cli, dtype: str) -> None:
+    for folder, byte in (("a", 0), ("b", 1)):
+        memory = torch.zeros(32, dtype=torch.uint8)
+        memory[0] = byte
+        with CheckpointManager(folder) as manager:
+            manager.save({"x": memory.view(getattr(torch, dtype))}, step=1)
+    ran = cli("diff", "a", "b", "--values", "--json")
+    assert ran.code == 1, ran.err
+    difference = ran.json["values"][0]["max_difference"]
+    if dtype.startswith(("bits", "float4")):  # An element is several values, or none
+        assert difference is None
+        assert "by at most" not in cli("diff", "a", "b", "--values").out
+    else:
+        assert difference > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pair", "by"),
+    [
+        (torch.int64, (2**60, 2**60 + 1), 1.0),
+        (torch.int64, (-(2**63), 2**63 - 1), 2.0**64),
+        (torch.uint64, (2**64 - 1, 2**64 - 4), 3.0),
+        (torch.int8, (-128, 127), 255.0),
+    ],
+)
+def test_large_integers_are_subtracted_exactly(
+    cli: Cli, dtype: torch.dtype, pair: tuple[int, int], by: float
+) -> None:
+    for folder, number in zip(("a", "b"), pair, strict=True):
+        with CheckpointManager(folder) as manager:
+            manager.save({"x": torch.tensor([0, number], dtype=dtype)}, step=1)
+    ran = cli("diff", "a", "b", "--values", "--json")
+    assert ran.json["values"] == [{"name": "x", "max_difference": by}]
 
 
 def test_damage_is_told(cli: Cli, steps: dict[int, Written]) -> None:
