@@ -20,6 +20,7 @@ from ckpt.cli.options import (
     TimeoutOption,
     naming_a_removed,
     open_root,
+    removed,
     source_and_other,
     workers_for,
 )
@@ -76,7 +77,7 @@ def copy(
     stopped. SOURCE is never changed.
 
     Exit code 0: all of it is at DEST. 4: something in SOURCE is damaged; the other steps were
-    copied. 7: SOURCE has no such checkpoint, or it was removed meanwhile. 3: a store failed.
+    copied. 7: SOURCE has no such checkpoint, or all were removed meanwhile. 3: a store failed.
 
     \b
     Examples:
@@ -106,9 +107,10 @@ def copy(
                 if not json:
                     output.warn(f"step {ref.step} was not copied: {error}")
             except NoCheckpoint:
-                if len(refs) == 1:
-                    raise
-                output.warn(f"step {ref.step} was removed during the command")
+                if len(refs) > 1:
+                    output.warn(f"step {ref.step} was removed during the command")
+    if not done:
+        raise removed([origin], refs[0])
     if json:
         output.show_json(
             {

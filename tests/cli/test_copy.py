@@ -78,6 +78,22 @@ def test_a_step_that_is_removed_meanwhile_is_not_called_damaged(
         assert "ckpt pin" in ran.err
 
 
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_copy_of_all_steps_fails_if_all_were_removed_meanwhile(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    def removed_first(sources: Any, folder: StepFolder, **options: Any) -> Any:
+        sources[0].delete(folder.ref.manifest)
+        return fetch_step(sources, folder, **options)
+
+    monkeypatch.setattr("ckpt.cli.copy.fetch_step", removed_first)
+    ran = cli("copy", "runs", "there", "--all", *more)
+    assert ran.code == 7
+    for step in steps:
+        assert f"warning: step {step} was removed during the command" in ran.err
+    assert "ckpt pin" in ran.err
+
+
 def test_to_another_kind_of_store_and_back(cli: Cli, steps: dict[int, Written]) -> None:
     url = f"memory://{uuid.uuid4().hex}"
     assert cli("copy", "runs", url, "--all").code == 0
