@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Final, Literal, Self, TypedDict, get_args
@@ -467,58 +467,9 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
         raise ConfigError(f"{place}: {error}") from None
 
 
-def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
-    """Return the tier that a command works on.
-
-    The result is the tier at the URL ``flag``, else at the URL in the variable ``CKPT_ROOT``, else
-    the first tier in ``./ckpt.toml`` that is neither "memory" nor of the form ``memory://...``. If
-    the flag or the variable names a tier of ``ckpt.toml``, the result has the settings of that
-    tier.
-
-    Args:
-        flag: The URL that the user gave to the command, if any.
-        config: The path of another ``ckpt.toml``. If it is given, the variable is not used.
-
-    Raises:
-        ConfigError: The flag, the variable and the file name no tier, or the URL is "memory".
-    """
-    tiers = load_config(config).tiers
-    if root := flag or (None if config else os.environ.get(ROOT_VARIABLE)):
-        if root == MEMORY:
-            raise ConfigError(
-                'the tier "memory" goes by the name of the tier after it: give its own URL, '
-                "shm://..., as `ckpt ls --root memory`, the log and a restore report print it"
-            )
-        return next((tier for tier in tiers if tier.url == root), None) or Tier(root)
-    for tier in tiers:
-        if tier.url != MEMORY and not tier.url.startswith("memory:"):
-            return tier
-    raise ConfigError(
-        "where are the checkpoints? Give the folder or URL as an argument or by --root, set "
-        f'{ROOT_VARIABLE}, or write root = "..." into ./{CONFIG_NAME}'
-    )
-
-
-def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tuple[Tier, ...]:
-    """Return the tiers that a command works on, nearest first.
-
-    Each of ``flags`` is resolved as by ``resolve_tier``. Without flags and without ``CKPT_ROOT``,
-    the result is all tiers of ``./ckpt.toml`` that outlive a process.
-
-    Args:
-        flags: The URLs that the user gave to the command, if any.
-        config: The path of another ``ckpt.toml``. If it is given, the variable is not used.
-
-    Raises:
-        ConfigError: No tier is named, or the URL of a flag or of the variable is "memory".
-    """
-    if flags:
-        return tuple(resolve_tier(flag, config) for flag in flags)
-    lasting = tuple(
-        tier for tier in load_config(config).tiers if not tier.url.startswith("memory:")
-    )
-    named = os.environ.get(ROOT_VARIABLE) and not config
-    return lasting if len(lasting) > 1 and not named else (resolve_tier(None, config),)
+def root_of_environment() -> str:
+    """Return the value of the variable ``CKPT_ROOT``; empty if the variable is not set."""
+    return os.environ.get(ROOT_VARIABLE, "")
 
 
 def ranks_on_this_node() -> int:

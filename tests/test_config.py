@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.config import Config, SaveConfig, Tier, Tls, debug_wanted, load_config, resolve_tier
+from ckpt.config import Config, SaveConfig, Tier, Tls, debug_wanted, load_config
 from ckpt.errors import ConfigError
 
 
@@ -170,29 +170,6 @@ def test_a_file_that_is_not_text_is_refused() -> None:
 def test_a_save_config_checks_itself(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         SaveConfig(**wrong)
-
-
-def test_the_flag_wins_over_the_variable_and_the_variable_over_the_file(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(ConfigError, match=r"--root.*CKPT_ROOT.*ckpt\.toml"):
-        resolve_tier(None)
-    Path("ckpt.toml").write_text('root = "from-file"')
-    assert resolve_tier(None).url == "from-file"
-    monkeypatch.setenv("CKPT_ROOT", "from-variable")
-    assert resolve_tier(None).url == "from-variable"
-    assert resolve_tier("from-flag").url == "from-flag"
-
-
-def test_a_memory_tier_is_passed_over_since_it_is_gone_with_its_process() -> None:
-    written('tiers = [{url = "memory://x"}, {url = "runs"}]')
-    assert resolve_tier(None).url == "runs"
-
-
-def test_a_root_that_is_a_tier_has_the_options_of_the_tier() -> None:
-    written('tiers = [{url = "runs"}, {url = "s3://b", options = {endpoint_url = "http://x"}}]')
-    assert resolve_tier("s3://b").options == {"endpoint_url": "http://x"}
-    assert resolve_tier("s3://c").options == {}
 
 
 def test_the_repr_of_a_tier_hides_its_options() -> None:

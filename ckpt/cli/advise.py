@@ -18,12 +18,12 @@ from ckpt.cli.options import (
     one_place,
     seconds,
 )
-from ckpt.config import resolve_tier
 from ckpt.errors import ConfigError
 from ckpt.observe.advice import Advice, Assumed, Measured, measured
 from ckpt.observe.advice import advise as advice_of
 from ckpt.observe.history import history_of
 from ckpt.observe.journal import JournalReader
+from ckpt.storage.tiers import resolve_tier
 
 
 def advise(

@@ -13,8 +13,7 @@ from ckpt.cli.options import TIMEOUT_SECONDS, naming_a_removed, workers_for
 from ckpt.cli.store_timeout import open_watched
 from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import ConfigError, FormatUnsupported, IntegrityError
-from ckpt.storage.places import relation
-from ckpt.storage.tiers import OpenTier, as_tiers, open_tiers
+from ckpt.storage.tiers import OpenTier, open_tiers, tier_at
 
 
 def prefetch(
@@ -69,11 +68,9 @@ def _tiers(url: str | None, to: Sequence[str], config: str | None) -> tuple[Tier
             "where are the checkpoints? Give the far tier: ckpt agent prefetch s3://bucket/run "
             "--to /nvme/run"
         )
-    given = as_tiers(url)[0] if url else known[-1]
-    far = next((tier for tier in known if relation(tier.url, given.url) == "same"), given)
+    far = tier_at(url, known) if url else known[-1]
     if to:
-        options = {tier.url: tier for tier in known}
-        return far, [options.get(place, as_tiers(place)[0]) for place in to]
+        return far, [tier_at(place, known) for place in to]
     near = known[: known.index(far)] if far in known else known
     if not near:
         raise ConfigError(

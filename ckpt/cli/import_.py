@@ -17,8 +17,8 @@ from ckpt.cli.options import (
     one_place,
 )
 from ckpt.cli.store_timeout import open_watched
-from ckpt.config import resolve_tier
 from ckpt.errors import ConfigError
+from ckpt.storage.tiers import resolve_tier
 
 Format = Literal["torch", "dcp", "safetensors"]
 """The formats that can be imported."""

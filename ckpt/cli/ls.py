@@ -24,14 +24,14 @@ from ckpt.cli.options import (
     open_each,
     places,
 )
-from ckpt.config import MEMORY, Tier, resolve_tier
+from ckpt.config import MEMORY, Tier
 from ckpt.errors import CkptError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.patterns import LEFT_OUT
 from ckpt.model.values import parse
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend, stores_in_memory
-from ckpt.storage.tiers import urls_of
+from ckpt.storage.tiers import resolve_tier, urls_of
 
 
 def ls(

@@ -14,7 +14,7 @@ from ckpt.cli.store_timeout import Watched, open_watched
 from ckpt.coordination.owner import read_owner
 from ckpt.errors import CkptError
 from ckpt.retention.claim import job_of
-from ckpt.storage.places import is_folder, relation
+from ckpt.storage.places import is_folder, relation, without_query
 from ckpt.storage.registry import stores_in_memory
 
 
@@ -63,7 +63,8 @@ def nearer_tiers(root: Watched, destination: Watched, timeout: float) -> list[Wa
 
 def _place_of(root: Watched, job: JobStatus) -> int:
     """Return the index of the root among the tiers of a job; -1 if the job has no such tier."""
-    places = (at for at, url in enumerate(job.tiers) if relation(url, root.url) == "same")
+    urls = enumerate(map(without_query, job.tiers))
+    places = (at for at, url in urls if relation(url, root.url) == "same")
     return next(places, -1)
 
 

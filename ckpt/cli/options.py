@@ -13,7 +13,7 @@ import typer
 
 from ckpt.catalog.index import is_committed
 from ckpt.cli.store_timeout import Watched, noting, open_watched
-from ckpt.config import MEMORY, Tier, load_config, resolve_tier
+from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -27,7 +27,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import is_damage
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import stores_in_memory
-from ckpt.storage.tiers import urls_of
+from ckpt.storage.tiers import resolve_tier, urls_of
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from ckpt.cli.options import (
     one_place,
 )
 from ckpt.cli.store_timeout import noting, open_watched
-from ckpt.config import Best, Tier, load_config, resolve_tier
+from ckpt.config import Best, Tier, load_config
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
@@ -35,6 +35,7 @@ from ckpt.retention.policy import (
     unknown_metric,
 )
 from ckpt.retention.pruner import Pruned, carry_out
+from ckpt.storage.tiers import resolve_tier
 
 
 def prune(

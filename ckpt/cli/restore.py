@@ -29,13 +29,12 @@ from ckpt.cli.options import (
     workers_for,
 )
 from ckpt.cli.store_timeout import Watched, open_watched, watch
-from ckpt.config import resolve_tiers
 from ckpt.errors import ConfigError, FormatUnsupported, IntegrityError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.places import is_folder, relation
-from ckpt.storage.tiers import open_tiers
+from ckpt.storage.tiers import open_tiers, resolve_tiers
 
 _DEFAULT_FOLDER = "restored"
 

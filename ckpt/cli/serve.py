@@ -9,11 +9,12 @@ import typer
 
 from ckpt.cli import output
 from ckpt.cli.options import PlacesArgument, RootsOption, places, tiers_of, with_memory
-from ckpt.config import MEMORY, resolve_tier, resolve_tiers
+from ckpt.config import MEMORY
 from ckpt.observe.run_view import RunWatch, watch_runs
 from ckpt.page.server import address, listen, read_token
 from ckpt.page.server import run as run_server
 from ckpt.storage.places import is_missing
+from ckpt.storage.tiers import resolve_tier, resolve_tiers
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ConfigsOption = Annotated[

@@ -32,6 +32,13 @@ def is_object_store(url: str) -> bool:
     return scheme_of(url) in OBJECT_STORES
 
 
+def without_query(url: str) -> str:
+    """Return ``url`` without its query if it names an object store. The query holds options, and
+    the backend leaves it out of the URL that it displays.
+    """
+    return url.partition("?")[0] if is_object_store(url) else url
+
+
 def relation(one: str, two: str) -> Relation:
     """Return how the locations of two URLs relate, regardless of how the URLs are spelled.
 

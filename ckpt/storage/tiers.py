@@ -1,4 +1,6 @@
-"""The tiers of a job: the settings of each tier, and the backend that reaches its store."""
+"""The tiers of a job or of a command: the settings of each tier, and the backend that reaches its
+store.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,23 @@ import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from ckpt.codec.registry import NO_CODEC
-from ckpt.config import MEMORY, Tier
+from ckpt.config import (
+    CONFIG_NAME,
+    MEMORY,
+    ROOT_VARIABLE,
+    Tier,
+    load_config,
+    root_of_environment,
+)
 from ckpt.errors import ConfigError
 from ckpt.model.checksum import checksum
 from ckpt.storage.api import Adopting, StorageBackend
-from ckpt.storage.places import is_folder, is_object_store, relation
+from ckpt.storage.places import is_folder, is_object_store, relation, without_query
 from ckpt.storage.registry import open_backend, scheme_of
 
 if TYPE_CHECKING:  # At run time, commands that list tiers must not import ssl, which is slow
@@ -128,6 +138,72 @@ def _as_tier(given: object) -> Tier:
         f"a {type(given).__name__} is not a place for checkpoints: give a folder, a URL, a Tier, "
         "or a list of these"
     )
+
+
+def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
+    """Return the tier that a command works on.
+
+    The result is the tier at the URL ``flag``, else at the URL in the variable ``CKPT_ROOT``, else
+    the first tier in ``./ckpt.toml`` that is neither "memory" nor of the form ``memory://...``. If
+    the flag or the variable names a tier of ``ckpt.toml``, the result has the settings of that
+    tier.
+
+    Args:
+        flag: The URL that the user gave to the command, if any.
+        config: The path of another ``ckpt.toml``. If it is given, the variable is not used.
+
+    Raises:
+        ConfigError: The flag, the variable and the file name no tier, or the URL is "memory".
+    """
+    tiers = load_config(config).tiers
+    if root := flag or ("" if config else root_of_environment()):
+        if root == MEMORY:
+            raise ConfigError(
+                'the tier "memory" goes by the name of the tier after it: give its own URL, '
+                "shm://..., as `ckpt ls --root memory`, the log and a restore report print it"
+            )
+        return tier_at(root, tiers)
+    for tier in tiers:
+        if tier.url != MEMORY and not tier.url.startswith("memory:"):
+            return tier
+    raise ConfigError(
+        "where are the checkpoints? Give the folder or URL as an argument or by --root, set "
+        f'{ROOT_VARIABLE}, or write root = "..." into ./{CONFIG_NAME}'
+    )
+
+
+def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tuple[Tier, ...]:
+    """Return the tiers that a command works on, nearest first.
+
+    Each of ``flags`` is resolved as by ``resolve_tier``. Without flags and without ``CKPT_ROOT``,
+    the result is all tiers of ``./ckpt.toml`` that outlive a process.
+
+    Args:
+        flags: The URLs that the user gave to the command, if any.
+        config: The path of another ``ckpt.toml``. If it is given, the variable is not used.
+
+    Raises:
+        ConfigError: No tier is named, or the URL of a flag or of the variable is "memory".
+    """
+    if flags:
+        return tuple(resolve_tier(flag, config) for flag in flags)
+    lasting = tuple(
+        tier for tier in load_config(config).tiers if not tier.url.startswith("memory:")
+    )
+    named = root_of_environment() and not config
+    return lasting if len(lasting) > 1 and not named else (resolve_tier(None, config),)
+
+
+def tier_at(url: str, tiers: Sequence[Tier]) -> Tier:
+    """Return the first of ``tiers`` that is the place ``url``, however it is spelled; else a new
+    tier without settings.
+
+    ``url`` may lack the query of an object store's URL, since no command prints the query.
+    """
+    tiers = [tier for tier in tiers if MEMORY not in (url, tier.url)]
+    with_query = (tier for tier in tiers if relation(tier.url, url) == "same")
+    bare = (tier for tier in tiers if relation(without_query(tier.url), url) == "same")
+    return next(chain(with_query, bare), None) or Tier(url)
 
 
 def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:

@@ -87,6 +87,17 @@ def test_the_tiers_of_the_configuration_are_filled(tmp_path: Path, far: Path, cl
     ]
 
 
+def test_a_tier_of_the_configuration_has_its_settings_in_each_spelling(
+    tmp_path: Path, far: Path, cli: Cli
+) -> None:
+    Path("ckpt.toml").write_text(
+        f'[[tiers]]\nurl = "near"\ncodec = "zstd"\n[[tiers]]\nurl = "{far}"\n'
+    )
+    ran = cli("agent", "prefetch", f"{far}/", "--to", f"{tmp_path}/near/")
+    assert ran.code == 0, ran.err
+    assert list(Path("near").glob("step*/*.encoded"))
+
+
 def test_a_newest_step_that_is_damaged_is_passed_over(tmp_path: Path, far: Path, cli: Cli) -> None:
     flip(files(far, 2)["data"])
     ran = cli("agent", "prefetch", far, "--to", tmp_path / "near")

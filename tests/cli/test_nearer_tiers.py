@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +12,14 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
+from ckpt.agent.messages import JobStatus
 from ckpt.agent.place import Place
+from ckpt.cli.nearer_tiers import nearer_tiers
+from ckpt.cli.store_timeout import watch
+from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, memory_folder, new_place
-from tests.cli.conftest import Cli, flip
+from tests.checkpoints import write_checkpoint
+from tests.cli.conftest import ARRAYS, Cli, flip
 from tests.kit.waiting import until
 
 TIERS = [Tier("memory"), Tier("near", keep_last=1), Tier("far", every=2)]
@@ -48,6 +54,20 @@ def test_the_newest_step_comes_from_the_tier_that_has_it(
         f"nearer tiers of this job: shm://{memory.name[-16:]}, {Path('near').resolve()}", ran.err
     )
     assert cli("verify", "--all", "--root", "there").code == 0
+
+
+def test_a_root_is_a_tier_of_the_job_also_if_the_job_has_named_its_server(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, near = open_backend(f"memory://{uuid.uuid4().hex}"), open_backend("near")
+    for store in (root, near):
+        write_checkpoint(store, 1, ARRAYS)
+    monkeypatch.setattr(root, "url", "s3://bucket/run")
+    tiers = (str(Path("near").resolve()), "s3://bucket/run?endpoint_url=http://store:9000")
+    job = JobStatus(attempt="abc123", state="closed", tiers=tiers, processes=(), since=0.0)
+    monkeypatch.setattr("ckpt.cli.nearer_tiers.known_jobs", lambda: [job])
+    found = nearer_tiers(watch(root, 10.0), watch(open_backend("there"), 10.0), 10.0)
+    assert [store.url for store in found] == [tiers[0]]
 
 
 def test_a_step_that_is_named_is_read_from_the_nearest_tier(

@@ -1,0 +1,80 @@
+"""Which tier a command works on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckpt.config import Tier
+from ckpt.errors import ConfigError
+from ckpt.storage.tiers import resolve_tier, tier_at
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CKPT_ROOT", raising=False)
+
+
+def write_config(text: str) -> None:
+    Path("ckpt.toml").write_text(text)
+
+
+def test_the_flag_wins_over_the_variable_and_the_variable_over_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match=r"--root.*CKPT_ROOT.*ckpt\.toml"):
+        resolve_tier(None)
+    write_config('root = "from-file"')
+    assert resolve_tier(None).url == "from-file"
+    monkeypatch.setenv("CKPT_ROOT", "from-variable")
+    assert resolve_tier(None).url == "from-variable"
+    assert resolve_tier("from-flag").url == "from-flag"
+
+
+def test_a_memory_tier_is_passed_over_since_it_is_gone_with_its_process() -> None:
+    write_config('tiers = [{url = "memory://x"}, {url = "runs"}]')
+    assert resolve_tier(None).url == "runs"
+
+
+def test_a_root_that_is_a_tier_has_the_options_of_the_tier() -> None:
+    write_config(
+        'tiers = [{url = "runs"}, {url = "s3://b", options = {endpoint_url = "http://x"}}]'
+    )
+    for url in ("s3://b", "s3://b/", "S3://b"):
+        assert resolve_tier(url).options == {"endpoint_url": "http://x"}
+    assert resolve_tier("s3://c").options == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "configured"),
+    [
+        ("runs/", "runs"),
+        ("./runs", "runs"),
+        ("link", "runs"),
+        ("s3://b/run/", "s3://b/run"),
+        ("gcs://b/run", "gs://b/run"),
+        ("s3://b/run", "s3://b/run?endpoint_url=http://x"),
+        ("s3://b/run/", "s3://b/run?endpoint_url=http://x"),
+        ("s3://b/run?endpoint_url=http://x", "s3://b/run?endpoint_url=http://x"),
+    ],
+)
+def test_a_tier_is_found_in_each_spelling(given: str, configured: str) -> None:
+    Path("link").symlink_to("runs")
+    tier = Tier(configured, every=3)
+    assert tier_at(given, [Tier("else"), tier]) is tier
+
+
+@pytest.mark.parametrize(
+    ("given", "configured"),
+    [
+        ("runs2", "runs"),
+        ("s3://b/run?endpoint_url=http://y", "s3://b/run?endpoint_url=http://x"),
+        ("s3://b/run?endpoint_url=http://y", "s3://b/run"),
+        ("./memory", "memory"),
+        ("memory", "./memory"),
+    ],
+)
+def test_another_place_has_no_settings_of_the_tier(given: str, configured: str) -> None:
+    assert tier_at(given, [Tier(configured, every=3)]) == Tier(given)
