@@ -144,9 +144,9 @@ def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
     """Return the tier that a command works on.
 
     The result is the tier at the URL ``flag``, else at the URL in the variable ``CKPT_ROOT``, else
-    the first tier in ``./ckpt.toml`` that is neither "memory" nor of the form ``memory://...``. If
-    the flag or the variable names a tier of ``ckpt.toml``, the result has the settings of that
-    tier.
+    the first tier in ``./ckpt.toml`` that is not in memory. If there is no such tier, the result is
+    the first tier of the form ``shm://NAME``, which at least outlives a process. If the flag or the
+    variable names a tier of ``ckpt.toml``, the result has the settings of that tier.
 
     Args:
         flag: The URL that the user gave to the command, if any.
@@ -163,9 +163,9 @@ def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
                 "shm://..., as `ckpt ls --root memory`, the log and a restore report print it"
             )
         return tier_at(root, tiers)
-    for tier in tiers:
-        if tier.url != MEMORY and not tier.url.startswith("memory:"):
-            return tier
+    named = [tier for tier in tiers if tier.url != MEMORY and scheme_of(tier.url) != "memory"]
+    if named:
+        return next((tier for tier in named if scheme_of(tier.url) != "shm"), named[0])
     raise ConfigError(
         "where are the checkpoints? Give the folder or URL as an argument or by --root, set "
         f'{ROOT_VARIABLE}, or write root = "..." into ./{CONFIG_NAME}'
@@ -187,9 +187,7 @@ def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tup
     """
     if flags:
         return tuple(resolve_tier(flag, config) for flag in flags)
-    lasting = tuple(
-        tier for tier in load_config(config).tiers if not tier.url.startswith("memory:")
-    )
+    lasting = tuple(tier for tier in load_config(config).tiers if scheme_of(tier.url) != "memory")
     named = root_of_environment() and not config
     return lasting if len(lasting) > 1 and not named else (resolve_tier(None, config),)
 

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
-from ckpt.storage.tiers import resolve_tier, tier_at
+from ckpt.storage.tiers import resolve_tier, resolve_tiers, tier_at
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +36,21 @@ def test_the_flag_wins_over_the_variable_and_the_variable_over_the_file(
 def test_a_memory_tier_is_passed_over_since_it_is_gone_with_its_process() -> None:
     write_config('tiers = [{url = "memory://x"}, {url = "runs"}]')
     assert resolve_tier(None).url == "runs"
+
+
+@pytest.mark.parametrize("url", ["memory", "shm://x", "SHM://x"])
+def test_a_tier_in_the_memory_of_the_machine_is_passed_over_if_another_lasts_longer(
+    url: str,
+) -> None:
+    write_config(f'tiers = [{{url = "{url}"}}, {{url = "runs"}}]')
+    assert resolve_tier(None).url == "runs"
+    assert [tier.url for tier in resolve_tiers(None)] == [url, "runs"]
+
+
+def test_a_tier_in_the_memory_of_the_machine_is_taken_if_it_is_the_only_one() -> None:
+    write_config('root = "shm://x"')
+    assert resolve_tier(None).url == "shm://x"
+    assert [tier.url for tier in resolve_tiers(None)] == ["shm://x"]
 
 
 def test_a_root_that_is_a_tier_has_the_options_of_the_tier() -> None:
