@@ -70,11 +70,31 @@ def test_a_place_is_on_the_server_that_its_query_or_its_options_name() -> None:
     keys = {"key": "a", "secret": "b"}
     here, there = (f"http://127.0.0.1:{port}" for port in (1, 2))
     asked, option = Tier(f"s3://b/a?endpoint_url={here}", keys), {**keys, "endpoint_url": here}
-    CheckpointManager([asked, Tier(f"s3://b/a?endpoint_url={there}", keys)]).close()
-    CheckpointManager([asked, Tier(asked.url, {**keys, "endpoint_url": there})]).close()
-    for same in (asked, Tier("s3://b/a", option), Tier(f"s3://b/a?endpoint_url={here}/", keys)):
+    nested = {**keys, "client_kwargs": {"endpoint_url": here}}
+    CheckpointManager([asked, Tier(f"s3://b/a/c?endpoint_url={there}", keys)]).close()
+    CheckpointManager([asked, Tier("s3://b/a/c", {**keys, "endpoint_url": there})]).close()
+    for same in (
+        asked,
+        Tier("s3://b/a", option),
+        Tier("s3://b/a", nested),
+        Tier(f"s3://b/a?endpoint_url={here}/", keys),
+    ):
         assert "named twice" in refused(asked, same)
-    assert "is inside of" in refused(asked, Tier("s3://b/a/c", option))
+    for inner in (Tier("s3://b/a/c", option), Tier("s3://b/a/c", nested)):
+        assert "is inside of" in refused(asked, inner)
+
+
+def test_two_tiers_have_two_urls_also_on_two_servers() -> None:
+    """A handle names the tiers of its save by URL, and so do the journal and ``ckpt ls``."""
+    keys = {"key": "a", "secret": "b"}
+    here, there = (f"http://127.0.0.1:{port}" for port in (1, 2))
+    for two in (
+        Tier(f"s3://b/a?endpoint_url={there}", keys),
+        Tier("s3://b/a", {**keys, "endpoint_url": there}),
+    ):
+        reported = refused(Tier(f"s3://b/a?endpoint_url={here}", keys), two)
+        assert "different servers" in reported
+        assert "give one of them another prefix" in reported
 
 
 def test_a_place_is_on_the_server_that_a_variable_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,11 @@ from ckpt.cli.options import (
     RootOption,
     TimeoutOption,
     naming_a_removed,
-    open_root,
     removed,
     source_and_other,
     workers_for,
 )
+from ckpt.cli.store_timeout import open_watched
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -38,6 +38,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.rebase import same_chunks
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.places import relation
+from ckpt.storage.tiers import resolve_tier, server_of
 
 
 def copy(
@@ -88,8 +89,10 @@ def copy(
     if (step is not None) + all_steps + latest > 1:
         raise ConfigError("--step, --all and --latest exclude each other: leave all but one out")
     source, dest = source_and_other(where, root, "DEST")
-    origin, destination = (open_root(place, config, timeout=timeout) for place in (source, dest))
-    _check_apart(origin.url, destination.url)
+    tiers = [resolve_tier(place, config) for place in (source, dest)]
+    origin, destination = (open_watched(tier.url, tier.options, timeout) for tier in tiers)
+    if server_of(tiers[0]) == server_of(tiers[1]):
+        _check_apart(origin.url, destination.url)
     refs = origin.ask(partial(find, origin, step))
     destination.ask(partial(is_committed, destination, refs[0]))  # Checks that the store answers
     if not all_steps and step is None:

@@ -27,7 +27,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import is_damage
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import stores_in_memory
-from ckpt.storage.tiers import resolve_tier, urls_of
+from ckpt.storage.tiers import on_two_servers, resolve_tier, server_of, urls_of
 
 T = TypeVar("T")
 
@@ -329,7 +329,8 @@ def open_each(
             found.append(Reached(url, error))
     urls = [reached.url for reached in found]
     if twice := next((url for url in urls if urls.count(url) > 1), None):
-        raise ConfigError(f"{twice} is named twice")
+        servers = {server_of(tier) for tier, url in zip(tiers, urls, strict=True) if url == twice}
+        raise on_two_servers(twice) if len(servers) > 1 else ConfigError(f"{twice} is named twice")
     return found
 
 

@@ -5,7 +5,7 @@ store.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -208,8 +208,8 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
     """Open all tiers and return them in the same order. On an error, close those already open.
 
     Raises:
-        ConfigError: ``tiers`` is empty, two tiers have the same root, the root of one tier is
-            inside of the root of another, or the settings of a tier contradict its kind of store.
+        ConfigError: ``tiers`` is empty, two tiers have the same URL, the root of one tier is inside
+            of the root of another, or the settings of a tier contradict its kind of store.
     """
     if not tiers:
         raise ConfigError("a manager needs at least one tier: a folder or a URL")
@@ -284,16 +284,16 @@ def _check_memory(memory: OpenTier, nearer: Sequence[OpenTier]) -> None:
 
 
 def _check_apart(one: OpenTier, two: OpenTier) -> None:
-    """Raise ``ConfigError`` if two tiers have the same root, or one root is inside of the other.
+    """Raise ``ConfigError`` if two tiers have the same URL, or one root is inside of the other.
     Otherwise each tier would treat the files of the other tier as its own.
     """
-    if _endpoint(one) != _endpoint(two):
-        return
-    how = relation(one.url, two.url)
+    how, is_one_server = relation(one.url, two.url), server_of(one.tier) == server_of(two.tier)
+    if how == "same" and not is_one_server:
+        raise on_two_servers(two.url)
     if how == "same":
         spelled = f", once as {one.url}" if one.url != two.url else ""
         raise ConfigError(f"the tier {two.url} is named twice{spelled}")
-    if how != "apart":
+    if how != "apart" and is_one_server:
         inner, outer = (one, two) if how == "inside" else (two, one)
         raise ConfigError(
             f"the tier {inner.url} is inside of the tier {outer.url}: give each a root of its "
@@ -301,18 +301,31 @@ def _check_apart(one: OpenTier, two: OpenTier) -> None:
         )
 
 
-def _endpoint(tier: OpenTier) -> str:
+def on_two_servers(url: str) -> ConfigError:
+    """Return the error that two tiers have the same ``url`` on different servers. The handle of a
+    save, the journal and the output of commands tell tiers apart by their URLs.
+    """
+    return ConfigError(
+        f"two tiers are {url} on different servers, and tiers are told apart by their URLs: give "
+        "one of them another prefix"
+    )
+
+
+def server_of(tier: Tier) -> str:
     """Return the server of an object store, in the same spelling for each spelling of its URL.
 
-    The server is taken from ``endpoint_url`` in the options, else from ``endpoint_url`` in the
-    query of the URL, else from an environment variable that the client libraries read. The backends
-    use the same order. The result is '' if none of these names a server, or if the tier is a
-    folder.
+    The server is taken from ``endpoint_url`` in the options or in their ``client_kwargs``, else
+    from ``endpoint_url`` in the query of the URL, else from an environment variable that the client
+    libraries read. The backends use the same order. The result is '' if none of these names a
+    server, or if the tier is a folder.
     """
     if is_folder(tier.url):
         return ""
-    settings = {**dict(parse_qsl(tier.tier.url.partition("?")[2])), **tier.tier.options}
-    given = settings.get("endpoint_url")
+    settings = {**dict(parse_qsl(tier.url.partition("?")[2])), **tier.options}
+    client = settings.get("client_kwargs")
+    given = settings.get("endpoint_url") or (
+        client.get("endpoint_url") if isinstance(client, Mapping) else None
+    )
     if not given:
         names = _ENDPOINT_VARIABLES.get(scheme_of(tier.url), ())
         given = next((os.environ[name] for name in names if os.environ.get(name)), "")  # noqa: TID251

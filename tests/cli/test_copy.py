@@ -178,6 +178,14 @@ def test_a_wrong_call_says_what_is_wrong(
     assert not Path("there").exists()
 
 
+def test_one_url_on_two_servers_is_two_places(cli: Cli) -> None:
+    keys = "&key=a&secret=b"
+    one, two = (f"s3://b/run?endpoint_url=http://127.0.0.1:{port}{keys}" for port in (1, 2))
+    assert "are the same place" in cli("copy", one, one, "--timeout", 0.1).err
+    ran = cli("copy", one, two, "--timeout", 0.1)
+    assert (ran.code, "no answer" in ran.err) == (3, True), ran.err
+
+
 def test_a_name_that_only_begins_alike_is_another_place(
     cli: Cli, steps: dict[int, Written]
 ) -> None:

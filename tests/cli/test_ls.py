@@ -379,6 +379,17 @@ config_kwargs = {{ read_timeout = 1, connect_timeout = 1, retries = {{ max_attem
     assert alone.code == 3
 
 
+def test_two_tiers_of_one_url_are_refused_whether_on_one_server_or_on_two(cli: Cli) -> None:
+    tier = '[[tiers]]\nurl = "s3://bucket/run"\noptions = {{ endpoint_url = "http://{}" }}\n'
+    for servers, expected in (
+        (("a", "a"), "s3://bucket/run is named twice"),
+        (("a", "b"), "s3://bucket/run on different servers"),
+    ):
+        Path("ckpt.toml").write_text("".join(map(tier.format, servers)))
+        ran = cli("ls", "--config", "ckpt.toml")
+        assert (ran.code, expected in ran.err) == (2, True), ran.err
+
+
 def test_a_store_that_answers_slowly_is_waited_for(
     cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
 ) -> None:
