@@ -78,8 +78,8 @@ def number(name: str, value: object, of: str, *, above_zero: bool = False) -> No
 
 
 def true_or_false(name: str, value: object) -> None:
-    """Raise unless the value is equal to True or False."""
-    if value not in (True, False):
+    """Raise unless the value is True or False. 1 and 0 do not count."""
+    if not isinstance(value, bool):
         raise ConfigError(f"{name}={shown(value)}: give true or false")
 
 

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Final, Literal, Self, TypedDict, get_args
@@ -370,16 +370,20 @@ class SaveConfig:
         number("scrub_mb_per_s", self.scrub_mb_per_s, of)
         true_or_false("check_finite", self.check_finite)
         if self.cpus is not None:
-            if not self.cpus:
-                raise ConfigError(
-                    "cpus is empty: name at least one core, or leave it out to use all"
-                )
-            for cpu in self.cpus:
-                whole("cpus", cpu, 0, 1 << 16)
+            _check_cpus(self.cpus)
         if not isinstance(self.tls, Tls | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f"tls={shown(self.tls)}: give ckpt.Tls(certificate=..., key=..., authority=...)"
             )
+
+
+def _check_cpus(cpus: object) -> None:
+    if not isinstance(cpus, Collection) or isinstance(cpus, str | bytes):
+        raise ConfigError(f"cpus={shown(cpus)}: give a list of core numbers, such as [0, 1]")
+    if not cpus:
+        raise ConfigError("cpus is empty: name at least one core, or leave it out to use all")
+    for cpu in cpus:
+        whole("cpus", cpu, 0, 1 << 16)
 
 
 class Settings(TypedDict, total=False):
@@ -630,10 +634,7 @@ def _save(table: Mapping[str, Any]) -> SaveConfig:
             whole(f"{name}_mib", mib, 1, _BOUNDS[f"{name}_bytes"][1] >> 20)
             fields[f"{name}_bytes"] = mib << 20
     if "cpus" in fields:
-        if not isinstance(fields["cpus"], list):
-            raise ConfigError(
-                f"cpus={shown(fields['cpus'])}: give a list of core numbers, such as [0, 1]"
-            )
+        _check_cpus(fields["cpus"])
         fields["cpus"] = frozenset(fields["cpus"])
     return SaveConfig(**fields)
 

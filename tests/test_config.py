@@ -131,6 +131,10 @@ def test_relative_files_of_tls_are_relative_to_the_file(
         ("[save]\ncpus = 3", "cpus=3: give a list of core numbers"),
         ("[save]\ncpus = []", "cpus is empty"),
         ("[save]\ncpus = ['a']", "cpus='a'"),
+        ("[save]\ncpus = [[0]]", "cpus=<list>: give a whole number from 0"),
+        ("[save]\ncheck_finite = 1", "check_finite=1: give true or false"),
+        ("[[tiers]]\nurl = 'x'\nlocal = 1", "local=1: give true or false"),
+        ("[[tiers]]\nurl = 'x'\nrequired = 0", "required=0: give true or false"),
         (
             "[metadata]\nday = 2026-01-01",
             "metadata.day=2026-01-01 cannot be kept in a manifest: write it as a string",
@@ -165,6 +169,10 @@ def test_a_file_that_is_not_text_is_refused() -> None:
         {"commit_timeout_seconds": float("nan")},
         {"tls": "/etc/ckpt/node.pem"},
         {"tls": {"certificate": "x"}},
+        {"cpus": 3},
+        {"cpus": "01"},
+        {"cpus": iter([0])},
+        {"check_finite": 1},
     ],
 )
 def test_a_save_config_checks_itself(wrong: dict[str, Any]) -> None:
