@@ -13,6 +13,8 @@ from typing import Any, Final, TypeGuard
 
 from ckpt.errors import ConfigError
 
+_MOST: Final = 1e9
+"""The greatest number that ``number`` accepts. Python waits for at most 9e9 seconds."""
 _BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
 
 
@@ -69,11 +71,11 @@ def whole(name: str, value: object, least: int, most: int) -> None:
 
 
 def number(name: str, value: object, of: str, *, above_zero: bool = False) -> None:
-    """Raise unless the value is a finite number from 0 on, or above 0 with ``above_zero``.
+    """Raise unless the value is a number from 0 to 1e9, but not 0 if ``above_zero`` is set.
 
     ``of`` ends the error's text "give a number of ...": it names the unit, and an accepted value.
     """
-    if not is_number(value) or not 0 <= value < float("inf") or (above_zero and not value):
+    if not is_number(value) or not 0 <= value <= _MOST or (above_zero and not value):
         raise ConfigError(f"{name}={shown(value)}: give a number of {of}")
 
 

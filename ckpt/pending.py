@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any, Final
 
 from ckpt.checks import is_number
@@ -100,8 +101,10 @@ class PendingSave:
 
         Raises:
             TimeoutError: The state is not in host memory after ``timeout`` seconds.
+            ConfigError: ``timeout`` is no number of seconds.
             CkptError: The copy has failed, usually with a `StagingError`. This save is lost.
         """
+        check_timeout(timeout)
         if (snapshot := self._snapshot) is not None:  # ``finish`` may clear it meanwhile
             snapshot.wait_landed(timeout)
             snapshot.settle()
@@ -243,13 +246,15 @@ class SaveRecord(PendingSave):
 
 
 def check_timeout(timeout: float | None, hint: str = "") -> None:
-    """Check that ``timeout`` is a number of seconds, or None.
+    """Check that ``timeout`` is a number of seconds that Python can wait for, or None.
 
     Raises:
-        ConfigError: ``timeout`` has another type. ``hint`` ends its message.
+        ConfigError: ``timeout`` is something else, such as inf. ``hint`` ends its message.
     """
-    if timeout is not None and not is_number(timeout):
-        raise ConfigError(f"timeout={timeout!r}: give seconds{hint}")
+    if timeout is not None and not (is_number(timeout) and timeout <= TIMEOUT_MAX):
+        raise ConfigError(
+            f"timeout={timeout!r}: give seconds, or None to wait without a limit{hint}"
+        )
 
 
 def wait_and_log(done: Future[Any], saves: Sequence[SaveRecord], timeout: float | None) -> bool:

@@ -167,6 +167,8 @@ def test_a_file_that_is_not_text_is_refused() -> None:
         {"slots": 17},
         {"nice": 2.0},
         {"commit_timeout_seconds": float("nan")},
+        {"commit_timeout_seconds": 10**400},
+        {"exit_seconds": 1e10},
         {"tls": "/etc/ckpt/node.pem"},
         {"tls": {"certificate": "x"}},
         {"cpus": 3},

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -40,6 +41,19 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     opened = threading.Event()
     wrap_stores(monkeypatch, lambda url, store: Gate(store, opened))
     return opened
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e12, math.nan, "5"])
+def test_a_wait_that_python_cannot_do_is_refused(
+    memory: str, gate: threading.Event, timeout: Any
+) -> None:
+    with CheckpointManager(memory) as manager:
+        pending = manager.save_async({"x": torch.ones(1000)}, 3)
+        for wait in (pending.wait_staged, pending.result, pending.exception, manager.close):
+            with pytest.raises(ConfigError, match="give seconds, or None to wait without a limit"):
+                wait(timeout)
+        gate.set()
+        assert pending.result() is pending
 
 
 def test_a_save_is_staged_first_and_durable_later(memory: str, gate: threading.Event) -> None:
