@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
@@ -109,13 +109,13 @@ def import_checkpoint(
         StepExists: The tier has the step already.
         CommitError: The tier has a later step.
     """
-    backend = open_backend(tier.url, tier.options)
     source = foreign.path
-    _check_apart(source, backend.url)
-    found = foreign.kind or detect(source)
-    check_kind(source, found)
-    _check_free(backend.url, step, (look or partial(committed, backend))())
-    local = backend.url if is_folder(backend.url) else None
+    with closing(open_backend(tier.url, tier.options)) as backend:
+        _check_apart(source, backend.url)
+        found = foreign.kind or detect(source)
+        check_kind(source, found)
+        _check_free(backend.url, step, (look or partial(committed, backend))())
+        local = backend.url if is_folder(backend.url) else None
     done = Imported(kind=found)
     metadata = {"imported_from": os.path.abspath(source), "imported_as": found}
     # Without these settings, the retention of the tier would remove other steps after the import.

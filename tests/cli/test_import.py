@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from ckpt import CheckpointManager, PerRank, RngState
-from ckpt.errors import ConfigError, KindMismatch
+from ckpt import CheckpointManager, PerRank, RngState, Tier
+from ckpt.errors import ConfigError, KindMismatch, StepExists
+from ckpt.exchange import imports
 from ckpt.exchange.inert_pickle import Inert, read_inert
+from ckpt_backends import posix
+from ckpt_backends.posix import PosixBackend
 from tests.cli.conftest import Cli
 from tests.exchange.states import Net, odd_state, same, trained
 
@@ -175,6 +179,27 @@ def test_a_list_of_our_own_is_no_value_of_each_rank(cli: Cli) -> None:
         manager.save({"position": [10]}, step=7)
     with CheckpointManager("runs") as manager, pytest.raises(KindMismatch, match="only="):
         manager.restore({"position": PerRank(0)}, step=7)
+
+
+def test_an_import_closes_all_stores_that_it_opens(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, closed = Counter[str](), Counter[str]()
+
+    class Counted(PosixBackend):
+        def __init__(self, root: str, **options: Any) -> None:
+            super().__init__(root, **options)
+            opened[self.url] += 1
+
+        def close(self) -> None:
+            closed[self.url] += 1
+
+    torch.save(saved(), "c.pt")
+    monkeypatch.setattr(posix, "PosixBackend", Counted)
+    imports.import_checkpoint(imports.ForeignCheckpoint(path="c.pt"), Tier("runs"), 1)
+    with pytest.raises(StepExists):
+        imports.import_checkpoint(imports.ForeignCheckpoint(path="c.pt"), Tier("runs"), 1)
+    assert opened == closed == {os.path.realpath("runs"): 3}
 
 
 def test_parts_of_several_ranks_are_put_together(cli: Cli) -> None:
