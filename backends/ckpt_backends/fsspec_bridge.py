@@ -431,10 +431,8 @@ def _modified(info: Mapping[str, Any]) -> float | None:
     found = next((info[name] for name in _MODIFIED if info.get(name) is not None), None)
     with suppress(ValueError):
         found = datetime.fromisoformat(found) if isinstance(found, str) else found
-    return (
-        found.timestamp()
-        if isinstance(found, datetime)
-        else found
-        if isinstance(found, float)
-        else None
-    )
+    if isinstance(found, datetime):
+        return found.timestamp()
+    if isinstance(found, int | float) and not isinstance(found, bool):
+        return float(found)
+    return None

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import errno
 import uuid
+from datetime import UTC, datetime
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt import errors
 from ckpt.errors import ConfigError, MissingExtra, StorageError
@@ -46,6 +48,29 @@ def test_the_folder_of_a_chained_url_is_that_of_the_url_or_refused(tmp_path):
     else:
         opened("one").put("key", [b"one"])
         assert list(opened("two").list("")) == []
+
+
+@pytest.mark.parametrize(
+    ("told", "modified"),
+    [
+        (1_700_000_000, 1.7e9),
+        (1.7e9, 1.7e9),
+        ("2023-11-14T22:13:20+00:00", 1.7e9),
+        (datetime.fromtimestamp(1.7e9, tz=UTC), 1.7e9),
+        ("yesterday", None),
+        (True, None),
+    ],
+)
+def test_the_time_of_a_file_is_read_in_each_form(told, modified):
+    class Dated(MemoryFileSystem):
+        def find(self, *args, **options):
+            found = super().find(*args, **options)
+            return {path: {**info, "mtime": told} for path, info in found.items()}
+
+    backend = StorageBackendOnFsspec(Dated(), f"/{uuid.uuid4().hex}", "memory://x")
+    backend.put("key", [b"one"])
+    assert [info.modified for info in backend.list("")] == [modified]
+    backend.delete("key")
 
 
 # errors
