@@ -70,10 +70,21 @@ def _help(text: str) -> str:
 
 
 class _Verb(TyperCommand):
-    """A command that raises ``ConfigError`` if an option that takes one value is given twice.
+    """A command that raises ``ConfigError`` if an option that takes one value is given twice, and
+    that has no brackets around brackets in its usage line.
 
     Without this class, click would use the last value and print no warning.
     """
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = [self.options_metavar or ""]
+        for parameter in self.get_params(ctx):
+            text = parameter.metavar or ""
+            if parameter.param_type_name == "argument" and "[" in text:
+                pieces.append(text)  # The text itself shows which words may be left out
+            else:
+                pieces += parameter.get_usage_pieces(ctx)
+        return pieces
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         order: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]

@@ -70,6 +70,24 @@ def test_every_verb_has_help_with_examples(cli: Cli, verb: str) -> None:
     assert "\\b" not in ran.out
 
 
+@pytest.mark.parametrize(
+    ("verb", "usage"),
+    [
+        ("verify", "[ROOT]... [STEP]"),
+        ("ls", "[ROOT]..."),
+        ("prune", "[ROOT]"),
+        ("copy", "[SOURCE] DEST"),
+        ("diff", "[A] [B] [STEP] [STEP]"),
+    ],
+)
+def test_the_usage_line_has_the_arguments_as_the_help_names_them(
+    cli: Cli, verb: str, usage: str
+) -> None:
+    expected = f"Usage: ckpt {verb} [OPTIONS] {usage}\n"
+    assert expected in cli(verb, "--help").out
+    assert expected in cli(verb, "--nope").err
+
+
 @pytest.mark.parametrize("args", [["nope"], ["ls", "--nope"], ["copy"], ["show", "-1"]])
 def test_a_wrong_call_exits_with_2(cli: Cli, args: list[str]) -> None:
     ran = cli(*args)
