@@ -504,6 +504,7 @@ def tls_on_some(root: Path) -> None:
 def not_local(root: Path) -> None:
     with pytest.raises(ConfigError, match=r"replicas=1 of .*leave replicas out"):
         CheckpointManager(Tier(str(root / "shared"), replicas=1))
+    dist.barrier()  # Rank 0 serves the job's store, which the other ranks need until here
 
 
 def in_memory(root: Path) -> list[Tier]:
