@@ -529,8 +529,13 @@ def agent_idle_seconds() -> float:
 
 
 def agent_memory_seconds() -> float:
-    """Return for how many seconds the agent leaves a step in memory after a durable tier has it, so
-    that a trainer that is started again restores from memory.
+    """Return for how many seconds the agent leaves the steps of an ended job in memory after a
+    durable tier has them, so that a trainer that is started again restores from memory.
+
+    ``CKPT_AGENT_MEMORY_SECONDS`` sets the number; it is 300 by default.
+
+    Raises:
+        ConfigError: The variable is no number of seconds.
     """
     return _seconds(AGENT_MEMORY_VARIABLE, 300.0)
 

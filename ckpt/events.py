@@ -164,11 +164,13 @@ class StepVerified:
     """The agent has compared a step with its checksums.
 
     The leader gets this event. If nodes have local tiers, the lowest rank of each node gets it
-    instead. A rank gets the event only while its manager is open.
+    instead. A rank gets the event only while its manager is open. If a step stays damaged, a later
+    comparison makes an event only if it has written a file again.
 
     Attributes:
         nbytes: The bytes that were intact at the end.
-        seconds: The seconds that the comparison took, at the rate of ``scrub_mb_per_s``.
+        seconds: The seconds from the first comparison to the end, at the rate of
+            ``scrub_mb_per_s``. They include the time for files that were written again.
         mended: The files that were written again, with the bytes of another tier.
         damage: The damage that stays, because no tier has the data intact; empty if the step is
             intact.

@@ -377,7 +377,10 @@ class S3Backend(StorageBackendOnFsspec):
             raise ObjectExists(key, "written by another at the same time")
 
     def _token_of(self, key: str) -> str:
-        """Return the token in the metadata of the object, or '' if it cannot be read."""
+        """Return the random token that `_put_if_none` has stored in the metadata of the object.
+
+        Return '' if the object has no token, or if its metadata cannot be read.
+        """
         with suppress(StorageError):
             metadata = self.call(key, "head_object").get("Metadata", {})
             return next(

@@ -45,7 +45,10 @@ MakesCopier = Callable[[OpenTier], AgentCopier]
 
 
 class Registration:
-    """A job's registration with the agent of its leader's node, or with the agents of all nodes.
+    """A job's registration with the agent of this node.
+
+    If nodes have tiers of their own, the lowest rank of each node registers the job. Otherwise only
+    the leader does.
 
     Args:
         job: The job, on the rank that registers it. None on the other ranks, whose registration

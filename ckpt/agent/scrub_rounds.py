@@ -50,14 +50,16 @@ class _Round:
 class Rounds:
     """Verifies the steps of jobs, one job at a time, by a worker that may be killed at any moment.
 
-    A step is verified some minutes after it was committed, and again after ``again_seconds``. If
-    the worker of a round is killed, the job's next round begins some minutes later with the steps
-    that were not verified yet.
+    A step is verified some minutes after it was committed, and again after ``again_seconds``. A
+    damaged step is verified again after a 24th of that time. If the worker of a round is killed,
+    the job's next round begins some minutes later with the steps that were not verified yet. Only
+    the newest 64 jobs are remembered.
 
     Args:
-        again_seconds: The time between two verifications of a step.
+        again_seconds: The time between two verifications of an intact step.
         notify: Called with the attempt of a job and the result for one of its steps, so that the
-            trainer gets the result.
+            trainer gets the result. It is not called if a step stays damaged and no file of it was
+            mended.
 
     Thread safety: one thread.
     """

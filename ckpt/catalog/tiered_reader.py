@@ -262,8 +262,9 @@ class TieredReader:
         return self._retry.call(partial(load_fragment, source, self.ref, manifest, named, file))
 
     def is_identical_on(self, position: int) -> bool:
-        """Return True if the files of the step on a source are encoded as the manifest that
-        ``manifest`` has found describes, so that their bytes are the same.
+        """Return True if the source ``position`` stores the files of the step in the same encoding
+        as the manifest that the last call of ``manifest()`` returned, so that the bytes are the
+        same. If the manifest of the source cannot be read, the encoding counts as the same.
         """
         there = self.layout(position)
         return there is self._here or there.encoded == self._here.encoded

@@ -1,5 +1,8 @@
 """Copy a checkpoint, or files of it, to another store, and verify every byte on the way.
 
+The backfill, read-through, ``ckpt copy`` and the agent use this module. While a job runs, its saves
+go to farther tiers through `ckpt.save.tier_writer`.
+
 1. Files that the destination already has intact are kept, so an interrupted copy continues where it
    stopped.
 2. Data files are written as a save writes them, from images whose chunks are read on demand. Each

@@ -6,7 +6,8 @@
 3. Every data file must have the right size, and every chunk the right checksum. Neighbouring chunks
    are read in one request, and all workers read.
 
-Faults are returned and not raised, so that all of them are reported.
+Faults are returned and not raised, so that all of them are reported. Each read of a restore or a
+copy also verifies its chunks (see `ckpt.pipeline.chunk_reader`).
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ share a tier and still count as two nodes, for example if they run in two contai
 then done twice, and the result is still correct.
 
 On a local tier, each rank writes its file and its fragment on its own node. The ranks send their
-fragments as messages to the rank that merges them. That rank sends the manifest back, and the
-lowest rank of each node puts the same bytes on its node. The first put makes the checkpoint, since
-the files of all nodes are durable by then. The save has succeeded when all nodes have the manifest.
+fragments as messages to the rank that merges them. That rank puts the manifest on its own node,
+which makes the checkpoint, since the files of all nodes are durable by then. It then sends the
+manifest to the other nodes, where the lowest rank of each node puts the same bytes. The save has
+succeeded when all nodes have the manifest.
 """
 
 from __future__ import annotations

@@ -275,8 +275,8 @@ class ElasticSampler(_Position, Sampler[int]):
 
 
 class ElasticStream(_Position, IterableDataset[Any]):
-    """Deals the samples of a dataset without a length to the ranks and their loaders' workers, and
-    counts the samples that were trained on.
+    """Deals the samples of an iterable dataset to the ranks and their loaders' workers, and counts
+    the samples that were trained on.
 
         stream = ElasticStream(data.shuffle(seed=1, buffer_size=1000))
         loader = DataLoader(stream, batch_size=16, num_workers=2)
@@ -302,9 +302,11 @@ class ElasticStream(_Position, IterableDataset[Any]):
     leaves out a smaller last batch.
 
     A restore raises ``RestoreError`` if this class can see that the order differs from the saved
-    order. For a ``datasets.IterableDataset`` it compares the processing steps with their settings
-    and generators, and the number of shards. It also compares the length, unless the dataset reads
-    files or a generator. For other datasets it compares only the length, if they have one.
+    order. For a ``datasets.IterableDataset`` it compares the kinds of the processing steps, their
+    numbers (such as ``buffer_size``), the states of their generators, and the number of shards. It
+    does not compare functions, such as that of ``map``. It also compares the number of samples,
+    unless the dataset reads files or a generator. For other datasets it compares only the number of
+    samples, if they have a length.
 
     Args:
         data: A dataset that gives the same samples in the same order in every process, such as a

@@ -244,10 +244,14 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Save the items of ``plan``, and return a finished future after the commit of all ranks.
+        """Save the items of ``plan``, wait until the step is committed on all tiers, and return a
+        finished future.
+
+        With ``on_error="warn"``, a save that fails is logged and not raised.
 
         Raises:
-            CkptError: The save has failed, and made no checkpoint.
+            CkptError: The save has failed on some tier. Another tier may have the step.
+            Exception: The planner has raised an error while it gave the items.
         """
         order: _Order = plan.storage_data
         try:

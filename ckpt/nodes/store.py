@@ -107,8 +107,10 @@ class NodeStore:
         )
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the data files that the nodes have announced and whose keys begin with
-        ``prefix``.
+        """Yield the data files that the nodes have announced and whose keys begin with ``prefix``.
+
+        A file that several nodes have is yielded once for each of them. Manifests and fragments are
+        left out.
         """
         for peer in self._peers:
             for folder, step in peer.tiers.get(self._tier, {}).items():

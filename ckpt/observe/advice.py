@@ -124,10 +124,15 @@ def measured(records: Sequence[Record], history: History) -> Measured:
 
 
 def advise(found: Measured, assumed: Assumed) -> list[Advice]:
-    """Return the advice for each tier of ``found.durable_seconds``.
+    """Return how often to save, for each tier whose time until a commit was measured.
+
+    Args:
+        found: What the journal of the job has recorded.
+        assumed: The numbers that the user assumes, such as the failures per day.
 
     Raises:
-        ConfigError: A number of ``assumed`` is negative or not finite, or there are no failures.
+        ConfigError: A number of ``assumed`` is negative or not finite, or
+            ``assumed.failures_per_day`` is 0.
     """
     _check(assumed)
     cost, now = found.stall_seconds + assumed.drag_seconds, found.interval_seconds

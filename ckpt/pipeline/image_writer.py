@@ -4,7 +4,8 @@ The state may still be copied to the image. A byte has *landed* when it was copi
 written as soon as its bytes have landed. If several parts may be written at a time, the same
 threads hash the chunks, but only while they write the second half of the parts, when copying has
 mostly ended. Copying, hashing and training at the same time would need three cores on machines that
-may have two, and would slow training twice as much (docs/decisions/0009). If the store takes one
+may have two, and would slow training about twice as much as hashing after copying does
+(docs/decisions/0009). If the store takes one
 part at a time, a worker hashes the chunks while the calling thread writes the parts.
 
 If the image is larger than its memory, it passes through a ring: memory that is used again for

@@ -136,6 +136,10 @@ class Restorer:
         serial: The number of this restore among the restores of the manager. It is a part of the
             subjects of the messages, since a subject can be used only once.
 
+    Raises:
+        ConfigError: ``options.replicas`` is wrong, or it is "broadcast" and there is no process
+            group of all ranks.
+
     Thread safety: only the training thread may use it. All ranks call ``restore`` alike.
     """
 

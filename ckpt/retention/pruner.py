@@ -61,10 +61,12 @@ def prune(
 ) -> list[Pruned]:
     """Remove the steps that ``rule`` does not keep, and the remains of failed saves.
 
-    Damaged checkpoints are removed too when they are old, unless ``rule`` keeps everything or the
-    tier has no intact checkpoint. Pins that have ended are removed. Other than these pins, only
-    files with names of checkpoint files in the folders of steps are removed. A call that is
-    interrupted at any moment leaves complete checkpoints, and remains that the next call removes.
+    A damaged checkpoint is removed too if no file of it was put for ``context.grace_seconds``,
+    unless ``rule`` keeps everything or the tier has no intact checkpoint. Steps that are pinned,
+    that have a newer format, or that belong to other living jobs stay. Pins that have ended are
+    removed. Other than these pins, only files with names of checkpoint files in the folders of
+    steps are removed. A call that is interrupted at any moment leaves complete checkpoints, and
+    remains that the next call removes.
 
     Args:
         backend: The store.
@@ -75,7 +77,8 @@ def prune(
             read; None to read all steps.
 
     Returns:
-        The steps that were removed or, in a dry run, would be removed, oldest first.
+        The steps that were removed or, in a dry run, would be removed, oldest first. Steps without
+        bytes are left out.
 
     Raises:
         RootInUse: Another job has taken the root over.

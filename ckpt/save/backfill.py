@@ -75,10 +75,11 @@ class Backfill:
             self._watcher.submit(self._run, restored)
 
     def close(self) -> None:
-        """Return when the steps that farther tiers lack are copied.
+        """Return when the backfill has copied its steps, or has failed to copy them, which is only
+        logged. Return at once if it has not begun.
 
         From now on, the backfill does not wait for saves of the running job. It gives up a request
-        after the usual number of tries, and not only after ``commit_timeout_seconds``.
+        after the usual number of tries, and no longer repeats it for ``commit_timeout_seconds``.
         """
         self._hurry.set()
         self._steps.wake()

@@ -290,10 +290,11 @@ class SlotPool:
 
     def _may_make(self, nbytes: int) -> bool:
         """Close the free slots that are too small for images of ``nbytes``, decide the budget if
-        necessary, and return True if one more slot may be created.
+        there is none for images of this size, and return True if one more slot may be created.
 
-        A slot whose step is needed stays, unless the budget allows no other slot. The caller must
-        hold the lock.
+        A slot stays if its step may be the newest checkpoint of the job (see
+        ``SlotContents.is_needed``), unless it is the only slot and the budget allows one. The
+        caller must hold the lock.
         """
         small = [slot for slot in self._free if slot.capacity < self._slot_bytes(nbytes)]
         needed = list(filter(self._is_needed, small))

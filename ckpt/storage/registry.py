@@ -6,7 +6,8 @@ supports.
 
 A backend is registered by its factory, which has the signature
 ``open(url: str, options: Mapping[str, object]) -> StorageBackend``. A factory is imported on first
-use, so a job that writes to a folder does not import ``s3fs``.
+use, so a job that writes to a folder does not import ``s3fs``. See `ckpt.storage.api` for how to
+write a backend.
 """
 
 from __future__ import annotations

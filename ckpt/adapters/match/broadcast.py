@@ -294,7 +294,10 @@ class _Load:
 
 
 class _LoadSink:
-    """A sink that puts chunks into the memory of the parcels in which they are sent."""
+    """A sink that puts each chunk at its place in the memory of its parcel.
+
+    A parcel is a group of chunks that one rank reads and broadcasts to the others.
+    """
 
     def __init__(self, places: Mapping[Target, memoryview]) -> None:
         self._places = places

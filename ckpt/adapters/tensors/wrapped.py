@@ -217,10 +217,12 @@ def _as_it_is(_: str, items: Sequence[Any]) -> Sequence[Any]:
 
 
 def _layer(name: str, held: torch.Tensor, resize: _Resize) -> Layer:
-    """Return the layer of the wrapper tensor ``held``, which is ``name`` in the state.
+    """Return the class, the metadata and the inner tensors of the wrapper tensor ``held``, which is
+    ``name`` in the state.
 
-    ``resize(path, items)`` is called for each tuple or list in the metadata, with its path and its
-    items, and returns the items to save in place of these.
+    ``resize(path, items)`` is called for each tuple or list in the metadata of ``held``, with its
+    path and its items, and returns the items to save in place of these. It is not called for
+    wrapper tensors inside of ``held``.
 
     Raises:
         UnsupportedValue: The wrapper tensor cannot be saved.
