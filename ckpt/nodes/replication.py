@@ -139,12 +139,10 @@ class NodeReplicas:
                 server.close()
             raise
 
-    def keeps_copies(self, tier: OpenTier) -> bool:
-        """Return True if this node keeps copies on ``tier``.
-
-        On a tier in memory, the steps of earlier jobs must then stay until the function ``outdate``
-        is called, which the caller passes to ``committed``. In a folder, retention may remove an
-        earlier step of this job only after ``close``, which waits for the copies of the last step.
+    def keeps_earlier(self, tier: OpenTier) -> bool:
+        """Return True if this node keeps copies on ``tier``. On a tier in memory, the steps of
+        earlier jobs must then stay until the function ``outdate`` is called, which the caller
+        passes to ``committed``.
         """
         return tier.index in self._rings
 

@@ -246,9 +246,10 @@ class Saver:
         """
         self.steps.set_restored(ref)
         self._slot_steps.set_restored(ref)
-        for writer in filter(self._keeps_copies, self._writers):
-            writer.root.bring(ref)  # A node that lacks files of ``ref`` gets them now
         if self._replicas is not None:
+            for writer in self._writers:
+                if self._replicas.keeps_earlier(writer.tier):
+                    writer.root.bring(ref)  # A node that lacks files of ``ref`` gets them now
             self._replicas.set_restored(ref)
         self.suspicions.forget()
         for writer in self._writers:
@@ -308,22 +309,15 @@ class Saver:
         logs = self._is_leader and not self._left.is_set()
         if logs and self._warn_of_steps_in_memory():
             logs = False  # The writers would log a similar warning
-        with_copies = list(filter(self._keeps_copies, self._durable))
         for writer in self._writers:
-            if writer not in with_copies:
-                writer.close(self.steps.durable_step, logs=logs)
+            writer.close(self.steps.durable_step, logs=logs)
         if self._replicas is not None:
-            # The copies of steps that the writers have just removed from memory are removed, too.
             self._replicas.close(wait=not leaves)
             with self._lock:
                 # A rank may leave because a node is lost. This job's steps may lack copies then.
                 sweeps = self._writers if self._swept and not leaves else ()
             for writer in sweeps:
                 writer.sweep()
-        for writer in with_copies:
-            if not self._left.is_set():
-                writer.prune_later()  # The tier kept an earlier step until the last one was copied
-            writer.close(self.steps.durable_step, logs=logs)
 
     def detach(self, *, leaves: bool) -> None:
         """Finish the work that only this process can do, and leave the other work to the agent.
@@ -374,10 +368,6 @@ class Saver:
         self._copier.close()
         self._reserver.close(cancel=True)
         self._streamer.close()
-
-    def _keeps_copies(self, writer: TierWriter) -> bool:
-        """Return True if this rank keeps copies of other nodes' files on the tier of ``writer``."""
-        return self._replicas is not None and self._replicas.keeps_copies(writer.tier)
 
     def _warn_of_steps_in_memory(self) -> bool:
         """Log a warning if memory has steps, and durable tiers have only steps that are older than
@@ -541,7 +531,7 @@ class Saver:
             first, self._swept = not self._swept, True
         if first:  # The steps that earlier jobs left in memory are outdated now
             for each in self._writers:
-                if not self._keeps_copies(each):
+                if self._replicas is None or not self._replicas.keeps_earlier(each.tier):
                     each.sweep()
             self.slots.reconsider()
         writer.prune_later()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,22 +12,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckpt.storage.tiers
-from ckpt import CheckpointManager, Tier
+from ckpt import CheckpointManager
 from ckpt.catalog.verify import verify_step
-from ckpt.coordination.api import Coordinator
 from ckpt.errors import CkptError, OutOfSpace, TransientStorageError
-from ckpt.events import Event, NodeReplicated
 from ckpt.model.dtype import DTYPES
-from ckpt.model.keys import OWNER, StepRef, parse_folder
-from ckpt.nodes.replication import NodeReplicas
-from ckpt.nodes.ring import Ring
+from ckpt.model.keys import OWNER, parse_folder
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
 from ckpt.storage.testing.faulty import Verb
 from tests.adapters.saving import bits
-from tests.coordination.world import World
-from tests.kit.stores import faulty, whole
+from tests.kit.stores import faulty
 
 KNOWN = [
     name
@@ -164,72 +155,3 @@ def test_a_store_that_failed_at_the_first_save_may_serve_the_second(
             manager.save({"x": torch.ones(3)}, 1)
             manager.save({"x": torch.ones(3)}, 2)
             assert manager.steps() == [1, 2], verb
-
-
-class OnTwoNodes:
-    """Two ranks, each on a node of its own, that keep copies of each other's files. The copy of
-    step 2 ends on each node once the node stops copying at the end of the job.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.world = World(2, patience=100)
-        self._ends = [threading.Event() for _ in range(2)]
-        self._copied = [threading.Event() for _ in range(2)]
-        copy, close = Ring.copy, NodeReplicas.close
-
-        def late(ring: Ring, ref: StepRef) -> int | None:
-            if ref.step == 2:
-                assert self._ends[ring.here].wait(60)
-            return copy(ring, ref)
-
-        def closing(replicas: NodeReplicas, **how: Any) -> None:
-            self._ends[replicas._coordinator.rank].set()
-            close(replicas, **how)
-
-        patch.setattr(Ring, "copy", late)
-        patch.setattr(NodeReplicas, "close", closing)
-
-    def save(self, tiers: Callable[[int], list[Tier]]) -> None:
-        """Save steps 1 and 2 on both ranks, and close their managers."""
-
-        def job(coordinator: Coordinator) -> None:
-            rank = coordinator.rank
-
-            def observe(event: Event) -> None:
-                if isinstance(event, NodeReplicated):
-                    self._copied[rank].set()
-
-            with CheckpointManager(
-                tiers(rank), coordinator=coordinator, observers=[observe]
-            ) as manager:
-                state = {f"x{rank}": torch.ones(1000)}
-                manager.save(state, 1)
-                assert self._copied[rank].wait(60)
-                manager.save(state, 2)
-
-        assert self.world.run(job) == {0: None, 1: None}
-
-
-def test_only_the_kept_steps_stay_if_the_last_copies_end_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until the copies of step 2 are made, step 1 stays beyond ``keep_last``."""
-    roots = [tmp_path / "0", tmp_path / "1"]
-    OnTwoNodes(monkeypatch).save(
-        lambda rank: [Tier(str(roots[rank]), local=True, keep_last=1, replicas=1)]
-    )
-    for root in roots:
-        assert whole(root) == [2]
-        assert len(list(root.glob("step-*"))) == 1
-        assert len(list(root.glob("step-*/rank-*.safetensors"))) == 2  # Its own, and the copy
-
-
-def test_no_copies_stay_in_memory_if_a_durable_tier_has_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"saver-{os.getpid()}"
-    OnTwoNodes(monkeypatch).save(
-        lambda rank: [Tier(f"shm://{name}-{rank}", replicas=1), Tier(str(tmp_path))]
-    )
-    assert whole(tmp_path) == [1, 2]
-    assert not list(Path("/dev/shm").glob(f"ckpt-memory-*-{name}-*/step-*"))
