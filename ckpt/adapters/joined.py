@@ -7,14 +7,12 @@ coordinator uses the store.
 
 from __future__ import annotations
 
-import os
 import secrets
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
@@ -28,8 +26,6 @@ from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import ConfigError
 
 _START_SECONDS: Final = 300.0
-_joined: Final = list[str]()
-"""The attempts of all joins of this process that have succeeded, in their order."""
 _ANY_PORT: Final = 0
 _MOST_PORT: Final = 65535
 _SILENT: Final = "does rank 0 run, and can this machine reach that address?"
@@ -45,9 +41,8 @@ def join(
     """Return the coordinator of ``world_size`` processes, for ``CheckpointManager(coordinator=)``.
 
     All ranks call this function once for each manager, for the managers in the same order. It
-    returns when all ranks have called it. A rank may call it again after an error, for example if
-    other ranks come late. Rank 0 serves a TCPStore, which has no password. Use this function only
-    in a network in which ``torch.distributed`` may be used too.
+    returns when all ranks have called it. Rank 0 serves a TCPStore, which has no password. Use this
+    function only in a network in which ``torch.distributed`` may be used too.
 
     Args:
         rank: The number of this process, from 0.
@@ -212,9 +207,8 @@ def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordina
         ConfigError: Two processes have the same rank, or ranks differ in ``world_size``.
         CommitTimeout: Some ranks have not joined before ``deadline`` (``time.monotonic()``).
     """
-    # A call that fails does not count, since the other ranks may not have failed.
-    coordinator = TorchStoreCoordinator((rank, world_size), f"join/{len(_joined)}", store=store)
-    mine = _token(os.getpid())
+    coordinator = TorchStoreCoordinator((rank, world_size), store=store)
+    mine = secrets.token_hex(8).encode()
     if coordinator.set_once(f"joined/{rank}", mine) != mine:
         raise ConfigError(
             f"join: another process has joined as rank {rank}: give each process a rank of its own"
@@ -231,11 +225,4 @@ def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordina
             f"join: world_size={world_size} on rank {rank}, and {int(others.pop())} on another "
             "rank: give all ranks the same"
         )
-    _joined.append(coordinator.attempt)
     return coordinator
-
-
-@cache
-def _token(pid: int) -> bytes:  # noqa: ARG001 - a fork has another token
-    """Return a text that only the process ``pid``, which is this process, has."""
-    return secrets.token_hex(8).encode()

@@ -53,18 +53,6 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path, address: str) -> Non
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("impatient", [0, 1])
-def test_a_rank_that_joins_again_after_an_error_meets_a_late_rank(
-    tmp_path: Path, address: str, impatient: int
-) -> None:
-    ranks = [(rank, impatient + 2) for rank in range(impatient + 2)]
-    folder = tmp_path / "ended"
-    folder.mkdir()
-    said = world(*ranks, address=address, timeout=20, folder=folder, verb=f"again-{impatient}")
-    assert said == [{"joined": rank, "of": size} for rank, size in ranks]
-
-
-@pytest.mark.distributed
 def test_another_world_size_on_a_rank_ends_both_at_once(tmp_path: Path, address: str) -> None:
     # a timeout of more than the test may take
     said = world((0, 2), (1, 3), address=address, timeout=200, folder=tmp_path)

@@ -1,10 +1,9 @@
 """One process of a world without torch.distributed: it joins, saves, and restores by two managers.
 
-    joined.py save|stay|again-N ADDRESS TIMEOUT FOLDER PROCESSES
+    joined.py save|stay ADDRESS TIMEOUT FOLDER PROCESSES
 
 The environment has its RANK and WORLD_SIZE. With ``stay`` it only joins, and waits until all
-PROCESSES know their results. With ``again-N`` it does the same, but rank N fails to join before the
-last rank begins. It prints its result as a line of JSON.
+PROCESSES know their results. It prints its result as a line of JSON.
 """
 
 import json
@@ -16,7 +15,6 @@ import numpy as np
 import torch.distributed as dist
 
 import ckpt
-from ckpt.errors import CommitTimeout, ConfigError
 from ckpt.integrations.arrays import state_of
 from tests.kit.waiting import until
 
@@ -24,15 +22,13 @@ from tests.kit.waiting import until
 def main() -> None:
     verb, address, timeout, folder, processes = sys.argv[1:]
     rank, world = int(os.environ["RANK"]), range(int(os.environ["WORLD_SIZE"]))
-    if verb.startswith("again-"):
-        fail_first(verb, rank, len(world), address, Path(f"{folder}.failed"))
     try:
         coordinator = ckpt.join(rank, len(world), address, timeout=float(timeout))
     except ckpt.CkptError as error:
         say(error=type(error).__name__, text=str(error))
         (Path(folder) / str(os.getpid())).touch()
         return
-    if verb != "save":
+    if verb == "stay":
         say(joined=coordinator.rank, of=coordinator.world_size)
         (Path(folder) / str(os.getpid())).touch()
         assert until(lambda: len(os.listdir(folder)) == int(processes))
@@ -52,19 +48,6 @@ def main() -> None:
     assert not dist.is_initialized()
     (mine,) = Path(folder).glob(f"step-*/*{rank:05d}*.safetensors")
     say(step=state["step"], own=own.value, written=mine.stat().st_size)
-
-
-def fail_first(verb: str, rank: int, size: int, address: str, failed: Path) -> None:
-    """Let the rank in ``verb`` fail to join, and the last rank wait for that."""
-    while verb == f"again-{rank}" and not failed.exists():
-        try:
-            ckpt.join(rank, size, address, timeout=3)
-        except CommitTimeout:
-            failed.touch()
-        except ConfigError:
-            pass  # Rank 0 does not serve yet
-    if rank == size - 1:
-        assert until(failed.exists)
 
 
 def say(**what: object) -> None:
