@@ -1,16 +1,14 @@
 """The folders ``checkpoint-N`` that stand for committed steps in the ``output_dir`` of a Trainer.
 
 Each folder has ``trainer_state.json`` and a pointer, ``ckpt.json``, with the number of the step. A
-new folder appears with both files or not at all. A folder with ``trainer_state.json`` alone is a
-checkpoint that transformers itself has written. This module never removes it. If a step of the same
-number is committed, the folder gets another name.
+new folder appears with both files or not at all. This module removes only folders with a pointer,
+since a folder without one is a checkpoint that transformers itself has written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -22,7 +20,6 @@ from typing import Final, Self, cast
 from ckpt.errors import ConfigError, NoCheckpoint
 from ckpt.errors.base import few
 
-_log = logging.getLogger("ckpt")
 POINTER: Final = "ckpt.json"
 STATE: Final = "trainer_state.json"
 _NAME: Final = re.compile(r"checkpoint-([0-9]+)")
@@ -134,10 +131,7 @@ def steps_lost(output_dir: str, places: str) -> NoCheckpoint:
 
 
 def write_folder(output_dir: str, step: int, text: str) -> None:
-    """Write the folder of ``step``, which is committed, with ``text`` as ``trainer_state.json``.
-
-    If transformers itself has written a folder of this name, that folder is renamed.
-    """
+    """Write the folder of ``step``, which is committed, with ``text`` as ``trainer_state.json``."""
     folder = folder_of(output_dir, step)
     fresh = os.path.join(output_dir, f".checkpoint-{step}.{uuid.uuid4().hex}")
     os.makedirs(fresh)
@@ -146,7 +140,6 @@ def write_folder(output_dir: str, step: int, text: str) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    _set_aside(folder)
     try:
         os.rename(fresh, folder)
     except OSError:
@@ -161,26 +154,6 @@ def write_folder(output_dir: str, step: int, text: str) -> None:
                 raise
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-
-
-def _set_aside(folder: str) -> None:
-    """Rename ``folder`` if it is a checkpoint that transformers itself has written.
-
-    With a pointer in the folder, its weights would seem to be those of the step, and
-    ``save_total_limit`` would remove them. For transformers, the new name is not that of a
-    checkpoint. A folder without ``trainer_state.json`` stays, since a callback may have written
-    files of this step into it.
-    """
-    has_state, has_pointer = (
-        os.path.isfile(os.path.join(folder, name)) for name in (STATE, POINTER)
-    )
-    if has_pointer or not has_state:
-        return
-    parent, name = os.path.split(folder)
-    aside = os.path.join(parent, f"earlier-{name}.{uuid.uuid4().hex[:8]}")
-    with contextlib.suppress(FileNotFoundError):  # Another node may have renamed the folder
-        os.rename(folder, aside)
-        _log.warning("ckpt: %s, which transformers itself has saved, is %s now", folder, aside)
 
 
 def remove_folders(output_dir: str, *, keep: Collection[object]) -> None:
