@@ -76,7 +76,8 @@ def number(name: str, value: object, of: str, *, above_zero: bool = False) -> No
     ``of`` ends the error's text "give a number of ...": it names the unit, and an accepted value.
     """
     if not is_number(value) or not 0 <= value <= _MOST or (above_zero and not value):
-        raise ConfigError(f"{name}={shown(value)}: give a number of {of}")
+        most = " (at most 1e9)" if is_number(value) and value > _MOST else ""
+        raise ConfigError(f"{name}={shown(value)}: give a number of {of}{most}")
 
 
 def true_or_false(name: str, value: object) -> None:

@@ -380,7 +380,7 @@ class SaveConfig:
 def _check_cpus(cpus: object) -> None:
     if not isinstance(cpus, Collection) or isinstance(cpus, str | bytes):
         raise ConfigError(f"cpus={shown(cpus)}: give a list of core numbers, such as [0, 1]")
-    if not cpus:
+    if len(cpus) == 0:
         raise ConfigError("cpus is empty: name at least one core, or leave it out to use all")
     for cpu in cpus:
         whole("cpus", cpu, 0, 1 << 16)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from ckpt.adapters.torch_store import TorchStoreCoordinator
+from ckpt.checks import number
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.gather import Wait, gather
 from ckpt.coordination.single import SingleCoordinator
@@ -57,6 +58,7 @@ def join(
         CommitTimeout: Some ranks have not joined in time.
     """
     _check(rank, world_size)
+    _check_timeout(timeout)
     host, port = _host_and_port(address)
     if world_size == 1:
         return SingleCoordinator()
@@ -127,6 +129,7 @@ def _broadcast(
     Rank 0 serves the store at a free port, and passes the address to ``broadcast``. All ranks call
     ``broadcast``, and on each of them it returns the text that rank 0 has passed.
     """
+    _check_timeout(timeout)
     if world_size == 1:
         return SingleCoordinator()
     deadline, address, store = time.monotonic() + timeout, "", None
@@ -226,3 +229,8 @@ def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordina
             "rank: give all ranks the same"
         )
     return coordinator
+
+
+def _check_timeout(timeout: float) -> None:
+    """Raise `ConfigError` unless ``timeout`` is a number of seconds that Python can wait for."""
+    number("timeout", timeout, "seconds, such as 300", above_zero=True)

@@ -21,7 +21,7 @@ from functools import wraps
 from types import FrameType
 from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
-from ckpt.checks import is_number
+from ckpt.checks import is_number, number
 from ckpt.coordination.api import Coordinator
 from ckpt.elastic.last_step import LastStep
 from ckpt.errors import ConfigError
@@ -360,10 +360,7 @@ def _check(signals: tuple[int, ...], grace_seconds: float) -> None:
             "on_signals() must be called in the main thread: Python lets no other one handle "
             "signals"
         )
-    if not is_number(grace_seconds) or not 0 < grace_seconds < float("inf"):
-        raise ConfigError(
-            f"grace_seconds={grace_seconds!r}: give a number of seconds above 0, such as 25"
-        )
+    number("grace_seconds", grace_seconds, "seconds above 0, such as 25", above_zero=True)
     if _active is not None:
         raise ConfigError(
             "signals are already handled: one on_signals() in a process, until that manager is "

@@ -21,8 +21,9 @@ def max_difference(one: StepReader, two: StepReader, name: str) -> float | None:
 
     The result is None if an element of the dtype is not one number (``float4_e2m1fn_x2``,
     ``bits8``). It is inf if two elements at the same position differ, and at least one of them is
-    infinite or NaN. Two NaNs count as equal. Differences are computed in float64 or complex128, and
-    those of integers exactly. Both tensors must have the same dtype and shape.
+    infinite or NaN. Two NaNs count as equal. Floats are subtracted in float64 or complex128.
+    Integers are subtracted exactly, and a result above 2**53 is rounded. Both tensors must have the
+    same dtype and shape.
     """
     dtype = one.tensors[name].dtype
     if dtype.startswith(_NOT_NUMBERS):

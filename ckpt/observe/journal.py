@@ -94,7 +94,8 @@ class Journal:
     """An observer that writes the events of a run to a folder beside its root.
 
     Rank 0 writes every event that its manager sends. Other ranks write failures, damage and
-    repairs. Each rank that writes has at most two files of about 4 MiB.
+    repairs. Each rank that writes has at most two files of about 4 MiB. Make a journal for each
+    job, since a journal records the begin of one job only.
 
     Args:
         root: The folder of the run. The journal is in the folder of the same name with ``.journal``

@@ -314,10 +314,9 @@ def on_two_servers(url: str) -> ConfigError:
 def server_of(tier: Tier) -> str:
     """Return the server of an object store, in the same spelling for each spelling of its URL.
 
-    The server is taken from ``endpoint_url`` in the options or in their ``client_kwargs``, else
-    from ``endpoint_url`` in the query of the URL, else from an environment variable that the client
-    libraries read. The backends use the same order. The result is '' if none of these names a
-    server, or if the tier is a folder.
+    The server is taken from ``endpoint_url`` in the options, else in the query of the URL, else in
+    the ``client_kwargs`` of the options, else from an environment variable that the client
+    libraries read. The result is '' if none of these names a server, or if the tier is a folder.
     """
     if is_folder(tier.url):
         return ""

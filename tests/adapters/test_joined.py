@@ -150,3 +150,11 @@ def test_a_manager_of_a_world_of_mpi_or_horovod_asks_for_a_coordinator(
         ckpt.CheckpointManager(tmp_path)
     with ckpt.CheckpointManager(tmp_path, coordinator=ckpt.join(0, 1, "localhost:1")) as manager:
         manager.save({"a": 1}, 1)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("inf"), float("nan"), 1e300, "5"])
+def test_a_timeout_that_python_cannot_wait_for_is_an_error(timeout: Any) -> None:
+    with pytest.raises(ConfigError, match=r"timeout=.*: give a number of seconds, such as 300"):
+        ckpt.join(0, 2, "127.0.0.1:29500", timeout=timeout)
+    with pytest.raises(ConfigError, match=r"timeout=.*: give a number of seconds, such as 300"):
+        ckpt.join_mpi(Communicator(1, "127.0.0.1:29500"), timeout=timeout)
