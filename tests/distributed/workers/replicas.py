@@ -117,9 +117,20 @@ def files(base: Path, number: int, pattern: str = "*.safetensors") -> list[list[
 
 
 def on_disk(root: Path) -> None:
-    base = root / "disk"
-    with CheckpointManager(tiers(base, replicas=1), chunk_bytes=1 << 14) as manager:
-        save(manager)
+    base, copied = root / "disk", threading.Semaphore(0)
+
+    def observe(event: Event) -> None:
+        if isinstance(event, NodeReplicated):
+            copied.release()
+
+    def await_copies() -> None:  # Until then, retention keeps the step before
+        assert copied.acquire(timeout=60)
+        dist.barrier()
+
+    with CheckpointManager(
+        tiers(base, replicas=1), observers=[observe], chunk_bytes=1 << 14
+    ) as manager:
+        save(manager, after=await_copies)
     dist.barrier()
     assert files(base, 3) == [[0, 3], [0, 1], [1, 2], [2, 3]]
     assert files(base, 3, "rank-*.json") == files(base, 3)
