@@ -12,10 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -35,6 +34,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.coordination.world import World
 from tests.distributed.survivors import reported, run_world
+from tests.kit.interrupting import interrupted_call
 from tests.kit.worlds import ROOT, run_code
 
 STUCK = """
@@ -75,26 +75,6 @@ WAYS = {
         143,
     ),
 }
-
-
-@contextmanager
-def interrupted_call(files: tuple[str, ...], turn: int) -> Generator[None]:
-    """Raise ``KeyboardInterrupt`` as this thread's ``turn``-th call into ``files`` begins."""
-    reached = 0
-
-    def on_call(frame: FrameType, *_: object) -> None:
-        nonlocal reached
-        if frame.f_code.co_filename.endswith(files):
-            reached += 1
-            if reached == turn:
-                raise KeyboardInterrupt
-
-    before = sys.gettrace()
-    sys.settrace(on_call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 @pytest.mark.parametrize("way", WAYS)

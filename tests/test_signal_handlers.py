@@ -7,7 +7,6 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +18,7 @@ from ckpt import CheckpointManager
 from ckpt.errors import ConfigError, StagingError
 from ckpt.staging.fence import Fence
 from ckpt.staging.slot import Slot
+from tests.kit.interrupting import interrupted_call
 from tests.overlap.jobs import forward_backward, job
 from tests.overlap.window import assert_restores, content
 
@@ -122,7 +122,7 @@ def test_ctrl_c_as_a_call_returns_leaves_the_manager_usable(call: str, root: str
         interrupted = 0
         for turn in range(1, 100):
             try:
-                with _interrupted_in("planned_stop.py", turn):
+                with interrupted_call(("planned_stop.py",), turn):
                     calls[call]()
             except KeyboardInterrupt:
                 interrupted += 1
@@ -204,26 +204,6 @@ def test_no_signal_handler_runs_between_the_taking_of_a_lock_and_its_block(root:
         finally:
             sys.settrace(None)
     assert not taken
-
-
-@contextmanager
-def _interrupted_in(file: str, turn: int) -> Iterator[None]:
-    """Raise ``KeyboardInterrupt`` as the ``turn``-th function in ``file`` begins."""
-    reached = 0
-
-    def on_call(frame: FrameType, *_: object) -> None:
-        nonlocal reached
-        if frame.f_code.co_filename.endswith(file):
-            reached += 1
-            if reached == turn:
-                raise KeyboardInterrupt
-
-    before = sys.gettrace()
-    sys.settrace(on_call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 class Interrupting:

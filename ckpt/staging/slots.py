@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ckpt.errors import CommitError, HostMemoryExhausted
@@ -67,6 +67,17 @@ class NoContents:
         return False
 
 
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A call of ``acquire`` or ``reserve``, with the slot that it takes or creates.
+
+    Attributes:
+        slot: The slot; None before it was taken or created.
+    """
+
+    slot: Slot | None = None
+
+
 class SlotPool:
     """Up to ``count`` slots of one size, which are created ahead of time (``reserve``) or when they
     are first needed, and kept.
@@ -97,7 +108,7 @@ class SlotPool:
         self._contents = contents or NoContents()
         self._free: list[Slot] = []
         self._made: list[Slot] = []
-        self._making = 0
+        self._making: list[_Request] = []
         self._budget: Budget | None = None
         self._closed = False
         self._displaced = False
@@ -148,14 +159,17 @@ class SlotPool:
             HostMemoryExhausted: There is not enough memory for a slot.
         """
         while True:
-            with self._changed:
-                if self._closed or not self._may_make(nbytes):
-                    return
-                self._making += 1
+            request = _Request()
             try:
-                self._make(nbytes, free=True)
+                with self._changed:
+                    if self._closed or not self._may_make(nbytes):
+                        return
+                    self._making.append(request)
+                self._make(request, nbytes)
             except NotWanted:
                 return
+            finally:
+                self._give_back(request)
 
     def acquire(self, nbytes: int, *, wait: bool) -> Slot | None:
         """Return a free slot for an image of ``nbytes``, or create one. If no slot is free and none
@@ -174,15 +188,21 @@ class SlotPool:
             CommitError: All free slots hold steps that are needed, there are several of them, and
                 no other slot can be created.
         """
-        with self._changed:
-            while (slot := self._take(nbytes)) is None:
-                if self._may_make(nbytes):
-                    self._making += 1
-                    break
-                if not wait and (self._made or not self._making):
-                    return None
-                self._changed.wait()
-        return self._make(nbytes, free=False) if slot is None else self._renew(slot, nbytes)
+        request = _Request()
+        try:
+            with self._changed:
+                while not self._take(request, nbytes):
+                    if self._may_make(nbytes):
+                        self._making.append(request)
+                        break
+                    if not wait and (self._made or not self._making):
+                        return None
+                    self._changed.wait()
+            self._renew(request)
+            return request.slot or self._make(request, nbytes)
+        except BaseException:  # Ctrl-C included, after which the next call must not wait forever
+            self._give_back(request)
+            raise
 
     def release(self, slot: Slot) -> bool:
         """Take back a slot whose image is no longer needed.
@@ -247,46 +267,62 @@ class SlotPool:
         held = slot_files.held_by_siblings() if self._ranks > 1 else 0
         return measure(slot_files.SHM, ranks=self._ranks, limit=self._limit, held=held)
 
-    def _renew(self, slot: Slot, nbytes: int) -> Slot:
-        """Return ``slot`` after its step was removed and its file has its full length again. If the
-        file was removed or cannot be extended, return a new slot instead.
+    def _renew(self, request: _Request) -> None:
+        """Remove the step in the slot of ``request``, and extend the file to its full length again.
+        If the file was removed or cannot be extended, drop the slot, and count ``request`` among
+        those that create one.
+
+        If ``request`` has no slot, do nothing.
         """
+        if (slot := request.slot) is None:
+            return
         try:
             if slot.path:
                 self._contents.evict(slot.path)
             slot.regrow()
-            return slot
         except (SlotLost, HostMemoryExhausted):
             with self._changed:
                 self._drop(slot)
-                self._making += 1
-        except BaseException:
-            self.release(slot)
-            raise
-        return self._make(nbytes, free=False)
+                self._making.append(request)
+                request.slot = None
 
-    def _take(self, nbytes: int) -> Slot | None:
+    def _give_back(self, request: _Request) -> None:
+        """Let other callers have the slot of ``request``, or create a slot in place of it."""
+        with self._changed:
+            if request in self._making:
+                self._making.remove(request)
+            if (slot := request.slot) is not None:
+                if slot not in self._made:
+                    slot.close()
+                elif slot not in self._free:
+                    self._free.append(slot)
+            self._changed.notify_all()
+
+    def _take(self, request: _Request, nbytes: int) -> bool:
+        """Take a free slot into ``request``, and return True. If no slot may be taken now, return
+        False. The caller must hold the lock.
+        """
         fitting = [slot for slot in self._free if slot.capacity >= self._slot_bytes(nbytes)]
         others = [slot for slot in fitting if not self._is_needed(slot)]
         if not others:
-            # If this returns None, the caller calls ``_may_make``, which closes slots that are too
+            # If this returns False, the caller calls ``_may_make``, which closes slots that are too
             # small and not needed, and so makes room.
             is_any_small = not all(map(self._is_needed, self._free))
             if is_any_small or self._is_any_in_use() or not self._is_full():
-                return None
+                return False
             if len(self._free) > 1:  # The outcome of a save is not known, so its step is needed too
                 raise CommitError(
                     "no slot is free: whether the last step in memory was committed cannot be "
                     "seen, since the job's store is gone; start the job again, and restore"
                 )
             if not fitting:
-                return None
-        slot = min(
+                return False
+        request.slot = min(
             others or fitting,
             key=lambda slot: self._contents.step_in(slot.path) if slot.path else -1,
         )
-        self._free.remove(slot)
-        return slot
+        self._free.remove(request.slot)
+        return True
 
     def _may_make(self, nbytes: int) -> bool:
         """Close the free slots that are too small for images of ``nbytes``, decide the budget if
@@ -318,11 +354,11 @@ class SlotPool:
         """Return True if there are as many slots as the budget allows, including those that are
         being created.
         """
-        there = len(self._made) + self._making
+        there = len(self._made) + len(self._making)
         return self._budget is not None and there >= self._budget.slots
 
     def _is_any_in_use(self) -> bool:
-        return len(self._made) + self._making > len(self._free)
+        return len(self._made) + len(self._making) > len(self._free)
 
     def _is_needed(self, slot: Slot) -> bool:
         return slot.path is not None and self._contents.is_needed(slot.path)
@@ -334,32 +370,21 @@ class SlotPool:
         known = self._budget is not None and self._budget.nbytes >= nbytes
         return min(nbytes, self._budget.slot_bytes) if known and self._budget else nbytes
 
-    def _make(self, nbytes: int, *, free: bool) -> Slot:
-        """Create a slot and add it to the pool; with ``free``, also to the free slots.
+    def _make(self, request: _Request, nbytes: int) -> Slot:
+        """Create a slot in ``request``, add it to the pool, and return it.
 
-        The caller must have counted the slot in ``_making``, and must not hold the lock, since
-        touching the pages takes long.
+        ``request`` must be in ``_making``. After an error the caller gives it back. The caller must
+        not hold the lock, since touching the pages takes long.
         """
-        made: list[Slot] = []
-        try:
-            slot = self._new(self._slot_bytes(nbytes))
-            try:
-                slot.prefault()
-            except BaseException:
-                slot.close()
-                raise
-            made.append(slot)
-        finally:
-            with self._changed:
-                self._making -= 1
-                self._made += made
-                for slot in made:
-                    if self._closed:
-                        self._drop(slot)
-                    elif free:
-                        self._free.append(slot)
-                self._changed.notify_all()
-        return made[0]
+        request.slot = slot = self._new(self._slot_bytes(nbytes))
+        slot.prefault()
+        with self._changed:
+            self._making.remove(request)
+            self._made.append(slot)
+            if self._closed:
+                self._drop(slot)
+            self._changed.notify_all()
+        return slot
 
     def _new(self, nbytes: int) -> Slot:
         if self._budget is None or self._budget.shared:

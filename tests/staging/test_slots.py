@@ -22,6 +22,7 @@ from ckpt.staging import slots as slots_module
 from ckpt.staging.budget import measure
 from ckpt.staging.slot import Slot
 from ckpt.staging.slots import NoContents, SlotPool
+from tests.kit.interrupting import interrupted_call
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -698,3 +699,28 @@ def test_whoever_waits_for_a_slot_is_told_though_the_step_in_it_cannot_be_taken_
     waiting.join(30)
     assert found
     pool.close()
+
+
+@pytest.mark.parametrize("event", ["call", "c_return"])
+@pytest.mark.parametrize("slot", ["new", "free", "lost"])
+def test_ctrl_c_loses_no_slot_wherever_it_interrupts_acquire(pools, slot: str, event: str) -> None:
+    """Otherwise the next save would wait forever for the only slot."""
+    files = ("staging/slots.py", "staging/slot.py", "ckpt/locks.py", "/threading.py")
+    turn, was_interrupted = 0, True
+    while was_interrupted:
+        turn, was_interrupted = turn + 1, False
+        pool = pools(1)
+        if slot != "new":
+            pool.release(take(pool, MIB))
+        if slot == "lost":
+            os.unlink(pool.made[0].path)
+        with interrupted_call(files, turn, event=event):
+            try:
+                pool.acquire(MIB, wait=False)
+            except KeyboardInterrupt:
+                was_interrupted = True
+        if was_interrupted:
+            take(pool, MIB)
+        assert len(pool.made) == 1
+        pool.close()
+    assert turn > 5
