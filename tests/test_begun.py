@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ckpt.save.active_save import HandOver
 from ckpt.staging.fence import Fence
 from ckpt.staging.slots import SlotPool
 from ckpt.staging.snapshot import Snapshot
+from tests.kit.interrupting import interrupted_call
 from tests.overlap.jobs import train, trained
 
 original = Workers.submit
@@ -134,6 +136,38 @@ def test_an_interrupted_beginning_holds_nobody_up(
     assert len(errors) < 2
     assert all(isinstance(error, StagingError) and "interrupted" in str(error) for error in errors)
     assert 3 in CheckpointManager(str(tmp_path)).steps()
+
+
+def test_ctrl_c_in_a_call_that_copies_the_state_itself_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does if the state passes through memory in waves. No other thread copies it then."""
+    copy_eager = Snapshot.copy_eager
+
+    def in_the_foreground(self: Snapshot) -> None:
+        copy_eager(self)
+        self.foreground = True
+
+    monkeypatch.setattr(Snapshot, "copy_eager", in_the_foreground)
+    state = trained()
+    turns: list[int] = []
+
+    def interrupt_each_call() -> bool:
+        with CheckpointManager(str(tmp_path), slots=1) as manager:
+            while True:
+                turns.append(len(turns) + 1)
+                try:
+                    with interrupted_call(("active_save.py", "snapshot.py"), turns[-1]):
+                        manager.save_async(state, 2 * turns[-1])
+                except KeyboardInterrupt:
+                    train(state, 2)
+                else:
+                    return True
+                with suppress(StagingError):  # The error of the interrupted save
+                    manager.save(state, 2 * turns[-1] + 1)
+
+    finishes(interrupt_each_call)
+    assert len(turns) > 20
 
 
 def test_without_a_thread_the_manager_says_so_when_it_is_built(

@@ -266,8 +266,8 @@ class HandOver:
     def call_off(self, error: BaseException) -> bool:
         """Stop the save because ``error``, such as Ctrl-C, has interrupted its hand-over.
 
-        If the copying of the late sources has not begun, they are never copied, and no optimizer's
-        step waits for them.
+        If the copying of the late sources has not begun, or ``error`` has interrupted it in the
+        calling thread, they are never copied, and no optimizer's step waits for them.
 
         Returns:
             True if the save was stopped before it was streamed; the slot then belongs to the
@@ -275,7 +275,7 @@ class HandOver:
             slot. It fails on all ranks if its late sources were not copied.
         """
         snapshot = self.save.snapshot
-        if self.stage.revoke():
+        if self.stage.revoke() or snapshot.foreground:
             snapshot.give_up(
                 StagingError(f"step {snapshot.step} was interrupted as it began: {error!r}")
             )

@@ -221,10 +221,13 @@ class Snapshot:
     def give_up(self, error: CkptError) -> None:
         """Let the snapshot fail with ``error``, because no thread will call ``copy_late``.
 
-        This does nothing if ``copy_late`` has begun to copy. Any thread may call it.
+        This does nothing if ``copy_late`` has begun to copy. Any thread may call it. If
+        ``foreground`` is set, only the training thread may call it, whose ``copy_late`` has ended
+        or was interrupted. The call then does nothing if the whole state is in the image.
         """
-        if self._begun.acquire(blocking=False):
-            self._finish(error)
+        if self._begun.acquire(blocking=False) or self.foreground:
+            if not self._landed.is_set():
+                self._finish(error)
             self._compared.set()
 
     def _copy_late(self) -> None:
