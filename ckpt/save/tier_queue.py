@@ -80,7 +80,8 @@ class TierQueue(Generic[T]):
 
     Thread safety: ``push`` and ``close`` may be called from any thread; ``take`` from one thread at
     a time. ``_changed`` guards all fields, except for ``_serial``, which belongs to the thread that
-    calls ``take``. ``_closing`` is set once, and may be read without ``_changed``.
+    calls ``take``. ``_closing`` and ``_asks_once`` are set once, and may be read without
+    ``_changed``.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class TierQueue(Generic[T]):
         self._steps: dict[str, QueuedStep[T] | None] = {}
         self._given_up: set[str] = set()
         self._serial = 0
-        self._closing = self._served = False
+        self._closing = self._served = self._asks_once = False
         self._changed = threading.Condition()
 
     @property
@@ -150,12 +151,12 @@ class TierQueue(Generic[T]):
             try:
                 return self._next()
             except CommitError as error:
-                if self._closing:
+                if self._asks_once:
                     return Turn(None, self.lose_all(error))
                 _log.warning("ckpt: %s; asking again", error)
                 with self._changed:
                     self._changed.wait_for(
-                        lambda: self._closing, min(_PAUSE_SECONDS, self._timeout)
+                        lambda: self._asks_once, min(_PAUSE_SECONDS, self._timeout)
                     )
             except CkptError as error:
                 return Turn(None, self.lose_all(error))
@@ -172,8 +173,11 @@ class TierQueue(Generic[T]):
             return lost
 
     def give_up_stored(self) -> list[QueuedStep[T]]:
-        """Remove the steps that a nearer tier has, and return them."""
+        """Remove the steps that a nearer tier has, and return them. From now on, a leader that does
+        not answer is asked only once, since the owner waits for the other steps.
+        """
         with self._changed:
+            self._asks_once = True
             stored = [step for step in self._steps.values() if step is not None and not step.held]
             for step in stored:
                 del self._steps[step.ref.folder]
@@ -186,7 +190,7 @@ class TierQueue(Generic[T]):
         expected steps, and it asks a leader that does not answer only once.
         """
         with self._changed:
-            self._closing = True
+            self._closing = self._asks_once = True
             self._changed.notify_all()
 
     def _next(self) -> Turn[T]:

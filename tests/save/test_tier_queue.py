@@ -89,6 +89,17 @@ def test_a_leader_that_is_gone_does_not_hold_the_others_for_ever():
     assert (took, lost, kinds) == ([], [1, 2], {CommitError})
 
 
+def test_a_leader_that_is_gone_does_not_hold_a_rank_that_leaves_its_steps_to_the_agent() -> None:
+    """The agent cannot read a step that only has its image, so the rank waits for its end."""
+    world = World(2, patience=0.05)
+    served = Served(TierQueue(1, world.coordinator(1), backlog=4, timeout=0.05))
+    served.push(1, lambda: None, held=True)
+    assert served.queue.give_up_stored() == []
+    assert until(lambda: served.lost, 20)
+    served.close()
+    assert set(map(type, served.lost.values())) == {CommitError}
+
+
 class LostAnswer(WorldCoordinator):
     """A connection that breaks after the first order was set and before the answer came."""
 
