@@ -22,6 +22,7 @@ from ckpt.agent.reports import Verified
 from ckpt.config import AgentMode, SaveConfig, agent_folder, environment_for_agent
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, gather, leader_decides
+from ckpt.coordination.json_message import encode_json
 from ckpt.coordination.nodes import on_node
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AgentError, CkptError, ConfigError
@@ -310,7 +311,7 @@ def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str
     """
     if coordinator.rank in nodes.firsts:
         agent = f"{Owner.here('').machine} {os.path.realpath(agent_folder())}"
-        coordinator.post(_ALL_NODES, msgspec.json.encode((refusal, agent)))
+        coordinator.post(_ALL_NODES, encode_json((refusal, agent)))
 
     def decide() -> str:
         wait = Wait(_START_SECONDS, "the manager")

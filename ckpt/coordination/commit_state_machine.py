@@ -27,6 +27,7 @@ import msgspec
 
 from ckpt.coordination.abort_reason import Aborted, abort_reason
 from ckpt.coordination.api import LEADER
+from ckpt.coordination.json_message import encode_json
 from ckpt.errors import CommitTimeout, PeerFailed
 from ckpt.model.manifest import FragmentRef
 
@@ -88,7 +89,7 @@ decode_verdict: Final[Callable[[bytes], Verdict]] = msgspec.json.Decoder[Any](Ve
 
 
 def encode(message: Vote | Intent | Turn | Verdict) -> bytes:
-    return msgspec.json.encode(message)
+    return encode_json(message)
 
 
 # -- actions: what a rank does next ----------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from ckpt.coordination.api import LEADER, Coordinator
+from ckpt.coordination.json_message import encode_json
 from ckpt.errors import CommitTimeout
 
 T = TypeVar("T")
@@ -88,7 +89,7 @@ def leader_decides(
     """
     decided: bytes | None
     if coordinator.rank == LEADER:
-        decided = coordinator.set_once(subject, msgspec.json.encode(decide()))
+        decided = coordinator.set_once(subject, encode_json(decide()))
     else:
         decided = coordinator.verdict(subject, timeout=wait.seconds)
     if decided is None:

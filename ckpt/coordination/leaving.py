@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from ckpt.coordination.api import Coordinator
+from ckpt.coordination.json_message import encode_json
 from ckpt.errors import CkptError, CommitError
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ class Leaving:
         """
         self._left.set()
         with suppress(CkptError):
-            self._whole.set_once(_SUBJECT, msgspec.json.encode(Gone(self.rank, reason)))
+            self._whole.set_once(_SUBJECT, encode_json(Gone(self.rank, reason)))
 
     def post(self, subject: str, message: bytes) -> None:
         self._check()

@@ -26,6 +26,7 @@ from ckpt.config import Tls
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.committer import OneTier
 from ckpt.coordination.gather import Wait, gather, leader_decides
+from ckpt.coordination.json_message import encode_json
 from ckpt.coordination.long_message import drop, receive, send
 from ckpt.coordination.owner import Owner
 from ckpt.errors import CkptError, CommitError, ConfigError, TransientStorageError
@@ -97,7 +98,7 @@ def agree(
     except ConfigError as error:  # All ranks raise the error below, so post it first
         fault = str(error)
     mine = _Rank([_identity(tier.backend) for tier in local], tls is not None, fault)
-    coordinator.post("nodes", msgspec.json.encode(mine))
+    coordinator.post("nodes", encode_json(mine))
     wait = Wait(_START_SECONDS + 30, "which ranks share a node")
     decided = leader_decides(
         coordinator, "nodes", lambda: _decide(_ranks(coordinator)), wait, _Decided

@@ -15,6 +15,7 @@ import msgspec
 
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, leader_decides
+from ckpt.coordination.json_message import encode_json
 from ckpt.errors import CkptError, RestoreError, StorageError
 from ckpt.plan.fallback import is_damage
 
@@ -156,7 +157,7 @@ class RestoreRounds:
 
     def _poll(self, subject: str, step: int, mine: _Answer) -> _Answer:
         """Post the answer of this rank, and return the worst answer of all ranks on each rank."""
-        self._coordinator.post(subject, msgspec.json.encode(mine))
+        self._coordinator.post(subject, encode_json(mine))
         wait = Wait(self._patience + _GRACE_SECONDS, "the end of the restore", step)
         return leader_decides(
             self._coordinator, subject, lambda: self._worst(subject, step), wait, _Answer

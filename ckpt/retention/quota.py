@@ -9,7 +9,6 @@ capacity is reached, the rank whose write fails makes room.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -18,6 +17,7 @@ from ckpt.codec.registry import NO_CODEC
 from ckpt.coordination.abort_reason import Aborted, abort_reason, rebuild
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, arrivals
+from ckpt.coordination.json_message import encode_json
 from ckpt.errors import CkptError, CommitTimeout
 from ckpt.model.keys import StepRef
 from ckpt.retention.claim import Claim
@@ -79,14 +79,12 @@ class Quota:
         subject = self._subject(ref, trial)
         self._coordinator.post(subject, msgspec.json.encode(nbytes))
         if self._coordinator.rank == LEADER:
-            answer = msgspec.json.encode(Aborted("the leader has failed", {}))
+            answer = _OK
             try:
                 if asked and (needed := self._sum(ref, subject)) is not None:
                     self._evictor.make_room(ref, needed, restored=restored)
-                answer = _OK
             except BaseException as error:
-                with suppress(Exception):  # JSON cannot encode a message with surrogates
-                    answer = msgspec.json.encode(_reason(error))
+                answer = encode_json(_reason(error))
                 raise
             finally:
                 self._coordinator.set_once(subject, answer)

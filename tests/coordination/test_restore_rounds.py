@@ -45,6 +45,12 @@ def test_damage_on_one_is_damage_for_all() -> None:
     assert all(isinstance(error, Damaged) for error in found.values())
 
 
+def test_an_error_with_a_name_that_is_not_utf_8_is_told_to_all() -> None:
+    found = outcome({0: "a", 1: ValueError("no such file: caf\udce9"), 2: "c"})
+    assert r"no such file: caf\udce9" in str(found[0]), found
+    assert r"no such file: caf\udce9" in str(found[2]), found
+
+
 def test_who_was_left_waits_for_the_one_who_knows_why() -> None:
     lost = Parted("connection closed")
     found = outcome({0: lost, 1: RestoreError("no memory"), 2: lost}, seconds={1: 0.4})

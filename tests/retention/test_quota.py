@@ -85,7 +85,7 @@ def test_no_rank_goes_on_if_the_leader_has_failed_in_a_way_of_its_own(
     assert "ValueError('unforeseen')" in str(found[1])
 
 
-def test_no_rank_goes_on_if_the_error_of_the_leader_cannot_be_sent(
+def test_an_error_of_the_leader_with_a_name_that_is_not_utf_8_reaches_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -94,7 +94,8 @@ def test_no_rank_goes_on_if_the_error_of_the_leader_cannot_be_sent(
     monkeypatch.setattr(Evictor, "make_room", fail)
     found = agreed(tmp_path, World(2), [0, 1])
     assert isinstance(found[0], OutOfSpace)
-    assert isinstance(found[1], CommitError)
+    assert isinstance(found[1], OutOfSpace)
+    assert found[1].key == r"a name that is not UTF-8: \udcff"
 
 
 def test_ranks_for_which_there_is_room_go_on(tmp_path: Path) -> None:
