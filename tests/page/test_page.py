@@ -305,7 +305,7 @@ def test_a_new_step_is_a_new_version(make: Make, run: Path) -> None:
 
 
 def test_a_thousand_steps_stay_quick(make: Make, tmp_path: Path) -> None:
-    root = tmp_path / "run"
+    root, began = tmp_path / "run", time.process_time()
     backend, journal = open_backend(str(root)), Journal(root, rank=0)
     first = write_checkpoint(backend, 0, ARRAYS).ref
     for step in range(1, 1000):  # copies of one folder, whose manifests say so
@@ -314,6 +314,7 @@ def test_a_thousand_steps_stay_quick(make: Make, tmp_path: Path) -> None:
         journal(SaveStaged(step=step, nbytes=1, stall_seconds=0.01, tiers=(str(root),)))
         journal(SaveCommitted(step=step, tier=str(root), nbytes=1, durable_seconds=0.1))
     journal.close()
+    written = time.process_time() - began
     assert (root / first.folder).is_dir()
     page = make(root)
     (tier,) = page.live.views[0].tiers
@@ -323,5 +324,5 @@ def test_a_thousand_steps_stay_quick(make: Make, tmp_path: Path) -> None:
     seconds = time.process_time() - began
     assert len(rows(text)) == 1 + 50
     assert len(text) < 200_000
-    assert seconds < 0.5, seconds
+    assert seconds < written / 4, (seconds, written)  # A ratio, since machines differ
     assert "page 20 of 20" in text_of(page.get("/run/0?page=20"))
