@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import resource
+import statistics
 import subprocess
 import sys
 import tomllib
@@ -491,6 +493,23 @@ def test_help_imports_few_modules(tmp_path: Path) -> None:
     imported = re.findall(r"^import time: .*\| +(\S+)$", done.stderr, re.MULTILINE)
     assert "ckpt.cli" in imported
     assert len(imported) <= HELP_MODULES, imported
+
+
+def test_help_takes_little_more_processor_time_than_the_libraries_that_print_it() -> None:
+    """A ratio, since machines differ: it is 1.3, with 0.2 s for the libraries."""
+    help_of_ckpt = ("-m", "ckpt.cli.main", "--help")
+    libraries = ("-c", "import typer.main, rich.console")
+    pairs = [(processor_seconds(*help_of_ckpt), processor_seconds(*libraries)) for _ in range(5)]
+    assert statistics.median(one / other for one, other in pairs) < 1.6, pairs
+
+
+def processor_seconds(*args: str) -> float:
+    """Return the processor time of an interpreter with these arguments."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = bare_python(*args)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_mypy_checks_every_module() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Final, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -54,13 +55,24 @@ def relation(one: str, two: str) -> Relation:
     return "around" if there.startswith(here) else "apart"
 
 
-def _canonical(url: str) -> str:
+def is_spelling_of(url: str, other: str, *, follows_links: bool = False) -> bool:
+    """Return True if two URLs name one location.
+
+    Links in ``other`` are not followed, and those in ``url`` only with ``follows_links``. So the
+    call does not wait if the file system of ``other`` does not answer.
+    """
+    absolute = os.path.realpath if follows_links else os.path.abspath
+    return _canonical(url, absolute) == _canonical(other, os.path.abspath)
+
+
+def _canonical(url: str, absolute: Callable[[str], str] = os.path.realpath) -> str:
     """Return a spelling of ``url`` that is the same for all URLs of one location.
 
-    The result ends in a slash, so that 'runs/gpt2/' does not start with 'runs/gpt/'.
+    The result ends in a slash, so that 'runs/gpt2/' does not start with 'runs/gpt/'. ``absolute``
+    returns the absolute path of a folder.
     """
     if is_folder(url):
-        return os.path.join(os.path.realpath(_path_of(url)), "")
+        return os.path.join(absolute(_path_of(url)), "")
     scheme, mark, path = url.partition("://")
     if not mark:
         return f"{url.rstrip('/')}/"

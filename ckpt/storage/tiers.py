@@ -24,7 +24,13 @@ from ckpt.config import (
 from ckpt.errors import ConfigError
 from ckpt.model.checksum import checksum
 from ckpt.storage.api import Adopting, StorageBackend
-from ckpt.storage.places import is_folder, is_object_store, relation, without_query
+from ckpt.storage.places import (
+    is_folder,
+    is_object_store,
+    is_spelling_of,
+    relation,
+    without_query,
+)
 from ckpt.storage.registry import open_backend, scheme_of
 
 if TYPE_CHECKING:  # At run time, commands that list tiers must not import ssl, which is slow
@@ -159,8 +165,8 @@ def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
     if root := flag or ("" if config else root_of_environment()):
         if root == MEMORY:
             raise ConfigError(
-                'the tier "memory" goes by the name of the tier after it: give its own URL, '
-                "shm://..., as `ckpt ls --root memory`, the log and a restore report print it"
+                '"memory" names a tier only within a job: give the URL of the tier, shm://..., '
+                "which `ckpt ls --root memory`, the log and a restore report print"
             )
         return tier_at(root, tiers)
     named = [tier for tier in tiers if tier.url != MEMORY and scheme_of(tier.url) != "memory"]
@@ -193,15 +199,20 @@ def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tup
 
 
 def tier_at(url: str, tiers: Sequence[Tier]) -> Tier:
-    """Return the first of ``tiers`` that is the place ``url``, however it is spelled; else a new
-    tier without settings.
+    """Return the first of ``tiers`` that has the URL ``url``, in any spelling; else a new tier
+    without settings. Links in ``url`` are followed if no tier has it as its URL.
 
     ``url`` may lack the query of an object store's URL, since no command prints the query.
     """
     tiers = [tier for tier in tiers if MEMORY not in (url, tier.url)]
-    with_query = (tier for tier in tiers if relation(tier.url, url) == "same")
-    bare = (tier for tier in tiers if relation(without_query(tier.url), url) == "same")
-    return next(chain(with_query, bare), None) or Tier(url)
+    with_query = (tier for tier in tiers if is_spelling_of(url, tier.url))
+    bare = (tier for tier in tiers if is_spelling_of(url, without_query(tier.url)))
+    linked = (
+        tier
+        for tier in tiers
+        if is_folder(tier.url) and is_spelling_of(url, tier.url, follows_links=True)
+    )
+    return next(chain(with_query, bare, linked), None) or Tier(url)
 
 
 def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
@@ -303,10 +314,10 @@ def _check_apart(one: OpenTier, two: OpenTier) -> None:
 
 def on_two_servers(url: str) -> ConfigError:
     """Return the error that two tiers have the same ``url`` on different servers. The handle of a
-    save, the journal and the output of commands tell tiers apart by their URLs.
+    save, the journal and the output of commands identify a tier by its URL.
     """
     return ConfigError(
-        f"two tiers are {url} on different servers, and tiers are told apart by their URLs: give "
+        f"two tiers have the URL {url} on different servers, and the URL identifies a tier: give "
         "one of them another prefix"
     )
 

@@ -4,9 +4,9 @@ A process then costs a tenth of a second, and not the import of torch. A fork ru
 the interpreter does: as ``__main__``, with arguments, environment, folder and output of its own. It
 shares the modules of torch and the seed of hashes with the other forks.
 
-A fork whose script comes to its end calls `exit_rank`, unless the request has ``finalize``. To
-destroy all objects, as an interpreter does, a fork would have to copy 160 MB of memory, which takes
-half a second of processor time. A script that calls ``sys.exit`` or raises an error ends as in an
+When its script ends, a fork calls `exit_rank`, unless the request sets ``finalize``. To destroy all
+objects, as an interpreter does, a fork would have to copy 160 MB of memory, which takes half a
+second of processor time. A script that calls ``sys.exit`` or raises an error ends as in an
 interpreter.
 
 Each line of standard input is a request of ``tests.kit.worlds`` in JSON. The answer is two lines:

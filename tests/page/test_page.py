@@ -324,5 +324,5 @@ def test_a_thousand_steps_stay_quick(make: Make, tmp_path: Path) -> None:
     seconds = time.process_time() - began
     assert len(rows(text)) == 1 + 50
     assert len(text) < 200_000
-    assert seconds < written / 4, (seconds, written)  # A ratio, since machines differ
+    assert seconds < written / 8, (seconds, written)  # A ratio, since machines differ
     assert "page 20 of 20" in text_of(page.get("/run/0?page=20"))

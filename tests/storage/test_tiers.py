@@ -93,3 +93,18 @@ def test_a_tier_is_found_in_each_spelling(given: str, configured: str) -> None:
 )
 def test_another_place_has_no_settings_of_the_tier(given: str, configured: str) -> None:
     assert tier_at(given, [Tier(configured, every=3)]) == Tier(given)
+
+
+def test_a_tier_is_found_without_a_look_at_the_file_systems_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A command would otherwise hang at another tier whose mount does not answer."""
+
+    def hang(*_: object, **__: object) -> str:
+        raise AssertionError("a file system was asked")
+
+    tier = Tier("s3://bucket/run", every=2)
+    monkeypatch.setattr("os.path.realpath", hang)
+    monkeypatch.setattr("os.stat", hang)
+    assert tier_at("s3://bucket/run/", [Tier("/mnt/dead"), tier]) is tier
+    assert tier_at("/mnt/dead/", [dead := Tier("/mnt/dead"), tier]) is dead
