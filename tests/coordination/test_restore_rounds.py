@@ -46,9 +46,9 @@ def test_damage_on_one_is_damage_for_all() -> None:
 
 
 def test_an_error_with_a_name_that_is_not_utf_8_is_told_to_all() -> None:
-    found = outcome({0: "a", 1: ValueError("no such file: caf\udce9"), 2: "c"})
-    assert r"no such file: caf\udce9" in str(found[0]), found
-    assert r"no such file: caf\udce9" in str(found[2]), found
+    found = outcome({0: "a", 1: ValueError("no such file: step\udce9"), 2: "c"})
+    assert r"no such file: step\udce9" in str(found[0]), found
+    assert r"no such file: step\udce9" in str(found[2]), found
 
 
 def test_who_was_left_waits_for_the_one_who_knows_why() -> None:
