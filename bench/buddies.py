@@ -40,7 +40,7 @@ from torch.distributed.fsdp import fully_shard
 from bench.process import BenchError
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.messages import Job
-from ckpt.agent.place import Lock, Place
+from ckpt.agent.folder import Lock, AgentFolder
 from ckpt.agent.reports import Order, Report, Verifying
 from ckpt.agent.worker import Worker, Workplace
 from ckpt.config import SaveConfig
@@ -126,7 +126,7 @@ def _verifying() -> Generator[None]:
     )
     reports: list[Report] = []
     with tempfile.TemporaryDirectory() as folder, selectors.DefaultSelector() as selector:
-        place = Place(folder)
+        place = AgentFolder(folder)
         where = Workplace(place, Lock(place, "work"), selector)
         worker = Worker(Order(job, "scrub"), where, reports.append, lambda _: None)
         try:

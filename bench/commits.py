@@ -14,7 +14,7 @@ from bench.worlds import Job, World
 from ckpt.coordination.commit_state_machine import Durable, encode
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.fill_manifest import fill, ranks_of
+from ckpt.model.fill_manifest import fill_manifest, ranks_of
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import pack_fragment, read_fragment
@@ -98,7 +98,7 @@ def restore(folder: str, world: World, rank: int) -> dict[str, float]:
             part = file.read()
         assert checksum(part) == files[each].checksum
         parts[each] = read_fragment(part, key="fragment")
-    manifest = fill(manifest, parts, key="manifest")
+    manifest = fill_manifest(manifest, parts, key="manifest")
     plan = plan_restore(manifest, wanted)
     seconds = time.perf_counter() - start
     assert plan.wanted_bytes == sum(leaf.nbytes for leaf in wanted)

@@ -33,7 +33,7 @@ from bench.scenarios.objects import served
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import connect
 from ckpt.agent.messages import Stop
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.config import AgentMode
 
 _WIDTH: Final = 512
@@ -103,7 +103,7 @@ def _train(args: argparse.Namespace, wire: str, folder: str) -> None:
                 busy[kind].append(time.process_time() - used)
     for manager in managers.values():
         manager.close()
-    if (found := connect(Place.of_this_user())) is not None:
+    if (found := connect(AgentFolder.of_this_user())) is not None:
         found.ask(Stop())
         found.stopped()
         found.close()

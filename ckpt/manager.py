@@ -21,7 +21,7 @@ from ckpt.adapters.match.selection import Selection
 from ckpt.adapters.torch_private import warn_of_untested
 from ckpt.adapters.torch_store import find_coordinator
 from ckpt.adapters.walk.collect import Collected, collect
-from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.objects import walk_objects
 from ckpt.adapters.walk.prepare import PlanCache, growth_of
 from ckpt.agent.registration import check_detach, register
@@ -48,7 +48,7 @@ from ckpt.pending import PendingSave, SaveRecord, check_timeout, missing_at_the_
 from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit, has_script_ended
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import Replicas, RestoreContext, RestoreOptions, Restorer
-from ckpt.save.active_save import EARLIER_FAILED, SKIPPED, HandOver, MemoryNotices, Reports
+from ckpt.save.active_save import EARLIER_FAILED, SKIPPED, HandOver, MissedSteps, Reports
 from ckpt.save.closing import Closing
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.save_job import SaveJobs
@@ -111,8 +111,8 @@ class CheckpointManager:
         with closed_on_error(self._tiers):
             self._coordinator = Leaving(coordinator or find_coordinator())
             self._tiers = agree(self._tiers, self._coordinator, self._config.tls)
-            notices = MemoryNotices(tier.url for tier in self._tiers if tier.in_memory)
-            reports = Reports(self._ledger, self._observers, notices)
+            missed_steps = MissedSteps(tier.url for tier in self._tiers if tier.in_memory)
+            reports = Reports(self._ledger, self._observers, missed_steps)
             notify = self._observers.notify
             self._agent = agent = register(self._config, self._tiers, self._coordinator, notify)
             try:
@@ -121,7 +121,7 @@ class CheckpointManager:
                 if self._agent is not None:
                     self._agent.forget()
                 raise
-        self._fence, self._memory = Fence(), Memory()
+        self._fence, self._last_walk = Fence(), LastWalk()
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._last_step: int | None = None
         self._begun: StepRef | None = None  # The newest save that the saver has begun
@@ -172,7 +172,7 @@ class CheckpointManager:
         as fast as the later ones.
 
         For a state with an optimizer, ``restore`` makes this call itself, whether it has found a
-        checkpoint or not. Memory for optimizer state that does not exist yet is reserved too.
+        checkpoint or not. LastWalk for optimizer state that does not exist yet is reserved too.
 
         Raises:
             HostMemoryExhausted: There is not enough memory, even for a slot that is smaller than an
@@ -187,7 +187,7 @@ class CheckpointManager:
         return collect(
             state,
             rank=self._coordinator.rank,
-            memory=self._memory,
+            last_walk=self._last_walk,
             lasting=lasting,
             captured=self._fence.captured,
             patterns=patterns,
@@ -449,7 +449,7 @@ class CheckpointManager:
             report = restorer.restore(state, None if step is None else step_of({}, step, last=None))
         if report is not None:
             self.continue_from(StepRef(report.step, report.attempt))
-            self._memory.forget()  # Loaded objects may hold other tensors now
+            self._last_walk.forget()  # Loaded objects may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)
         return report
@@ -648,7 +648,7 @@ class CheckpointManager:
         self._saver.finish(leaves=bool(reason))
         self._fence.remove()
         self._plans.forget()
-        self._memory.forget()
+        self._last_walk.forget()
         self._saver.slots.close()
         if reason:
             self._coordinator.leave(reason)

@@ -17,7 +17,7 @@ from ckpt.coordination.owner import Owner
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
-from ckpt.model.fill_manifest import fill
+from ckpt.model.fill_manifest import fill_manifest
 from ckpt.model.keys import OWNER, StepRef, data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of, pack_fragment
@@ -85,7 +85,7 @@ def write_checkpoint(
     stored = merge(parts)
     if commit:
         backend.put(ref.manifest, [pack(stored)], if_absent=True)
-    whole = fill(stored, {part.rank: fragment_of(part, key="k") for part, _ in parts}, key="k")
+    whole = fill_manifest(stored, {part.rank: fragment_of(part, key="k") for part, _ in parts}, key="k")
     return Written(ref=ref, manifest=whole, stored=stored)
 
 

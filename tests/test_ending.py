@@ -24,7 +24,7 @@ import ckpt.storage.tiers
 from ckpt import CheckpointManager, PendingSave
 from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.commit_state_machine import Bounds, Durable, Failed
-from ckpt.coordination.committer import Committer, OneTier
+from ckpt.coordination.committer import Committer, SharedStore
 from ckpt.coordination.leaving import Leaving, who_left
 from ckpt.elastic import ending_error
 from ckpt.errors import AccessDenied, CommitError, ConfigError
@@ -521,7 +521,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out
             return leaving.post("save", b"")
         committer = Committer(
             coordinator,  # type: ignore[arg-type]
-            OneTier(open_backend("memory://leaving")),
+            SharedStore(open_backend("memory://leaving")),
             name="save",
             bounds=Bounds(3600, 0.05),
         )
@@ -552,7 +552,7 @@ def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
 
     committer = Committer(
         Late(world, 0),
-        OneTier(open_backend("memory://late")),
+        SharedStore(open_backend("memory://late")),
         name="save",
         bounds=Bounds(3600, 0.05),
     )

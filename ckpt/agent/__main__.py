@@ -18,7 +18,7 @@ import msgspec
 from ckpt.agent.copy_worker import copy_files
 from ckpt.agent.finish import Finish
 from ckpt.agent.messages import encode
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.agent.reports import Ended, OnReport, Order
 from ckpt.agent.scrub import Scrub
 from ckpt.agent.server import Agent
@@ -79,7 +79,7 @@ def start() -> int:
 def _agent(idle_seconds: float | None) -> Agent:
     idle = agent_idle_seconds() if idle_seconds is None else idle_seconds
     return Agent(
-        Place.of_this_user(),
+        AgentFolder.of_this_user(),
         idle_seconds=idle,
         memory_seconds=agent_memory_seconds(),
         scrub_seconds=agent_scrub_seconds(),

@@ -31,7 +31,7 @@ from ckpt.agent.messages import (
     receive,
     send,
 )
-from ckpt.agent.place import Place, check_peer
+from ckpt.agent.folder import AgentFolder, check_peer
 from ckpt.agent.reports import Verified
 from ckpt.config import AGENT_FOLDER_VARIABLE, agent_folder, environment_for_agent
 from ckpt.errors import AgentError
@@ -163,8 +163,8 @@ class Connection:
         self._socket.close()
 
 
-def connect(place: Place) -> Connection | None:
-    """Return a connection to the agent in the folder ``place``, or None if no agent listens there.
+def connect(folder: AgentFolder) -> Connection | None:
+    """Return a connection to the agent in the folder ``folder``, or None if no agent listens there.
 
     Raises:
         AgentError: The socket belongs to another user or another program, or cannot be used.
@@ -172,7 +172,7 @@ def connect(place: Place) -> Connection | None:
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connected.settimeout(_ANSWER_SECONDS)
     try:
-        connected.connect(place.socket)
+        connected.connect(folder.socket)
         return Connection(connected)
     except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, EOFError):
         connected.close()  # No agent listens, or the agent is just ending
@@ -180,14 +180,14 @@ def connect(place: Place) -> Connection | None:
     except OSError as error:
         connected.close()
         raise AgentError(
-            f"the agent's socket {place.socket} cannot be used: {error.strerror or error}"
+            f"the agent's socket {folder.socket} cannot be used: {error.strerror or error}"
         ) from None
     except BaseException:
         connected.close()
         raise
 
 
-def reach(place: Place) -> Connection:
+def reach(folder: AgentFolder) -> Connection:
     """Return a connection to an agent of this version. An agent is started if there is none.
 
     An agent of an older version is asked to end, and is replaced. An agent of a newer version is
@@ -198,9 +198,9 @@ def reach(place: Place) -> Connection:
     """
     deadline = time.monotonic() + _START_SECONDS
     while True:
-        found = connect(place)
+        found = connect(folder)
         if found is None:
-            start(place, max(1.0, deadline - time.monotonic()))
+            start(folder, max(1.0, deadline - time.monotonic()))
         elif found.welcome.version == VERSION:
             return found
         elif is_newer(found.welcome.version, VERSION):
@@ -213,7 +213,7 @@ def reach(place: Place) -> Connection:
         if time.monotonic() > deadline:
             raise AgentError(
                 f"no agent of version {VERSION} answers after {_START_SECONDS:.0f} s: its log is "
-                f"{place.log}"
+                f"{folder.log}"
             )
         time.sleep(_PAUSE_SECONDS if found is not None else 0.0)
 
@@ -226,7 +226,7 @@ def reach_and_ask(request: Request, timeout: float = _ANSWER_SECONDS) -> tuple[C
         AgentError: No agent could be started, an agent of a newer version runs, or the agent
             refuses the request or does not answer within ``timeout`` seconds.
     """
-    connection = reach(Place.of_this_user())
+    connection = reach(AgentFolder.of_this_user())
     try:
         return connection, connection.ask(request, timeout)
     except BaseException:
@@ -234,23 +234,23 @@ def reach_and_ask(request: Request, timeout: float = _ANSWER_SECONDS) -> tuple[C
         raise
 
 
-def start(place: Place, timeout: float) -> None:
+def start(folder: AgentFolder, timeout: float) -> None:
     """Start an agent, and return once this agent or another one listens.
 
     The agent runs in a process session of its own, and inherits no open file except its log.
 
     Args:
-        place: The folder of the agent.
+        folder: The folder of the agent.
         timeout: How many seconds the start may take.
 
     Raises:
         AgentError: The agent could not be started.
     """
     try:
-        log = place.open_log()
+        log = folder.open_log()
     except OSError as error:
         raise AgentError(
-            f"the agent's log {place.log} cannot be opened ({error.strerror}): remove it, or set "
+            f"the agent's log {folder.log} cannot be opened ({error.strerror}): remove it, or set "
             "CKPT_AGENT_FOLDER to another folder"
         ) from None
     try:
@@ -260,7 +260,7 @@ def start(place: Place, timeout: float) -> None:
             stdout=log,
             stderr=log,
             cwd="/",
-            env=surroundings(place),
+            env=surroundings(folder),
             start_new_session=True,
             timeout=timeout,
             check=False,
@@ -271,11 +271,11 @@ def start(place: Place, timeout: float) -> None:
         os.close(log)
     if done.returncode:
         raise AgentError(
-            f"the agent could not be started (exit code {done.returncode}): its log is {place.log}"
+            f"the agent could not be started (exit code {done.returncode}): its log is {folder.log}"
         )
 
 
-def surroundings(place: Place) -> dict[str, str]:
+def surroundings(folder: AgentFolder) -> dict[str, str]:
     """Return the environment variables for an agent or a worker.
 
     They are the variables that the clients of object stores need, the variable with the agent's
@@ -285,16 +285,16 @@ def surroundings(place: Place) -> dict[str, str]:
     paths = [os.path.abspath(path) for path in found.get("PYTHONPATH", "").split(":") if path]
     if not _PARENT.endswith(("site-packages", "dist-packages")):
         paths.append(_PARENT)
-    return {**found, "PYTHONPATH": ":".join(paths), AGENT_FOLDER_VARIABLE: place.folder}
+    return {**found, "PYTHONPATH": ":".join(paths), AGENT_FOLDER_VARIABLE: folder.path}
 
 
-def status(place: Place) -> AgentStatus | None:
-    """Return the status of the agent in ``place``, or None if no agent runs.
+def status(folder: AgentFolder) -> AgentStatus | None:
+    """Return the status of the agent in ``folder``, or None if no agent runs.
 
     Raises:
         AgentError: The agent has another version, or does not answer.
     """
-    found = connect(place)
+    found = connect(folder)
     if found is None:
         return None
     with closing(found):
@@ -313,7 +313,7 @@ def known_jobs() -> tuple[JobStatus, ...]:
     if not os.path.isdir(agent_folder()):
         return ()
     try:
-        found = status(Place.of_this_user())
+        found = status(AgentFolder.of_this_user())
     except AgentError:
         return ()
     return found.jobs if found is not None else ()

@@ -27,7 +27,7 @@ from ckpt.agent.messages import (
     receive,
     send,
 )
-from ckpt.agent.place import check_peer
+from ckpt.agent.folder import check_peer
 from ckpt.agent.reports import REPORT_SECONDS, Ended, Order
 from ckpt.catalog.transfer_by_rank import RankPart
 from ckpt.catalog.verify import StepFolder

@@ -17,7 +17,7 @@ import msgspec
 from ckpt.agent.client import Connection, connect, reach_and_ask
 from ckpt.agent.copy_client import AgentCopier
 from ckpt.agent.messages import Detach, Forget, Job, fields_of
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.agent.reports import Verified
 from ckpt.config import AgentMode, SaveConfig, agent_folder, environment_for_agent
 from ckpt.coordination.api import LEADER, Coordinator
@@ -109,7 +109,7 @@ class Registration:
         if self._job is not None:
             self._end()
             try:
-                if (connection := connect(Place.of_this_user())) is not None:
+                if (connection := connect(AgentFolder.of_this_user())) is not None:
                     with closing(connection):
                         connection.ask(Forget(self._job.owner.attempt))
             except CkptError as error:

@@ -44,7 +44,7 @@ from ckpt.agent.messages import (
     encode,
     frames,
 )
-from ckpt.agent.place import Lock, Place, check_peer, identity
+from ckpt.agent.folder import Lock, AgentFolder, check_peer, identity
 from ckpt.agent.reports import Ended, Order, Report, Verified
 from ckpt.agent.scrub_rounds import Rounds
 from ckpt.agent.watched_job import WatchedJob, allow_descriptors, share_a_root
@@ -97,7 +97,7 @@ class Agent:
     """The agent of one user on one node.
 
     Args:
-        place: The folder of the agent.
+        folder: The folder of the agent.
         idle_seconds: After how many seconds without a job the agent ends.
         memory_seconds: How many seconds the steps of an ended job stay in memory after durable
             tiers have them.
@@ -107,12 +107,12 @@ class Agent:
     """
 
     def __init__(
-        self, place: Place, *, idle_seconds: float, memory_seconds: float, scrub_seconds: float
+        self, folder: AgentFolder, *, idle_seconds: float, memory_seconds: float, scrub_seconds: float
     ) -> None:
-        self._place, self._rounds = place, Rounds(scrub_seconds, self._tell_trainer)
+        self._folder, self._rounds = folder, Rounds(scrub_seconds, self._tell_trainer)
         self._idle_seconds, self._memory_seconds = idle_seconds, memory_seconds
         self._listening: socket.socket | None = None
-        self._listens, self._may_work = Lock(place, "listen"), Lock(place, "work")
+        self._listens, self._may_work = Lock(folder, "listen"), Lock(folder, "work")
         self._works = self._ends = self._full = self._signalled = False
         self._started, self._busy = time.time(), time.monotonic()
         self._jobs: list[WatchedJob] = []
@@ -122,7 +122,7 @@ class Agent:
         self._socket = (0, 0)
         self._callers: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
-        self._workplace = Workplace(place, self._may_work, self._selector)
+        self._workplace = Workplace(folder, self._may_work, self._selector)
         self._lent: dict[Worker, str] = {}
 
     def listen(self) -> bool:
@@ -135,11 +135,11 @@ class Agent:
     def _bind(self) -> None:
         """Make the socket, in place of an old one, and accept callers there."""
         with suppress(FileNotFoundError):
-            os.unlink(self._place.socket)
+            os.unlink(self._folder.socket)
         found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         mask = os.umask(0o177)
         try:
-            found.bind(self._place.socket)
+            found.bind(self._folder.socket)
         except OSError:
             found.close()
             raise
@@ -148,7 +148,7 @@ class Agent:
         if self._listening is not None:
             self._hear_no_caller(self._listening)
             self._listening.close()
-        self._listening, self._socket = found, identity(self._place.socket)
+        self._listening, self._socket = found, identity(self._folder.socket)
         found.listen(_CONNECTIONS)
         self._hear_callers()
 
@@ -527,7 +527,7 @@ class Agent:
         """Make the socket again if it was removed. If a lock file was removed too, another agent
         may have started in the folder, so this agent stops.
         """
-        if self._listening is None or identity(self._place.socket) == self._socket:
+        if self._listening is None or identity(self._folder.socket) == self._socket:
             return
         if self._listens.is_in_place() and self._may_work.is_in_place():
             try:
@@ -542,8 +542,8 @@ class Agent:
     def _stop_listening(self) -> None:
         if self._listening is not None:
             self._hear_no_caller(self._listening)
-            if identity(self._place.socket) == self._socket:
-                os.unlink(self._place.socket)
+            if identity(self._folder.socket) == self._socket:
+                os.unlink(self._folder.socket)
             self._listening.close()
             self._listening = None
             self._listens.close()

@@ -15,7 +15,7 @@ import msgspec
 
 from ckpt.agent.client import surroundings
 from ckpt.agent.messages import frames
-from ckpt.agent.place import Lock, Place
+from ckpt.agent.folder import Lock, AgentFolder
 from ckpt.agent.reports import Order, Report
 from ckpt.errors import AgentError
 
@@ -29,13 +29,13 @@ class Workplace:
     """The resources that the agent needs to run workers.
 
     Attributes:
-        place: The folder of the agent.
+        folder: The folder of the agent.
         lock: ``work.lock``, which workers inherit.
         selector: The selector of the agent's loop. The loop calls ``key.data()`` for each key that
             is ready.
     """
 
-    place: Place
+    folder: AgentFolder
     lock: Lock
     selector: selectors.BaseSelector
 
@@ -77,7 +77,7 @@ class Worker:
                 stdin=descriptor,
                 stdout=subprocess.PIPE,
                 cwd="/",
-                env={**order.job.environment, **_python(surroundings(where.place))},
+                env={**order.job.environment, **_python(surroundings(where.folder))},
                 pass_fds=passed,
                 bufsize=0,
             )

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from ckpt.catalog.index import attempts, born, is_committed
+from ckpt.catalog.index import attempts, creation_time, is_committed
 from ckpt.errors import CkptError, StorageError, TransientStorageError, placed
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.pipeline.workers import Workers
@@ -125,7 +125,7 @@ class _Listing:
             } or {
                 ref: place for ref in rivals if (place := self._finished(ref, finish)) is not None
             }
-            for ref in sorted(nearest, key=lambda ref: self._age(ref, len(nearest)), reverse=True):
+            for ref in sorted(nearest, key=lambda ref: self._creation_time(ref, len(nearest)), reverse=True):
                 # A store may have failed since the listing.
                 place = nearest[ref] if nearest[ref] in self._answering else self._nearest(ref)
                 if place is not None:
@@ -154,7 +154,7 @@ class _Listing:
         places = [position for position in self._holders[ref] if position in self._answering]
         return next((position for position in places if finish(self._stores[position], ref)), None)
 
-    def _age(self, ref: StepRef, rivals: int) -> float:
+    def _creation_time(self, ref: StepRef, rivals: int) -> float:
         """Return when the manifest of an attempt was made, in seconds since 1970.
 
         Returns 0 if the time is not known, or if there is no other attempt at the step to compare
@@ -165,8 +165,8 @@ class _Listing:
         for position in self._holders[ref]:
             if position in self._answering:
                 try:
-                    if age := born(self._stores[position], ref):
-                        return age
+                    if found := creation_time(self._stores[position], ref):
+                        return found
                 except StorageError as error:
                     self._drop(position, error)
         return 0.0

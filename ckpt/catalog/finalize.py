@@ -46,7 +46,7 @@ from ckpt.errors import (
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.fill_manifest import fill
+from ckpt.model.fill_manifest import fill_manifest
 from ckpt.model.keys import StepRef, fragment_name, is_about_rank, is_fragment
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of
@@ -103,7 +103,7 @@ def finalize(
     parts = read_fragments(folder)
     manifest = merge(parts)
     fragments = {part.rank: fragment_of(part, key=ref.key(named.name)) for part, named in parts}
-    whole = fill(manifest, fragments, key=ref.manifest)
+    whole = fill_manifest(manifest, fragments, key=ref.manifest)
     files = whole.stored_files().values()
     if read_data:
         faults, _ = verify_files(folder, files, on_progress=on_progress)

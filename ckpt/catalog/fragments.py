@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ckpt.errors import ChecksumMismatch, ManifestCorrupt
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES
-from ckpt.model.fill_manifest import carried_fragment, fill, ranks_of
+from ckpt.model.fill_manifest import carried_fragment, fill_manifest, ranks_of
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.packed import read_fragment
@@ -100,7 +100,7 @@ def filled(
     else:
         with Workers("fragments", min(_THREADS, len(named))) as workers:
             found = workers.run_all(partial(load, each) for each in named)
-    return fill(manifest, {part.rank: part for part in found}, key=key)
+    return fill_manifest(manifest, {part.rank: part for part in found}, key=key)
 
 
 Read = Callable[[Manifest, FragmentRef, File | None], Fragment]

@@ -45,7 +45,7 @@ _LOOKED_AT: Final = 8
 Each check is a request, and a store may be slow to answer.
 """
 _NAMED: Final = 5
-_STRANGERS: Final = 1000  # How many objects are listed to describe a root that has no steps
+_MOST_FOREIGN: Final = 1000  # How many objects are listed to describe a root that has no steps
 
 
 def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
@@ -159,11 +159,11 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
     if not refs:
         raise NoCheckpoint(backend.url, instead_of(backend, everything, step))
     attempts_at = Counter(ref.step for ref in refs)
-    ages = {ref: born(backend, ref) if attempts_at[ref.step] > 1 else 0.0 for ref in refs}
+    ages = {ref: creation_time(backend, ref) if attempts_at[ref.step] > 1 else 0.0 for ref in refs}
     return sorted(refs, key=lambda ref: (ref.step, ages[ref]), reverse=True)
 
 
-def born(backend: StorageBackend, ref: StepRef) -> float:
+def creation_time(backend: StorageBackend, ref: StepRef) -> float:
     """Return when the manifest of an attempt was made, in seconds since 1970.
 
     Return 0 if the manifest is damaged or missing. The error is raised when the manifest is read
@@ -208,18 +208,18 @@ def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -
         return f"step {step} is not there{_newest_there(backend, refs)}"
     if refs:
         return f"{len(refs)} save(s) were begun, none was committed"
-    strangers = [info.key for info in islice(backend.list(""), _STRANGERS) if info.key != OWNER]
-    if not strangers:
+    foreign = [info.key for info in islice(backend.list(""), _MOST_FOREIGN) if info.key != OWNER]
+    if not foreign:
         return "it is empty, or does not exist"
-    if (of_dcp := min(filter(_is_of_dcp, strangers), default=None)) is not None:
+    if (of_dcp := min(filter(_is_of_dcp, foreign), default=None)) is not None:
         return (
             f"it holds files of torch.distributed.checkpoint, such as {of_dcp!r}: that reads them "
             "with its own FileSystemReader, and ckpt import makes a step of such a folder"
         )
-    stranger = strangers[0]
-    *parents, _ = stranger.split("/")
+    one = foreign[0]
+    *parents, _ = one.split("/")
     if steps := next((index for index, name in enumerate(parents) if parse_folder(name)), 0):
         return (
             f"it holds no steps, but its folder {'/'.join(parents[:steps])!r} does: give that one"
         )
-    return f"it holds no steps, but other files, such as {stranger!r}: is this the right place?"
+    return f"it holds no steps, but other files, such as {one!r}: is this the right place?"

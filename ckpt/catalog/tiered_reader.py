@@ -29,7 +29,7 @@ from ckpt.plan.coalesce import Run
 from ckpt.plan.fallback import Reach, reach_of, verdict
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.rebase import rebase
-from ckpt.plan.restore import ChunkRead, Place, RestorePlan
+from ckpt.plan.restore import ChunkRead, ChunkId, RestorePlan
 from ckpt.storage.api import StorageBackend
 
 T = TypeVar("T")
@@ -301,23 +301,23 @@ class TieredReader:
         reads: Sequence[ChunkRead],
         sink: Sink,
         on_chunk: OnChunk,
-        run_all: Callable[[Iterable[Callable[[], list[Place]]]], list[list[Place]]],
+        run_all: Callable[[Iterable[Callable[[], list[ChunkId]]]], list[list[ChunkId]]],
     ) -> list[Sequence[ChunkRead]]:
         """Return for each source the entries of ``reads`` that it has provided.
 
         Each source is asked for the chunks that no nearer source could provide.
         """
-        failures: dict[Place, list[tuple[str, Exception]]] = {}
+        failures: dict[ChunkId, list[tuple[str, Exception]]] = {}
         given: list[Sequence[ChunkRead]] = []
 
-        def ask(position: int, run: Run) -> list[Place]:
+        def ask(position: int, run: Run) -> list[ChunkId]:
             missed = self._ask(position, run, sink, on_chunk)
             for read, error in missed:
-                said = failures.setdefault(read.place, [])
+                said = failures.setdefault(read.chunk_id, [])
                 said.append((self.sources[position].url, error))
                 if position + 1 == len(self.sources):
                     raise verdict(said, self._files(position)[run.rank].key) from error
-            return [read.place for read, _ in missed]
+            return [read.chunk_id for read, _ in missed]
 
         for position in range(len(self.sources)):
             if not reads:
@@ -327,13 +327,13 @@ class TieredReader:
             parts = run_all(partial(ask, position, run) for run in runs_of(there))
             lacking = {place for part in parts for place in part}
             if len(there) < len(reads):
-                lacking |= {read.place for read in reads} - {read.place for read in there}
+                lacking |= {read.chunk_id for read in reads} - {read.chunk_id for read in there}
             given.append(
-                [read for read in reads if read.place not in lacking] if lacking else reads
+                [read for read in reads if read.chunk_id not in lacking] if lacking else reads
             )
-            reads = [read for read in reads if read.place in lacking] if lacking else ()
+            reads = [read for read in reads if read.chunk_id in lacking] if lacking else ()
         if reads:
-            if said := failures.get(reads[0].place, []):
+            if said := failures.get(reads[0].chunk_id, []):
                 raise verdict(said, self.ref.folder)
             raise IntegrityError(f"no tier has all of {self.ref.folder!r}")
         return given

@@ -32,7 +32,7 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES
-from ckpt.model.fill_manifest import carried_fragments, fill
+from ckpt.model.fill_manifest import carried_fragments, fill_manifest
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFile
 from ckpt.pipeline.chunk_reader import ChunkReader, runs_of
@@ -192,7 +192,7 @@ def _with_fragments(
     faults = [part for part in parts if isinstance(part, Fault)]
     intact = {part.rank: part for part in parts if isinstance(part, Fragment)}
     try:
-        return fill(manifest, {**carried_fragments(manifest, key=key), **intact}, key=key), faults
+        return fill_manifest(manifest, {**carried_fragments(manifest, key=key), **intact}, key=key), faults
     except ManifestCorrupt as error:
         return manifest, [*faults, fault_of(error)]
 

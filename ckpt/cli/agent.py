@@ -10,7 +10,7 @@ import typer
 from ckpt.agent.__main__ import run
 from ckpt.agent.client import connect, reach, status
 from ckpt.agent.messages import AgentStatus, JobStatus, ScrubStatus, Stop, Stopped
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.cli import output
 from ckpt.cli.agent_prefetch import prefetch
 from ckpt.cli.options import LATEST, ConfigFileOption, JsonOption, is_step
@@ -109,7 +109,7 @@ def agent(
 
 
 def _start(*, as_json: bool) -> None:
-    found = reach(Place.of_this_user())
+    found = reach(AgentFolder.of_this_user())
     found.close()
     if as_json:
         output.show_json({"version": found.welcome.version, "pid": found.welcome.pid})
@@ -118,11 +118,11 @@ def _start(*, as_json: bool) -> None:
 
 
 def _status(*, as_json: bool) -> None:
-    place = Place.of_this_user()
-    found = status(place)
+    folder = AgentFolder.of_this_user()
+    found = status(folder)
     if found is None:
         raise AgentError(
-            f"no agent of this user runs on this node ({place.folder}): a manager with "
+            f"no agent of this user runs on this node ({folder.path}): a manager with "
             'agent="auto" starts one, and so does ckpt agent run'
         )
     if as_json:
@@ -172,7 +172,7 @@ def _what(job: JobStatus) -> str:
 
 
 def _stop(*, at_once: bool, as_json: bool) -> None:
-    found, last = connect(Place.of_this_user()), Stopped()
+    found, last = connect(AgentFolder.of_this_user()), Stopped()
     if found is not None:
         try:
             found.ask(Stop(at_once=at_once))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ckpt.agent.prefetch import Prefetched
-from ckpt.agent.prefetch import prefetch as fill
+from ckpt.agent.prefetch import prefetch as copy_ahead
 from ckpt.catalog.index import find
 from ckpt.cli import output
 from ckpt.cli.options import TIMEOUT_SECONDS, naming_a_removed, workers_for
@@ -87,7 +87,7 @@ def _fill(far: Tier, near: Sequence[OpenTier], step: int | None) -> list[Prefetc
         for ref, before in zip(refs, [*refs[1:], None], strict=True):
             try:
                 with output.progress(f"step {ref.step}") as bar, naming_a_removed([source], ref):
-                    return fill(source, near, ref, workers, latest=step is None, on_progress=bar)
+                    return copy_ahead(source, near, ref, workers, latest=step is None, on_progress=bar)
             except FormatUnsupported:  # Copying an older step would hide this error
                 raise
             except IntegrityError as error:

@@ -91,7 +91,7 @@ def in_turn(reads: Iterable[Callable[[], Packed]]) -> Iterator[Packed]:
     return (read() for read in reads)
 
 
-class Place(Protocol):
+class CommitStore(Protocol):
     """The store from which fragments are read, and to which the manifest is put."""
 
     @property
@@ -136,8 +136,8 @@ class Place(Protocol):
         ...
 
 
-class OneTier:
-    """The `Place` of a store that every rank sees.
+class SharedStore:
+    """The `CommitStore` of a store that every rank sees.
 
     ``retry`` calls its argument, and repeats the call after a transient error of the store.
     ``confirm`` raises an error if this job may no longer commit to the store.
@@ -211,7 +211,7 @@ class Committer:
 
     Attributes:
         coordinator: The connection to the other ranks.
-        place: The store of the fragments and manifests.
+        store: The store of the fragments and manifests.
         name: The first part of the subjects, which differs between tiers.
         bounds: How long ranks wait for each other.
         known: The results of the last merge that the next merge can use again.
@@ -221,7 +221,7 @@ class Committer:
     """
 
     coordinator: Coordinator
-    place: Place
+    store: CommitStore
     name: str
     bounds: Bounds
     known: Known = field(default_factory=Known)
@@ -248,14 +248,14 @@ class Committer:
         Raises:
             CkptError: The fragment could not be sent to the other ranks.
         """
-        self.place.offer(ref, vote.fragment)
+        self.store.offer(ref, vote.fragment)
 
 
 class _Commit:
     """Carries out the actions of the commit machine for one save."""
 
     def __init__(self, committer: Committer, ref: StepRef) -> None:
-        self._coordinator, self._place = committer.coordinator, committer.place
+        self._coordinator, self._store = committer.coordinator, committer.store
         self._bounds, self._known = committer.bounds, committer.known
         self._read_all = committer.read_all
         self._ref, self._subject = ref, f"{committer.name}/{ref.folder}"
@@ -271,7 +271,7 @@ class _Commit:
             event = self._perform(action)
             action = machine.handle(event, time.monotonic())
         self._coordinator.forget(self._subject)
-        self._place.forget(self._ref)
+        self._store.forget(self._ref)
         return action.verdict
 
     def _perform(self, action: Action) -> Event:
@@ -302,7 +302,7 @@ class _Commit:
                 assert_never(action)
 
     def _outcome(self, until: float) -> Outcome:
-        self._place.attend(self._ref, until)
+        self._store.attend(self._ref, until)
         heard = self._coordinator.verdict(self._subject, timeout=max(0.0, until - time.monotonic()))
         return Outcome(None if heard is None else decode_verdict(heard))
 
@@ -331,10 +331,10 @@ class _Commit:
         try:
             parts = self._read_all(partial(self._read, fragment) for fragment in fragments)
             self._manifest = pack(merge(zip(parts, fragments, strict=True), self._known))
-            self._place.confirm()
+            self._store.confirm()
         except CkptError as error:
             certain = isinstance(error, CommitError) and not isinstance(error, TierNotShared)
-            return Spoiled(abort_reason(placed(error, self._place.url)), certain=certain)
+            return Spoiled(abort_reason(placed(error, self._store.url)), certain=certain)
         except Exception as error:  # noqa: BLE001
             # The other ranks must learn of any error, or they wait in vain.
             return Spoiled(
@@ -346,20 +346,20 @@ class _Commit:
         """Return ``fragment`` after a check of its checksum. The merge checks its contents."""
         key = self._ref.key(fragment.name)
         try:
-            data = self._place.read(self._ref, fragment)
+            data = self._store.read(self._ref, fragment)
         except ObjectNotFound:
             if fragment.rank == self._coordinator.rank:
                 raise
-            raise TierNotShared(self._place.url, [fragment.rank]) from None
+            raise TierNotShared(self._store.url, [fragment.rank]) from None
         if checksum(data) != fragment.checksum:
             raise ManifestCorrupt(key, "it is not what its rank has written")
         return unpack(data, Packed, key=key)
 
     def _put(self) -> PutEnded:
         try:
-            self._place.put(self._ref, self._manifest)
+            self._store.put(self._ref, self._manifest)
         except Exception as error:  # noqa: BLE001 - the manifest may exist in spite of the error
-            failure = placed(error, self._place.url) if isinstance(error, CkptError) else error
+            failure = placed(error, self._store.url) if isinstance(error, CkptError) else error
             return self._after(failure)
         return PutEnded()
 
@@ -372,7 +372,7 @@ class _Commit:
         text = f"{type(error).__name__}: {error}"
         aborted = abort_reason(error) if isinstance(error, CkptError) else Aborted(repr(error), {})
         try:
-            never = not isinstance(error, TransientStorageError) and self._place.is_absent(
+            never = not isinstance(error, TransientStorageError) and self._store.is_absent(
                 self._ref
             )
         except Exception as blind:  # noqa: BLE001 - so it is unknown whether the manifest is absent

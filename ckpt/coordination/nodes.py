@@ -24,7 +24,7 @@ import msgspec
 
 from ckpt.config import Tls
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.committer import OneTier
+from ckpt.coordination.committer import SharedStore
 from ckpt.coordination.gather import Wait, gather, leader_decides
 from ckpt.coordination.json_message import encode_json
 from ckpt.coordination.long_message import drop, receive, send
@@ -229,8 +229,8 @@ class _Merged(msgspec.Struct, frozen=True):
 _decoder: Final = msgspec.json.Decoder(_Merged)
 
 
-class ManyNodes:
-    """The `Place` of a tier that is local to each node. Ranks send the fragments to each other, and
+class NodeLocalStore:
+    """The `CommitStore` of a tier that is local to each node. Ranks send the fragments to each other, and
     the manifest is put on all nodes.
 
     Args:
@@ -245,7 +245,7 @@ class ManyNodes:
 
     def __init__(
         self,
-        store: OneTier,
+        store: SharedStore,
         coordinator: Coordinator,
         nodes: Nodes,
         *,

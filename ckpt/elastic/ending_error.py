@@ -47,8 +47,8 @@ def is_handled(error: BaseException, frame: FrameType | None) -> bool:
     sources: dict[str, _Source] = {}
     passed = list(_passed(error))
     while frame is not None:
-        for ends in _clauses(frame, sources, passed):
-            if ends:
+        for ends_error in _clauses(frame, sources, passed):
+            if ends_error:
                 return False
             if error.__context__ is None:
                 return True
@@ -124,8 +124,8 @@ def _clauses(
             if _holds(node.finalbody, line):
                 final = node.finalbody[0].lineno
                 found += [(final, True)] if any(node.lineno <= at < final for at in lines) else []
-    for _, ends in sorted(found, reverse=True):
-        yield ends
+    for _, ends_error in sorted(found, reverse=True):
+        yield ends_error
 
 
 def _of_this_frame(function: ast.AST) -> Iterator[ast.AST]:

@@ -48,7 +48,7 @@ from ckpt.errors import (
 )
 from ckpt.errors.sanitize import redact
 from ckpt.integrations.dcp_items import Entries, Path, gathered, leaves, state_of
-from ckpt.integrations.stored import Failed, fill, opened, opened_step
+from ckpt.integrations.stored import Failed, fill_targets, opened, opened_step
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
@@ -516,7 +516,7 @@ class CkptReader(_Root, StorageReader):
                 raise ShapeMismatch(leaf.name, leaf.boxes[0].shape, tensor.shape)
         targets = [tensor for _, tensor in wanted]
         with opened_step(self._tiers, self._ref.step, self._ref) as reader:
-            reader.whole(lambda outline: fill(reader, outline, boxes, targets))
+            reader.whole(lambda outline: fill_targets(reader, outline, boxes, targets))
 
 
 def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> int:

@@ -224,7 +224,7 @@ class CkptEngine:
             contents.append(found)
             return tag, step
 
-        if self._waits_for_ranks(path):
+        if self._is_loaded_serially(path):
             load()
         else:
             _check_same(of_all(f"cannot load {os.path.basename(path)}", load))
@@ -250,7 +250,7 @@ class CkptEngine:
         with self._tagged(tag) as step:
             return tag, step.reader.ref, _read(step, part, device)
 
-    def _waits_for_ranks(self, path: str) -> bool:
+    def _is_loaded_serially(self, path: str) -> bool:
         """Return True if the ranks of a node load the file ``path`` one after the other.
 
         The load of such a file must not exchange results with other ranks.

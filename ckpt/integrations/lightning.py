@@ -31,7 +31,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from ckpt.adapters.tensors.per_rank import PerRank, RngState
-from ckpt.catalog.index import born, committed
+from ckpt.catalog.index import creation_time, committed
 from ckpt.catalog.inventory import Inventory
 from ckpt.config import MEMORY, Mode, SaveConfig, Settings, with_settings
 from ckpt.errors import ConfigError
@@ -215,7 +215,7 @@ class CkptCheckpoint(ModelCheckpoint):
         backend = open_backend(tier.url, tier.options)
         try:
             refs = committed(backend)
-            return (refs[0].step, born(backend, refs[0])) if refs else None
+            return (refs[0].step, creation_time(backend, refs[0])) if refs else None
         finally:
             backend.close()
 

@@ -127,7 +127,7 @@ def _instead(store: StorageBackend, step: int | None) -> str:
     return "" if step is None else f"step {step} is not there"
 
 
-def fill(
+def fill_targets(
     reader: TieredReader, outline: Found, leaves: Sequence[Leaf], targets: Sequence[Source]
 ) -> None:
     """Read the boxes of ``leaves`` into ``targets``. Each leaf has one target.
@@ -179,7 +179,7 @@ def built(
         Leaf(name, stored[name].dtype, stored[name].shape, (Box.whole(stored[name].shape),))
         for name in targets
     ]
-    fill(reader, outline, leaves, list(targets.values()))
+    fill_targets(reader, outline, leaves, list(targets.values()))
     return result
 
 

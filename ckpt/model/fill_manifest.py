@@ -59,7 +59,7 @@ def carried_fragments(manifest: Manifest, *, key: str) -> dict[int, Fragment]:
     return {part.rank: fragment_of(part, key=key) for part in manifest.carried}
 
 
-def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> Manifest:
+def fill_manifest(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> Manifest:
     """Return ``manifest`` with the chunks, shards and ``PerRank`` values that ``fragments`` hold.
 
     If ``fragments`` has all ranks, check that the boxes of each tensor cover the tensor exactly

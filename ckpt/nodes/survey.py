@@ -19,7 +19,7 @@ from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.gather import Wait, gather
 from ckpt.errors import CkptError, IntegrityError, StorageError
-from ckpt.model.fill_manifest import carried_fragments, fill
+from ckpt.model.fill_manifest import carried_fragments, fill_manifest
 from ckpt.model.keys import StepRef, rank_of
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import size
@@ -169,7 +169,7 @@ class NodeSurvey:
         try:
             manifest, _ = read_packed(stores[found.nearest], found.ref)
             if carried := carried_fragments(manifest, key=found.ref.manifest):
-                manifest = fill(manifest, carried, key=found.ref.manifest)
+                manifest = fill_manifest(manifest, carried, key=found.ref.manifest)
         except (IntegrityError, StorageError):
             return ""  # All ranks meet this error when they read the step, and report it
         there = self._there(manifest, found.ref)

@@ -325,8 +325,8 @@ def _rows(
     # A journal does not name attempts, so its save of a step counts for the youngest attempt.
     youngest: dict[int, tuple[float, str]] = {}
     for (step, attempt), places in found.items():
-        born = max(each.created_at or math.inf for each in places.values())
-        youngest[step] = max(youngest.get(step, (0.0, "")), (born, attempt))
+        creation_time = max(each.created_at or math.inf for each in places.values())
+        youngest[step] = max(youngest.get(step, (0.0, "")), (creation_time, attempt))
     for step in history.saves:
         if step not in youngest:
             found[step, ""] = {}

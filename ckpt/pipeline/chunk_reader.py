@@ -182,7 +182,7 @@ class ChunkReader:
         """
         # The memory of each chunk that is read straight into its target; None for other chunks.
         places: Sequence[memoryview | None] = [None] * len(run.reads)
-        decoded = any(read.is_decoded for read in run.reads)
+        decoded = any(read.needs_decoding for read in run.reads)
         if isinstance(self._backend, ScatterReads) and not decoded:
             places = [sink.direct(read) for read in run.reads]
             found = self._read_scattered(run, file.key, self._backend, places)
@@ -200,7 +200,7 @@ class ChunkReader:
                 missed.append((read, error))
                 continue
             on_proven(read, raw)
-            if place is None and not read.is_decoded:
+            if place is None and not read.needs_decoding:
                 sink.place(read, data)
         return missed
 
@@ -257,7 +257,7 @@ class ChunkReader:
             verify(data, read.checksum, key=file.key, offset=read.offset)
             return data
         assert file.codec is not None
-        memory = sink.direct(read) if read.is_decoded else None
+        memory = sink.direct(read) if read.needs_decoding else None
         raw = self._decoded.get(read.nbytes) if memory is None else memory
         try:
             codec_named(file.codec).decode(data, raw)
@@ -265,7 +265,7 @@ class ChunkReader:
             raise ChecksumMismatch(file.key, read.offset, data.nbytes) from None
         if checksum(raw) != read.checksum:
             raise ChecksumMismatch(file.key, read.offset, data.nbytes)
-        if read.is_decoded and memory is None:
+        if read.needs_decoding and memory is None:
             sink.place(read, raw)
         return raw
 

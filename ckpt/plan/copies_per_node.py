@@ -39,7 +39,7 @@ def nearest_copies(
     if not far:
         return plan
     wanted = {(read.nbytes, read.checksum) for read in far}
-    taken = {read.place for read in plan.reads}
+    taken = {read.chunk_id for read in plan.reads}
     copies: dict[tuple[int, str], list[tuple[int, int, int]]] = defaultdict(list)
     for file in manifest.files:
         far_off = distance.get(file.rank, _FARTHEST)
@@ -58,7 +58,7 @@ def nearest_copies(
         _, rank, index = found.pop()
         return read.moved(files[rank], index)
 
-    reads = sorted(map(nearer, plan.reads), key=lambda read: read.place)
+    reads = sorted(map(nearer, plan.reads), key=lambda read: read.chunk_id)
     return replace(plan, reads=tuple(reads))
 
 
@@ -84,7 +84,7 @@ def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tup
     return mates if len(set(counts.values())) == 1 and len(mates) > 1 else ()
 
 
-def left(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Sequence[int]) -> Leaf:
+def nonwriter_leaf(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Sequence[int]) -> Leaf:
     """Return the leaf that this rank plans for a tensor whose boxes another rank writes.
 
     The result is ``leaf`` without boxes, so that the fragment of this rank contains the name of the

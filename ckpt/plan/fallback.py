@@ -94,5 +94,5 @@ def without(plan: RestorePlan, reads: Collection[ChunkRead]) -> RestorePlan:
     """Return ``plan`` without the chunks of ``reads``. The remaining reads keep their order."""
     if not reads:
         return plan
-    places = {read.place for read in reads}
-    return replace(plan, reads=tuple(read for read in plan.reads if read.place not in places))
+    places = {read.chunk_id for read in reads}
+    return replace(plan, reads=tuple(read for read in plan.reads if read.chunk_id not in places))

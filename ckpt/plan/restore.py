@@ -18,7 +18,7 @@ from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Manifest, Shard, StoredFile, Tensor
 from ckpt.plan.leaf import Leaf
 
-Place = tuple[int, int]
+ChunkId = tuple[int, int]
 """The identity of a chunk, which is the same on all tiers: the rank whose file it is in, and its
 index in that file.
 """
@@ -107,7 +107,7 @@ class ChunkRead:
         )
 
     @property
-    def place(self) -> Place:
+    def chunk_id(self) -> ChunkId:
         return self.rank, self.index
 
     @property
@@ -115,7 +115,7 @@ class ChunkRead:
         return self.nbytes if self.encoded_nbytes is None else self.encoded_nbytes
 
     @property
-    def is_decoded(self) -> bool:
+    def needs_decoding(self) -> bool:
         """Return True if the chunk must be decoded after it is read."""
         return self.encoded_nbytes is not None and not self.as_stored
 

@@ -42,7 +42,7 @@ from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import without
-from ckpt.plan.restore import ChunkRead, Place, RestorePlan
+from ckpt.plan.restore import ChunkRead, ChunkId, RestorePlan
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import StepGuard
@@ -184,24 +184,24 @@ class ReadThrough:
             CommitError: The other ranks cannot be reached.
         """
         self._deadline = time.monotonic() + self._context.patience
-        taster = _Taster(plan, sink)
+        wanted = _WantedChunks(plan, sink)
         missing = self._missing
         for position in self._caches:
             # Leave out a cache that does not answer, or that has the step in another encoding.
             if not self.origin.gone(position, "") and self.origin.is_identical_on(position):
                 if position > self._caches[0]:
                     missing = [file for file in missing if self.origin.fault(position, file)]
-                missing = self._fill(position, missing, taster)
+                missing = self._fill(position, missing, wanted)
                 if position < self._found.position:
                     self._list(position)
             if not missing:
                 break
-        for read, source in taster.placed.values():
+        for read, source in wanted.copied.values():
             self.taken[source] += read.nbytes
-        return without(plan, [read for read, _ in taster.placed.values()])
+        return without(plan, [read for read, _ in wanted.copied.values()])
 
     def _fill(
-        self, position: int, files: Sequence[StoredFile], taster: _Taster
+        self, position: int, files: Sequence[StoredFile], wanted: _WantedChunks
     ) -> list[StoredFile]:
         """Put ``files`` into a cache, together with the other ranks that see the cache.
 
@@ -219,7 +219,7 @@ class ReadThrough:
                 refused.append(file)
             elif not self._wins(subject(file.rank)):
                 theirs.append(file)
-            elif self._fetch(position, file, taster, f"{subject(file.rank)}/end") == _REFUSED:
+            elif self._fetch(position, file, wanted, f"{subject(file.rank)}/end") == _REFUSED:
                 self._withdraw(position, [*mine, file] if file.rank in self.fetched else mine)
                 refused += [*mine, file]
             else:
@@ -232,7 +232,7 @@ class ReadThrough:
                 self.fetched[file.rank] = int(outcome)
         return refused
 
-    def _fetch(self, position: int, file: StoredFile, taster: _Taster, subject: str) -> bytes:
+    def _fetch(self, position: int, file: StoredFile, wanted: _WantedChunks, subject: str) -> bytes:
         """Fetch a file into a cache, post the outcome on ``subject``, and return it.
 
         The outcome is the position of the farthest source that was needed, in decimal digits;
@@ -241,7 +241,7 @@ class ReadThrough:
         cache, began = self._tiers[position], time.perf_counter()
         outcome = _LOST
         try:
-            fetch = partial(self.origin.fetch, on_chunk=taster.taste)
+            fetch = partial(self.origin.fetch, on_chunk=wanted.copy)
             (copied,) = copy_files(fetch, [file], self._folder(position))
             self.origin.mended(position, file.key)
             source = copied.position
@@ -324,7 +324,7 @@ class ReadThrough:
                 _CacheGuard(self._tiers, position, self.origin, self._context),
             )
             nbytes = min(mine * ranks, self._found.manifest.stored_bytes)
-            evictor.make_room(self.origin.ref, nbytes, restored=None, stored=True)
+            evictor.free_space(self.origin.ref, nbytes, restored=None, stored=True)
             outcome = _DONE
         except RootInUse as error:
             _log.warning(
@@ -490,27 +490,27 @@ def _is_folder(tier: OpenTier) -> bool:
     return is_folder(tier.tier.url) and not tier.in_memory  # The URL "memory" looks like a path
 
 
-class _Taster:
+class _WantedChunks:
     """Copies the chunks that a rank wants to their targets while the rank fetches whole files.
 
-    Thread safety: any thread may call ``taste``.
+    Thread safety: any thread may call ``copy``.
 
     Attributes:
-        placed: For each chunk that was copied to its targets, the read and the position of the
-            source. The key is `Place`, the identity of the chunk.
+        copied: For each chunk that was copied to its targets, the read and the position of the
+            source. The key is `ChunkId`, the identity of the chunk.
     """
 
     def __init__(self, plan: RestorePlan, sink: Sink) -> None:
-        self._wanted = {read.place: read for read in plan.reads}
+        self._wanted = {read.chunk_id: read for read in plan.reads}
         self._sink = sink
-        self.placed: dict[Place, tuple[ChunkRead, int]] = {}
+        self.copied: dict[ChunkId, tuple[ChunkRead, int]] = {}
 
-    def taste(self, position: int, read: ChunkRead, raw: memoryview) -> None:
+    def copy(self, position: int, read: ChunkRead, raw: memoryview) -> None:
         """Copy a chunk to its targets, if the plan wants it. This is an `OnChunk` callback.
 
         A second call for the same chunk has no effect. It happens if a file is fetched once more,
         because a cache has refused the file or a store has failed.
         """
-        if (wanted := self._wanted.get(read.place)) and read.place not in self.placed:
-            self._sink.place(wanted, raw)
-            self.placed[read.place] = (wanted, position)
+        if (own := self._wanted.get(read.chunk_id)) and read.chunk_id not in self.copied:
+            self._sink.place(own, raw)
+            self.copied[read.chunk_id] = (own, position)

@@ -52,7 +52,7 @@ class Evictor:
             late_metrics=self._rule.keep_best is not None,
         )
 
-    def make_room(
+    def free_space(
         self, ref: StepRef, staged: int, *, restored: int | None, stored: bool = False
     ) -> None:
         """Make room so that ``ref`` fits into the capacity of the tier.

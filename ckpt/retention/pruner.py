@@ -187,7 +187,7 @@ class Pruner:
         leads: Whether this rank prunes for all ranks that share the store. Other ranks only make
             room in a full store, and remove only steps that are certainly not in use.
 
-    Thread safety: ``ask``, ``clear`` and ``make_room`` may be called from any thread; ``close`` by
+    Thread safety: ``ask``, ``clear`` and ``free_space`` may be called from any thread; ``close`` by
     the owner, once. ``_lock`` guards ``_queued``. Only the pruning thread changes ``_done`` and
     ``_warned``.
     """
@@ -243,7 +243,7 @@ class Pruner:
                 # Without the wait, jobs that are killed in quick succession could fill the store.
                 clearing.result()
 
-    def make_room(self, restored: int | None) -> bool:
+    def free_space(self, restored: int | None) -> bool:
         """Remove from a full store the steps that need not be kept, and return when this is done.
 
         Args:
@@ -253,7 +253,7 @@ class Pruner:
         Returns:
             True if any step was removed. False if none was, or after an error, which is logged.
         """
-        return self._workers.submit(self._make_room, restored).result()
+        return self._workers.submit(self._free_space, restored).result()
 
     def close(self) -> None:
         """Wait until the queued work is done, and end the pruning thread."""
@@ -300,7 +300,7 @@ class Pruner:
                 "ckpt: what dead jobs left on %s was not removed: %s", self._tier.url, error
             )
 
-    def _make_room(self, restored: int | None) -> bool:
+    def _free_space(self, restored: int | None) -> bool:
         try:
             self._claim.use()
             found = self._inventory.look(begun=self._rule.keeps_all)

@@ -82,7 +82,7 @@ class Quota:
             answer = _OK
             try:
                 if asked and (needed := self._sum(ref, subject)) is not None:
-                    self._evictor.make_room(ref, needed, restored=restored)
+                    self._evictor.free_space(ref, needed, restored=restored)
             except BaseException as error:
                 answer = encode_json(_reason(error))
                 raise

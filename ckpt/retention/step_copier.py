@@ -111,7 +111,7 @@ class StepCopier:
         known = encoder is None or is_alike
         if has_capacity:
             nbytes = held.nbytes if is_alike or not held.codecs else held.staged_bytes
-            evictor.make_room(held.ref, nbytes, restored=None, stored=known)
+            evictor.free_space(held.ref, nbytes, restored=None, stored=known)
         folder = StepFolder(far.backend, held.ref, workers, self.retry)
         report = fetch_step(
             self.sources, folder, codec=codec, on_progress=on_progress, confirm=self.confirm

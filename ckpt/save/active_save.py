@@ -28,7 +28,7 @@ earlier save and did not begin the new save.
 """
 
 
-class MemoryNotices:
+class MissedSteps:
     """Logs each step that was to go to a tier but is not kept there, for tiers that are not
     required.
 
@@ -71,7 +71,7 @@ class Reports:
 
     ledger: SaveLedger
     observers: Observers
-    notices: MemoryNotices
+    missed_steps: MissedSteps
 
 
 class SaveOutcome:
@@ -124,7 +124,7 @@ class SaveOutcome:
     def committed(self, url: str) -> None:
         """Report that the step is a checkpoint on the tier ``url``."""
         pending = self.pending
-        self._reports.notices.kept(pending.step, url)
+        self._reports.missed_steps.kept(pending.step, url)
         self.staged.wait()
         event = SaveCommitted(
             step=pending.step, tier=url, nbytes=pending.nbytes, durable_seconds=pending.age
@@ -158,7 +158,7 @@ class SaveOutcome:
             self._end(url, error, required=False)
             return
         if not required:
-            self._reports.notices.missed(self.pending.step, url, error)
+            self._reports.missed_steps.missed(self.pending.step, url, error)
         with self._lock:
             self._missed.append(TierMissed(step=self.pending.step, tier=url, error=error))
         # If ``staged`` is not set, ``slot_is_free`` reports the event later. Waiting here could

@@ -1,4 +1,4 @@
-"""Makes room when the store of a tier is full, and repeats the failed write once.
+"""Free space when the store of a tier is full, and repeat the failed write once.
 
 If no step can be removed, the save fails on this tier with `OutOfSpace`. Other tiers, and the
 checkpoints on this tier, stay as they are.
@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class RoomMaker:
-    """Makes room on one tier.
+class RetryWhenFull:
+    """Frees space on a tier whose store is full, and then repeats the write that has failed.
 
     Attributes:
         quota: The quota of the tier; None if the tier has no capacity.
@@ -37,19 +37,19 @@ class RoomMaker:
     def write_step(self, job: SaveJob, write: Callable[[], T]) -> T:
         """Call ``write``, which writes the files of ``job``, and return its result.
 
-        If the store is full and room was made, call ``write`` once more.
+        If the store is full and space was freed, call ``write`` once more.
         """
         return _once_more(write, partial(self._free_for, job))
 
     def request(self, work: Callable[[], T]) -> T:
         """Call ``work``, which writes a small object, and return its result.
 
-        If the store is full and room was made, call ``work`` once more.
+        If the store is full and space was freed, call ``work`` once more.
         """
         return _once_more(work, self._prune)
 
     def _free_for(self, job: SaveJob) -> bool:
-        """Remove steps to make room for ``job``.
+        """Remove steps to free space for ``job``.
 
         Return True if any were removed and ``job`` can be written again. An image that passes
         through memory in waves cannot be written again.
@@ -60,13 +60,13 @@ class RoomMaker:
         return self._prune() and not job.passes_by
 
     def _prune(self) -> bool:
-        return self.pruner is not None and self.pruner.make_room(self.steps.restored)
+        return self.pruner is not None and self.pruner.free_space(self.steps.restored)
 
 
-def _once_more(work: Callable[[], T], make_room: Callable[[], bool]) -> T:
+def _once_more(work: Callable[[], T], free_space: Callable[[], bool]) -> T:
     try:
         return work()
     except OutOfSpace:
-        if not make_room():
+        if not free_space():
             raise
     return work()

@@ -19,8 +19,8 @@ from ckpt.coordination.abort_reason import Aborted, rebuild
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.claim_marker import claim_rank_to_remove, clear_away
 from ckpt.coordination.commit_state_machine import Bounds, Durable, Failed, Unknown
-from ckpt.coordination.committer import Committer, OneTier, Place, in_turn
-from ckpt.coordination.nodes import ManyNodes, on_node
+from ckpt.coordination.committer import Committer, SharedStore, CommitStore, in_turn
+from ckpt.coordination.nodes import NodeLocalStore, on_node
 from ckpt.coordination.owner import Owner
 from ckpt.errors import (
     CkptError,
@@ -43,7 +43,7 @@ from ckpt.retention.claim import Claim, FoundSteps, job_of
 from ckpt.retention.pruner import Pruner, sweep
 from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
-from ckpt.save.out_of_space import RoomMaker
+from ckpt.save.out_of_space import RetryWhenFull
 from ckpt.save.rank_files import FileCopier, RankFiles
 from ckpt.save.save_job import SaveJob
 from ckpt.save.slot_steps import SlotSteps
@@ -114,7 +114,7 @@ class TierWriter:
         if tier.tier.capacity is not None:
             timeout = config.commit_timeout_seconds
             self._quota = Quota(tier, self._node, self.root, steps, timeout=timeout)
-        self._room = RoomMaker(self._quota, self._pruner, steps)
+        self._when_full = RetryWhenFull(self._quota, self._pruner, steps)
         self._hurry, self._left = threading.Event(), threading.Event()
         self._cleaning = threading.Lock()
         patience = config.commit_timeout_seconds  # Ranks wait for each other at most this long
@@ -162,7 +162,7 @@ class TierWriter:
         try:
             with about(self.url):
                 write = partial(self._write_all, job, on_bytes)
-                chunks, vote = self._room.write_step(job, write)
+                chunks, vote = self._when_full.write_step(job, write)
                 committer.offer(job.ref, vote)
         except Exception as error:
             self._abort_all(job.ref, job.trial, str(error) or repr(error))
@@ -191,7 +191,7 @@ class TierWriter:
 
     def _call(self, work: Callable[[], T], /) -> T:
         """Call ``work`` with retries. If the store is full and room was made, call it once more."""
-        return self._room.request(partial(self._retry.call, work))
+        return self._when_full.request(partial(self._retry.call, work))
 
     def _write_all(self, job: SaveJob, on_bytes: OnBytes) -> tuple[tuple[Chunk, ...], Durable]:
         if self.in_memory and job.image.path:
@@ -341,13 +341,13 @@ class TierWriter:
 
     def _committer(self, trial: int) -> Committer:
         name = f"save/{self.tier.index}/{trial}"
-        store = OneTier(self._backend, self._call, confirm=self.root.confirm)
-        place: Place = store
+        store = SharedStore(self._backend, self._call, confirm=self.root.confirm)
+        commit_store: CommitStore = store
         if (nodes := self.tier.nodes) is not None:
-            place = ManyNodes(store, self._coordinator, nodes, name=name)
+            commit_store = NodeLocalStore(store, self._coordinator, nodes, name=name)
         return Committer(
             self._coordinator,
-            place,
+            commit_store,
             name=name,
             bounds=Bounds(self._config.commit_timeout_seconds),
             known=self._known,

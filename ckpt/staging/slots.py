@@ -216,7 +216,7 @@ class SlotPool:
             is_small = self._budget and slot.capacity < self._budget.slot_bytes
             if is_small and not self._is_needed(slot):
                 self._let_go(slot)
-            return not slot.shared and self._return()
+            return not slot.shared and self._reconsider()
 
     def look_again(self) -> None:
         """Wake the threads that wait for a slot. Call this when the step in a slot may no longer be
@@ -243,9 +243,9 @@ class SlotPool:
         close the free slots in anonymous memory. Return True if a new budget was decided.
         """
         with self._changed:
-            return self._return()
+            return self._reconsider()
 
-    def _return(self) -> bool:
+    def _reconsider(self) -> bool:
         """Do the work of ``reconsider``. The caller must hold the lock."""
         known = self._budget
         elsewhere = [slot for slot in self._made if not slot.shared]

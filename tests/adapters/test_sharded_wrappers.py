@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt.adapters.walk.collect import collect
-from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.errors import KindMismatch, ReplicasDiverged, TensorIncomplete, UnsupportedValue
 from tests.adapters.ranks import mesh_of, rank_of
@@ -272,13 +272,13 @@ def test_a_block_size_that_equals_the_size_of_a_part_is_compared_as_it_is(kind: 
 
 
 def test_a_part_replaced_around_the_same_tensors_makes_a_new_segment() -> None:
-    model, memory = torch.nn.Module(), Memory()
+    model, last_walk = torch.nn.Module(), LastWalk()
     with rank_of(0, 2):
         held = cut(WHOLE, 0, 2)["w"]
         model.register_buffer("w", held)
 
         def segment() -> Any:
-            return collect({"model": model}, rank=0, memory=memory).parts[0]
+            return collect({"model": model}, rank=0, last_walk=last_walk).parts[0]
 
         first = segment()
         assert segment() is first

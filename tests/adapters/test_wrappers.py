@@ -24,7 +24,7 @@ from ckpt import CheckpointManager, PerRank
 from ckpt.adapters.match.load import match
 from ckpt.adapters.tensors.wrapped import apart
 from ckpt.adapters.walk.collect import collect
-from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.errors import (
     CkptError,
     DtypeMismatch,
@@ -630,10 +630,10 @@ def test_training_goes_on_as_if_it_had_not_stopped(replaces: bool) -> None:
 
 
 def test_a_segment_is_used_again_until_a_wrapper_holds_another_tensor() -> None:
-    state, memory = trained(), Memory()
+    state, last_walk = trained(), LastWalk()
 
     def segments() -> list[Any]:
-        return collect(state, rank=0, memory=memory).parts
+        return collect(state, rank=0, last_walk=last_walk).parts
 
     first = segments()
     assert all(one is two for one, two in zip(segments(), first, strict=True))
@@ -651,10 +651,10 @@ def test_a_segment_is_used_again_until_a_wrapper_holds_another_tensor() -> None:
 def test_a_wrapper_replaced_around_the_same_tensors_makes_a_new_segment(
     make: Callable[[int], Any],
 ) -> None:
-    state, memory = in_a_buffer(make(1)), Memory()
+    state, last_walk = in_a_buffer(make(1)), LastWalk()
 
     def segment() -> Any:
-        return collect(state, rank=0, memory=memory).parts[0]
+        return collect(state, rank=0, last_walk=last_walk).parts[0]
 
     first = segment()
     assert segment() is first

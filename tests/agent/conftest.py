@@ -15,7 +15,7 @@ import pytest
 from ckpt import Tier
 from ckpt.agent.client import status
 from ckpt.agent.messages import AgentStatus, Job, JobStatus
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.coordination.owner import Owner
 from ckpt.processes import Process
 from ckpt.storage.tiers import urls_of
@@ -23,7 +23,7 @@ from tests.kit.waiting import until
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentFolder]:
     """Return the place of an agent that only this test and its children know."""
     monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "0")
     with new_place() as found:
@@ -32,9 +32,9 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 @contextmanager
-def new_place() -> Iterator[Place]:
+def new_place() -> Iterator[AgentFolder]:
     """Yield the place of an agent, which ends with the block."""
-    found = Place(tempfile.mkdtemp(prefix="ckpt-agent-test-"))
+    found = AgentFolder(tempfile.mkdtemp(prefix="ckpt-agent-test-"))
     yield found
     for pid in {*holders(found, "listen"), *holders(found, "work")}:
         with suppress(ProcessLookupError):
@@ -43,13 +43,13 @@ def new_place() -> Iterator[Place]:
     shutil.rmtree(found.folder)
 
 
-def holders(place: Place, name: str) -> list[int]:
+def holders(place: AgentFolder, name: str) -> list[int]:
     """Return the processes that have the lock file ``name`` open.
 
     Only processes with ``agent`` in their command line count. It takes milliseconds to look through
     the open files of all processes, and tests call this again and again.
     """
-    wanted, found = f"{place.folder}/{name}.lock", []
+    wanted, found = f"{place.path}/{name}.lock", []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if b"agent" in (folder / "cmdline").read_bytes() and any(
@@ -74,13 +74,13 @@ def job(attempt: str = "abc", pid: int | None = None) -> Job:
     )
 
 
-def job_of(place: Place) -> JobStatus | None:
+def job_of(place: AgentFolder) -> JobStatus | None:
     """Return the last job that the agent knows."""
     found = status(place)
     return found.jobs[-1] if isinstance(found, AgentStatus) and found.jobs else None
 
 
-def await_state(place: Place, *states: str) -> JobStatus:
+def await_state(place: AgentFolder, *states: str) -> JobStatus:
     """Return the last job of the agent, once it is in one of ``states``."""
     assert until(lambda: (job := job_of(place)) and job.state in states), (
         job_of(place),

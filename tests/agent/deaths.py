@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckpt.agent.client import status
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.catalog.index import committed
 from ckpt.model.keys import StepRef
 from ckpt.storage.registry import open_backend
@@ -37,13 +37,13 @@ def kill(pid: int) -> None:
     assert code == -signal.SIGKILL, code
 
 
-def kill_agent(place: Place) -> None:
+def kill_agent(place: AgentFolder) -> None:
     for pid in holders(place, "listen"):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def knows(place: Place, trainer_pid: int, *states: str) -> bool:
+def knows(place: AgentFolder, trainer_pid: int, *states: str) -> bool:
     """Return whether the agent knows the job of a trainer, in one of ``states``."""
     found = status(place)
     return found is not None and any(
@@ -53,7 +53,7 @@ def knows(place: Place, trainer_pid: int, *states: str) -> bool:
 
 def one(root: Path, numbers: int, how: str, chance: random.Random) -> bool:
     """Cause one death, and return whether the trainer had committed a step before."""
-    place, log = Place.of_this_user(), root / "log"
+    place, log = AgentFolder.of_this_user(), root / "log"
     child = fork(lambda: trainer(root, log, numbers, 10**6, agent="required"))
     assert until(lambda: knows(place, child, "running"))
     before = noted(log)
@@ -94,7 +94,7 @@ def below(folder: Path) -> list[str]:
     return [str(folder), *map(str, folder.rglob("*"))] if folder.exists() else []
 
 
-def tail(place: Place) -> str:
+def tail(place: AgentFolder) -> str:
     """Return the status of the agent, and the end of its log."""
     return f"{status(place)}\n{Path(place.log).read_text()[-8000:]}"
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
 from ckpt.agent.messages import AgentStatus, JobStatus
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.events import Event, SaveCommitted
@@ -66,7 +66,7 @@ class Cluster:
     """
 
     root: Path
-    places: tuple[Place, ...]
+    places: tuple[AgentFolder, ...]
     numbers: int
     owner: int
 

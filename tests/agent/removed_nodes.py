@@ -29,7 +29,7 @@ import torch.distributed as dist
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import connect, status
 from ckpt.agent.messages import Stop
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.config import AGENT_FOLDER_VARIABLE
 from ckpt.events import Event, NodeReplicated, SaveCommitted
 from ckpt.storage.tiers import urls_of
@@ -43,7 +43,7 @@ NUMBERS: Final = 20_000
 """The numbers in the state of each rank."""
 EVERY: Final = 5
 """The shared tier takes one step in so many."""
-PLACE: Final = Place("/dev/shm/agent")
+PLACE: Final = AgentFolder("/dev/shm/agent")
 """The agent of each machine. Its memory is no other machine's."""
 
 AGENT_DIES: Final = 0.25

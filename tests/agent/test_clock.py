@@ -16,7 +16,7 @@ import pytest
 
 from ckpt import Tier
 from ckpt.agent.client import status
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from tests.agent.conftest import await_state, job_of, memory_folder
 from tests.kit.damage import data_of, flip, look
 from tests.kit.stores import whole
@@ -44,7 +44,7 @@ Jump = Callable[[float], None]
 
 
 @pytest.fixture
-def jump(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jump]:
+def jump(place: AgentFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jump]:
     """Set the clock of a running agent off by this many seconds."""
     monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "600")
     monkeypatch.setenv("CKPT_AGENT_SCRUB_SECONDS", "2")
@@ -66,7 +66,7 @@ def jump(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [-HOUR, 2 * DAY])
 def test_a_try_that_has_failed_is_followed_by_others(
-    place: Place, tmp_path: Path, jump: Jump, seconds: float
+    place: AgentFolder, tmp_path: Path, jump: Jump, seconds: float
 ) -> None:
     """The failed try is far in the future of the clock, or a day after the first one."""
     (tmp_path / "far").write_text("no folder")
@@ -85,7 +85,7 @@ def test_a_try_that_has_failed_is_followed_by_others(
 
 
 def test_memory_is_kept_as_long_and_an_idle_agent_stays(
-    place: Place, tmp_path: Path, jump: Jump
+    place: AgentFolder, tmp_path: Path, jump: Jump
 ) -> None:
     before = status(place)
     jump(3 * HOUR)
@@ -109,7 +109,7 @@ def test_memory_is_kept_as_long_and_an_idle_agent_stays(
 
 
 def test_a_clock_that_goes_back_delays_no_verification(
-    place: Place, tmp_path: Path, jump: Jump
+    place: AgentFolder, tmp_path: Path, jump: Jump
 ) -> None:
     tiers = [Tier(str(tmp_path / "near")), Tier(str(tmp_path / "far"))]
     run_code(TRAINER, *(tier.url for tier in tiers), status=-signal.SIGKILL)

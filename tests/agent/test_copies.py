@@ -36,7 +36,7 @@ from ckpt.agent.messages import (
     encode,
     fields_of,
 )
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.agent.reports import Order
 from ckpt.catalog.index import attempts, read_manifest, unfinished_of
 from ckpt.config import AgentMode
@@ -118,7 +118,7 @@ def unfinished(tier: Tier) -> list[str]:
     return [one.name for ref in attempts(store) for one in unfinished_of(store, ref)]
 
 
-def lent(place: Place) -> list[int]:
+def lent(place: AgentFolder) -> list[int]:
     """Return the workers of the agent."""
     agents = holders(place, "listen")
     return [pid for pid in holders(place, "work") if pid not in agents]
@@ -130,7 +130,7 @@ def lent(place: Place) -> list[int]:
 @pytest.mark.parametrize("near", ["none", "zstd"])
 @pytest.mark.parametrize("far", ["none", "zstd", "zstd:9"])
 def test_the_far_tier_gets_the_same_bytes_as_from_the_trainer(
-    place: Place, tmp_path: Path, caplog, near: str, far: str
+    place: AgentFolder, tmp_path: Path, caplog, near: str, far: str
 ) -> None:
     modes: tuple[AgentMode, ...] = ("off", "required")
     for mode in modes:
@@ -150,7 +150,7 @@ def test_the_far_tier_gets_the_same_bytes_as_from_the_trainer(
     assert manifests[0] == manifests[1]
 
 
-def test_the_trainer_uploads_no_data_file(place: Place, tmp_path: Path, gated: Gated) -> None:
+def test_the_trainer_uploads_no_data_file(place: AgentFolder, tmp_path: Path, gated: Gated) -> None:
     """The trainer's own upload would not end."""
     with CheckpointManager([tmp_path / "near", tmp_path / "far"], agent="required") as manager:
         [one] = save(manager, 1)
@@ -160,7 +160,7 @@ def test_the_trainer_uploads_no_data_file(place: Place, tmp_path: Path, gated: G
 
 
 def test_closing_waits_until_the_far_tier_has_all(
-    place: Place, tmp_path: Path, wire: Proxy, caplog
+    place: AgentFolder, tmp_path: Path, wire: Proxy, caplog
 ) -> None:
     far = bucket(wire, tmp_path, every=2, keep_last=2)
     near = Tier(str(tmp_path / "near"), keep_last=1)
@@ -173,7 +173,7 @@ def test_closing_waits_until_the_far_tier_has_all(
     assert until(lambda: not lent(place))
 
 
-def test_each_rank_has_its_own_worker(place: Place, tmp_path: Path, caplog) -> None:
+def test_each_rank_has_its_own_worker(place: AgentFolder, tmp_path: Path, caplog) -> None:
     farther = Tier(str(tmp_path / "farther"), codec="zstd")
     tiers: list[str | Path | Tier] = [tmp_path / "near", tmp_path / "far", farther]
 
@@ -190,7 +190,7 @@ def test_each_rank_has_its_own_worker(place: Place, tmp_path: Path, caplog) -> N
     assert whole(tmp_path / "far") == whole(tmp_path / "farther") == [1, 2, 3]
 
 
-def test_an_empty_state_is_copied(place: Place, tmp_path: Path) -> None:
+def test_an_empty_state_is_copied(place: AgentFolder, tmp_path: Path) -> None:
     with CheckpointManager(
         [tmp_path / "near", Tier(str(tmp_path / "far"), codec="zstd")], agent="required"
     ) as manager:
@@ -199,7 +199,7 @@ def test_an_empty_state_is_copied(place: Place, tmp_path: Path) -> None:
 
 
 def test_a_step_that_the_near_tier_does_not_take_goes_from_memory(
-    place: Place, tmp_path: Path
+    place: AgentFolder, tmp_path: Path
 ) -> None:
     """It goes from the far tier to the one behind it too, since its nearest file is there."""
     tiers = [
@@ -216,7 +216,7 @@ def test_a_step_that_the_near_tier_does_not_take_goes_from_memory(
 # -- when the worker cannot ------------------------------------------------------------------------
 
 
-def begun(place: Place, wire: Proxy, tiers: list[Tier]) -> tuple[CheckpointManager, PendingSave]:
+def begun(place: AgentFolder, wire: Proxy, tiers: list[Tier]) -> tuple[CheckpointManager, PendingSave]:
     """A save whose file is on its way to the far tier, through a worker."""
     manager = CheckpointManager(tiers, agent="required")
     save(manager, 1)
@@ -227,17 +227,17 @@ def begun(place: Place, wire: Proxy, tiers: list[Tier]) -> tuple[CheckpointManag
     return manager, going
 
 
-def kill_agent(place: Place) -> None:
+def kill_agent(place: AgentFolder) -> None:
     for pid in holders(place, "listen"):
         os.kill(pid, signal.SIGKILL)
 
 
-def kill_worker(place: Place) -> None:
+def kill_worker(place: AgentFolder) -> None:
     for pid in lent(place):
         os.kill(pid, signal.SIGKILL)
 
 
-def stop_agent(place: Place) -> None:
+def stop_agent(place: AgentFolder) -> None:
     found = connect(place)
     assert found is not None
     found.close()
@@ -247,7 +247,7 @@ def stop_agent(place: Place) -> None:
 @pytest.mark.server
 @pytest.mark.parametrize("end", [kill_agent, kill_worker, stop_agent])
 def test_the_trainer_finishes_what_its_worker_has_begun(
-    place: Place, tmp_path: Path, wire: Proxy, caplog, end: Callable[[Place], None]
+    place: AgentFolder, tmp_path: Path, wire: Proxy, caplog, end: Callable[[AgentFolder], None]
 ) -> None:
     far = bucket(wire, tmp_path)
     manager, going = begun(place, wire, [Tier(str(tmp_path / "near")), far])
@@ -266,7 +266,7 @@ def test_the_trainer_finishes_what_its_worker_has_begun(
 
 @pytest.mark.server
 def test_a_worker_that_is_silent_is_ended(
-    place: Place, tmp_path: Path, wire: Proxy, caplog, monkeypatch
+    place: AgentFolder, tmp_path: Path, wire: Proxy, caplog, monkeypatch
 ) -> None:
     """Otherwise it would continue to write later."""
     far = bucket(wire, tmp_path, read_timeout=100)
@@ -297,15 +297,15 @@ def test_a_worker_that_is_silent_is_ended(
 
 @pytest.mark.server
 def test_without_an_agent_for_a_while_the_trainer_says_so_once(
-    place: Place, tmp_path: Path, caplog
+    place: AgentFolder, tmp_path: Path, caplog
 ) -> None:
     with CheckpointManager([tmp_path / "near", tmp_path / "far"], agent="required") as manager:
         save(manager, 1)
-        os.chmod(place.folder, 0o755)
+        os.chmod(place.path, 0o755)
         kill_agent(place)
         assert until(lambda: not lent(place))
         save(manager, 2, 3)
-        os.chmod(place.folder, 0o700)
+        os.chmod(place.path, 0o700)
     assert caplog.text.count(ITSELF) == 1
     assert "is open to other users" in caplog.text
     assert whole(tmp_path / "far") == [1, 2, 3]
@@ -313,7 +313,7 @@ def test_without_an_agent_for_a_while_the_trainer_says_so_once(
 
 @pytest.mark.server
 def test_a_store_that_is_down_for_a_while_gets_everything_in_the_end(
-    place: Place, tmp_path: Path, wire: Proxy
+    place: AgentFolder, tmp_path: Path, wire: Proxy
 ) -> None:
     far = bucket(wire, tmp_path)
     with CheckpointManager([tmp_path / "near", far], agent="required") as manager:
@@ -343,7 +343,7 @@ def error_of(tiers: list[Tier], mode: AgentMode, elements: int) -> CkptError:
 
 
 def test_a_name_that_is_taken_is_the_error_that_it_is_without_an_agent(
-    place: Place, tmp_path: Path
+    place: AgentFolder, tmp_path: Path
 ) -> None:
     found = []
     modes: tuple[AgentMode, ...] = ("off", "required")
@@ -362,7 +362,7 @@ def test_a_name_that_is_taken_is_the_error_that_it_is_without_an_agent(
 
 
 def test_a_full_disk_is_the_error_that_it_is_without_an_agent(
-    place: Place, tmp_path: Path, mount: Callable[[str], Path], caplog
+    place: AgentFolder, tmp_path: Path, mount: Callable[[str], Path], caplog
 ) -> None:
     far = mount("size=1m")
     modes: tuple[AgentMode, ...] = ("off", "required")
@@ -376,7 +376,7 @@ def test_a_full_disk_is_the_error_that_it_is_without_an_agent(
     assert ITSELF not in caplog.text
 
 
-def test_nothing_is_written_below_a_root_that_was_moved_away(place: Place, tmp_path: Path) -> None:
+def test_nothing_is_written_below_a_root_that_was_moved_away(place: AgentFolder, tmp_path: Path) -> None:
     far = tmp_path / "far"
     with CheckpointManager([tmp_path / "near", far], agent="required", on_error="warn") as manager:
         save(manager, 1, elements=1000)
@@ -409,7 +409,7 @@ os.kill(os.getpid(), 9)
 
 @pytest.mark.server
 def test_nothing_torn_is_listed_when_the_trainer_is_killed_in_mid_copy(
-    place: Place, tmp_path: Path, wire: Proxy
+    place: AgentFolder, tmp_path: Path, wire: Proxy
 ) -> None:
     far = bucket(wire, tmp_path)
     wire.bytes_per_second = 4e6
@@ -428,7 +428,7 @@ def test_nothing_torn_is_listed_when_the_trainer_is_killed_in_mid_copy(
 
 @pytest.mark.server
 def test_a_detach_ends_the_copy_and_leaves_it_to_the_agent(
-    place: Place, tmp_path: Path, wire: Proxy
+    place: AgentFolder, tmp_path: Path, wire: Proxy
 ) -> None:
     far = bucket(wire, tmp_path)
     manager, going = begun(place, wire, [Tier(str(tmp_path / "near")), far])
@@ -444,7 +444,7 @@ def test_a_detach_ends_the_copy_and_leaves_it_to_the_agent(
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # The end of the process closes its socket
 def test_a_worker_goes_on_if_the_event_of_a_finished_copy_comes_late(
-    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: AgentFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An event that came after the answer once ended the wait for the next request, and
     the worker.
@@ -479,7 +479,7 @@ def test_a_worker_goes_on_if_the_event_of_a_finished_copy_comes_late(
 
 
 @pytest.fixture
-def worker(place: Place, tmp_path: Path) -> Iterator[Connection]:
+def worker(place: AgentFolder, tmp_path: Path) -> Iterator[Connection]:
     """A worker that was lent to this process, for a job with one step on "near"."""
     with CheckpointManager(tmp_path / "near") as manager:
         save(manager, 1)
@@ -528,7 +528,7 @@ def test_a_request_that_makes_no_sense_fails_and_the_worker_goes_on(
 
 @pytest.mark.parametrize("odd", [{"threads": 0}, {"nice": 20}, {"rank": -1}], ids=str)
 def test_a_request_that_cannot_be_read_ends_the_worker_alone(
-    place: Place, worker: Connection, tmp_path: Path, odd: dict[str, Any]
+    place: AgentFolder, worker: Connection, tmp_path: Path, odd: dict[str, Any]
 ) -> None:
     worker.send(request(tmp_path, **odd))
     with pytest.raises(AgentError, match="does not answer"):
@@ -547,7 +547,7 @@ def test_a_request_that_cannot_be_read_ends_the_worker_alone(
     ids=["process", "tier", "environment"],
 )
 def test_no_worker_is_lent_to_a_job_that_makes_no_sense(
-    place: Place, tmp_path: Path, odd: dict[str, Any], why: str
+    place: AgentFolder, tmp_path: Path, odd: dict[str, Any], why: str
 ) -> None:
     found = reach(place)
     with pytest.raises(AgentError, match=why):
@@ -565,7 +565,7 @@ sys.exit(main(["run"]))
 """
 
 
-def test_no_more_workers_are_lent_than_the_agent_has(place: Place, tmp_path: Path) -> None:
+def test_no_more_workers_are_lent_than_the_agent_has(place: AgentFolder, tmp_path: Path) -> None:
     with ended(subprocess.Popen([sys.executable, "-c", AGENT_WITH_TWO_WORKERS])) as agent:
         assert until(lambda: holders(place, "listen") == [agent.pid] and status(place))
         asks = AskWorker(of_tiers(tmp_path, "near", "far"))
@@ -581,7 +581,7 @@ def test_no_more_workers_are_lent_than_the_agent_has(place: Place, tmp_path: Pat
 
 
 def test_what_follows_a_request_for_a_worker_is_not_answered_by_the_agent(
-    place: Place, tmp_path: Path
+    place: AgentFolder, tmp_path: Path
 ) -> None:
     reach(place).close()
     asks = encode(AskWorker(of_tiers(tmp_path, "near", "far")))

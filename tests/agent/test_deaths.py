@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from tests.crash.runs import LARGE, TINY
 from tests.faults.conftest import Count, tally
 from tests.kit.worlds import run_script
@@ -24,7 +24,7 @@ def deaths(root: Path, times: int, numbers: int, seed: int, timeout: float) -> N
 
 
 @pytest.mark.slow
-def test_each_may_die_at_a_random_moment(place: Place, tmp_path: Path, tally: Count) -> None:
+def test_each_may_die_at_a_random_moment(place: AgentFolder, tmp_path: Path, tally: Count) -> None:
     deaths(tmp_path / "run", 4, TINY, 1, timeout=200)
     tally("agent-deaths", 4)
 
@@ -33,7 +33,7 @@ def test_each_may_die_at_a_random_moment(place: Place, tmp_path: Path, tally: Co
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("numbers", "times"), [(TINY, 160), (LARGE, 40)], ids=["tiny", "64 MiB"])
 def test_each_may_die_at_any_moment(
-    place: Place, tmp_path: Path, tally: Count, numbers: int, times: int
+    place: AgentFolder, tmp_path: Path, tally: Count, numbers: int, times: int
 ) -> None:
     deaths(tmp_path / "run", times, numbers, 2, timeout=3500)
     tally("agent-deaths", times)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.agent.client import connect, status
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from tests.kit.waiting import until
 from tests.processes import ended
 
@@ -33,7 +33,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_commands_of_the_unit_run_an_agent_and_end_it(place: Place) -> None:
+def test_the_commands_of_the_unit_run_an_agent_and_end_it(place: AgentFolder) -> None:
     lines = [line for line in UNIT.read_text().splitlines() if line.startswith("Exec")]
     words = {name: text.split()[1:] for name, _, text in (line.partition("=") for line in lines)}
     main = [sys.executable, "-m", "ckpt.cli.main"]
@@ -47,7 +47,7 @@ def test_the_commands_of_the_unit_run_an_agent_and_end_it(place: Place) -> None:
         assert agent.wait(30) == 0
 
 
-def connect_and_close(place: Place) -> bool:
+def connect_and_close(place: AgentFolder) -> bool:
     found = connect(place)
     if found is not None:
         found.close()

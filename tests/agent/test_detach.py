@@ -14,7 +14,7 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.agent.registration import Registration
 from ckpt.catalog.index import attempts
 from ckpt.catalog.verify import verify_step
@@ -91,7 +91,7 @@ def ended_threads() -> Callable[..., bool]:
 
 
 def test_it_does_not_wait_for_a_far_tier_that_hangs(
-    place: Place, tmp_path: Path, hanging: Hanging, ended_threads: Callable[..., bool]
+    place: AgentFolder, tmp_path: Path, hanging: Hanging, ended_threads: Callable[..., bool]
 ) -> None:
     """What the trainer had begun there ends later, and does not affect what the agent has done."""
     manager = CheckpointManager([tmp_path / "near", tmp_path / "far"], agent="required")
@@ -119,7 +119,7 @@ def test_it_does_not_wait_for_a_far_tier_that_hangs(
 
 
 def test_what_the_far_tier_still_needs_stays_on_the_near_one(
-    place: Place, tmp_path: Path, hanging: Hanging
+    place: AgentFolder, tmp_path: Path, hanging: Hanging
 ) -> None:
     near = Tier(str(tmp_path / "near"), keep_last=1)
     manager = CheckpointManager([near, tmp_path / "far"], agent="required")
@@ -151,7 +151,7 @@ class Refusing(Gated):
 
 
 def test_it_waits_for_the_removal_of_a_save_that_was_aborted(
-    place: Place,
+    place: AgentFolder,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -240,7 +240,7 @@ class Down(Gated):
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_it_does_not_wait_for_the_record_of_a_store_that_is_down(
-    place: Place, tmp_path: Path, monkeypatch, hangs
+    place: AgentFolder, tmp_path: Path, monkeypatch, hangs
 ) -> None:
     far = Down(str(tmp_path / "far"), hangs)
     monkeypatch.setattr(
@@ -270,7 +270,7 @@ def in_memory(tmp_path: Path) -> Iterator[list[Tier]]:
 
 @pytest.mark.parametrize("how", ["with", "close"])
 def test_an_exception_leaves_the_job_to_the_agent(
-    in_memory: list[Tier], place: Place, tmp_path: Path, how
+    in_memory: list[Tier], place: AgentFolder, tmp_path: Path, how
 ) -> None:
     """A step that only memory has becomes durable."""
     with pytest.raises(ValueError, match="oh"):  # noqa: PT012
@@ -289,7 +289,7 @@ def test_an_exception_leaves_the_job_to_the_agent(
     assert not memory_folder(*in_memory).exists()
 
 
-def test_a_second_manager_of_the_process_is_finished_too(place: Place, tmp_path: Path) -> None:
+def test_a_second_manager_of_the_process_is_finished_too(place: AgentFolder, tmp_path: Path) -> None:
     tiers = [tmp_path / "near", tmp_path / "far"]
     for step in (1, 2, 3):
         manager = CheckpointManager(tiers, agent="required")
@@ -299,7 +299,7 @@ def test_a_second_manager_of_the_process_is_finished_too(place: Place, tmp_path:
     assert 3 in whole(tmp_path / "far")
 
 
-def test_a_step_that_only_the_far_tier_takes_is_waited_for(place: Place, tmp_path: Path) -> None:
+def test_a_step_that_only_the_far_tier_takes_is_waited_for(place: AgentFolder, tmp_path: Path) -> None:
     tiers = [Tier(str(tmp_path / "near"), every=2), Tier(str(tmp_path / "far"))]
     manager = CheckpointManager(tiers, agent="required")
     manager.save_async({"x": torch.ones(3)}, 3)
@@ -310,7 +310,7 @@ def test_a_step_that_only_the_far_tier_takes_is_waited_for(place: Place, tmp_pat
 @pytest.mark.torture
 @pytest.mark.timeout(1800)
 def test_a_backlog_of_2_gib_does_not_hold_up_the_end(
-    place: Place, tmp_path: Path, hanging: Hanging
+    place: AgentFolder, tmp_path: Path, hanging: Hanging
 ) -> None:
     """The far tier takes nothing from the trainer, and the last step is on its way to the near
     tier.

@@ -19,7 +19,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.agent import client
 from ckpt.agent.client import status
-from ckpt.agent.place import Lock, Place
+from ckpt.agent.folder import Lock, AgentFolder
 from ckpt.catalog.index import committed
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AgentError, ConfigError, LeftToAgent
@@ -99,7 +99,7 @@ def no_traces(tiers: list[dict[str, object]]) -> bool:
 
 
 def test_a_step_in_memory_alone_becomes_durable_on_two_tiers_without_a_restart(
-    place: Place, tmp_path: Path, tiers
+    place: AgentFolder, tmp_path: Path, tiers
 ) -> None:
     train(tiers, 1, 3, "kill nearest")
     job = await_state(place, "done")
@@ -113,7 +113,7 @@ def test_a_step_in_memory_alone_becomes_durable_on_two_tiers_without_a_restart(
 
 @pytest.mark.parametrize("roots", [["far"], ["disk", "far"]])
 def test_a_root_that_a_job_of_another_machine_has_left_is_no_obstacle(
-    place: Place, tmp_path: Path, tiers, roots
+    place: AgentFolder, tmp_path: Path, tiers, roots
 ) -> None:
     """Its node was replaced, or has started again."""
     earlier = Owner("feedbeef0000", "other", "another boot/1", pid=1, started=1)
@@ -129,7 +129,7 @@ def test_a_root_that_a_job_of_another_machine_has_left_is_no_obstacle(
 
 @pytest.mark.server
 def test_a_step_in_memory_alone_reaches_an_object_store(
-    place: Place, tmp_path: Path, tiers, moto_server: Server
+    place: AgentFolder, tmp_path: Path, tiers, moto_server: Server
 ) -> None:
     """Its credentials go over the socket, and are in no file and no command line."""
     secret = "S3CRET-of-the-test"
@@ -139,7 +139,7 @@ def test_a_step_in_memory_alone_reaches_an_object_store(
     train(tiers, 1, 1, "kill nearest")
     await_state(place, "done")
     assert holds(url, 1, **options)
-    for path in Path(place.folder).iterdir():
+    for path in Path(place.path).iterdir():
         if path.is_file():
             assert secret not in path.read_text()
     reported = status(place)
@@ -148,7 +148,7 @@ def test_a_step_in_memory_alone_reaches_an_object_store(
     assert no_traces(tiers)
 
 
-def test_retention_is_applied_as_by_the_trainer(place: Place, tmp_path: Path, tiers) -> None:
+def test_retention_is_applied_as_by_the_trainer(place: AgentFolder, tmp_path: Path, tiers) -> None:
     tiers[1:] = [
         {"url": str(tmp_path / "disk"), "keep_last": 1},
         {"url": str(tmp_path / "far"), "keep_last": 2, "codec": "zstd"},
@@ -159,7 +159,7 @@ def test_retention_is_applied_as_by_the_trainer(place: Place, tmp_path: Path, ti
     assert whole(tmp_path / "far") == [3, 4]
 
 
-def version(place: Place) -> str:
+def version(place: AgentFolder) -> str:
     found = client.connect(place)
     if found is None:
         return ""
@@ -168,7 +168,7 @@ def version(place: Place) -> str:
 
 
 def test_memory_is_kept_for_a_trainer_that_starts_again_soon(
-    place: Place, tmp_path: Path, tiers, monkeypatch
+    place: AgentFolder, tmp_path: Path, tiers, monkeypatch
 ) -> None:
     monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "3600")
     train(tiers, 1, 2, "kill nearest")
@@ -180,7 +180,7 @@ def test_memory_is_kept_for_a_trainer_that_starts_again_soon(
 
 @pytest.mark.parametrize("how", ["command", "signal"])
 def test_memory_that_was_kept_is_freed_when_the_agent_stops(
-    place: Place, tmp_path: Path, tiers, monkeypatch, cli: Cli, how
+    place: AgentFolder, tmp_path: Path, tiers, monkeypatch, cli: Cli, how
 ) -> None:
     monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "3600")
     train(tiers, 1, 2, "kill nearest")
@@ -206,7 +206,7 @@ sys.exit(main(["run"]))
 
 @pytest.mark.parametrize("seconds", [2, 3600])
 def test_memory_that_was_kept_outlives_the_version_of_the_agent(
-    place: Place, tmp_path: Path, tiers, monkeypatch, seconds
+    place: AgentFolder, tmp_path: Path, tiers, monkeypatch, seconds
 ) -> None:
     """It is freed in time although the newer agent may work, or at a signal."""
     monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", str(seconds))
@@ -236,7 +236,7 @@ def test_memory_that_was_kept_outlives_the_version_of_the_agent(
 
 
 def test_a_signal_right_after_the_death_of_the_trainer_finishes_its_steps(
-    place: Place, tmp_path: Path, tiers
+    place: AgentFolder, tmp_path: Path, tiers
 ) -> None:
     """Kubernetes ends a sidecar like this when the trainer has ended."""
     train(tiers, 1, 3, "kill nearest")
@@ -249,7 +249,7 @@ def test_a_signal_right_after_the_death_of_the_trainer_finishes_its_steps(
 
 @pytest.mark.parametrize("words", [[], ["--now"]])
 def test_a_job_that_stop_gives_up_is_named_with_the_memory_that_it_takes(
-    place: Place, tmp_path: Path, tiers, cli: Cli, words
+    place: AgentFolder, tmp_path: Path, tiers, cli: Cli, words
 ) -> None:
     (tmp_path / "disk").write_text("no folder")
     (tmp_path / "far").write_text("no folder")
@@ -267,7 +267,7 @@ def test_a_job_that_stop_gives_up_is_named_with_the_memory_that_it_takes(
     assert f"job {job.attempt} is over: given up" in Path(place.log).read_text()
 
 
-def test_nothing_is_touched_while_the_trainer_lives(place: Place, tmp_path: Path, tiers) -> None:
+def test_nothing_is_touched_while_the_trainer_lives(place: AgentFolder, tmp_path: Path, tiers) -> None:
     words = [sys.executable, "-c", TRAINER, msgspec.json.encode(tiers).decode(), "1", "2"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     script = TRAINER.replace("manager.close(", "print('saved', flush=True); sys.stdin.read()\n#")
@@ -286,7 +286,7 @@ def holds_if_there(root: Path, step: int) -> bool:
     return root.exists() and step in [ref.step for ref in committed(open_backend(str(root)))]
 
 
-def test_closing_with_detach_leaves_the_far_tier_to_the_agent(place: Place, tmp_path: Path) -> None:
+def test_closing_with_detach_leaves_the_far_tier_to_the_agent(place: AgentFolder, tmp_path: Path) -> None:
     tiers = [Tier(str(tmp_path / "disk")), Tier(str(tmp_path / "far"))]
     manager = CheckpointManager(tiers, agent="required")
     saves = [manager.save_async({"x": torch.full((200_000,), step)}, step) for step in (1, 2, 3)]
@@ -305,7 +305,7 @@ def test_closing_with_detach_leaves_the_far_tier_to_the_agent(place: Place, tmp_
     assert whole(tmp_path / "far") == [1, 2, 3, 4]
 
 
-def test_detach_makes_durable_what_memory_alone_has(place: Place, tmp_path: Path, tiers) -> None:
+def test_detach_makes_durable_what_memory_alone_has(place: AgentFolder, tmp_path: Path, tiers) -> None:
     tiers[2]["every"] = 100  # otherwise the trainer itself may bring the step there
     assert "closed" in train(tiers, 1, 3, "detach nearest")
     await_state(place, "done")
@@ -314,7 +314,7 @@ def test_detach_makes_durable_what_memory_alone_has(place: Place, tmp_path: Path
 
 
 def test_a_step_on_its_way_to_a_far_tier_at_the_detach_is_durable_on_some_tier(
-    place: Place, tmp_path: Path, tiers
+    place: AgentFolder, tmp_path: Path, tiers
 ) -> None:
     """The trainer ends that write, and may free the memory of the step before the agent looks."""
     assert "closed" in train(tiers, 1, 3, "detach nearest")
@@ -323,13 +323,13 @@ def test_a_step_on_its_way_to_a_far_tier_at_the_detach_is_durable_on_some_tier(
     assert no_traces(tiers)
 
 
-def test_detach_needs_an_agent(place: Place, tmp_path: Path, monkeypatch, caplog) -> None:
+def test_detach_needs_an_agent(place: AgentFolder, tmp_path: Path, monkeypatch, caplog) -> None:
     manager = CheckpointManager(str(tmp_path / "a"))
     with pytest.raises(ConfigError, match='agent="off"'):
         manager.close(detach=True)
     manager.save({"x": torch.ones(1)}, 1)  # it is still open
     manager.close()
-    os.chmod(place.folder, 0o755)
+    os.chmod(place.path, 0o755)
     with pytest.raises(AgentError, match=r'open to other users.*agent="required"'):
         CheckpointManager(str(tmp_path / "b"), agent="required")
     manager = CheckpointManager(str(tmp_path / "c"), agent="auto")
@@ -339,7 +339,7 @@ def test_detach_needs_an_agent(place: Place, tmp_path: Path, monkeypatch, caplog
     manager.save({"x": torch.ones(1)}, 1)
     manager.close()
     manager.close(detach=True)  # a second call does nothing
-    os.chmod(place.folder, 0o700)
+    os.chmod(place.path, 0o700)
 
 
 def test_a_wrong_mode_is_refused(tmp_path: Path) -> None:
@@ -347,13 +347,13 @@ def test_a_wrong_mode_is_refused(tmp_path: Path) -> None:
         CheckpointManager(str(tmp_path), agent="on")  # type: ignore[arg-type]
 
 
-def test_a_trainer_that_closes_in_order_leaves_nothing_to_do(place: Place, tmp_path: Path) -> None:
+def test_a_trainer_that_closes_in_order_leaves_nothing_to_do(place: AgentFolder, tmp_path: Path) -> None:
     with CheckpointManager(str(tmp_path), agent="required") as manager:
         manager.save({"x": torch.ones(1)}, 1)
     assert await_state(place, "closed").copied == ()
 
 
-def test_an_agent_that_dies_is_started_again_by_the_trainer(place: Place, tmp_path: Path) -> None:
+def test_an_agent_that_dies_is_started_again_by_the_trainer(place: AgentFolder, tmp_path: Path) -> None:
     with CheckpointManager(str(tmp_path), agent="required"):
         [first] = holders(place, "listen")
         os.kill(first, signal.SIGKILL)
@@ -361,7 +361,7 @@ def test_an_agent_that_dies_is_started_again_by_the_trainer(place: Place, tmp_pa
         assert holders(place, "listen") != [first]
 
 
-def test_a_root_of_another_job_is_left_alone(place: Place, tmp_path: Path, tiers) -> None:
+def test_a_root_of_another_job_is_left_alone(place: AgentFolder, tmp_path: Path, tiers) -> None:
     """The other job is on another machine, whose processes are not visible, and may be alive."""
     tiers[1] = {"url": str(tmp_path / "disk")}
     (tmp_path / "disk").mkdir()

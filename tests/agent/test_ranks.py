@@ -10,7 +10,7 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import AgentError
 from tests.agent.conftest import await_state
@@ -19,7 +19,7 @@ from tests.kit.stores import whole
 
 
 def test_all_ranks_detach_and_the_agent_takes_the_files_of_all(
-    place: Place, tmp_path: Path
+    place: AgentFolder, tmp_path: Path
 ) -> None:
     tiers = [tmp_path / "near", tmp_path / "far"]
 
@@ -39,8 +39,8 @@ def test_all_ranks_detach_and_the_agent_takes_the_files_of_all(
     assert whole(tmp_path / "far") == [1, 2, 3]
 
 
-def test_all_ranks_learn_that_there_is_none(place: Place, tmp_path: Path) -> None:
-    os.chmod(place.folder, 0o755)
+def test_all_ranks_learn_that_there_is_none(place: AgentFolder, tmp_path: Path) -> None:
+    os.chmod(place.path, 0o755)
 
     def build(coordinator: Coordinator) -> str:
         with pytest.raises(AgentError, match="is open to other users") as reported:
@@ -49,7 +49,7 @@ def test_all_ranks_learn_that_there_is_none(place: Place, tmp_path: Path) -> Non
 
     reported = World(2, patience=120).run(build)
     assert reported[0] == reported[1]
-    os.chmod(place.folder, 0o700)
+    os.chmod(place.path, 0o700)
 
 
 ALONE = "have the same agent"
@@ -63,7 +63,7 @@ NONE_SHARED = "brings steps to a tier that all nodes share"
     [({}, ALONE), ({"capacity": "1GB"}, CAPACITY), ({"local": True}, NONE_SHARED)],
 )
 def test_a_job_whose_nodes_have_tiers_of_their_own_says_why_it_has_no_agent(
-    place: Place, tmp_path: Path, caplog, mode, far, why
+    place: AgentFolder, tmp_path: Path, caplog, mode, far, why
 ) -> None:
     """The ranks stand for nodes, and would have one agent."""
 

@@ -19,7 +19,7 @@ import ckpt.agent.scrub
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
 from ckpt.agent.messages import Job, ScrubStatus, fields_of
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.agent.reports import Ended, Order, Verified
 from ckpt.agent.scrub import Scrub
 from ckpt.config import SaveConfig
@@ -44,7 +44,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {"flip": flip, "cut": cut, "remove":
 
 
 @pytest.fixture
-def often(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+def often(place: AgentFolder, monkeypatch: pytest.MonkeyPatch) -> AgentFolder:
     """An agent that verifies each step again and again."""
     monkeypatch.setenv("CKPT_AGENT_SCRUB_SECONDS", "1")
     return place
@@ -57,11 +57,11 @@ def tiers(tmp_path: Path) -> list[Tier]:
 
 def scrub() -> ScrubStatus:
     """Return what the agent shows of its last job."""
-    job = job_of(Place.of_this_user())
+    job = job_of(AgentFolder.of_this_user())
     return job.scrub if job is not None else ScrubStatus()
 
 
-def log(place: Place) -> str:
+def log(place: AgentFolder) -> str:
     return Path(place.log).read_text()
 
 
@@ -184,7 +184,7 @@ def test_a_wrong_rate_is_refused(rate) -> None:
         SaveConfig(scrub_mb_per_s=rate)
 
 
-def test_the_agent_mends_beside_a_trainer_that_saves(often: Place, tiers, tmp_path: Path) -> None:
+def test_the_agent_mends_beside_a_trainer_that_saves(often: AgentFolder, tiers, tmp_path: Path) -> None:
     events: list[Event] = []
     urls = {tier.url for tier in tiers}
     observers: list[Observer] = [events.append, Journal(tiers[0].url)]
@@ -226,7 +226,7 @@ def leave(tiers: list[Tier], rate: float, numbers: int) -> None:
     run_code(TRAINER, *words, status=-signal.SIGKILL)
 
 
-def test_the_agent_mends_after_the_death_of_the_trainer(often: Place, tiers, cli: Cli) -> None:
+def test_the_agent_mends_after_the_death_of_the_trainer(often: AgentFolder, tiers, cli: Cli) -> None:
     leave(tiers, 1000, 300_000)
     await_state(often, "done")
     flip(data_of(tiers[1]))
@@ -238,7 +238,7 @@ def test_the_agent_mends_after_the_death_of_the_trainer(often: Place, tiers, cli
     assert "verified by the agent: 2 steps" in cli("top", tiers[0].url, "--once").out
 
 
-def test_damage_that_stays_is_said_once(often: Place, tiers, cli: Cli) -> None:
+def test_damage_that_stays_is_said_once(often: AgentFolder, tiers, cli: Cli) -> None:
     leave(tiers[:1], 10, 1_000_000)
     await_state(often, "done")
     flip(data_of(tiers[0]))
@@ -253,7 +253,7 @@ def test_damage_that_stays_is_said_once(often: Place, tiers, cli: Cli) -> None:
     assert cli("agent", "status", "--json").json["jobs"][0]["scrub"]["verified"] == 0
 
 
-def test_without_a_rate_nothing_is_verified(often: Place, tiers) -> None:
+def test_without_a_rate_nothing_is_verified(often: AgentFolder, tiers) -> None:
     leave(tiers, 0, 1000)
     await_state(often, "done")
     flip(data_of(tiers[1]), 100)
@@ -264,7 +264,7 @@ def test_without_a_rate_nothing_is_verified(often: Place, tiers) -> None:
     assert [job.scrub.verified for job in found.jobs] == [0, 1]
 
 
-def test_a_job_that_registers_ends_the_verification_at_once(often: Place, tiers, tmp_path) -> None:
+def test_a_job_that_registers_ends_the_verification_at_once(often: AgentFolder, tiers, tmp_path) -> None:
     leave(tiers[:1], 0.2, 1_000_000)  # 20 s
     assert until(lambda: scrub().step == 1)
     workers = {*holders(often, "work")} - {*holders(often, "listen")}
@@ -276,7 +276,7 @@ def test_a_job_that_registers_ends_the_verification_at_once(often: Place, tiers,
         assert not workers & {*holders(often, "work")}
 
 
-def test_an_agent_that_is_killed_while_it_mends_tears_nothing(often: Place, tiers) -> None:
+def test_an_agent_that_is_killed_while_it_mends_tears_nothing(often: AgentFolder, tiers) -> None:
     near = Tier(tiers[0].url)
     far = Tier(tiers[1].url)
     leave([near, far], 4.0, 3_000_000)  # 3 s for each file

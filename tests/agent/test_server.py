@@ -30,7 +30,7 @@ from ckpt.agent.messages import (
     encode,
     is_newer,
 )
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.agent.server import Agent
 from ckpt.errors import AgentError
 from ckpt.processes import Process
@@ -45,7 +45,7 @@ __all__ = ["cli"]
 MOST_RSS_BYTES = 100 << 20
 
 
-def test_it_is_started_once_in_a_session_of_its_own_and_is_small(place: Place) -> None:
+def test_it_is_started_once_in_a_session_of_its_own_and_is_small(place: AgentFolder) -> None:
     first, second = reach(place), reach(place)
     assert first.welcome == second.welcome
     assert first.welcome.version == VERSION
@@ -54,14 +54,14 @@ def test_it_is_started_once_in_a_session_of_its_own_and_is_small(place: Place) -
     assert agent.cwd() == "/"
     assert agent.memory_info().rss < MOST_RSS_BYTES
     assert {file.path for file in agent.open_files()} <= {
-        place.log, f"{place.folder}/listen.lock", f"{place.folder}/work.lock"
+        place.log, f"{place.path}/listen.lock", f"{place.path}/work.lock"
     }  # fmt: skip
     assert os.stat(place.socket).st_mode & 0o077 == 0
     first.close()
     second.close()
 
 
-def test_a_variable_that_is_not_utf8_is_left_out(place: Place, tmp_path: Path, monkeypatch) -> None:
+def test_a_variable_that_is_not_utf8_is_left_out(place: AgentFolder, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("ODD", "\udcff")
     with CheckpointManager(tmp_path, agent="required"):
         found = status(place)
@@ -69,13 +69,13 @@ def test_a_variable_that_is_not_utf8_is_left_out(place: Place, tmp_path: Path, m
     assert [one.state for one in found.jobs] == ["running"]
 
 
-def test_a_log_that_cannot_be_opened_is_an_error_with_the_way_out(place: Place) -> None:
+def test_a_log_that_cannot_be_opened_is_an_error_with_the_way_out(place: AgentFolder) -> None:
     os.mkdir(place.log)
     with pytest.raises(AgentError, match="set CKPT_AGENT_FOLDER"):
         start(place, 20)
 
 
-def test_a_worker_that_cannot_start_is_a_failed_try(place: Place, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_start_is_a_failed_try(place: AgentFolder, tmp_path: Path) -> None:
     """Its environment is longer than the kernel takes."""
     connection = reach(place)
     script = """
@@ -105,7 +105,7 @@ os.kill(os.getpid(), 9)
     ],
     ids=str,
 )
-def test_a_job_that_makes_no_sense_is_refused_and_ends_no_agent(place: Place, broken) -> None:
+def test_a_job_that_makes_no_sense_is_refused_and_ends_no_agent(place: AgentFolder, broken) -> None:
     odd = msgspec.structs.replace(job("odd"), **broken)
     with contextlib.closing(reach(place)) as connection:
         connection.ask(job("good"))
@@ -116,15 +116,15 @@ def test_a_job_that_makes_no_sense_is_refused_and_ends_no_agent(place: Place, br
     assert [one.attempt for one in found.jobs] == ["good"]
 
 
-def test_more_jobs_than_the_soft_limit_of_descriptors_are_registered(place: Place) -> None:
+def test_more_jobs_than_the_soft_limit_of_descriptors_are_registered(place: AgentFolder) -> None:
     script = """
 import resource
 from ckpt.agent.client import reach
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from tests.agent.conftest import job
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
-connection = reach(Place.of_this_user())
+connection = reach(AgentFolder.of_this_user())
 for number in range(200):
     connection.ask(job(f"many{number}"))
 print("registered")
@@ -132,13 +132,13 @@ print("registered")
     assert "registered" in run_code(script)
 
 
-def test_callers_beyond_the_last_descriptor_wait_and_cost_no_processor_time(place: Place) -> None:
+def test_callers_beyond_the_last_descriptor_wait_and_cost_no_processor_time(place: AgentFolder) -> None:
     script = """
 import resource
 from ckpt.agent.client import start
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-start(Place.of_this_user(), 20)
+start(AgentFolder.of_this_user(), 20)
 """
     run_code(script)
     registered = reach(place)
@@ -157,7 +157,7 @@ start(Place.of_this_user(), 20)
     registered.close()
 
 
-def test_jobs_that_end_together_are_finished_a_few_at_a_time(place: Place, tmp_path: Path) -> None:
+def test_jobs_that_end_together_are_finished_a_few_at_a_time(place: AgentFolder, tmp_path: Path) -> None:
     """Each worker takes memory. All of the jobs are finished."""
     jobs = 20
     script = """
@@ -184,7 +184,7 @@ os.kill(os.getpid(), 9)
     assert 1 < most <= 8
 
 
-def test_an_agent_that_cannot_make_its_socket_again_keeps_its_jobs(place: Place) -> None:
+def test_an_agent_that_cannot_make_its_socket_again_keeps_its_jobs(place: AgentFolder) -> None:
     connection = reach(place)
     connection.ask(job())
     os.unlink(place.socket)
@@ -199,7 +199,7 @@ def test_an_agent_that_cannot_make_its_socket_again_keeps_its_jobs(place: Place)
     connection.close()
 
 
-def test_two_that_start_at_once_become_one(place: Place) -> None:
+def test_two_that_start_at_once_become_one(place: AgentFolder) -> None:
     start(place, 20)
     found = status(place)
     assert found is not None
@@ -210,7 +210,7 @@ def test_two_that_start_at_once_become_one(place: Place) -> None:
     assert until(lambda: holders(place, "listen") == [found.pid])  # the second has ended
 
 
-def test_it_ends_by_itself_and_leaves_no_socket(place: Place, monkeypatch) -> None:
+def test_it_ends_by_itself_and_leaves_no_socket(place: AgentFolder, monkeypatch) -> None:
     monkeypatch.setenv("CKPT_AGENT_IDLE_SECONDS", "0.2")
     start(place, 20)
     assert until(lambda: not holders(place, "listen"))
@@ -218,7 +218,7 @@ def test_it_ends_by_itself_and_leaves_no_socket(place: Place, monkeypatch) -> No
     assert status(place) is None
 
 
-def test_a_socket_that_was_removed_is_made_again(place: Place) -> None:
+def test_a_socket_that_was_removed_is_made_again(place: AgentFolder) -> None:
     connection = reach(place)
     os.unlink(place.socket)
     assert until(lambda: connect_version(place) == VERSION)
@@ -228,11 +228,11 @@ def test_a_socket_that_was_removed_is_made_again(place: Place) -> None:
     connection.close()
 
 
-def test_an_agent_whose_folder_was_removed_ends(place: Place) -> None:
+def test_an_agent_whose_folder_was_removed_ends(place: AgentFolder) -> None:
     """Another agent may take its locks then."""
     connection = reach(place)
     for name in ("socket", "listen.lock", "work.lock"):
-        os.unlink(f"{place.folder}/{name}")
+        os.unlink(f"{place.path}/{name}")
     second = reach(place)
     assert second.welcome.pid != connection.welcome.pid
     assert connection.next_news() is None
@@ -242,7 +242,7 @@ def test_an_agent_whose_folder_was_removed_ends(place: Place) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_in_order(place: Place, number) -> None:
+def test_a_signal_ends_it_in_order(place: AgentFolder, number) -> None:
     connection = reach(place)
     os.kill(connection.welcome.pid, number)
     assert connection.next_news() is None
@@ -270,7 +270,7 @@ def test_of_two_versions_that_differ_one_is_newer() -> None:
 
 
 def test_one_of_a_newer_version_stays_and_the_older_trainer_goes_on_without(
-    place: Place, tmp_path: Path, caplog
+    place: AgentFolder, tmp_path: Path, caplog
 ) -> None:
     with ended(agent_of("999.0.0-1")) as newer:
         assert until(lambda: connect_version(place) == "999.0.0-1")
@@ -284,7 +284,7 @@ def test_one_of_a_newer_version_stays_and_the_older_trainer_goes_on_without(
 
 
 def test_a_trainer_whose_agent_a_newer_one_has_replaced_says_so_once(
-    place: Place, tmp_path: Path, caplog
+    place: AgentFolder, tmp_path: Path, caplog
 ) -> None:
     with CheckpointManager(tmp_path, agent="required"):
         ours = status(place)
@@ -297,7 +297,7 @@ def test_a_trainer_whose_agent_a_newer_one_has_replaced_says_so_once(
         assert until(lambda: (job := job_of(place)) and job.state == "running")
 
 
-def replaced_by(place: Place, version: str, agents: contextlib.ExitStack) -> bool:
+def replaced_by(place: AgentFolder, version: str, agents: contextlib.ExitStack) -> bool:
     """Do as a trainer of ``version`` does, until its agent runs. The older trainer may be first."""
     found = connect(place)
     if found is None:
@@ -311,7 +311,7 @@ def replaced_by(place: Place, version: str, agents: contextlib.ExitStack) -> boo
         return False
 
 
-def test_one_of_another_version_is_asked_to_finish_and_replaced(place: Place) -> None:
+def test_one_of_another_version_is_asked_to_finish_and_replaced(place: AgentFolder) -> None:
     with ended(agent_of("other")) as other:
         assert until(lambda: connect_version(place) == "other")
         with pytest.raises(AgentError, match="has version other"):
@@ -325,7 +325,7 @@ def test_one_of_another_version_is_asked_to_finish_and_replaced(place: Place) ->
         assert found is not None
 
 
-def connect_version(place: Place) -> str:
+def connect_version(place: AgentFolder) -> str:
     found = connect(place)
     if found is None:
         return ""
@@ -333,7 +333,7 @@ def connect_version(place: Place) -> str:
     return found.welcome.version
 
 
-def test_one_that_was_killed_is_replaced(place: Place) -> None:
+def test_one_that_was_killed_is_replaced(place: AgentFolder) -> None:
     first = reach(place)
     os.kill(first.welcome.pid, signal.SIGKILL)
     assert first.next_news() is None
@@ -343,7 +343,7 @@ def test_one_that_was_killed_is_replaced(place: Place) -> None:
     second.close()
 
 
-def test_a_job_is_known_until_its_process_ends(place: Place) -> None:
+def test_a_job_is_known_until_its_process_ends(place: AgentFolder) -> None:
     connection = reach(place)
     connection.ask(job())
     found = status(place)
@@ -365,7 +365,7 @@ def test_a_job_is_known_until_its_process_ends(place: Place) -> None:
         b"GET / HTTP/1.0\r\n\r\n",
     ],
 )
-def test_what_is_no_request_costs_its_sender_the_connection_alone(place: Place, sent) -> None:
+def test_what_is_no_request_costs_its_sender_the_connection_alone(place: AgentFolder, sent) -> None:
     connection = reach(place)
     connection.ask(job())
     with socket.socket(socket.AF_UNIX) as odd:
@@ -380,7 +380,7 @@ def test_what_is_no_request_costs_its_sender_the_connection_alone(place: Place, 
     connection.close()
 
 
-def test_a_socket_that_another_program_serves_is_refused(place: Place) -> None:
+def test_a_socket_that_another_program_serves_is_refused(place: AgentFolder) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(place.socket)
         listening.listen()
@@ -398,10 +398,10 @@ def test_a_socket_that_another_program_serves_is_refused(place: Place) -> None:
 
 
 @only_root
-def test_another_user_is_not_heard(place: Place) -> None:
+def test_another_user_is_not_heard(place: AgentFolder) -> None:
     """This also holds if the folder and the socket were opened to all by mistake."""
     connection = reach(place)
-    os.chmod(place.folder, 0o777)
+    os.chmod(place.path, 0o777)
     os.chmod(place.socket, 0o777)
 
     def knock() -> int:
@@ -411,11 +411,11 @@ def test_another_user_is_not_heard(place: Place) -> None:
             return len(ours.recv(100))
 
     assert act_as(ATTACKER, knock) == 0
-    os.chmod(place.folder, 0o700)
+    os.chmod(place.path, 0o700)
     connection.close()
 
 
-def test_the_command_line_asks_and_stops_it(place: Place, cli: Cli) -> None:
+def test_the_command_line_asks_and_stops_it(place: AgentFolder, cli: Cli) -> None:
     assert cli("agent", "status").code == AgentError.exit_code
     assert cli("agent", "stop").out == "no agent of this user runs on this node\n"
     connection = reach(place)
@@ -436,7 +436,7 @@ def test_the_command_line_asks_and_stops_it(place: Place, cli: Cli) -> None:
     connection.close()
 
 
-def test_an_agent_that_finishes_for_another_lets_it_listen_but_not_work(place: Place) -> None:
+def test_an_agent_that_finishes_for_another_lets_it_listen_but_not_work(place: AgentFolder) -> None:
     connection = reach(place)
     connection.ask(Stop())
     assert msgspec.structs.asdict(connection.welcome)["version"] == VERSION
@@ -447,7 +447,7 @@ def test_an_agent_that_finishes_for_another_lets_it_listen_but_not_work(place: P
 
 @pytest.mark.parametrize("before", [None, False, True])
 def test_the_second_signal_ends_the_agent_at_once(
-    place: Place, monkeypatch: pytest.MonkeyPatch, before: bool | None
+    place: AgentFolder, monkeypatch: pytest.MonkeyPatch, before: bool | None
 ) -> None:
     """The first one does not, also after a request to stop and without a time for memory."""
     agent = Agent(place, idle_seconds=60, memory_seconds=0, scrub_seconds=60)
@@ -465,12 +465,12 @@ def test_the_second_signal_ends_the_agent_at_once(
     assert asked == [False, True]
 
 
-def test_a_command_starts_the_agent_once(place: Place, cli: Cli) -> None:
+def test_a_command_starts_the_agent_once(place: AgentFolder, cli: Cli) -> None:
     first = cli("agent", "start", "--json")
     assert (first.code, first.json) == (0, {"version": VERSION, "pid": holders(place, "listen")[0]})
     assert cli("agent", "start").out == f"agent {VERSION}, process {first.json['pid']}\n"
-    Path(place.folder).chmod(0o755)
+    Path(place.path).chmod(0o755)
     refused = cli("agent", "start")
-    Path(place.folder).chmod(0o700)
+    Path(place.path).chmod(0o700)
     assert refused.code == 10
     assert "chmod 700" in refused.err

@@ -21,7 +21,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
 from ckpt.agent.messages import AgentStatus, JobStatus
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from tests.agent.conftest import await_state, new_place
 from tests.kit.worlds import Ended, environment_of, run_forks
 from tests.servers import free_port
@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.events import NodeReplicated
 first, last, end = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 node, numbers, shm = os.environ["NODE"], int(sys.argv[5]), Path(sys.argv[6])
@@ -105,7 +105,7 @@ if "damaged" in end and rank == 0:
             path.write_bytes(data)
 if "lost" in end:  # the node of ranks 2 and 3, with its memory and its agent
     if rank == 2:
-        os.kill(status(Place.of_this_user()).pid, signal.SIGSTOP)
+        os.kill(status(AgentFolder.of_this_user()).pid, signal.SIGSTOP)
         shutil.rmtree(shm)
     dist.barrier()
 if "live" in end and node == "1":
@@ -130,7 +130,7 @@ class Cluster:
         folder: The folder of the test.
     """
 
-    places: tuple[Place, Place]
+    places: tuple[AgentFolder, AgentFolder]
     tiers: list[dict[str, object]]
     folder: Path
 

@@ -13,7 +13,7 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.messages import JobStatus
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.cli.nearer_tiers import nearer_tiers
 from ckpt.cli.store_timeout import watch
 from ckpt.storage.registry import open_backend
@@ -26,14 +26,14 @@ TIERS = [Tier("memory"), Tier("near", keep_last=1), Tier("far", every=2)]
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentFolder]:
     with new_place() as found:
         monkeypatch.setenv("CKPT_AGENT_FOLDER", found.folder)
         yield found
 
 
 @pytest.fixture
-def manager(cli: Cli, place: Place) -> Iterator[CheckpointManager]:
+def manager(cli: Cli, place: AgentFolder) -> Iterator[CheckpointManager]:
     """A job that has step 3 on its near tiers only."""
     memory = memory_folder(*TIERS)
     with CheckpointManager(TIERS, agent="required") as found:
@@ -93,7 +93,7 @@ def test_the_root_of_another_job_gets_nothing_from_there(
 
 
 def test_after_the_end_of_the_job_its_near_folder_is_read(
-    cli: Cli, manager: CheckpointManager, place: Place
+    cli: Cli, manager: CheckpointManager, place: AgentFolder
 ) -> None:
     manager.close()
     await_state(place, "closed", "done")
@@ -127,7 +127,7 @@ def test_without_an_agent_the_root_alone_is_read(
 
 
 def test_a_near_folder_that_another_job_has_taken_is_not_read(
-    cli: Cli, manager: CheckpointManager, place: Place
+    cli: Cli, manager: CheckpointManager, place: AgentFolder
 ) -> None:
     """The user emptied the near folder for the next experiment, and kept the store of this one."""
     manager.close()

@@ -30,7 +30,7 @@ from ckpt.coordination.commit_state_machine import (
     Unknown,
     Verdict,
 )
-from ckpt.coordination.committer import Committer, OneTier
+from ckpt.coordination.committer import Committer, SharedStore
 from ckpt.coordination.owner import Owner, claim, confirm
 from ckpt.errors import (
     CkptError,
@@ -332,7 +332,7 @@ class Attempt:
             except CkptError as error:
                 abort, vote = error if rank == 0 else None, Failed(str(error))
             committer = Committer(
-                coordinator, OneTier(tier, confirm=partial(confirm, tier, self.owner)),
+                coordinator, SharedStore(tier, confirm=partial(confirm, tier, self.owner)),
                 name=f"tier{index}", bounds=Bounds(TIMEOUT, TAKEOVER),
             )  # fmt: skip
             task = self.sim.tasks[self.sim.tasks.index(self.tasks[rank])]

@@ -7,7 +7,7 @@ import pytest
 
 from ckpt.coordination.abort_reason import Aborted, abort_reason, rebuild
 from ckpt.coordination.commit_state_machine import Bounds, Committed, Failed, Unknown
-from ckpt.coordination.committer import Committer, OneTier, put_once
+from ckpt.coordination.committer import Committer, SharedStore, put_once
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import (
     CkptError,
@@ -63,7 +63,7 @@ def store():
 
 
 def committer(coordinator, store, timeout: float = TIMEOUT, takeover: float = 0.1) -> Committer:
-    return Committer(coordinator, OneTier(store), name="tier0", bounds=Bounds(timeout, takeover))
+    return Committer(coordinator, SharedStore(store), name="tier0", bounds=Bounds(timeout, takeover))
 
 
 def commit_all(
@@ -337,7 +337,7 @@ def twice(work):
 def test_a_try_without_an_answer_is_not_forgotten_when_the_next_is_refused(store):
     """The first one may still arrive, so no rank may remove the files."""
     vote = make_durable(store, 0, 1)
-    place = OneTier(Partitioned(store, OutOfSpace(REF.manifest), arrives=False), twice)
+    place = SharedStore(Partitioned(store, OutOfSpace(REF.manifest), arrives=False), twice)
     verdict = Committer(SingleCoordinator(), place, name="tier0", bounds=Bounds(5)).commit(
         REF, vote
     )
@@ -353,7 +353,7 @@ def test_whose_the_root_is_is_asked_with_each_try_to_put_the_manifest(store):
         if partitioned.puts:
             raise RootInUse(store.url, "another job")
 
-    place = OneTier(partitioned, twice, confirm=confirm)
+    place = SharedStore(partitioned, twice, confirm=confirm)
     verdict = Committer(SingleCoordinator(), place, name="tier0", bounds=Bounds(5)).commit(
         REF, vote
     )

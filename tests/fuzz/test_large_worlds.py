@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ckpt.errors import CkptError, ManifestCorrupt
 from ckpt.model.box import Box
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.fill_manifest import fill, ranks_of
+from ckpt.model.fill_manifest import fill_manifest, ranks_of
 from ckpt.model.manifest import Encoding, Manifest, Packed
 from ckpt.model.packed import fragment_of, pack_fragment, read_fragment
 from ckpt.model.validate import check_manifest
@@ -56,7 +56,7 @@ def use(record: Manifest) -> None:
     wanted = [Leaf(t.name, t.dtype, t.shape, (Box.whole(t.shape),)) for t in record.tensors]
     ranks = ranks_of(record, [(leaf.name, leaf.boxes) for leaf in wanted])
     parts = {part.rank: fragment_of(part, key="k") for part in PACKED if part.rank in ranks}
-    plan = plan_restore(fill(record, parts, key="k"), wanted)
+    plan = plan_restore(fill_manifest(record, parts, key="k"), wanted)
     assert sum(target.part.numel for read in plan.reads for target in read.targets) >= sum(
         leaf.boxes[0].numel for leaf in wanted
     )

@@ -14,7 +14,7 @@ from torch import nn
 
 from ckpt import CheckpointManager
 from ckpt.adapters.walk.collect import collect
-from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.deepspeed import zero_state
 from tests.adapters.saving import manifest_of, new_root, restored, saved
@@ -206,10 +206,10 @@ def test_the_step_waits_until_master_weights_and_state_are_copied(window: Window
 def test_a_save_finds_nothing_new_where_only_values_have_changed() -> None:
     source = engine(1)
     source.train(1)
-    state, memory = zero_state(source), Memory()
-    first = collect(state, rank=0, memory=memory)
+    state, last_walk = zero_state(source), LastWalk()
+    first = collect(state, rank=0, last_walk=last_walk)
     source.train(1)
-    second = collect(state, rank=0, memory=memory)
+    second = collect(state, rank=0, last_walk=last_walk)
     assert [id(part) for part in first.parts] == [id(part) for part in second.parts]
     steps = {held.name: float(held.tensor) for held in second.held if held.name.endswith("/step")}  # type: ignore[arg-type]
     assert set(steps.values()) == {2.0}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.cli.main import app
 from ckpt.storage.tiers import urls_of
 from tests.agent.conftest import holders, new_place
@@ -175,8 +175,8 @@ ALONE = (*CONTAINER, "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 @contextmanager
-def contained(words: Sequence[object], place: Place) -> Iterator[subprocess.Popen[str]]:
-    env = {**os.environ, **training.ENVIRONMENT, "CKPT_AGENT_FOLDER": place.folder}
+def contained(words: Sequence[object], place: AgentFolder) -> Iterator[subprocess.Popen[str]]:
+    env = {**os.environ, **training.ENVIRONMENT, "CKPT_AGENT_FOLDER": place.path}
     env["CKPT_AGENT_MEMORY_SECONDS"] = "0"
     command = [str(word) for word in words]
     with ended(

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ckpt.agent.place import Place
+from ckpt.agent.folder import AgentFolder
 from ckpt.storage.tiers import urls_of
 from tests.agent.conftest import holders, new_place
 from tests.kit.stores import whole
@@ -48,11 +48,11 @@ class Home:
 
     user: int
     folder: Path
-    place: Place
+    place: AgentFolder
 
     def write_command(self, path: Path, first: str = "", name: str = "") -> None:
         """Write an executable that is this user's ckpt, after it has done ``first``."""
-        lines = ["#!/bin/sh", f"export CKPT_AGENT_FOLDER={self.place.folder}"]
+        lines = ["#!/bin/sh", f"export CKPT_AGENT_FOLDER={self.place.path}"]
         lines += ["export CKPT_AGENT_MEMORY_SECONDS=0", first]
         words = [*python_of(self.user), "-m", "ckpt.cli.main"]
         lines.append(name or f'exec {shlex.join(words)} "$@"')
@@ -74,7 +74,7 @@ def home_of(user: int) -> Iterator[Home]:
     folder.chmod(0o755)
     os.chown(folder, user, user)
     with new_place() as place:
-        os.chown(place.folder, user, user)
+        os.chown(place.path, user, user)
         yield Home(user, folder, place)
     shutil.rmtree(folder)
 
@@ -208,7 +208,7 @@ def run_job(cluster: slurm.Cluster, home: Home) -> int:
     os.chown(folder, home.user, home.user)
     output = folder / "output"
     words = [*python_of(home.user), ROOT / "tests" / "launch" / "one_step.py", folder]
-    script = shlex.join(["exec", "env", f"CKPT_AGENT_FOLDER={home.place.folder}", *map(str, words)])
+    script = shlex.join(["exec", "env", f"CKPT_AGENT_FOLDER={home.place.path}", *map(str, words)])
     options = ["--parsable", f"--output={output}", f"--uid={home.user}", f"--gid={home.user}"]
     options += [f"--chdir={folder}", "--time=10", "--no-requeue"]
     job = cluster.call("sbatch", *options, f"--wrap={script}", PYTHONWARNINGS="ignore")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckpt.errors import CodecMissing, FormatUnsupported, ManifestCorrupt
-from ckpt.model.fill_manifest import fill
+from ckpt.model.fill_manifest import fill_manifest
 from ckpt.model.manifest import (
     Chunk,
     Encoding,
@@ -339,11 +339,11 @@ def test_an_encoded_chunk_that_would_unpack_to_more_than_a_chunk_may_have_is_ref
 def test_fragments_that_are_not_those_of_the_manifest_are_refused() -> None:
     other = replace(WHOLE, rank=0, file=None)
     with pytest.raises(ManifestCorrupt, match="another file"):
-        fill(MANIFEST, {0: other}, key="k")
+        fill_manifest(MANIFEST, {0: other}, key="k")
     with pytest.raises(ManifestCorrupt, match="has other boxes"):
-        fill(MANIFEST, {1: own_shard(offsets=(4, 0))(WHOLE)}, key="k")
+        fill_manifest(MANIFEST, {1: own_shard(offsets=(4, 0))(WHOLE)}, key="k")
     with pytest.raises(ManifestCorrupt, match="has another tensor"):
-        fill(MANIFEST, {1: own_tensor(dtype="int32")(WHOLE)}, key="k")
+        fill_manifest(MANIFEST, {1: own_tensor(dtype="int32")(WHOLE)}, key="k")
 
 
 def test_shards_that_claim_the_same_chunks_again_and_again_take_no_longer_than_the_file_has_chunks() -> (  # noqa: E501

@@ -15,7 +15,7 @@ from bench.worlds import Job, World, model_of
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.fill_manifest import fill, ranks_of
+from ckpt.model.fill_manifest import fill_manifest, ranks_of
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of
@@ -69,7 +69,7 @@ def test_a_commit_and_a_restore_grow_no_faster_than_the_ranks(layout: str) -> No
         near = ranks_of(manifest, [(leaf.name, leaf.boxes) for leaf in wanted])
         replicas = {rank for leaf in wanted if leaf.shape for rank in leaf.replicas}
         assert near <= {0, ranks // 3} | replicas, "more than its own share"
-        filled = fill(
+        filled = fill_manifest(
             manifest, {rank: fragment_of(parts[rank][0], key="k") for rank in near}, key="k"
         )
         assert plan_restore(filled, wanted).wanted_bytes == sum(leaf.nbytes for leaf in wanted)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ckpt.errors import CkptError, ManifestCorrupt, ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box
 from ckpt.model.encoding import pack
-from ckpt.model.fill_manifest import fill, ranks_of
+from ckpt.model.fill_manifest import fill_manifest, ranks_of
 from ckpt.model.manifest import Encoding, Fragment, Manifest
 from ckpt.model.packed import fragment_of, pack_fragment, read_fragment
 from ckpt.plan.leaf import Leaf
@@ -190,7 +190,7 @@ def test_a_plan_from_the_fragments_that_are_needed_is_the_plan_from_all(
         for name, tensor in whole.tensor_map().items()
     ]
     ranks = ranks_of(outline, [(leaf.name, leaf.boxes) for leaf in wanted])
-    part = fill(outline, {rank: fragment_of(packed[rank], key="k") for rank in ranks}, key="k")
+    part = fill_manifest(outline, {rank: fragment_of(packed[rank], key="k") for rank in ranks}, key="k")
     plan = plan_restore(whole, wanted)
     assert plan_restore(part, wanted) == plan
     assert {read.rank for read in plan.reads} == ranks

@@ -11,7 +11,7 @@ import numpy as np
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.fill_manifest import fill
+from ckpt.model.fill_manifest import fill_manifest
 from ckpt.model.keys import data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of as unpacked
@@ -98,7 +98,7 @@ def merged(fragments: Sequence[Fragment], known: Known | None = None) -> Manifes
     parts = [with_ref(fragment) for fragment in fragments]
     stored = pack(merge(parts, known))
     manifest = check_manifest(unpack(stored, Manifest, key="k"), key="k")
-    return fill(manifest, {part.rank: unpacked(part, key="k") for part, _ in parts}, key="k")
+    return fill_manifest(manifest, {part.rank: unpacked(part, key="k") for part, _ in parts}, key="k")
 
 
 def assign(boxes: Sequence[Box], world_size: int, rng: random.Random) -> list[tuple[Box, ...]]:

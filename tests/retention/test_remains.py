@@ -246,7 +246,7 @@ def test_the_cut_off_writes_of_a_dead_job_go_before_any_step(
     (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    evictor(tmp_path, 140_000, claim).make_room(StepRef(6, TWO), 20_000, restored=None)
+    evictor(tmp_path, 140_000, claim).free_space(StepRef(6, TWO), 20_000, restored=None)
     assert sum(folder.exists() for folder in left) == 2
     assert all(folder.exists() for folder in steps)
     assert "what was begun of step 5 was evicted" in caplog.text
@@ -261,11 +261,11 @@ def test_the_cut_off_writes_of_a_job_that_may_live_stay_and_are_counted(
     theirs = cut_off(tmp_path, 3, ONE, 40_960)
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    evictor(tmp_path, 46_000, claim).make_room(StepRef(6, TWO), 3500, restored=None)
+    evictor(tmp_path, 46_000, claim).free_space(StepRef(6, TWO), 3500, restored=None)
     assert (theirs.exists(), steps[0].exists(), steps[1].exists()) == (True, False, True)
     assert "step 3" not in caplog.text
     with pytest.raises(OutOfSpace):
-        evictor(tmp_path, 46_000, claim).make_room(StepRef(6, TWO), 30_000, restored=None)
+        evictor(tmp_path, 46_000, claim).free_space(StepRef(6, TWO), 30_000, restored=None)
 
 
 def test_a_step_that_cannot_be_removed_gives_no_room(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_step_that_cannot_be_removed_gives_no_room(tmp_path: Path) -> None:
         tier(tmp_path).backend, [Rule(verb="delete", key=steps[0].name, fault=Raise(AccessDenied))]
     )
     there = OpenTier(0, Tier(str(tmp_path), capacity=4000), stuck)
-    Evictor(there, claim, FixedGuard()).make_room(StepRef(4, TWO), 1000, restored=None)
+    Evictor(there, claim, FixedGuard()).free_space(StepRef(4, TWO), 1000, restored=None)
     assert [step.exists() for step in steps] == [True, False, True]
 
 
@@ -295,7 +295,7 @@ def test_a_rank_that_does_not_lead_makes_no_room_of_what_the_job_before_has_comm
         SaveConfig(),
         leads=False,
     )
-    assert other.make_room(None)
+    assert other.free_space(None)
     other.close()
     assert not left.exists()
     assert all(step.exists() for step in steps)
@@ -370,7 +370,7 @@ def test_a_full_node_gives_up_its_part_of_a_step_but_for_the_one_that_was_restor
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
-    assert pruner.make_room(4)
+    assert pruner.free_space(4)
     pruner.close()
     assert [part.exists() for part in parts] == [False, True]
 

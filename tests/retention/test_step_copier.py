@@ -45,11 +45,11 @@ def test_a_copy_that_is_encoded_again_is_checked_when_its_size_is_known(
     asked: list[tuple[int, bool]] = []
     settled: list[int] = []
 
-    def make_room(_: Evictor, ref: object, staged: int, *, stored: bool, **__: Any) -> None:
+    def free_space(_: Evictor, ref: object, staged: int, *, stored: bool, **__: Any) -> None:
         asked.append((staged, stored))
 
     monkeypatch.setitem(registry.BUILT_IN, "other", registry.BUILT_IN["zstd"])  # type: ignore[arg-type]
-    monkeypatch.setattr(Evictor, "make_room", make_room)
+    monkeypatch.setattr(Evictor, "free_space", free_space)
     monkeypatch.setattr(Evictor, "settle", lambda _, ref, **__: settled.append(ref.step))
     with CheckpointManager(Tier(str(near), codec=source)) as manager:
         manager.save(STATE, 7)

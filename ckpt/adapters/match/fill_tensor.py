@@ -19,7 +19,7 @@ _LONG: Final = 200
 _encoder: Final = msgspec.json.Encoder(order="sorted")
 
 
-def fill(match: Matching, name: str, source: str, target: Source, node: Node) -> None:
+def fill_tensor(match: Matching, name: str, source: str, target: Source, node: Node) -> None:
     """Request that the restore reads the bytes of ``node`` into ``target``. For a wrapper tensor
     (see ``tensors.wrapped``), request it for each tensor inside.
 

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.adapters.match.fill_tensor import fill
+from ckpt.adapters.match.fill_tensor import fill_tensor
 from ckpt.adapters.match.load_optimizer import match_optimizer
 from ckpt.adapters.match.matching import Matched, Matching
 from ckpt.adapters.match.saved import ABSENT, Saved, holds_tensors, is_mapping, kind, tag
@@ -237,7 +237,7 @@ class _Match:
         match target:
             case torch.Tensor() | LocalShards():
                 held = as_source(target) if isinstance(target, torch.Tensor) else target
-                fill(self._all, path, source, held, node)
+                fill_tensor(self._all, path, source, held, node)
             case np.ndarray():
                 self._array(target, node, path, source, put)
             case PerRank():
@@ -354,7 +354,7 @@ def _match_module(match: Matching, module: nn.Module, node: Node, path: str, sou
             extra[entry.key] = match.values.order(found, name)
         else:
             match.claim(name, there)
-            fill(match, name, there, Part(name, entry.piece).all_of(entry.value), found)
+            fill_tensor(match, name, there, Part(name, entry.piece).all_of(entry.value), found)
     if extra:
         match.actions.append(partial(_load_extra, module, path, extra))
 

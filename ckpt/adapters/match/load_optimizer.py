@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from ckpt.adapters.match.fill_tensor import fill
+from ckpt.adapters.match.fill_tensor import fill_tensor
 from ckpt.adapters.match.matching import Matching
 from ckpt.adapters.match.materialise import is_meta
 from ckpt.adapters.match.own_step import state_of_step
@@ -269,7 +269,7 @@ class _Loader:
                 continue  # The value, a step counter for instance, belongs to all parts
             if is_wrapper(current.get(key)):
                 # The saved value is a plain tensor, so this call raises ``KindMismatch``.
-                fill(match, f"{each.name}/{part}", source, current[key], match.saved.node(source))
+                fill_tensor(match, f"{each.name}/{part}", source, current[key], match.saved.node(source))
             held = self._held(
                 each, key, fresh.get(key, current.get(key)), match.saved.tensors[source]
             )
@@ -280,7 +280,7 @@ class _Loader:
             key = _key(f"{each.name}/{part}", part, keys)
             if tag(node) == "subclass":
                 fresh[key] = self._wrapper(each, key, fresh.get(key, current.get(key)))
-                fill(match, f"{each.name}/{part}", source, fresh[key], node)
+                fill_tensor(match, f"{each.name}/{part}", source, fresh[key], node)
             else:
                 makers[key] = match.values.order(node)
 

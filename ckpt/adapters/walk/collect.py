@@ -14,7 +14,7 @@ The tree has the shape of the state. Containers and plain values have the nodes 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.tensors.adapted import adapted
 from ckpt.adapters.tensors.arrays import tensor_of
-from ckpt.adapters.tensors.layout import PLAIN, check_initialized
+from ckpt.adapters.tensors.layout import PLAIN
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
@@ -35,7 +35,7 @@ from ckpt.adapters.tensors.zero import Keeper, keeper_of
 from ckpt.adapters.walk.advice import advice_for
 from ckpt.adapters.walk.choice import Choice
 from ckpt.adapters.walk.items import Part
-from ckpt.adapters.walk.memory import Memory, OptimizerItems, Structure
+from ckpt.adapters.walk.last_walk import LastWalk, OptimizerItems, Structure
 from ckpt.adapters.walk.modules import (
     Parameters,
     asked,
@@ -54,7 +54,8 @@ from ckpt.adapters.walk.objects import (
     walk_objects,
     walk_tensors,
 )
-from ckpt.adapters.walk.segments import At, Held, Segment, Table, place_of, same_view
+from ckpt.adapters.walk.registry import Registry
+from ckpt.adapters.walk.segments import Held, Segment, Table
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
 from ckpt.adapters.walk.wrappers import Wrappers, in_module, in_optimizer
 from ckpt.errors import UnsupportedValue
@@ -99,7 +100,10 @@ class Collected:
         """The tensors of all ``parts``, one by one."""
         found: list[Held] = []
         for part in self.parts:
-            found += part.held if isinstance(part, Segment) else (part,)
+            if isinstance(part, Segment):
+                found += part.held
+            else:
+                found.append(part)
         return found
 
 
@@ -107,7 +111,7 @@ def collect(
     state: Mapping[str, Any],
     *,
     rank: int,
-    memory: Memory | None = None,
+    last_walk: LastWalk | None = None,
     lasting: bool = False,
     captured: Collection[Optimizer] = (),
     patterns: Patterns = WHOLE,
@@ -118,7 +122,7 @@ def collect(
 
     Args:
         rank: The number of this rank.
-        memory: The results of the last walk over this state; None for a first walk.
+        last_walk: The results of the last walk over this state; None for a first walk.
         lasting: True if each large dict of tensors will have the same tensors on later saves. It
             then forms a segment at once. If False, a large dict forms a segment only if it has the
             same tensors as in the last walk.
@@ -136,7 +140,7 @@ def collect(
             type(state).__name__,
             "a state is a dict: {'model': model, 'optimizer': optimizer, ...}",
         )
-    memory = memory or Memory()
+    last_walk = last_walk or LastWalk()
     objects = list(walk_objects(state))
     check_mode(state, objects)
     look_again(objects)
@@ -144,14 +148,14 @@ def collect(
         [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)], captured
     )
     modules = [
-        (value, memory.items(path, value))
+        (value, last_walk.items(path, value))
         for path, value in objects
         if isinstance(value, nn.Module)
     ]
     parameters = Parameters(modules)
     parameters.look_for(optimizers.all, walk_tensors(state))
-    choice = memory.choice(patterns)
-    walk = _Walk(parameters, optimizers, choice, rank, memory, lasting=lasting)
+    choice = last_walk.choice(patterns)
+    walk = _Walk(parameters, optimizers, choice, rank, last_walk, lasting=lasting)
     walk.out.tree = {
         key: encode(value, join("", key), walk.other)
         for key, value in _string_keys(choice.part_of(state))
@@ -219,19 +223,19 @@ class _Walk:
         optimizers: _Optimizers,
         choice: Choice,
         rank: int,
-        memory: Memory,
+        last_walk: LastWalk,
         *,
         lasting: bool,
     ) -> None:
         self._lasting, self._optimizers, self._choice = lasting, optimizers, choice
         # Optimizers that the patterns leave out are fenced too, since their steps change parameters
         # that are saved.
-        self.out = Collected(optimizers=list(optimizers.all))
-        self._parameters, self._rank, self._memory = parameters, rank, memory
+        self._registry = Registry(last_walk.segments)
+        self.out = Collected(
+            self._registry.parts, self._registry.tied, optimizers=list(optimizers.all)
+        )
+        self._parameters, self._rank, self._last_walk = parameters, rank, last_walk
         self._owned = optimizers.owned()
-        self._seen: dict[int, str] = {}
-        self._at: At = {}
-        self._unread: list[Segment] = []  # Segments that are not yet in ``_seen`` and ``_at``
         self._is_remade = False  # True inside of an object to which a restore may give new tensors
         self._alone = False  # True inside of a PerRank value, whose tensors no other rank has
 
@@ -308,15 +312,10 @@ class _Walk:
                 kind = type(tensor).__name__
                 raise UnsupportedValue(name, f"{kind} in a PerRank", "put it into the state itself")
             name = f"{name}@{self._rank}"
-            self.out.parts.append(Held(name, tensor, late=False, replicas=()))
+            self._registry.add_untied(Held(name, tensor, late=False, replicas=()))
             return name
-        stored = self._stored(name, tensor, self._seen, self._at)
-        if stored == name:
-            late = self._has_owner(tensor)
-            self.out.parts.append(Held(name, tensor, late=late, replicas=replicas))
-        else:
-            self.out.tied[name] = stored
-        return stored
+        late = self._has_owner(tensor)
+        return self._registry.add(Held(name, tensor, late=late, replicas=replicas))
 
     def _has_owner(self, tensor: Source) -> bool:
         """Return True if ``tensor`` is a ``LocalShards`` with an ``owner``, and only the step of
@@ -328,32 +327,6 @@ class _Walk:
         if not any(known is owner for known in self.out.optimizers):
             self.out.optimizers.append(owner)
         return self._optimizers.holds(owner)
-
-    def _stored(self, name: str, tensor: Source, seen: dict[int, str], at: At) -> str:
-        """Return the name under which the bytes of ``tensor`` are stored: ``name``, or that of an
-        earlier tensor which is the same object or has the same memory.
-
-        ``seen`` and ``at`` are ``_seen`` and ``_at`` of this walk, or the tables of a segment that
-        is being built. The call adds the tensor to them if it is stored under ``name``. The result
-        of the walk keeps such a tensor alive, so no other tensor can have the same identity.
-        """
-        check_initialized(name, tensor)
-        self._read()
-        stored = self._seen.get(id(tensor)) or seen.get(id(tensor))
-        if stored is None:
-            stored = name
-            if isinstance(tensor, torch.Tensor) and (address := place_of(tensor)):
-                others = (
-                    [*self._at.get(address, ()), *at.get(address, ())]
-                    if at is not self._at
-                    else at.get(address, [])
-                )
-                stored = next((known for other, known in others if same_view(other, tensor)), name)
-                if stored == name:
-                    at.setdefault(address, []).append((tensor, name))
-            if stored == name:  # A tied tensor may be freed, and another one may get its identity
-                seen[id(tensor)] = name
-        return stored
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Node:
         tensor = tensor_of(array, path)
@@ -373,10 +346,10 @@ class _Walk:
             return None
         if not all(type(key) is str and not key.startswith("$") for key in value):
             return None
-        table = self._memory.tables.get(path)
+        table = self._last_walk.tables.get(path)
         if table is None or not table.is_of(value, tensors):
-            table = self._memory.tables[path] = Table(value, tensors)
-            self._memory.segments.pop(path, None)
+            table = self._last_walk.tables[path] = Table(value, tensors)
+            self._last_walk.segments.pop(path, None)
             if not self._lasting:
                 return None
 
@@ -386,96 +359,17 @@ class _Walk:
             for (key, tensor), is_late in zip(value.items(), late, strict=True):
                 yield Held(join(path, key), tensor, is_late, replicas=())
 
-        self._segment(path, (*table.keys, *late), tensors, named)
-        segment = self._memory.segments[path]
+        segment = self._registry.add_segment(path, (*table.keys, *late), tensors, named)
         if table.node is None or table.segment is not segment:
+            names = [join(path, key) for key in value]
             table.node = {
-                key: {"$": "tensor", "n": segment.tied.get(name := join(path, key), name)}
-                for key in value
+                key: {"$": "tensor", "n": segment.tied.get(name, name)}
+                for key, name in zip(value, names, strict=True)
             }
             table.segment = segment
         return table.node
 
-    # -- segments ----------------------------------------------------------------------------------
-
-    def _segment(
-        self,
-        path: str,
-        key: Sequence[object],
-        tensors: Sequence[Source],
-        make: Callable[[], Iterator[Held]],
-    ) -> None:
-        """Register ``tensors`` as the segment at ``path``: the segment of the last walk if ``key``
-        and the tensors are the same, else a new one with the tensors that ``make`` yields.
-        """
-        if not self._take_again(path, key, tensors):
-            self._take(path, self._build(key, tensors, make()))
-
-    def _take_again(self, path: str, key: Sequence[object], tensors: Sequence[Source]) -> bool:
-        """Register the segment of the last walk at ``path`` if ``key`` and the tensors are still
-        the same. Return True if they are.
-        """
-        segment = self._memory.segments.get(path)
-        if segment is None or not segment.closed or not segment.still(key, tensors):
-            return False
-        before = self._segments_before()
-        # Segments compare by identity. If the segments before this one are the same as in the last
-        # walk, they are known to share no memory with this one.
-        if before is None or before != segment.apart_from:
-            self._read()
-            if not (
-                self._seen.keys().isdisjoint(segment.seen)
-                and self._at.keys().isdisjoint(segment.at)
-            ):
-                return False
-            segment.apart_from = before
-        self._take(path, segment)
-        return True
-
-    def _segments_before(self) -> list[Segment] | None:
-        """Return the segments that were registered so far, or None if other tensors were registered
-        too.
-        """
-        found = [part for part in self.out.parts if isinstance(part, Segment)]
-        return found if len(found) == len(self.out.parts) else None
-
-    def _take(self, path: str, segment: Segment) -> None:
-        self._memory.segments[path] = segment
-        self._unread.append(segment)
-        self.out.tied.update(segment.tied)
-        self.out.parts.append(segment)
-
-    def _read(self) -> None:
-        """Add the tensors of all segments so far to ``_seen`` and ``_at``.
-
-        The walk calls this method as late as possible, since it needs neither table if it takes all
-        segments of the last walk in the same order.
-        """
-        for segment in self._unread:
-            self._seen.update(segment.seen)
-            self._at.update(segment.at)
-        self._unread.clear()
-
-    def _build(
-        self, key: Sequence[object], tensors: Sequence[Source], candidates: Iterator[Held]
-    ) -> Segment:
-        held: list[Held] = []
-        tied: dict[str, str] = {}
-        seen: dict[int, str] = {}
-        at: At = {}
-        for item in candidates:
-            stored = self._stored(item.name, item.tensor, seen, at)
-            if stored == item.name:
-                held.append(item)
-            else:
-                check_name(item.name, item.name)  # A save plan checks the names of all others
-                tied[item.name] = stored
-        self._read()  # ``_stored`` has not called this method if there are no candidates
-        # A later call of ``_read`` replaces the list at each of these addresses by the list of this
-        # segment. So this list must have the earlier tensors too.
-        for address in at.keys() & self._at.keys():
-            at[address] = [*self._at[address], *at[address]]
-        return Segment(key, tensors, held=held, tied=tied, seen=seen, at=at)
+    # -- modules and optimizers --------------------------------------------------------------------
 
     def _module(self, module: nn.Module, path: str) -> Node:
         if self._alone:
@@ -509,7 +403,8 @@ class _Walk:
                 item = Held(name, source, is_late, entry.replicas, entry.left)
                 yield from wrappers.held(index, item)
 
-        self._segment(path, (items, self._choice, *late, *wrappers.key), wrappers.tensors, named)
+        key = (items, self._choice, *late, *wrappers.key)
+        self._registry.add_segment(path, key, wrappers.tensors, named)
         left = {"left": dict.fromkeys(items.left, True)} if items.left else {}
         return {"$": "module", "values": values, **left}
 
@@ -539,21 +434,23 @@ class _Walk:
         among them.
         """
         late = self._optimizers.holds(optimizer)
-        known = self._memory.optimizers.get(path)
+        known = self._last_walk.optimizers.get(path)
         if known is not None and known.is_of(keeper, self._parameters, now, self._choice):
             wrappers = in_optimizer(path, known)
-            if self._take_again(path, (late, known, *wrappers.key), wrappers.tensors):
+            key = (late, known, *wrappers.key)
+            if self._registry.add_known(path, key, wrappers.tensors):
                 return known, wrappers
         # The items are made again even if only the shape of a tensor has changed, since the tensor
         # may now belong to another part of a parameter.
         items = OptimizerItems(path, optimizer, keeper, self._parameters, now, self._choice)
-        self._memory.optimizers[path] = items
+        self._last_walk.optimizers[path] = items
         wrappers = in_optimizer(path, items)
         named = self._named(path, items, late, is_partial=keeper.own is not None)
         candidates = (
             each for index, item in enumerate(named) for each in wrappers.held(index, item)
         )
-        self._take(path, self._build((late, items, *wrappers.key), wrappers.tensors, candidates))
+        key = (late, items, *wrappers.key)
+        self._registry.add_new(path, key, wrappers.tensors, candidates)
         return items, wrappers
 
     def _named(
@@ -571,8 +468,8 @@ class _Walk:
 
     def _log_methods(self, optimizer: Optimizer) -> None:
         methods, kind = methods_beyond_step(optimizer), type(optimizer)
-        if methods and kind not in self._memory.logged:
-            self._memory.logged.add(kind)
+        if methods and kind not in self._last_walk.logged:
+            self._last_walk.logged.add(kind)
             _log.info(
                 "ckpt: %s has methods beyond step() (%s): its tensors are copied before "
                 "save_async returns",

@@ -24,7 +24,7 @@ from ckpt.adapters.walk.segments import Held, Segment
 from ckpt.config import CheckMode, Copies, SaveConfig
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import check_name
-from ckpt.plan.copies_per_node import left, writers
+from ckpt.plan.copies_per_node import nonwriter_leaf, writers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SPLIT_FROM_BYTES, SavePlan, plan_save
 from ckpt.staging.copies import Copy
@@ -253,7 +253,7 @@ class PlanCache:
         leaf = leaf_of(held.name, held.tensor, () if held.left else held.replicas)
         node_of = self._node_of if leaf.nbytes < self._from_bytes else ()
         if held.left:
-            return left(leaf, held.replicas, self._rank, node_of)
+            return nonwriter_leaf(leaf, held.replicas, self._rank, node_of)
         return replace(leaf, replicas=writers(leaf.replicas, self._rank, node_of))
 
 

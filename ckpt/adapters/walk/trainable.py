@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt.adapters.walk.items import Entry, ModuleItems
-from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.stand_in import ModuleStandIn
 from ckpt.errors import ConfigError
 
@@ -42,7 +42,7 @@ class _Trainable(ModuleStandIn):
             )
         super().__init__()
         self.model = model
-        self._memory = Memory()
+        self._last_walk = LastWalk()
         self._known: tuple[ModuleItems, Sequence[bool], ModuleItems] | None = None
 
     def look(self) -> None:
@@ -55,7 +55,7 @@ class _Trainable(ModuleStandIn):
         """Return the items of the model to save. They depend on which parameters require a gradient
         now.
         """
-        whole = self._memory.items(path, self.model)
+        whole = self._last_walk.items(path, self.model)
         trained = [_is_trained(entry.value) for entry in whole.entries]
         if self._known is None or self._known[0] is not whole or self._known[1] != trained:
             self._known = whole, trained, _part_of(whole, trained)

@@ -12,7 +12,7 @@ from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.wrapped import Apart, apart, kind_of, wrappers_in
 from ckpt.adapters.walk.choice import Choice
 from ckpt.adapters.walk.items import AnyPiece, ModuleItems
-from ckpt.adapters.walk.memory import OptimizerItems
+from ckpt.adapters.walk.last_walk import OptimizerItems
 from ckpt.adapters.walk.modules import state_name
 from ckpt.adapters.walk.segments import Held
 from ckpt.errors import UnsupportedValue

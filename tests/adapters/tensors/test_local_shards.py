@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ckpt import CheckpointManager, LocalShards, PerRank
 from ckpt.adapters.walk.collect import collect
-from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.errors import (
     ConfigError,
@@ -149,16 +149,16 @@ def test_where_it_would_not_be_found_again_it_is_refused() -> None:
 
 
 def test_the_same_parts_are_not_looked_at_twice_and_other_memory_is_seen() -> None:
-    memory, cache = Memory(), PlanCache(0, 1 << 20)
+    last_walk, cache = LastWalk(), PlanCache(0, 1 << 20)
     state: dict[str, object] = {
         f"p{i}": cut(numbered((4, 2)), [Box((0, 0), (4, 2))]) for i in range(LARGE)
     }
-    walks = [collect({"all": state}, rank=0, memory=memory, lasting=True) for _ in range(2)]
+    walks = [collect({"all": state}, rank=0, last_walk=last_walk, lasting=True) for _ in range(2)]
     assert walks[0].parts[0] is walks[1].parts[0]
     plans = [cache.prepare(walk) for walk in walks]
     assert plans[0] is plans[1]
     state["p1"] = cut(numbered((4, 2)), [Box((0, 0), (2, 2)), Box((2, 0), (2, 2))])
-    again = collect({"all": state}, rank=0, memory=memory, lasting=True)
+    again = collect({"all": state}, rank=0, last_walk=last_walk, lasting=True)
     assert again.parts[0] is not walks[0].parts[0]
     assert cache.prepare(again) is not plans[0]
 

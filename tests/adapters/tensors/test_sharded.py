@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from ckpt.adapters.tensors.layout import leaf_of, memories
 from ckpt.adapters.walk.collect import Collected, collect
-from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.errors import UnsupportedValue
 from ckpt.model.box import Box, tiling_fault
@@ -116,15 +116,15 @@ def test_nothing_of_it_is_named_anew_from_save_to_save() -> None:
     for named in (True, False):
         with rank_of(1, 2):
             net, optimizer = wrapped(named=named)
-            memory = Memory()
-            walks = [collect({"m": net, "o": optimizer}, rank=1, memory=memory) for _ in range(2)]
+            last_walk = LastWalk()
+            walks = [collect({"m": net, "o": optimizer}, rank=1, last_walk=last_walk) for _ in range(2)]
             assert walks[0].parts[0] is walks[1].parts[0]
             with torch.no_grad():
                 for parameter in net.parameters():
                     parameter.data = (
                         parameter.data.clone()
                     )  # the memory is different, so nothing of the old one may be kept
-            again = collect({"m": net, "o": optimizer}, rank=1, memory=memory)
+            again = collect({"m": net, "o": optimizer}, rank=1, last_walk=last_walk)
             assert again.parts[0] is not walks[0].parts[0]
 
 

@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensorMode
 
 from ckpt import CheckpointManager, PerRank
 from ckpt.adapters.walk.collect import collect
-from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.segments import Held, Segment
 from ckpt.errors import FormatUnsupported, UnsupportedValue
 from ckpt.model.dtype import DTYPES
@@ -701,28 +701,28 @@ def many(count: int = 40, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.full((3,), float(i)) for i in range(count)} | changes
 
 
-def collected(state: dict[str, Any], memory: Memory, **settings: Any):
-    return collect(state, rank=0, memory=memory, **settings)
+def collected(state: dict[str, Any], last_walk: LastWalk, **settings: Any):
+    return collect(state, rank=0, last_walk=last_walk, **settings)
 
 
 def test_a_large_dict_of_tensors_is_one_segment_once_it_has_come_twice():
-    memory, state = Memory(), {"x": many()}
-    first, second, third = (collected(state, memory) for _ in range(3))
+    last_walk, state = LastWalk(), {"x": many()}
+    first, second, third = (collected(state, last_walk) for _ in range(3))
     assert [type(part) for part in first.parts] == [Held] * 40
     assert [type(part) for part in second.parts] == [Segment]
     assert third.parts[0] is second.parts[0]
     assert first.held == second.held == third.held
     assert first.tree == second.tree == third.tree
-    assert collected(state, Memory(), lasting=True).tree == first.tree
+    assert collected(state, LastWalk(), lasting=True).tree == first.tree
 
 
 def test_passing_tensors_are_not_kept_alive():
-    memory = Memory()
+    last_walk = LastWalk()
     gone = [weakref.ref(tensor) for tensor in many().values()]
     for _ in range(3):
         state = {"x": many()}
         gone += map(weakref.ref, state["x"].values())
-        assert {type(part) for part in collected(state, memory).parts} == {Held}
+        assert {type(part) for part in collected(state, last_walk).parts} == {Held}
         del state
     gc.collect()
     assert not [ref for ref in gone if ref() is not None]
@@ -730,7 +730,7 @@ def test_passing_tensors_are_not_kept_alive():
 
 @pytest.mark.parametrize("lasting", [True, False])
 def test_a_table_that_changes_is_seen(lasting):
-    memory, x = Memory(), many()
+    last_walk, x = LastWalk(), many()
     spare = {"other": torch.ones(3)}
     changes = [
         lambda: None,
@@ -747,7 +747,7 @@ def test_a_table_that_changes_is_seen(lasting):
         change()
         for _ in range(3):
             state = {"before": spare["other"], "x": x}
-            fresh, known = collected(state, Memory()), collected(state, memory, lasting=lasting)
+            fresh, known = collected(state, LastWalk()), collected(state, last_walk, lasting=lasting)
             assert fresh.held == known.held
             assert (fresh.tree, fresh.tied) == (known.tree, known.tied)
 
@@ -758,8 +758,8 @@ def test_a_large_dict_that_is_not_all_plain_tensors_is_walked(odd):
         with pytest.raises(UnsupportedValue, match="odd"):
             saved({"x": many() | {"odd": odd}})
     else:
-        collected({"x": many() | {"odd": odd}}, memory := Memory(), lasting=True)
-        assert "x" not in memory.segments
+        collected({"x": many() | {"odd": odd}}, last_walk := LastWalk(), lasting=True)
+        assert "x" not in last_walk.segments
 
 
 def test_a_large_dict_comes_back(tmp_path):

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ckpt import declare_part
 from ckpt.adapters import torch_private
-from ckpt.adapters.walk import memory as memory_of_walks
+from ckpt.adapters.walk import last_walk as last_walk_module
 from ckpt.adapters.walk import segments
 from ckpt.adapters.walk.collect import Collected, collect
-from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.modules import raw_state
 from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.adapters.walk.segments import Segment
@@ -411,8 +411,8 @@ def found(walk: Collected) -> list[tuple[Any, ...]]:
     return rows
 
 
-def assert_finds_what_is_there(state: State, memory: Memory, plans: PlanCache) -> None:
-    known, fresh = collect(state, rank=0, memory=memory), collect(state, rank=0)
+def assert_finds_what_is_there(state: State, last_walk: LastWalk, plans: PlanCache) -> None:
+    known, fresh = collect(state, rank=0, last_walk=last_walk), collect(state, rank=0)
     assert found(known) == found(fresh)
     assert (known.tree, known.tied) == (fresh.tree, fresh.tied)
     assert list(map(id, known.optimizers)) == list(map(id, fresh.optimizers))
@@ -421,30 +421,30 @@ def assert_finds_what_is_there(state: State, memory: Memory, plans: PlanCache) -
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_has_changed_since_the_last_walk_is_found(change: Callable[[State], None]) -> None:
-    state, memory, plans = trained(), Memory(), PlanCache(0, 1 << 20)
+    state, last_walk, plans = trained(), LastWalk(), PlanCache(0, 1 << 20)
     for _ in range(2):
-        assert_finds_what_is_there(state, memory, plans)
+        assert_finds_what_is_there(state, last_walk, plans)
     change(state)
     for _ in range(3):
-        assert_finds_what_is_there(state, memory, plans)
+        assert_finds_what_is_there(state, last_walk, plans)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_is_as_it_was_before_the_change_is_found(change: Callable[[State], None]) -> None:
-    state, memory, plans = trained(), Memory(), PlanCache(0, 1 << 20)
+    state, last_walk, plans = trained(), LastWalk(), PlanCache(0, 1 << 20)
     other = trained()
     change(other)
     for held in (state, other, state, other):
-        assert_finds_what_is_there(held, memory, plans)
+        assert_finds_what_is_there(held, last_walk, plans)
 
 
 def test_nothing_is_named_again_while_nothing_changes() -> None:
-    state, memory = trained(), Memory()
-    first = collect(state, rank=0, memory=memory)
+    state, last_walk = trained(), LastWalk()
+    first = collect(state, rank=0, last_walk=last_walk)
     step(state)
     state["optimizer"].param_groups[0]["lr"] = 0.5
     state["model"].one.weight.requires_grad_(False)
-    again = collect(state, rank=0, memory=memory)
+    again = collect(state, rank=0, last_walk=last_walk)
     assert [one is two for one, two in zip(first.parts, again.parts, strict=True)] == [True, True]
 
 
@@ -454,34 +454,34 @@ def test_a_state_dict_is_asked_for_once_while_nothing_changes(
     asked: list[nn.Module] = []
     usual = raw_state
     monkeypatch.setattr(
-        memory_of_walks,
+        last_walk_module,
         "raw_state",
         lambda path, module: asked.append(module) or usual(path, module),
     )
-    state, memory = trained(), Memory()
+    state, last_walk = trained(), LastWalk()
     for _ in range(3):
-        collect(state, rank=0, memory=memory)
+        collect(state, rank=0, last_walk=last_walk)
         step(state)
     assert len(asked) == 1
     # a buffer that is not saved and is another one each time costs one state_dict() each time
     for count in range(3):
         state["model"].norm.register_buffer("cached", torch.ones(count), persistent=False)
         for _ in range(2):
-            collect(state, rank=0, memory=memory)
+            collect(state, rank=0, last_walk=last_walk)
     assert len(asked) == 4
 
 
 def test_a_method_that_all_modules_get_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, memory, plans = trained(), Memory(), PlanCache(0, 1 << 20)
-    assert_finds_what_is_there(state, memory, plans)
+    state, last_walk, plans = trained(), LastWalk(), PlanCache(0, 1 << 20)
+    assert_finds_what_is_there(state, last_walk, plans)
 
     def state_dict(self: nn.Module, **_: Any) -> dict[str, Any]:
         return {"only": next(self.parameters())}
 
     monkeypatch.setattr(nn.Linear, "state_dict", state_dict, raising=False)
-    assert_finds_what_is_there(state, memory, plans)
+    assert_finds_what_is_there(state, last_walk, plans)
     monkeypatch.setattr(nn.Module, "state_dict", state_dict)
-    assert_finds_what_is_there(state, memory, plans)
+    assert_finds_what_is_there(state, last_walk, plans)
 
 
 class Hiding(nn.Module):
@@ -496,17 +496,17 @@ class Hiding(nn.Module):
 
 
 def test_a_child_that_a_module_does_not_name_is_compared_too() -> None:
-    state, memory, plans = {"model": Hiding()}, Memory(), PlanCache(0, 1 << 20)
+    state, last_walk, plans = {"model": Hiding()}, LastWalk(), PlanCache(0, 1 << 20)
     for _ in range(2):
-        assert_finds_what_is_there(state, memory, plans)
+        assert_finds_what_is_there(state, last_walk, plans)
         state["model"].inner.weight = nn.Parameter(torch.randn(6, 6))
-    assert_finds_what_is_there(state, memory, plans)
+    assert_finds_what_is_there(state, last_walk, plans)
 
 
 def test_tied_weights_do_not_keep_segments_from_being_used_again() -> None:
-    state, memory = trained(), Memory()
+    state, last_walk = trained(), LastWalk()
     tied(state)
-    first, again = (collect(state, rank=0, memory=memory) for _ in range(2))
+    first, again = (collect(state, rank=0, last_walk=last_walk) for _ in range(2))
     assert [one is two for one, two in zip(first.parts, again.parts, strict=True)] == [True, True]
 
 
@@ -531,14 +531,14 @@ def test_a_dtensor_with_another_layout_or_memory_is_found(
         mesh = init_device_mesh("cpu", (1,))
         tensor = distribute_tensor(net.weight.detach(), mesh, [Shard(0)])
         net.weight = nn.Parameter(tensor)
-        state, memory, plans = {"model": net}, Memory(), PlanCache(0, 1 << 20)
+        state, last_walk, plans = {"model": net}, LastWalk(), PlanCache(0, 1 << 20)
         for _ in range(2):
-            assert_finds_what_is_there(state, memory, plans)
+            assert_finds_what_is_there(state, last_walk, plans)
         held = net.weight
         assert isinstance(held, DTensor)
         change(held)
         for _ in range(2):
-            assert_finds_what_is_there(state, memory, plans)
+            assert_finds_what_is_there(state, last_walk, plans)
 
 
 @pytest.mark.parametrize("shared", [lambda tensor: tensor, lambda tensor: tensor.detach()])
@@ -547,48 +547,48 @@ def test_what_an_earlier_module_shares_from_now_on_is_found(
 ) -> None:
     """The second module itself does not change."""
     state: State = {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3)}
-    memory, plans = Memory(), PlanCache(0, 1 << 20)
+    memory, plans = LastWalk(), PlanCache(0, 1 << 20)
     for _ in range(2):
-        assert_finds_what_is_there(state, memory, plans)
+        assert_finds_what_is_there(state, last_walk, plans)
     state["first"].register_buffer("kept", shared(state["second"].weight))
     for _ in range(2):
-        assert_finds_what_is_there(state, memory, plans)
-    assert collect(state, rank=0, memory=memory).tied == {"second/weight": "first/kept"}
+        assert_finds_what_is_there(state, last_walk, plans)
+    assert collect(state, rank=0, last_walk=last_walk).tied == {"second/weight": "first/kept"}
 
 
 def test_a_part_that_is_declared_again_is_found() -> None:
     """The optimizer's state of the parameter is the same part."""
-    state, memory, plans = trained(), Memory(), PlanCache(0, 1 << 20)
+    state, last_walk, plans = trained(), LastWalk(), PlanCache(0, 1 << 20)
     weight, shape = state["model"].one.weight, (18, 6)
-    plans.prepare(collect(state, rank=0, memory=memory))
+    plans.prepare(collect(state, rank=0, last_walk=last_walk))
     for first in (0, 6, 12, 6):
         declare_part(weight, shape, (first, 0))
         for _ in range(2):
-            leaves = plans.prepare(collect(state, rank=0, memory=memory)).leaves
+            leaves = plans.prepare(collect(state, rank=0, last_walk=last_walk)).leaves
             found = {leaf.name: leaf.boxes for leaf in leaves if leaf.shape == shape}
             assert len(found) == 3
             assert set(found.values()) == {(Box((first, 0), (6, 6)),)}
 
 
 def test_a_part_whose_declaration_has_not_changed_is_not_named_again() -> None:
-    state, memory = trained(), Memory()
+    state, last_walk = trained(), LastWalk()
 
     def declared() -> Collected:
         declare_part(state["model"].one.weight, (12, 6), (6, 0))
-        return collect(state, rank=0, memory=memory)
+        return collect(state, rank=0, last_walk=last_walk)
 
     first, again = declared(), declared()
     assert [one is two for one, two in zip(first.parts, again.parts, strict=True)] == [True, True]
 
 
 def test_a_part_of_another_shape_can_be_declared_again() -> None:
-    state, memory = {"model": nn.Linear(6, 6)}, Memory()
+    state, last_walk = {"model": nn.Linear(6, 6)}, LastWalk()
     weight = state["model"].weight
     declare_part(weight, (12, 6), (6, 0))
-    collect(state, rank=0, memory=memory)
+    collect(state, rank=0, last_walk=last_walk)
     weight.data = torch.zeros(3, 6)
     with pytest.raises(ConfigError, match="call it again"):
-        collect(state, rank=0, memory=memory)
+        collect(state, rank=0, last_walk=last_walk)
     declare_part(weight, (12, 6), (9, 0))
-    (part, _) = PlanCache(0, 1 << 20).prepare(collect(state, rank=0, memory=memory)).leaves
+    (part, _) = PlanCache(0, 1 << 20).prepare(collect(state, rank=0, last_walk=last_walk)).leaves
     assert (part.name, part.boxes) == ("model/weight", (Box((9, 0), (3, 6)),))

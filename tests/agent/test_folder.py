@@ -8,23 +8,23 @@ import socket
 import pytest
 
 from ckpt.agent.client import connect
-from ckpt.agent.place import Lock, Place
+from ckpt.agent.folder import Lock, AgentFolder
 from ckpt.errors import AgentError
 from tests.kit.waiting import until
 from tests.users import ATTACKER, begin_as, only_root
 
 
-def test_the_folder_is_made_for_this_user_alone(place: Place) -> None:
-    os.rmdir(place.folder)
-    assert Place.of_this_user() == place
-    assert os.stat(place.folder).st_mode & 0o777 == 0o700
+def test_the_folder_is_made_for_this_user_alone(place: AgentFolder) -> None:
+    os.rmdir(place.path)
+    assert AgentFolder.of_this_user() == place
+    assert os.stat(place.path).st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_is_open_to_others_is_refused(place: Place) -> None:
-    os.chmod(place.folder, 0o755)
+def test_a_folder_that_is_open_to_others_is_refused(place: AgentFolder) -> None:
+    os.chmod(place.path, 0o755)
     with pytest.raises(AgentError, match="is open to other users: chmod 700"):
-        Place.of_this_user()
-    os.chmod(place.folder, 0o700)
+        AgentFolder.of_this_user()
+    os.chmod(place.path, 0o700)
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])
@@ -33,34 +33,34 @@ def test_what_is_no_folder_is_refused(tmp_path, monkeypatch, kind) -> None:
     there.symlink_to(tmp_path) if kind == "link" else there.write_text("")
     monkeypatch.setenv("CKPT_AGENT_FOLDER", str(there))
     with pytest.raises(AgentError, match="is not a folder of this user"):
-        Place.of_this_user()
+        AgentFolder.of_this_user()
 
 
 def test_a_folder_that_cannot_be_made_is_named(monkeypatch) -> None:
     monkeypatch.setenv("CKPT_AGENT_FOLDER", "/proc/none/agent")
     with pytest.raises(AgentError, match=r"cannot be used .*: set CKPT_AGENT_FOLDER"):
-        Place.of_this_user()
+        AgentFolder.of_this_user()
 
 
 def test_a_path_that_is_too_long_is_named_with_the_way_out(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CKPT_AGENT_FOLDER", str(tmp_path / ("x" * 120)))
     with pytest.raises(AgentError, match="107 are allowed: set CKPT_AGENT_FOLDER to a shorter"):
-        Place.of_this_user()
+        AgentFolder.of_this_user()
     assert list(tmp_path.iterdir()) == []
 
 
 @only_root
-def test_another_users_folder_is_refused(place: Place) -> None:
-    os.chown(place.folder, ATTACKER, -1)
+def test_another_users_folder_is_refused(place: AgentFolder) -> None:
+    os.chown(place.path, ATTACKER, -1)
     with pytest.raises(AgentError, match="is not a folder of this user"):
-        Place.of_this_user()
-    os.chown(place.folder, os.getuid(), -1)
+        AgentFolder.of_this_user()
+    os.chown(place.path, os.getuid(), -1)
 
 
 @only_root
-def test_another_users_socket_is_refused(place: Place) -> None:
+def test_another_users_socket_is_refused(place: AgentFolder) -> None:
     """The folder was open to the other user before it belonged to this one."""
-    os.chmod(place.folder, 0o777)
+    os.chmod(place.path, 0o777)
 
     def listen() -> None:
         with socket.socket(socket.AF_UNIX) as theirs:
@@ -71,13 +71,13 @@ def test_another_users_socket_is_refused(place: Place) -> None:
 
     finish = begin_as(ATTACKER, listen)
     assert until(lambda: os.path.exists(place.socket))
-    os.chmod(place.folder, 0o700)
+    os.chmod(place.path, 0o700)
     with pytest.raises(AgentError, match=f"belongs to user {ATTACKER}"):
         until(lambda: connect(place))  # it may not listen yet
     finish()
 
 
-def test_a_lock_has_one_holder_and_ends_with_the_last_descriptor(place: Place) -> None:
+def test_a_lock_has_one_holder_and_ends_with_the_last_descriptor(place: AgentFolder) -> None:
     first, second = Lock(place, "work"), Lock(place, "work")
     assert first.take()
     assert not second.take()

@@ -25,7 +25,7 @@ _MOST_LOG_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AgentFolder:
     """The private folder of one user's agent."""
 
     folder: str
@@ -39,7 +39,7 @@ class Place:
         return f"{self.folder}/agent.log"
 
     @classmethod
-    def of_this_user(cls) -> Place:
+    def of_this_user(cls) -> AgentFolder:
         """Return the folder of this user's agent. The folder is made if it does not exist.
 
         Raises:
@@ -96,9 +96,9 @@ class Lock:
         descriptor: The descriptor of the file. A process that inherits it has the lock, too.
     """
 
-    def __init__(self, place: Place, name: str) -> None:
+    def __init__(self, place: AgentFolder, name: str) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._path = f"{place.folder}/{name}.lock"
+        self._path = f"{folder.path}/{name}.lock"
         self.descriptor = os.open(self._path, flags, 0o600)
 
     def take(self) -> bool:
