@@ -1,8 +1,9 @@
 """Asynchronous distributed checkpointing for PyTorch.
 
-A save holds up the training for milliseconds and writes in the background. Every checkpoint that
-is listed is intact. The public names are imported on first use, so that ``import ckpt`` and the
-command line do not import torch.
+A save holds up the training for milliseconds and writes in the background. A checkpoint is listed
+only when all of its files are complete, and a restore verifies every chunk that it reads. The
+public names are imported on first use, so that ``import ckpt`` and most commands do not import
+torch.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class PendingSave:
 
     @property
     def age(self) -> float:
-        """Seconds since the call."""
+        """Seconds since the call of ``save`` or ``save_async``."""
         return time.perf_counter() - self._began
 
     def wait_staged(self, timeout: float | None = None) -> None:

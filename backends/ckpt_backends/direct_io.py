@@ -417,7 +417,8 @@ def _copy(out: memoryview, source: memoryview) -> None:
 def _pread_direct(fd: int, parts: Sequence[memoryview], offset: int) -> int:
     """Read into ``parts``, one after another, with ``O_DIRECT``, and return the number of bytes.
 
-    Return 0 if the file system refuses direct reads.
+    Return 0 at the end of the file, and if the file system or the memory of ``parts`` does not
+    allow direct reads.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)

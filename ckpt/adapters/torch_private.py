@@ -198,7 +198,7 @@ def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def always_unknown(*_: torch.Tensor) -> bool:
-    """Return False. This is the result of ``guards_of`` if torch cannot compare the tensors."""
+    """Return False. ``guards_of`` returns this function if torch cannot compare the tensors."""
     return False
 
 

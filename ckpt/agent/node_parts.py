@@ -104,11 +104,14 @@ class NodeParts:
         self._deadline = time.monotonic() + _PATIENCE_SECONDS
 
     def bring(self) -> None:
-        """Copy this node's parts of the steps that the shared tier lacks: the newest step in any
-        case, and older ones if the tier takes and keeps them.
+        """Make steps checkpoints on the shared tier, together with the agents of the other nodes:
+        copy this node's files, wait for the files of the other nodes, and put the manifest.
 
-        Note in the folder of each of these steps that the ranks of this node have ended. At the
-        end, note the same in the folder of the newest checkpoint on the shared tier.
+        The steps are the newest committed step of this node if it is newer than the newest
+        checkpoint on the shared tier, the steps that the tier lacks and would keep, and newer steps
+        that other agents have begun. Before the copy of each step, this agent puts notes into the
+        folder of the step on the shared tier, which say that the ranks of this node have ended. At
+        the end, it puts these notes into the folder of the newest checkpoint on that tier.
 
         Raises:
             CommitError: A step still lacks the part of another node, and another try may help.
@@ -141,7 +144,9 @@ class NodeParts:
             _log.info("ckpt: %s", why)
 
     def _try(self, parts: Iterable[_Part]) -> dict[StepRef, CkptError]:
-        """Bring ``parts``, and return the error of each step that could not be brought."""
+        """Bring the steps of ``parts``, one after the other. Return the ``CommitError`` or the
+        ``IntegrityError`` of each step that could not be brought. Any other error is raised.
+        """
         failed: dict[StepRef, CkptError] = {}
         for part in parts:
             try:

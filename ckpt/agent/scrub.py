@@ -2,7 +2,7 @@
 compares the steps with their checksums, and writes damaged files again from a tier that has them
 intact.
 
-The worker removes nothing, and may be killed at any instruction. Tiers in memory are left out,
+The worker removes no step, and may be killed at any instruction. Tiers in memory are left out,
 since the next saves overwrite their slots. If nodes have folders of their own, the agent of each
 node verifies the files of its ranks in these folders. The agent of the leader's node verifies the
 tiers that the nodes share.
@@ -83,8 +83,10 @@ class Scrub:
             tier.backend.close()
 
     def run(self) -> Ended:
-        """Verify the steps that are due: the newest step first, and each step on the nearest tier
-        first. A ``CkptError`` is not raised but is part of the outcome.
+        """Verify the steps that are due, and mend damaged files: the newest step first, and each
+        step on the nearest tier first.
+
+        A ``CkptError`` is not raised. The outcome has the first one. ``RootInUse`` is only logged.
         """
         there: list[tuple[StepRef, _Root]] = []
         for tier in self._tiers:

@@ -86,7 +86,9 @@ class Rounds:
             self.forget(list(self._rounds)[:-_MOST_JOBS])
 
     def forget(self, attempts: Iterable[str]) -> None:
-        """Forget the jobs ``attempts`` and their results, so that they get no more rounds."""
+        """Forget the jobs whose attempts are in ``attempts``, and the results of these jobs. They
+        get no more rounds.
+        """
         for attempt in attempts:
             self._rounds.pop(attempt, None)
 

@@ -271,7 +271,9 @@ class Agent:
                 self._leave(caller)
 
     def _is_held_up(self, job: WatchedJob) -> bool:
-        """Return True if another job with a root of ``job`` has a living trainer or a worker."""
+        """Return True if another job that shares a root with ``job`` has a living trainer or a
+        worker. ``job`` must then wait.
+        """
         return any(
             other is not job and (other.runs or other.worker is not None) and other.meets(job)
             for other in self._jobs

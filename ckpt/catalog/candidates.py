@@ -213,7 +213,9 @@ def _list_all(
 
 
 def _answers(store: StorageBackend) -> bool:
-    """Return True if the store answers a small request, even with an error."""
+    """Return True if the store answers a small request, even with an error. A transient error, such
+    as a time-out, counts as no answer.
+    """
     try:
         store.head(OWNER)
     except CkptError as error:

@@ -254,11 +254,13 @@ def commit_parts(folder: StepFolder, known: Manifest, confirm: Callable[[], obje
     Args:
         folder: The folder of the step. All processes of its job have ended.
         known: The manifest of the step on another store.
-        confirm: Called right before the manifest is put. It raises if the step must not become a
-            checkpoint any more.
+        confirm: Called before the manifest is put, once or several times. It raises if the step
+            must not become a checkpoint any more.
 
     Raises:
         CommitError: A fragment is missing, or the fragments are not those of ``known``.
+        ManifestCorrupt: A fragment is damaged.
+        ObjectExists: The step has another manifest already.
         StorageError: A file is missing, or the step is being removed.
     """
     manifest = merge(read_fragments(folder))

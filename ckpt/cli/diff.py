@@ -64,9 +64,9 @@ def diff(
 ) -> None:
     r"""Compare two checkpoints.
 
-    Shows names that are in one checkpoint only, dtypes and shapes that differ, tensors whose bytes
-    differ, and plain values. If both were saved in the same layout, their checksums are compared
-    and no data is read. Otherwise the tensors are read.
+    Shows names that only one checkpoint has, and dtypes, shapes, tensor bytes and plain values that
+    differ. The bytes of a tensor are compared by their checksums. Its data is read only if the
+    checkpoints divide it into different chunks. --values also reads the tensors that differ.
 
     Exit code 0: they are equal. 1: they differ. 4: damaged. 7: there is no such checkpoint.
 

@@ -230,8 +230,8 @@ _decoder: Final = msgspec.json.Decoder(_Merged)
 
 
 class NodeLocalStore:
-    """The `CommitStore` of a tier that is local to each node. Ranks send the fragments to each other, and
-    the manifest is put on all nodes.
+    """The `CommitStore` of a tier that is local to each node. Ranks send the fragments to each
+    other, and the manifest is put on all nodes.
 
     Args:
         store: The tier on this node.

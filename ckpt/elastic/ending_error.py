@@ -145,8 +145,8 @@ def _holds(body: list[ast.stmt], line: int) -> bool:
 
 
 def _goes_on(body: list[ast.stmt]) -> bool:
-    """Return True if a clause with these statements contains ``raise``, or calls a function that
-    ends the process.
+    """Return True if ``body``, the statements of a clause, contains ``raise`` or the call of a
+    function with a name in ``_EXITS``. Functions that are defined inside do not count.
     """
     for node in _of_this_frame(ast.Module(body, [])):
         if isinstance(node, ast.Raise):

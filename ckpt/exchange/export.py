@@ -54,8 +54,8 @@ class ExportOptions:
     Attributes:
         globs: The patterns of the names to export; empty for all names.
         strip: A prefix that is removed from the names. It is for safetensors only.
-        max_shard_bytes: The most bytes of one file; None for the default. It is for safetensors in
-            a folder only.
+        max_shard_bytes: The most bytes of one file; None for the default. A larger tensor has a
+            file of its own. It is for safetensors in a folder only.
     """
 
     globs: Sequence[str] = ()

@@ -58,7 +58,10 @@ class Inert:
 
 
 class _Machine:
-    """The stack machine of pickle, with only the opcodes that plain objects need."""
+    """A stack machine for the opcodes of pickle that ``torch.distributed.checkpoint`` writes.
+
+    Classes, functions and calls become ``Inert`` objects. Any other opcode raises ``KeyError``.
+    """
 
     def __init__(self) -> None:
         self.stack: list[Any] = []

@@ -113,16 +113,18 @@ class AcceleratorCheckpoints:
         """Save in the background, as `CheckpointManager.save_async` does.
 
         Args:
-            step: The number of the step. None takes ``iteration`` of the ``ProjectConfiguration``,
-                which counts the calls of ``save_state``. ``load_state`` restores that counter.
+            step: The number of the step. If it is None, the number is ``iteration`` of the
+                ``ProjectConfiguration``, which counts the calls of ``save_state``. ``load_state``
+                restores that counter.
             metrics: Numbers by name for ``Tier(keep_best=...)``.
 
         Returns:
             The handle of the save.
 
         Raises:
-            ConfigError: ``step`` is the name of a folder. Or no step was loaded, and an earlier run
-                has saved a step with this number or a higher number. Nothing was saved.
+            ConfigError: ``step`` is no number, but the path of a folder as for
+                ``Accelerator.save_state``. Or no step was loaded, and an earlier run has saved a
+                step with this number or a higher number. Nothing was saved.
             CkptError: See `CheckpointManager.save_async`.
         """
         _check_step(step, "save_state")

@@ -53,15 +53,15 @@ class Arrays(Refilled, Stateful):
     def state_dict(self) -> dict[str, Any]:
         """Return ``value`` with a dict for each container and a tensor for each array.
 
-        A tensor has the memory of its array if torch can address it.
+        A tensor shares the memory of its array if torch can address this memory.
         """
         return self._shown(_read)
 
     def targets(self) -> dict[str, Any]:
         """Return the tensors and values that a restore fills, in the form of ``state_dict()``.
 
-        The tensors have the memory of NumPy arrays and torch tensors if a restore can fill these in
-        place. For all other arrays, the tensors are copies.
+        The tensors share the memory of NumPy arrays and torch tensors if a restore can fill these
+        in place. For all other arrays, the tensors are copies.
         """
         return self._shown(_target)
 

@@ -18,7 +18,9 @@ _NUMBERS: Final = ("batch_size", "buffer_size", "max_input_shards", "n", "num_ti
 
 
 def check_undivided(data: object) -> None:
-    """Raise ``ConfigError`` if the dataset is split by ranks, or has a position of its own."""
+    """Raise ``ConfigError`` if ``split_dataset_by_node()`` has split the dataset, or if it begins
+    at a position that its ``load_state_dict()`` has set.
+    """
     if getattr(data, "_distributed", None) is not None:
         raise ConfigError(
             "the dataset is split by ranks already: give ElasticStream what "

@@ -173,10 +173,13 @@ class CkptCheckpoint(ModelCheckpoint):
         """Return the step in this callback's folder that ``path`` means.
 
         Returns:
-            The number of the step, "newest" or "best". None if ``path`` is not in the folder.
+            The number of the step, "newest" or "best". The result for the folder itself is
+            "newest". None if ``path`` is neither the folder, nor the folder of a step in it, nor a
+            ``ckpt://`` path of it.
 
         Raises:
-            ConfigError: ``path`` is in the folder, and names no step.
+            ConfigError: ``path`` is a ``ckpt://`` path of the folder, and its text after ``#``
+                names no step.
         """
         place, _, step = path.partition("#")
         if f"{place}#" == self._path(""):

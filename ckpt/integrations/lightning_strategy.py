@@ -37,7 +37,9 @@ class Reader(Protocol):
     """An object that restores the checkpoints of a folder, such as ``CkptCheckpoint``."""
 
     def which(self, path: str) -> int | str | None:
-        """Return the step that ``path`` means; None if ``path`` is not in the reader's folder."""
+        """Return the step that ``path`` means; None if ``path`` is not the reader's folder, and
+        names no step of it.
+        """
         ...
 
     def load(self, trainer: Trainer, which: int | str) -> dict[str, Any]:

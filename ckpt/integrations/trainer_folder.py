@@ -169,7 +169,9 @@ def remove_folders(output_dir: str, *, keep: Collection[object]) -> None:
 
 
 def _folders(output_dir: str) -> dict[int, str]:
-    """Return the folders that have a pointer: number of the step -> path."""
+    """Return the path of each folder in ``output_dir`` that has a pointer (``ckpt.json``), by the
+    number of its step.
+    """
     found: dict[int, str] = {}
     for name in os.listdir(output_dir):
         step, folder = step_named(name), os.path.join(output_dir, name)

@@ -289,7 +289,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 found = self._ckpt_before(damaged)
 
     def _ckpt_before(self, damaged: _StepDamaged) -> str:
-        """Write and return the folder of the newest intact step before the damaged step.
+        """Write the ``checkpoint-N`` folder of the newest step before the damaged step whose
+        trainer state can be restored, and return its path. The tensors of the step are not checked.
 
         All ranks choose the same step. If there is no such step, raise the error of the damaged
         step.

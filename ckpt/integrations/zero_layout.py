@@ -69,10 +69,11 @@ def span_within(begin: int, numel: int, first: int, size: int) -> Span:
 
 
 def span_of_rank(numel: int, rank: int, size: int, at: int) -> Span:
-    """Return the span of ``rank`` in a parameter that is cut into parts of ``size`` elements.
+    """Return the span of a ZeRO 3 parameter that the partition of ``rank`` holds.
 
-    In the partition of ``rank``, the part begins at index ``at``. A span does not include the
-    padding of the last part.
+    The parameter has ``numel`` elements, and each rank has a part of ``size`` elements. The part of
+    ``rank`` begins at index ``at`` of its partition. The span does not include the padding at the
+    end of the last part.
     """
     start = min(rank * size, numel)
     return Span(start, at, min(size, numel - start))
@@ -156,7 +157,7 @@ def _cut_parameters(optimizer: Any) -> Iterator[Partition]:
 def span_of_shard(parameter: Any, at: int = 0) -> Span:
     """Return the span of a ZeRO 3 parameter that this rank's ``ds_tensor`` holds.
 
-    In the partition of this rank, the span begins at index ``at``.
+    The span begins at index ``at`` of this rank's partition.
     """
     rank = dist.get_rank(parameter.ds_process_group)
     return span_of_rank(parameter.ds_numel, rank, parameter.ds_tensor.ds_numel, at)

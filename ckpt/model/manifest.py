@@ -255,7 +255,7 @@ class Manifest(
         return tuple(sorted({encoding.codec for encoding in self.encoded}))
 
     def stored_files(self) -> Mapping[int, StoredFile]:
-        """Return by rank how the tier of this manifest stores each data file."""
+        """Return each data file as the tier of this manifest stores it, by rank."""
         ref = StepRef(self.step, self.attempt)
         encodings = {encoding.rank: encoding for encoding in self.encoded}
         return {

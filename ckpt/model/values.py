@@ -444,7 +444,7 @@ def dumps(node: Node, name: str) -> bytes:
         name: The name of the value in errors.
 
     Raises:
-        UnsupportedValue: ``parse`` would refuse the JSON.
+        UnsupportedValue: The node cannot be encoded as JSON, or ``parse`` would refuse the JSON.
     """
     try:
         data = msgspec.json.encode(node)

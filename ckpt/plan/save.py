@@ -7,7 +7,7 @@ replicas have the same leaves and compute the same division, so they exchange no
 2. Order: the boxes are sorted by descending element size, then by name. Therefore every box is
 aligned and the image has no gaps, as safetensors requires.
 
-3. ChunkId: the image begins with a safetensors header, padded to a multiple of 4096 bytes. The boxes
+3. Place: the image begins with a safetensors header, padded to a multiple of 4096 bytes. The boxes
 follow.
 """
 

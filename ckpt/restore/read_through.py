@@ -178,7 +178,7 @@ class ReadThrough:
         """Put the files that ``look`` has remembered into the nearest cache that takes them.
 
         Returns:
-            ``plan`` without the chunks that were copied to their targets in ``sink`` on the way.
+            ``plan`` without the chunks that this call has copied to their targets in ``sink``.
 
         Raises:
             CommitError: The other ranks cannot be reached.
@@ -467,8 +467,8 @@ class ReadThrough:
         )
 
     def _subjects(self, position: int) -> Callable[[object], str]:
-        """Return a function that makes a subject from a suffix. Only the ranks that see the cache
-        use this subject.
+        """Return a function that makes a subject (the name of an exchange between ranks) from a
+        suffix. The subjects differ for each cache and for each group of ranks that sees it.
         """
         return partial("{}/{}/{}/{}".format, self._context.subject, position, self._scope(position))
 

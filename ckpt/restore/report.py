@@ -31,8 +31,8 @@ class RestoreReport:
             ``mended``.
         cached_bytes: Bytes of the files that this rank wrote into a nearer tier, for the next
             restore.
-        missing: With ``strict=False``: names in the state that the checkpoint lacks. Their values
-            were not changed.
+        missing: With ``strict=False``: names in the state that the checkpoint lacks, without those
+            of ``left_alone``. Their values were not changed.
         left_alone: Names in the state that the checkpoint lacks because its save left them out
             (``save_async(only=..., exclude=...)``, ``ckpt.trainable``). Their values were not
             changed.

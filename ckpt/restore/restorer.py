@@ -442,8 +442,8 @@ class _Taking:
         self.sink = TensorSink(fit.matched.wanted, fit.matched.targets)
 
     def cached(self, plan: RestorePlan) -> RestorePlan:
-        """Fill the caches, and return ``plan`` without the chunks that were copied to the state on
-        the way.
+        """Fill the caches. Return ``plan`` without the chunks that were copied to the state while
+        the caches were filled.
         """
         left = self._fit.cache.fill(plan, self.sink)
         self._nbytes.update(self._fit.cache.taken)

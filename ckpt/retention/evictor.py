@@ -213,12 +213,13 @@ class Evictor:
         return restored is None or ref.step <= restored or ref.attempt.startswith(self._claim.own)
 
     def _remove(self, going: list[StoredStep], why: str, tried: set[StepRef]) -> int:
-        """Remove the steps ``going``, and return how many bytes were freed.
+        """Remove the steps of ``going``, and return how many bytes were freed.
 
-        All steps of ``going`` are added to ``tried``, also steps that could not be removed.
+        All steps of ``going`` are added to ``tried``, including those that could not be removed.
 
         Raises:
             RootInUse: The root belongs to another job now.
+            StorageError: The owner of the root cannot be read.
         """
         freed = 0
         tried.update(held.ref for held in going)

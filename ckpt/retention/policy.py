@@ -288,8 +288,9 @@ def judge(
 
 
 def is_old(held: StoredStep, grace_seconds: float) -> bool:
-    """Return True if no file of the step was put in the last ``grace_seconds``.
+    """Return True if no file of the step was put, and no unfinished write of it has changed, in the
+    last ``grace_seconds``. Return False if this is not known (``held.touched`` is None).
 
-    A save that is under way puts files all the time. The result for a step without a date is False.
+    A save that is under way puts files all the time.
     """
     return held.touched is not None and time.time() - held.touched > grace_seconds

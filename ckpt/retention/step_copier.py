@@ -1,7 +1,8 @@
-"""Copy committed steps from nearer tiers to a farther tier, as the settings of the farther tier
-demand.
+"""Copy committed steps from nearer tiers to a farther tier: the steps that the farther tier takes
+(``every``) and that its retention policy keeps.
 
-The backfill copies the steps of an earlier job. The agent copies the steps of a job that has ended.
+The backfill uses this module for the steps of the job that this job continues. The agent uses it
+for the steps of a job that has ended.
 """
 
 from __future__ import annotations

@@ -89,8 +89,9 @@ class SaveLedger:
 
         Args:
             pending: The handle of the save.
-            owner: The manager. The ledger keeps it alive until the save has ended, so that the end
-                of the process finds the manager and closes it.
+            owner: The manager. The ledger holds a reference to it until the save has ended. The
+                exit handler has only a weak reference. Without this one, a manager that the script
+                has dropped would not be closed at exit.
         """
         with self._lock:
             self._pending = [save for save in self._pending if not save.done() or save.unreported]

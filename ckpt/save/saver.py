@@ -75,8 +75,8 @@ class _FromFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Abort:
-    """The task to vote on the tier of ``writer`` that this rank has failed a step. The queue holds
-    this task in place of the step.
+    """The task to vote on the tier of ``writer`` that this rank's part of a step has failed. The
+    queue holds this task in place of the step.
     """
 
     writer: TierWriter
@@ -273,7 +273,7 @@ class Saver:
         return HandOver(save, self._streamer, self._copier, stream, stage)
 
     def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
-        """Let the other ranks know, in the background, that this rank has failed the step ``ref``.
+        """Let the other ranks know, in the background, that this rank's part of ``ref`` has failed.
 
         ``reason`` is the text of the error that the other ranks get.
         """
@@ -370,9 +370,9 @@ class Saver:
         self._streamer.close()
 
     def _warn_of_steps_in_memory(self) -> bool:
-        """Log a warning if memory has steps, and durable tiers have only steps that are older than
-        the step that this job has restored. If it has restored none, log the warning if durable
-        tiers have no step at all.
+        """Log a warning if only the memory of this machine has what this job has saved: a tier in
+        memory has a step, and no durable tier has the restored step or a newer one. If nothing was
+        restored, durable tiers must have no step at all.
 
         Return True if the warning was logged.
         """
@@ -500,7 +500,7 @@ class Saver:
         return False
 
     def _abort_all(self, aborts: Sequence[_Abort], *, awaited: bool) -> None:
-        """Vote on some tiers, nearest first, that this rank has failed a step.
+        """Vote on some tiers, nearest first, that this rank's part of a step has failed.
 
         On a tier with a queue the vote always goes through the queue. If a step passed the queue on
         some ranks only, the orders of the ranks would differ.

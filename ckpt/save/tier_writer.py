@@ -236,7 +236,9 @@ class TierWriter:
                 sweep(self._backend, self.root, restored=restored, part=self.tier.nodes is not None)
 
     def abort(self, ref: StepRef, trial: int, reason: str) -> None:
-        """Vote that this rank has failed ``ref``. On the leader, this also aborts the step."""
+        """Vote that this rank's part of ``ref`` has failed. On the leader, this also aborts the
+        step.
+        """
         with self._turn:
             if self._quota is not None:
                 with contextlib.suppress(CkptError):

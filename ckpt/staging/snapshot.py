@@ -194,9 +194,10 @@ class Snapshot:
             self._compared.set()
 
     def copy_late(self) -> None:
-        """Copy the late sources, compare version counters, and let the witness compare the image.
+        """Copy the late sources. Then check that they were not changed meanwhile: compare the
+        version counters, and compare the bytes of the image (see ``ckpt.staging.witness``).
 
-        The call keeps an error and does not raise it. ``wait_landed`` raises the error, and
+        The call raises no error. ``wait_landed`` raises the error of the copy later, and
         ``confirm`` raises it if it is a ``TensorChanged``. The second and later calls do nothing.
         """
         if self._landed.is_set() or not self._begun.acquire(blocking=False):
@@ -279,7 +280,8 @@ class Snapshot:
             raise self._error
 
     def confirm(self) -> None:
-        """Wait until the version counters and the witness were compared.
+        """Wait until both checks for changed sources have ended: that of the version counters, and
+        that of the bytes in the image (see ``ckpt.staging.witness``).
 
         Raises:
             TensorChanged: A source was changed during the copies, so the image does not hold the

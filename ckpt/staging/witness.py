@@ -307,8 +307,8 @@ def _kind(copy: Copy) -> tuple[str, bool]:
 
 
 def _views(copy: Copy, places: Places) -> list[torch.Tensor]:
-    """Return views of the places of a source on an accelerator. Equally spaced places are one
-    view.
+    """Return views of the bytes of a source on an accelerator at ``places``. One view has all
+    places that are equally spaced.
     """
     source = copy.source
     if not isinstance(places, Spaced):

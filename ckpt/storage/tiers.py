@@ -313,8 +313,9 @@ def _check_apart(one: OpenTier, two: OpenTier) -> None:
 
 
 def on_two_servers(url: str) -> ConfigError:
-    """Return the error that two tiers have the same ``url`` on different servers. The handle of a
-    save, the journal and the output of commands identify a tier by its URL.
+    """Return the error for two tiers that have the same ``url``, and whose options name different
+    servers. This is refused because the handle of a save, the journal and the output of commands
+    identify a tier by its URL.
     """
     return ConfigError(
         f"two tiers have the URL {url} on different servers, and the URL identifies a tier: give "

@@ -212,7 +212,7 @@ class Broadcast:
 
     def _place(self, load: _Load, read: ChunkRead) -> None:
         """Verify the chunk ``read`` in ``load`` if another rank has sent it. Copy it to the sink,
-        unless ``load`` has the memory of the target.
+        unless ``load`` shares the memory of the target.
         """
         data = load.places[_mark(read)]
         if load.parcel.reader != self._rank and checksum(data) != read.checksum:

@@ -31,9 +31,11 @@ def fill_tensor(match: Matching, name: str, source: str, target: Source, node: N
         node: The node of the tensor in the checkpoint.
 
     Raises:
-        KindMismatch: Only one of ``target`` and ``node`` is a wrapper tensor, or they differ in
-            their class, their metadata or the tensors inside.
-        ShapeMismatch, DtypeMismatch, RestoreError: See ``Matching.want``.
+        KindMismatch: ``node`` is not the node of a tensor, only one of ``target`` and ``node`` is a
+            wrapper tensor, or they differ in their class, their metadata or the tensors inside.
+        DtypeMismatch: See ``Matching.want``. A tensor inside of a wrapper must have the dtype that
+            was saved, since it is never converted.
+        ShapeMismatch, RestoreError: See ``Matching.want``.
         ManifestCorrupt: The node of a wrapper tensor names a tensor that the checkpoint lacks.
         UnsupportedValue: ``target`` cannot be filled.
     """

@@ -37,9 +37,9 @@ class Matched:
         wanted: The leaves to read, with the names and dtypes that they have in the checkpoint.
         targets: The tensors to fill.
         actions: The calls that ``apply`` makes, in order.
-        missing: The names of the state that the checkpoint lacks.
         left_alone: The names of the state that the checkpoint lacks because its save left them out
             on purpose.
+        missing: All other names of the state that the checkpoint lacks.
         unexpected: The names in the checkpoint that have no counterpart in this rank's state. They
             may have one on another rank, such as another pipeline stage, so this is an error only
             if they have none on any rank.
@@ -47,7 +47,7 @@ class Matched:
             state. They may match a name on another rank.
         renamed: Pairs (name in the state, name in the checkpoint).
         converted: Triples (name in the state, dtype in the checkpoint, dtype in the state).
-        uninitialised: The names of tensors of modules that stay on the meta device.
+        uninitialised: The names of those tensors of modules that stay on the meta device.
     """
 
     wanted: list[Leaf] = field(default_factory=list[Leaf])

@@ -138,8 +138,8 @@ class Saved:
         return bool(path) and name[len(path) + 1 :] in node.get("left", ())
 
     def _around(self, name: str, wanted: str) -> tuple[str, Node]:
-        """Return the path and the node of the outermost node around ``name`` that has the tag
-        ``wanted``. If there is none, return an empty path and ``ABSENT``.
+        """Find the outermost container of ``name`` that has the tag ``wanted``, and return its path
+        and its node. If there is none, return an empty path and ``ABSENT``.
         """
         end = name.find("/")
         while end >= 0:

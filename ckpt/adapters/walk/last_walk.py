@@ -40,7 +40,8 @@ class _KnownModule(NamedTuple):
         module: The module.
         keys: The keys of its state dict.
         tensors: The values of its state dict; None if some of them are no tensors.
-        parts: The declaration of each of ``tensors``.
+        parts: For each of ``tensors``, the part that ``ckpt.declare_part`` has declared it to be;
+            None if there is no declaration.
         items: The items that it saves.
         tree: A record that tells whether the state dict is still the same. It is None if only a new
             call of ``state_dict()`` can tell.
