@@ -21,7 +21,8 @@ _BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
 def known_only(prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raise for the first key of ``table`` that is not in ``known``.
 
-    The error shows the key after ``prefix``, and suggests the known key that is most like it.
+    The error shows the key after ``prefix``. It suggests the most similar known key, or lists all
+    known keys if none is similar.
     """
     for key in table:
         if key not in known:

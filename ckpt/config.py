@@ -282,16 +282,17 @@ class SaveConfig:
     Attributes:
         on_busy: What ``save_async`` does when no slot is free: "wait" waits for a slot, "skip"
             skips this save.
-        on_error: What happens when a save fails: "raise" raises its error from the next call of the
-            manager; "warn" logs a warning, counts the save in ``manager.failed``, and training goes
-            on. ``close`` then logs how many saves failed. Mistakes in the call itself
-            (`ConfigError`, `UnsupportedValue`, `StepExists`, `ManagerClosed`) are always raised. If
-            there are several ranks, a pattern that fits no name on any rank only fails the save.
+        on_error: What happens when a save fails: "raise" raises its error from the next call of
+            ``save_async``, ``save``, ``fence`` or ``close``; "warn" logs a warning, counts the save
+            in ``manager.failed``, and training goes on. ``close`` then logs how many saves failed.
+            Mistakes in the call itself (`ConfigError`, `UnsupportedValue`, `StepExists`,
+            `ManagerClosed`) are always raised. There is one exception: if there are several ranks,
+            a pattern that fits no name on any rank fails the save, and "warn" logs its error.
         on_suspicious: What happens when the step has advanced and no trained tensor has changed
             since the last save: "warn" logs a warning; "raise" also raises `SuspiciousState` from
-            the next call of the manager; "ignore" compares nothing. The step is committed in any
-            case. With several ranks the warning may come after the end of the save, since it needs
-            the findings of all ranks.
+            the next call of ``save_async``, ``save``, ``fence`` or ``close``; "ignore" compares
+            nothing. The step is committed in any case. With several ranks the warning may come
+            after the end of the save, since it needs the findings of all ranks.
         overlap: "auto" copies the tensors of optimizers while training goes on, and the optimizer's
             step waits for the copies; "off" copies everything before ``save_async`` returns.
         check: How a save checks that the image holds the state as it was at the call. "off"
@@ -305,14 +306,16 @@ class SaveConfig:
             check reads each trained tensor once more in the background.
         chunk_bytes: The most bytes of a chunk, the unit of checksum, retry and transfer. Smaller
             tensors have smaller chunks (``ckpt.model.chunks``).
-        commit_timeout_seconds: How long a save waits for the other ranks before it fails.
+        commit_timeout_seconds: How long a save waits for the other ranks before it fails. It is
+            also how long the copy of a step from a nearer tier to a farther one repeats a request
+            that the store does not answer.
         slots: The most images in host memory. With two, one is written to the tiers while the next
             one is filled.
         backlog: How many steps may wait for a farther tier. If more steps wait, the oldest are not
             copied to that tier any more, unless no nearer tier has them.
         staging_bytes: The host memory that each rank may use for images; None for as much as the
             machine, the memory cgroup and /dev/shm can spare.
-        threads: The number of threads per rank that write and compute checksums.
+        threads: The number of threads per rank and tier that write and compute checksums.
         nice: The number to add to the niceness of these threads, 0 to 19. The default is 0: see
             docs/decisions/0006-no-nice-by-default.md.
         cpus: The cores that these threads may use; None for all cores of the process.
@@ -453,7 +456,8 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
     tiers. Relative folders in a file are relative to the folder of the file.
 
     Raises:
-        ConfigError: ``path`` cannot be read, or the file has an unknown name or an invalid value.
+        ConfigError: The file cannot be read or is not valid TOML, or it has an unknown name or an
+            invalid value.
     """
     if path is None and not os.path.exists(CONFIG_NAME):
         return Config()
@@ -524,7 +528,13 @@ def agent_folder() -> str:
 
 
 def agent_idle_seconds() -> float:
-    """Return how many seconds an agent without a job waits for a job before it ends."""
+    """Return how many seconds an agent without a job waits for a job before it ends.
+
+    ``CKPT_AGENT_IDLE_SECONDS`` sets the number; it is 600 by default.
+
+    Raises:
+        ConfigError: The variable is no number of seconds.
+    """
     return _seconds(AGENT_IDLE_VARIABLE, 600.0)
 
 
@@ -541,7 +551,13 @@ def agent_memory_seconds() -> float:
 
 
 def agent_scrub_seconds() -> float:
-    """Return the seconds between two verifications of the same step by the agent."""
+    """Return the seconds between two verifications of the same step by the agent.
+
+    ``CKPT_AGENT_SCRUB_SECONDS`` sets the number; it is 86400 by default.
+
+    Raises:
+        ConfigError: The variable is no number of seconds.
+    """
     return _seconds(AGENT_SCRUB_VARIABLE, 86400.0)
 
 

@@ -1,7 +1,9 @@
 """The events of saves and restores. Observers get them as frozen values and must not block.
 
-Background threads report the events of a save, but the training thread reports a save that is
-skipped or not begun. The training thread also reports the events of a restore.
+Background threads report the events of a save, with two exceptions. The training thread reports a
+save that this rank skips or does not begin. It also reports `SaveStaged` if it copies the state
+itself (see ``Snapshot.foreground`` in ``ckpt.staging.snapshot``). The training thread reports the
+events of a restore, too.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ class SaveStaged:
 
     Attributes:
         nbytes: The size of this rank's image.
-        stall_seconds: Seconds that the save has cost the training thread: the call, and the waits
-            of the optimizer's step.
+        stall_seconds: Seconds that the save has cost the training thread so far (see
+            ``PendingSave.stall_seconds``).
         tiers: The URLs of the tiers that the step goes to, nearest first. A `SaveCommitted` or a
             `TierMissed` follows for each of them, unless the step is left to the agent, or
             ``close`` gives the save up.

@@ -79,9 +79,12 @@ class CheckpointManager:
 
     Raises:
         ConfigError: A setting or URL is wrong. Nothing was written.
+        UnsupportedValue: ``metadata`` is not made of plain values.
         CommitTimeout: There is a local tier or an agent, and some rank did not build
             its manager within 300 s.
+        CommitError: The job's store cannot be reached.
         AgentError: ``agent="required"``, and there is no agent.
+        ThreadLimit: The system starts no more threads.
         ManagerClosed: The main thread has ended, so that no thread may be started.
 
     Thread safety:
@@ -171,12 +174,14 @@ class CheckpointManager:
         """Reserve host memory for saves of ``state`` in the background, so that the first save is
         as fast as the later ones.
 
-        For a state with an optimizer, ``restore`` makes this call itself, whether it has found a
-        checkpoint or not. LastWalk for optimizer state that does not exist yet is reserved too.
+        For a state with an optimizer, ``restore`` does the same, whether it has found a checkpoint
+        or not, but only logs errors. Memory for optimizer state that does not exist yet is reserved
+        too.
 
         Raises:
             HostMemoryExhausted: There is not enough memory, even for a slot that is smaller than an
                 image. Without this call, the first save raises this error.
+            CkptError: The state cannot be saved.
         """
         self._check_open()
         self._prepare(self._collect(state, lasting=True))
@@ -272,8 +277,8 @@ class CheckpointManager:
     ) -> PendingSave:
         """Begin a save, and return its handle.
 
-        If an error prevents the save, this rank votes that it has failed the step, so that the
-        other ranks do not wait.
+        If an error prevents the save, this rank votes that its part of the step has failed, so that
+        the other ranks do not wait.
         """
         began = time.perf_counter()
         self._check_open()
@@ -419,11 +424,12 @@ class CheckpointManager:
                 network.
 
         Returns:
-            The report, or None if there is no checkpoint at all.
+            The report, or None if ``step`` is None and there is no checkpoint at all.
 
         Raises:
-            RestoreError: State and checkpoint do not fit. The state is unchanged. Or no step is
-                intact. The message then says whether tensors were overwritten.
+            RestoreError: State and checkpoint do not fit. The state is unchanged. Or ``step`` does
+                not exist, or no step is intact. The message then says whether tensors were
+                overwritten.
             StorageError: The tiers cannot be listed.
             CommitTimeout: Some ranks did not answer in time.
             FormatUnsupported: The step is in a format that this ckpt does not read.
@@ -455,8 +461,10 @@ class CheckpointManager:
         return report
 
     def continue_from(self, ref: StepRef) -> None:
-        """Note that the training continues from the state of ``ref``. Steps after ``ref`` may be
-        saved again.
+        """Note that the training continues from the state of ``ref``.
+
+        If an earlier job has saved steps after ``ref``, this manager may save them again, provided
+        that it has saved nothing yet. It never saves a step again that it has saved itself.
 
         This method is for integrations that load a step without ``restore``. All ranks must call it
         before their next save.

@@ -33,8 +33,9 @@ class PendingSave:
         durable_seconds: Seconds from the call until the save had ended on all its tiers; None
             before that, and if the save has failed or was skipped.
 
-    Thread safety: all methods may be called from any thread. ``_changed`` guards all changes.
-    Single fields are read without it.
+    Thread safety: all methods may be called from any thread. ``_changed`` guards all changes,
+    except that ``call_seconds`` and ``_reported`` may be set without it. Single fields are read
+    without it.
     """
 
     def __init__(
@@ -84,10 +85,11 @@ class PendingSave:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds that the save has cost the training thread so far: the call, and the waits of the
-        optimizer's step.
+        """Seconds that the save has cost the training thread so far: ``call_seconds``, and the time
+        for which the optimizer's step has waited for the copies. Until the call returns, its time
+        so far counts.
         """
-        return self.call_seconds + sum(self._held)
+        return (self.call_seconds or self.age) + sum(self._held)
 
     @property
     def age(self) -> float:
@@ -115,7 +117,8 @@ class PendingSave:
         Raises:
             TimeoutError: The step is not committed after ``timeout`` seconds. The save goes on.
             CkptError: The save has failed.
-            ConfigError: The save does not go to ``tier``.
+            ConfigError: The save does not go to ``tier``, ``timeout`` is no number of seconds, or
+                this process is a fork of the process that saves the step.
         """
         if (error := self.exception(timeout, tier=tier)) is not None:
             raise error
@@ -238,8 +241,8 @@ class SaveRecord(PendingSave):
         return None in self._ends.values()
 
     def lacking(self) -> dict[str, CkptError | None]:
-        """Return the tiers that lack the step: URL -> the error, or None while the step is on its
-        way. Tiers are left out if their errors do not fail the save.
+        """Return the tiers that lack the step: URL -> the error, or None if the save has not ended
+        on the tier yet. Tiers are left out if their errors do not fail the save.
         """
         with self._changed:
             return {**self._refused, **dict.fromkeys(sorted(self._left))}
@@ -277,7 +280,8 @@ def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> St
     """Return one error for all of ``saves`` that some tier lacks; None if no tier lacks one.
 
     A save does not count if a call has raised its error. Saves that are under way are given up, and
-    end with the returned error. ``timeout`` is how long the caller has waited for them.
+    end with the returned error. The errors of the other saves count as raised after this call.
+    ``timeout`` is how many seconds the caller has waited for the saves.
     """
     lost: list[tuple[SaveRecord, str, str]] = []
     for save in saves:
@@ -304,7 +308,7 @@ def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> St
 
 
 def _under_way(saves: Sequence[SaveRecord]) -> dict[str, list[int]]:
-    """Return the steps that are on their way to a tier: URL of the tier -> steps."""
+    """Return the steps whose saves have not ended on a tier yet: URL of the tier -> steps."""
     found: dict[str, list[int]] = {}
     for save in saves:
         for tier, error in save.lacking().items():

@@ -34,6 +34,7 @@ from ckpt.errors import (
 )
 from ckpt.events import Event, Restored, SaveCommitted, SaveFailed, SaveStaged, TierMissed
 from ckpt.model.keys import OWNER
+from ckpt.save.active_save import HandOver
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from tests.kit.stores import Gated, faulty
@@ -655,12 +656,37 @@ def test_observers_are_told_what_happens_and_cannot_break_it(
     staged, committed = reported[:2]
     assert isinstance(staged, SaveStaged)
     assert staged.tiers == (memory,)
+    assert staged.stall_seconds > 0
     assert staged.slot_bytes >= staged.nbytes == 4096 + 8
     assert isinstance(committed, SaveCommitted)
     assert committed.tier == memory
     assert committed.nbytes == 4096 + 8
     assert committed.durable_seconds > 0
     assert "observer failed" in caplog.text
+
+
+@pytest.mark.parametrize("overlap", ["auto", "none"])
+def test_the_stall_in_an_event_includes_the_call_even_if_the_copy_ends_before_it_returns(
+    memory: str, monkeypatch: pytest.MonkeyPatch, overlap: Any
+) -> None:
+    reported: list[Event] = []
+    staged, begin = threading.Event(), HandOver.begin
+
+    def slow(hand_over: HandOver) -> None:
+        begin(hand_over)
+        assert staged.wait(30)
+
+    def observe(event: Event) -> None:
+        reported.append(event)
+        staged.set()
+
+    monkeypatch.setattr(HandOver, "begin", slow)
+    with CheckpointManager(memory, observers=[observe], overlap=overlap) as manager:
+        pending = manager.save_async({"x": torch.ones(2)}, 1)
+        pending.result(30)
+    event = reported[0]
+    assert isinstance(event, SaveStaged)
+    assert 0 < event.stall_seconds <= pending.stall_seconds
 
 
 # -- for a long time -------------------------------------------------------------------------------

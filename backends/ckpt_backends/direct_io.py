@@ -5,7 +5,8 @@ pages from memory. It needs offsets, lengths and addresses that are multiples of
 system may refuse ``O_DIRECT`` when the file is opened, or only at a later request. So every call
 can fall back to the page cache.
 
-A write is direct if its memory is aligned. A read is direct in one of two ways:
+A write is direct if its offset and its memory are aligned. The end of the file is padded to a whole
+block for this. A read is direct in one of two ways:
 
 * If a target has at least ``STRAIGHT_BYTES``, and its memory has the same alignment as its bytes in
   the file, whole blocks are read straight into the target. The first and the last block may hold
@@ -14,7 +15,7 @@ A write is direct if its memory is aligned. A read is direct in one of two ways:
   buffer consists of huge pages, since a disk serves few long pieces of memory up to twice as fast
   as many short ones. It is small enough to stay in the cache of the CPU until the copy.
 
-Bytes that are already in the page cache are read from there.
+A range of a file is read from the page cache if all of it is already there.
 """
 
 from __future__ import annotations
@@ -229,8 +230,8 @@ def rename_if_absent(source: str, target: str) -> None:
 def _rename_noreplace(source: str, target: str) -> bool:
     """Rename the file with the flag RENAME_NOREPLACE, and return True.
 
-    Return False if the kernel or the file system does not know the flag, as NFS and most file
-    systems of FUSE.
+    Return False if the kernel or the file system does not know the flag. NFS and most file systems
+    of FUSE do not know it.
 
     Raises:
         FileExistsError: ``target`` exists.
@@ -252,10 +253,12 @@ def _rename_noreplace(source: str, target: str) -> bool:
 def read_at(path: str, offset: int, outs: Sequence[memoryview], *, direct: bool = True) -> int:
     """Fill ``outs``, one after another, with the bytes of the file from ``offset`` on.
 
-    The memory may have any alignment. With ``direct``, bytes that are not in the page cache are
-    read with ``O_DIRECT`` if the file system allows that.
+    The memory may have any alignment. With ``direct``, the bytes are read with ``O_DIRECT`` if the
+    file system allows that, unless all of them are in the page cache or ``outs`` has fewer than
+    ``_DIRECT_BYTES`` in total. If ``_DROP_CACHE_BYTES`` or more are read through the page cache,
+    they are dropped from it afterwards, unless all of the range was there before.
 
-    Return the number of bytes read, which is less than the length of ``outs`` if the file ends
+    Return the number of bytes read, which is less than the total size of ``outs`` if the file ends
     before.
     """
     asked = sum(out.nbytes for out in outs)
@@ -276,7 +279,8 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     """Return True if all of this range of the file is in the page cache. Files on a tmpfs always
     are.
 
-    Return False if the kernel is older than 6.5, and so lacks the system call for this question.
+    Return False if ``nbytes`` is 0, or if the system call ``cachestat`` fails. A kernel older than
+    6.5 does not have this system call.
     """
     asked = (ctypes.c_uint64 * 2)(offset, nbytes)
     counts = (ctypes.c_uint64 * 5)()
@@ -288,7 +292,8 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 
 def blocks_of(fd: int) -> tuple[int, int]:
     """Return two numbers for direct I/O on a file: addresses in memory must be multiples of the
-    first, and offsets and lengths of the second.
+    first, and offsets and lengths of the second. Both are ``ALIGNMENT`` if the kernel or the file
+    system does not report them.
     """
     status = ctypes.create_string_buffer(256)
     statx = getattr(_LIBC, "statx", None)
@@ -335,8 +340,8 @@ def _read_buffered(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
 def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
     """Read as ``read_at`` does, but only with ``O_DIRECT``.
 
-    If the returned number is less than the length of ``outs``, either the file ends there, or the
-    file system has refused to read the next bytes directly. The caller then reads these bytes
+    If the returned number is less than the total size of ``outs``, either the file ends there, or
+    the file system has refused to read the next bytes directly. The caller then reads these bytes
     through the page cache.
     """
     memory_block, block = blocks_of(fd)

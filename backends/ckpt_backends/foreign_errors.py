@@ -157,7 +157,9 @@ def storage_error(
 
 
 def _by_class(error: BaseException) -> type[StorageError]:
-    """Return the storage error for the classes and the ``errno`` of ``error`` and its causes."""
+    """Return the class of the storage error for ``error``: that of the first exception among
+    ``error`` and its causes with a known class or ``errno``, else ``StorageError``.
+    """
     for link in _chain(error):
         if isinstance(link, FileNotFoundError):
             return ObjectNotFound
@@ -177,7 +179,9 @@ def _by_class(error: BaseException) -> type[StorageError]:
 
 
 def _class_of(error: BaseException) -> type[StorageError] | None:
-    """Return the storage error for the class of ``error`` or for one of its base classes."""
+    """Return the class in ``_BY_CLASS`` for the class of ``error`` or for the nearest of its base
+    classes; None if the table has none of them.
+    """
     return next(
         (_BY_CLASS[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in _BY_CLASS), None
     )

@@ -341,8 +341,8 @@ class _StreamUpload:
 
     The file takes the parts in file order. A part that is written early is kept as a reference to
     the caller's memory, without a copy. After an error the state of the file is unknown. The upload
-    then discards the file, and the next call sends all parts again. Their memory is still
-    unchanged, since ``capabilities.takes_parts`` is False.
+    then discards the file, and the next ``write`` or ``finish`` sends all parts again. Their memory
+    is still unchanged, since ``capabilities.takes_parts`` is False.
 
     Thread safety: only one method may run at a time.
     """

@@ -108,8 +108,9 @@ def _file_system(settings: dict[str, Any]) -> Any:
 def _find_credentials() -> str | None:
     """Return the value of the option ``token`` of gcsfs for the credentials of this machine.
 
-    By default, gcsfs tries for 20 s to reach a metadata server, even if none exists, and then
-    continues without credentials.
+    The result is None, the default of the option, if the only credentials are those that an older
+    gcsfs stored in a file. On a machine without any credentials, the default would make gcsfs try
+    for 20 s to reach a metadata server, and then continue without credentials.
 
     Raises:
         ConfigError: No credentials were found.
@@ -233,7 +234,9 @@ class GCSBackend(StorageBackendOnFsspec):
         return self._from_bucket(prefix, super().folders(prefix))
 
     def _from_bucket(self, prefix: str, listed: Iterator[T]) -> Iterator[T]:
-        """Yield the items of ``listed``. If there are none, raise if the bucket does not exist."""
+        """Yield the items of ``listed``. If there are none, check that the bucket exists (see
+        ``_check_bucket``). ``prefix`` is for the error.
+        """
         none = True
         for found in listed:
             none = False

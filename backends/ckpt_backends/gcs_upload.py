@@ -74,14 +74,13 @@ class ResumableUpload:
                 self._key, f"bytes {offset} to {offset + data.nbytes} are not part of this upload"
             )
         self._check()
-        if offset + data.nbytes <= self._sent:
-            return  # The server already has this part
-        # Keep a part that is early, and a part of odd length. The latter is the last one, and must
-        # be sent with the size of the whole object, which only ``finish`` knows.
-        if offset > self._sent or data.nbytes % STEP_BYTES:
-            self._early[offset] = memoryview(bytes(data))
-        else:
-            self._send(offset, data)
+        if offset + data.nbytes > self._sent:  # Otherwise the server already has this part
+            # Keep a part that is early, and a part of odd length. The latter is the last one, and
+            # must be sent with the size of the whole object, which only ``finish`` knows.
+            if offset > self._sent or data.nbytes % STEP_BYTES:
+                self._early[offset] = memoryview(bytes(data))
+            else:
+                self._send(offset, data)
         while (
             waiting := self._early.get(self._sent)
         ) is not None and not waiting.nbytes % STEP_BYTES:
@@ -131,7 +130,13 @@ class ResumableUpload:
             )
 
     def _ask(self, span: str, data: memoryview) -> None:
-        """Send one request with ``span`` as its Content-Range, and note the server's position."""
+        """Send one request with ``span`` as its Content-Range. If the upload is not complete after
+        it, store in ``_sent`` the number of bytes that the server reports to have.
+
+        Raises:
+            TransientStorageError: The server no longer knows the upload.
+            StorageError: The request failed for another reason.
+        """
         headers = {"Content-Range": span, "Content-Length": str(data.nbytes)}
         try:
             status, answer = self._backend.request(

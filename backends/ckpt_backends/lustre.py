@@ -44,9 +44,12 @@ class Striping:
         self._looked = False
 
     def apply(self, folder: str) -> None:
-        """Set the layout of ``folder``, which is new and empty. Do nothing on other file systems.
+        """Set the layout of ``folder``, which is new and empty. Do nothing if the root is not on a
+        Lustre file system, if the program ``lfs`` is not installed, or if folders are to stay as
+        they are (see the argument ``count`` of this class).
 
-        Never raise: a failure is logged once, since files without striping are valid, too.
+        Never raise: the first failure is logged, and later calls do nothing. Files without striping
+        are valid, too.
         """
         with self._lock:  # Other threads wait here until it is known whether to set layouts
             if not self._looked:

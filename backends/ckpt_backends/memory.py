@@ -1,7 +1,8 @@
 """The backend for named stores in the memory of this process, for tests and examples.
 
-The URL of a store is ``memory://name/prefix``. Two backends of one process with the same name see
-the same objects. Backends of different names or processes do not.
+The URL of a backend is ``memory://name/prefix``. Two backends of one process with the same name
+share one store, in which each of them sees only the objects below its own prefix. Backends with
+different names, or in different processes, share no objects.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
             files are written and read with O_DIRECT), ``stripe_count`` (int: see `Striping`).
 
     Raises:
-        ConfigError: The root is a file, or an option is unknown or has a wrong value.
+        ConfigError: The root is a file, the URL names another host or has a query, the path is
+            empty or contains a null character, or an option is unknown or has a wrong value.
     """
     flags = {name: value for name, value in options.items() if name != "stripe_count"}
     for name, value in flags.items():
@@ -311,7 +312,8 @@ class PosixBackend:
     def _create(self, path: str) -> int:
         """Create a new file and its folder, and return a descriptor.
 
-        The call is repeated if a concurrent ``delete`` removes the folder, which is still empty.
+        A concurrent ``delete`` may remove the folder before the file is in it. The folder and the
+        file are then created again, with up to ``_TRIES`` attempts in total.
         """
         for _ in range(_TRIES - 1):
             with suppress(FileNotFoundError):
@@ -325,11 +327,15 @@ class PosixBackend:
         )
 
     def _make_folders(self, folder: str) -> None:
-        """Create ``folder`` and the folders above it that are missing.
+        """Create ``folder`` and the folders above it that are missing, and force their names to the
+        medium.
+
+        If ``folder`` is new, also set its striping.
 
         Raises:
             RootLost: The root existed earlier and is missing now.
             FileNotFoundError: Another thread or process removed a folder meanwhile.
+            NotADirectoryError: A file has the path of one of the folders.
         """
         # Read this before the test of the folders, since another thread may create the root after
         # the test.
@@ -353,7 +359,7 @@ class PosixBackend:
 
     def _sync_root(self, parents: Sequence[str]) -> None:
         """Force the entry of the root in the folder above it, and the entries in ``parents``, to
-        the medium.
+        the medium. Then remember the identity of the root if none is remembered yet.
 
         The entry of the root is forced also if another process has created the root, since that
         process may not have forced it yet.
@@ -381,15 +387,20 @@ class PosixBackend:
             _sync_folder(folder)
 
     def remove_temporary(self, temporary: str) -> None:
-        """Remove a temporary file, and the folders that this leaves empty. Never raise."""
+        """Remove a temporary file, and the folders that this leaves empty. Ignore the errors of
+        both operations.
+        """
         with suppress(OSError):
             os.unlink(temporary)
         self._remove_empty(os.path.dirname(temporary))
 
     def _remove_empty(self, folder: str) -> None:
-        """Remove ``folder`` and the folders above it up to the root, as long as they are empty."""
-        above = self._top().rstrip("/") + "/"
-        with suppress(OSError):  # A folder is not empty, or is already gone
+        """Remove ``folder`` and the folders between it and the root, as long as they are empty. The
+        root itself is not removed.
+        """
+        # A folder is not empty, or is already gone, or the store is closed.
+        with suppress(OSError, StorageError):
+            above = self._top().rstrip("/") + "/"
             while folder.startswith(above):
                 os.rmdir(folder)
                 folder = os.path.dirname(folder)
@@ -457,8 +468,9 @@ class _PosixUpload:
     def finish(self, size: int | None = None) -> ObjectInfo:
         """Make the file durable and visible.
 
-        If this raises, the temporary file is removed, since its bytes cannot be trusted after a
-        failed fsync. Further calls then raise the same error.
+        After any error, the temporary file is removed, since its bytes cannot be trusted after a
+        failed fsync. After a ``StorageError``, each further call of ``finish`` raises an equal
+        error.
         """
         if self._failed is not None:
             raise type(self._failed)(self._key, self._failed.detail)
@@ -483,7 +495,12 @@ class _PosixUpload:
 
 
 def _path_of(url: str) -> str:
-    """Return the absolute path of a plain path or a ``file://`` URL."""
+    """Return the absolute path of a plain path or a ``file://`` URL, with ``~`` expanded.
+
+    Raises:
+        ConfigError: The URL names another host or has a query, or the path is empty or contains a
+            null character.
+    """
     if url.lower().startswith("file://"):
         split = urlsplit(url, allow_fragments=False)
         if split.netloc not in ("", "localhost"):

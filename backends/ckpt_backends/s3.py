@@ -10,6 +10,7 @@ object is lost, the backend asks the store whether the object exists.
 from __future__ import annotations
 
 import math
+import os
 import secrets as entropy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -56,6 +57,7 @@ _MIB: Final = 1 << 20
 _MOST_PARTS: Final = 10_000
 _CONCURRENCY: Final = 16
 _ORPHAN_HOURS: Final = 24.0
+_ENDPOINT_VARIABLES: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _CLIENT: Final[Mapping[str, object]] = {
     "connect_timeout": 10,
@@ -88,7 +90,8 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
             * ``client`` ("botocore", the default, or "obstore"): the client that uploads large
               objects.
             * ``checksums`` (bool): whether a CRC-32 is sent with each part, for the server to
-              compare. The default is true for endpoints of Amazon.
+              compare. The default is true unless the options, ``AWS_ENDPOINT_URL_S3`` or
+              ``AWS_ENDPOINT_URL`` name a server that is not one of Amazon.
             * ``abort_uploads_after_hours`` (default 24): unfinished uploads of ranks' files below
               this root that are older than this are aborted at the first large upload of rank 0.
               The value 0 disables this.
@@ -143,7 +146,7 @@ def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
     if "session" in settings:
         raise ValueError("a session cannot be shared: give profile, or key, secret and token")
     check_options(settings)
-    endpoint = str(settings.get("endpoint_url") or "")
+    endpoint = _endpoint(settings)
     config: dict[str, Any] = {**_CLIENT, **settings.pop("config_kwargs", {})}
     if not endpoint.startswith("http://"):
         # With TLS, the connection itself detects damaged bytes. Over http, only a signed SHA-256 of
@@ -160,6 +163,19 @@ def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
     fs.session = session_of(fs.kwargs)
     fs.retries = 1  # botocore and the pipeline already retry requests
     return fs, bulk_of(settings, config, checksums=checksums)
+
+
+def _endpoint(settings: Mapping[str, Any]) -> str:
+    """Return the URL of the server that the options or the environment name; '' if they name none.
+
+    Configuration files of AWS are not read.
+    """
+    client = settings.get("client_kwargs")
+    given = settings.get("endpoint_url") or (
+        client.get("endpoint_url") if isinstance(client, Mapping) else None
+    )
+    named = (os.environ.get(name) for name in _ENDPOINT_VARIABLES)  # noqa: TID251
+    return str(given or next(filter(None, named), ""))
 
 
 def _is_amazon(endpoint: str) -> bool:

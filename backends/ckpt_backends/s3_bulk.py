@@ -27,7 +27,7 @@ _RECEIVE_BYTES: Final = 1 << 20
 class S3Bulk:
     """A client that sends the parts of uploads, and receives ranges of objects.
 
-    The client of botocore is made at the first call.
+    The client of botocore is made when it is first needed.
 
     Thread safety: several threads may call all methods at the same time. A forked process must not
     use this object.

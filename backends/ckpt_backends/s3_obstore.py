@@ -112,8 +112,8 @@ class ObstoreWriter:
 class ObstoreUpload:
     """The upload of one large object through a file of obstore.
 
-    After an error, the parts that obstore has taken are lost. Further calls raise
-    ``TransientStorageError``, and the owner must begin another upload.
+    After an error, the parts that obstore has taken are lost, and the owner must begin another
+    upload. The next call that would use the file raises ``TransientStorageError``.
 
     Thread safety:
         Only one method may run at a time.
@@ -145,6 +145,7 @@ class ObstoreUpload:
         self._sent = 0
 
     def write(self, offset: int, data: memoryview) -> None:
+        self._open_file()
         if offset < self._sent:
             return  # obstore has already taken this part
         if offset > self._sent:
@@ -155,6 +156,7 @@ class ObstoreUpload:
             self._send(memoryview(part))
 
     def finish(self, size: int | None = None) -> ObjectInfo:
+        self._open_file()
         self._size = check_written(self._key, self._sent, self._size, size)
         try:
             with self._bucket.errors(self._key), _as_known_error():

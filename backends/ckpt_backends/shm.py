@@ -159,6 +159,9 @@ class ShmBackend(PosixBackend):
         """Return the path of the folder through its descriptor. The path names the same folder even
         if another folder gets its name in ``/dev/shm`` later.
 
+        If the folder was not opened yet, or was removed, create it if it does not exist and open
+        it.
+
         Raises:
             AccessDenied: The folder does not belong to this user alone.
             StorageError: The store is closed, or the folder cannot be created.
@@ -266,6 +269,7 @@ def _hold(path: str) -> int:
     Raises:
         AccessDenied: A link or a file is there, or a folder that this user may not open.
         StorageError: Other processes removed the folder after each of many attempts.
+        OSError: The folder cannot be created.
     """
     for _ in range(_TRIES):
         with suppress(FileExistsError):

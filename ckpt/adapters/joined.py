@@ -41,9 +41,10 @@ def join(
 ) -> Coordinator:
     """Return the coordinator of ``world_size`` processes, for ``CheckpointManager(coordinator=)``.
 
-    All ranks call this function once for each manager, for the managers in the same order. It
-    returns when all ranks have called it. Rank 0 serves a TCPStore, which has no password. Use this
-    function only in a network in which ``torch.distributed`` may be used too.
+    All ranks call this function once for each manager. If there are several managers, all ranks
+    make these calls in the same order. The function waits until all ranks have called it. Rank 0
+    serves a TCPStore, which has no password. Use this function only in a network in which
+    ``torch.distributed`` may be used too.
 
     Args:
         rank: The number of this process, from 0.
@@ -56,6 +57,7 @@ def join(
         ConfigError: An argument is wrong, the port is in use, rank 0 cannot be reached, or another
             process has joined with this rank or with another ``world_size``.
         CommitTimeout: Some ranks have not joined in time.
+        CommitError: The connection to rank 0 was lost during the call.
     """
     _check(rank, world_size)
     _check_timeout(timeout)
@@ -72,8 +74,8 @@ def join_mpi(
 ) -> Coordinator:
     """Return the coordinator of the ranks of an MPI communicator of mpi4py.
 
-    All ranks of ``comm`` call this function once for each manager, for the managers in the same
-    order. Rank 0 chooses a free port and broadcasts it.
+    All ranks of ``comm`` call this function once for each manager. If there are several managers,
+    all ranks make these calls in the same order. Rank 0 chooses a free port and broadcasts it.
 
     Args:
         comm: The communicator. It defaults to ``MPI.COMM_WORLD``.
@@ -99,8 +101,9 @@ def join_horovod(
 ) -> Coordinator:
     """Return the coordinator of the ranks of Horovod.
 
-    All ranks call this function after ``hvd.init()``, once for each manager, for the managers in
-    the same order. Rank 0 chooses a free port and broadcasts it.
+    All ranks call this function after ``hvd.init()``, once for each manager. If there are several
+    managers, all ranks make these calls in the same order. Rank 0 chooses a free port and
+    broadcasts it.
 
     Args:
         hvd: The Horovod module that the job uses, such as ``horovod.torch``.
@@ -204,7 +207,7 @@ def _store(host: str, port: int, *, serves: bool, timeout: float, way: str = _SI
 
 
 def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordinator:
-    """Return the coordinator over ``store`` once all ranks have joined.
+    """Wait until all ranks have joined, and return the coordinator over ``store``.
 
     Raises:
         ConfigError: Two processes have the same rank, or ranks differ in ``world_size``.
@@ -232,5 +235,5 @@ def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordina
 
 
 def _check_timeout(timeout: float) -> None:
-    """Raise `ConfigError` unless ``timeout`` is a number of seconds that Python can wait for."""
+    """Raise `ConfigError` unless ``timeout`` is a number above 0 and at most 1e9."""
     number("timeout", timeout, "seconds, such as 300", above_zero=True)

@@ -1,9 +1,11 @@
 """Give access to private names of torch, where torch has no public name for the same purpose.
 
 If one of the tested releases lacks a name, a function of this module gets the same result in
-another way. There is no other way for the names in ``REQUIRED``: the import of this module raises
-``ConfigError`` if torch lacks one of them. Attributes of FSDP's objects can be checked only when
-such an object exists, so the functions that use them raise this error.
+another way, or returns a result that is safe in any case, such as ``always_unknown``. There is no
+other way for the names in ``REQUIRED``: the import of this module raises ``ConfigError`` if torch
+lacks one of them. Attributes of FSDP's objects can be checked only when such an object exists. If
+they are missing, ``fsdp2_groups`` raises ``ConfigError``, and the functions for FSDP1 raise
+``AttributeError``.
 
 Other modules use private names through this module. They use a few directly that are the same in
 all tested releases. Among these are the attributes that a save reads of thousands of tensors (such
@@ -220,7 +222,8 @@ def fsdp2_groups(module: nn.Module) -> Sequence[Any]:
     if the module has no parameters of its own.
 
     Raises:
-        ConfigError: The installed torch has neither name of the groups.
+        ConfigError: The state that FSDP2 keeps for the module has neither of the attributes that
+            may hold the groups.
     """
     sharded: Any = module
     state = sharded._get_fsdp_state()
@@ -253,8 +256,9 @@ def stand_in_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> tuple[Any,
     """Return a new optimizer of the same class as ``optimizer``, and a deep copy of ``settings``.
 
     The new optimizer has deep copies of the attributes of ``optimizer``, but no hooks, parameter
-    groups or state. It shares device meshes and process groups with ``optimizer``. An object that
-    is in the attributes and in ``settings`` is also one object in the copies.
+    groups or state. An attribute that is a device mesh or a process group is not copied, so both
+    optimizers share it. An object that is in the attributes and in ``settings`` is also one object
+    in the copies.
     """
     made: Any = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): made}
@@ -313,7 +317,7 @@ class FlatParameter(NamedTuple):
         size: The number of elements of the flat parameter on this rank; None with
             ``use_orig_params``.
         tied: The name of each further parameter that shares its memory with a parameter in
-            ``parts`` -> the name of the parameter in ``parts``.
+            ``parts`` -> the name of the parameter in ``parts``; empty with ``use_orig_params``.
     """
 
     held: Sequence[torch.Tensor]

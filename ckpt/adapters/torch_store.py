@@ -87,7 +87,9 @@ class TorchStoreCoordinator:
         store: The store. It defaults to the store of the default process group.
 
     Raises:
-        CommitError: The store cannot be reached.
+        CommitError: The store cannot be reached. The methods ``post``, ``collect``, ``set_once``
+            and ``verdict`` raise this error, too.
+        ConfigError: The store has no id of this attempt after 300 seconds.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class TorchStoreCoordinator:
         self.attempt = agreed.decode()
 
     def post(self, subject: str, message: bytes) -> None:
-        """Store this rank's message on ``subject`` under a key of its own."""
+        """Store this rank's message on ``subject`` under a key that contains the rank."""
         _asked(lambda: self._store.set(f"{subject}/{self.rank}", message.decode()))
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
@@ -161,10 +163,11 @@ class TorchStoreCoordinator:
             self._store.delete_key(f"{subject}/{self.rank}")
 
     def clone(self) -> TorchStoreCoordinator:
-        """Return an equal coordinator with a connection of its own.
+        """Return a coordinator for the same rank and attempt, with its own connection to the store.
 
         A connection of torch's store serves one call at a time, so a wait on it delays calls from
-        other threads.
+        other threads. A store in this process, such as ``HashStore``, has no connection. The clone
+        then uses the same store.
         """
         other = copy.copy(self)
         other._store = PrefixStore(self._prefix, _own_connection(self._base))
@@ -192,17 +195,16 @@ class TorchStoreCoordinator:
     def _look(self, key: str) -> bytes | None:
         """Return the present value of ``key``, or None if it has no value.
 
-        ``Store.get`` is not used, since it would wait for minutes if the value was removed
-        meanwhile.
+        ``Store.get`` is not used, since it would wait for minutes if the key has no value.
         """
         found = _asked(lambda: self._store.compare_set(key, _NOTHING, _NOTHING))
         return None if found == _NOTHING.encode() else found
 
     def _there(self, keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Return those of ``keys``, which are pairs of a rank and a key, whose key has a value.
+        """Return the pairs in ``keys`` whose key has a value. Each pair is a rank and a key.
 
-        One request asks the store whether all keys of a block have values. If some have none, one
-        more request for each key of the block follows.
+        One request asks the store whether all keys of a block have values. If any has none, the
+        method sends one more request for each key of the block.
         """
         found: list[tuple[int, str]] = []
         for start in range(0, len(keys), _BLOCK):
@@ -217,7 +219,8 @@ class TorchStoreCoordinator:
         return _asked(lambda: self._store.check(keys))
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
-        """Return True when all ``keys`` have a value, or False after ``seconds``.
+        """Wait until all ``keys`` have a value, for at most ``seconds``. Return True if they have,
+        else False.
 
         The call asks the store again and again, with growing pauses. ``Store.wait`` is not used,
         since it prints two warnings at each timeout, and kills the process if a thread is inside of
@@ -261,6 +264,7 @@ def find_coordinator() -> Coordinator:
 
     Raises:
         ConfigError: A launcher has started several ranks, and there is no process group for them.
+        CommitError: The store of the process group cannot be reached.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchStoreCoordinator()

@@ -33,7 +33,8 @@ _COPY_NICE: Final = 10
 """The number that is added to the niceness of a worker that copies files for a trainer.
 
 A low priority does not delay the training: the worker is a process with a GIL of its own, so no
-training thread waits for a lock that a suspended thread of the worker holds (decision 6).
+training thread waits for a lock that a suspended thread of the worker holds (see
+``docs/decisions/0006-no-nice-by-default.md``).
 """
 
 
@@ -43,7 +44,7 @@ def run(idle_seconds: float | None = None) -> bool:
 
     Args:
         idle_seconds: After how many seconds without a job the agent ends; None for the value of the
-            environment variable.
+            environment variable ``CKPT_AGENT_IDLE_SECONDS``, which is 600 by default.
     """
     agent = _agent(idle_seconds)
     if agent.listen():

@@ -78,8 +78,8 @@ class Connection:
         """Send ``request``, and return the agent's answer.
 
         Raises:
-            AgentError: The agent refuses the request, or does not answer within ``timeout``
-                seconds.
+            AgentError: The request is too long, the connection has failed, the agent refuses the
+                request, or no answer arrives for ``timeout`` seconds.
         """
         self.send(request)
         return self.next_answer(timeout)
@@ -99,7 +99,7 @@ class Connection:
         """Return the next answer of the agent, or of the worker that has the other end.
 
         Raises:
-            AgentError: The answer is a refusal, the other end has closed the connection, or no
+            AgentError: The answer is a refusal or cannot be read, the connection has ended, or no
                 answer arrives for ``timeout`` seconds.
         """
         self._socket.settimeout(timeout)
@@ -115,7 +115,8 @@ class Connection:
 
     def next_news(self) -> Verified | None:
         """Wait until the agent has verified a step of the job that was registered on this
-        connection, and return the result. Return None if the connection has ended.
+        connection, and return the result. Return None if the connection has ended, or if the
+        message cannot be read.
         """
         self._socket.settimeout(None)
         try:
@@ -194,7 +195,8 @@ def reach(folder: AgentFolder) -> Connection:
     not replaced, because two versions on one node would then replace each other again and again.
 
     Raises:
-        AgentError: No agent could be started, or an agent of a newer version runs.
+        AgentError: No agent could be started, the socket cannot be used, an agent of a newer
+            version runs, or no agent of this version answers within 20 seconds.
     """
     deadline = time.monotonic() + _START_SECONDS
     while True:

@@ -35,9 +35,10 @@ _END_SECONDS: Final = 5.0
 
 
 class AgentCopier:
-    """Lets a worker of this node's agent copy the files of this process to one tier.
+    """Asks a worker of this node's agent to copy the files of this process to one tier.
 
-    The first copy asks the agent for a worker. A later copy asks again if the worker has ended.
+    The first call of ``copy`` gets a worker from the agent. A later call gets another worker if
+    the first one has ended.
 
     Args:
         job: The job of this process. ``job.processes`` contains only this process.

@@ -88,6 +88,7 @@ class _Service:
         Raises:
             EOFError: The trainer has ended or has closed the connection.
             OSError: The connection has failed.
+            AgentError, MsgspecError: A request cannot be read.
         """
         send(self._connection, Lent(Process.of(os.getpid())))
         while self._connection in self._ready(_IDLE_SECONDS):

@@ -116,8 +116,14 @@ class Finish:
             tier.backend.close()
 
     def run(self) -> Ended:
-        """Finish the steps of the job, without freeing memory, and return the outcome. A
-        ``CkptError`` is not raised but is part of the outcome.
+        """Finish the steps of the job, and return the outcome.
+
+        The steps in memory stay (see ``clean``), but the slot files of processes that have ended
+        are removed. At the end, unless a task has failed, the roots of durable tiers are given back
+        (``_give_back``).
+
+        A ``CkptError`` is not raised. The outcome contains the first one. An error of
+        ``_give_back`` is only logged.
         """
         if self._superseded:
             return Ended("superseded")
@@ -190,8 +196,8 @@ class Finish:
         return any(self._lacking(self._copier(far, []), line) for far in self._durable[1:])
 
     def clean(self) -> Ended:
-        """Free the memory of each step for which a durable tier has the same or a later step, and
-        return the outcome.
+        """Free the memory of the steps that need not stay in memory (see ``_free``), and remove the
+        slot files of processes that have ended. Return the outcome.
         """
         if self._superseded:
             return Ended("superseded")
@@ -277,10 +283,14 @@ class Finish:
         own = attempts_of(backend, self._me.attempt)
         if not own or is_committed(backend, own[0]):
             return
-        with suppress(CommitError, IntegrityError):  # The step lacks files, or its save was aborted
+        try:
             finalize(backend, own[0], workers=self._workers)
-            _log.info("ckpt: step %d on %s lacked only its manifest", own[0].step, root.tier.url)
-            self._report(Copied(own[0].step, root.tier.url))
+        except RootInUse:
+            raise
+        except (CommitError, IntegrityError):
+            return  # The step lacks files, or its save was aborted
+        _log.info("ckpt: step %d on %s lacked only its manifest", own[0].step, root.tier.url)
+        self._report(Copied(own[0].step, root.tier.url))
 
     def _own(self, root: _Root, inventory: Inventory | None = None) -> list[StoredStep]:
         """Return the committed steps of the job on a tier, newest first."""
@@ -292,9 +302,9 @@ class Finish:
         ]
 
     def _make_durable(self) -> None:
-        """Copy steps from memory to the nearest durable tier, if they are newer than all steps of
-        the job there. The newest step is copied in any case, and each other step only if the tier
-        takes and keeps it.
+        """Copy steps of the job from memory to the nearest durable tier. Only steps that are newer
+        than all steps of the job on that tier are copied. The newest of them is always copied, and
+        each other one only if the tier takes it and would keep it.
         """
         near = self._durable[0]
         there = max((held.ref.step for held in self._own(near)), default=-1)
@@ -373,8 +383,11 @@ class Finish:
 
     def _fill_node(self, root: _Root, newest: StepRef) -> None:
         """Copy the step ``newest`` from this node's memory to ``root``, a durable tier of this node
-        alone. The next job then reads the step without the network, although the memory is freed. A
-        failure is only logged, since the shared tier has the step.
+        alone. The next job then reads the step without the network, although the memory is freed.
+
+        Do nothing if the tier has a codec, a capacity or the step already, or if ``newest`` is not
+        the newest step of the job in memory. An ``IntegrityError`` or a ``StorageError`` is only
+        logged, since the shared tier has the step.
         """
         tier, here = root.tier, self._job.here
         if tier.tier.codec != NO_CODEC or tier.tier.capacity is not None:
@@ -455,7 +468,7 @@ class Finish:
             own = job_of(held.ref) == self._me.attempt
             if own and (held.ref.step <= durable or _is_left_over(held, parts)):
                 self._confirm(root)
-                remove(root.tier.backend, held, root.claim)
+                left |= not remove(root.tier.backend, held, root.claim)
             else:
                 left = True
         if not left:
@@ -467,8 +480,8 @@ def _is_left_over(held: StoredStep, parts: NodeParts | None) -> bool:
     """Return True if a step in memory is incomplete and can never become a checkpoint.
 
     Args:
-        parts: This node's parts of the steps. If it is None, no part of a step is left over, since
-            other nodes may need the part.
+        parts: This node's parts of the steps. If it is None, the result is False for each step with
+            ``is_part``, since other nodes may need the part.
     """
     return held.state == "incomplete" and not (
         held.is_part and (parts is None or parts.may_be_whole(held.ref))

@@ -28,15 +28,15 @@ _MOST_LOG_BYTES: Final = 1 << 20
 class AgentFolder:
     """The private folder of one user's agent."""
 
-    folder: str
+    path: str
 
     @property
     def socket(self) -> str:
-        return f"{self.folder}/socket"
+        return f"{self.path}/socket"
 
     @property
     def log(self) -> str:
-        return f"{self.folder}/agent.log"
+        return f"{self.path}/agent.log"
 
     @classmethod
     def of_this_user(cls) -> AgentFolder:
@@ -47,8 +47,8 @@ class AgentFolder:
                 made, or its path is too long.
         """
         folder = os.path.abspath(agent_folder())
-        place = cls(folder)
-        if (length := len(os.fsencode(place.socket))) > _MOST_PATH_BYTES:
+        own = cls(folder)
+        if (length := len(os.fsencode(own.socket))) > _MOST_PATH_BYTES:
             raise AgentError(
                 f"the path of the agent's socket has {length} bytes, and {_MOST_PATH_BYTES} are "
                 f"allowed: set CKPT_AGENT_FOLDER to a shorter folder than {folder}"
@@ -71,7 +71,7 @@ class AgentFolder:
                 f"the agent's folder {folder} is open to other users: chmod 700, or set "
                 "CKPT_AGENT_FOLDER to another one"
             )
-        return place
+        return own
 
     def open_log(self) -> int:
         """Open the log file for appending, and return its descriptor. A file of more than 1 MiB is
@@ -88,7 +88,7 @@ class Lock:
     """A lock on a file. The kernel releases it when all processes with the descriptor have ended.
 
     Args:
-        place: The folder of the file.
+        folder: The folder of the file.
         name: "listen" for the lock of the agent that has the socket, "work" for the lock of the
             agent that may start workers.
 
@@ -96,7 +96,7 @@ class Lock:
         descriptor: The descriptor of the file. A process that inherits it has the lock, too.
     """
 
-    def __init__(self, place: AgentFolder, name: str) -> None:
+    def __init__(self, folder: AgentFolder, name: str) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._path = f"{folder.path}/{name}.lock"
         self.descriptor = os.open(self._path, flags, 0o600)
@@ -127,7 +127,7 @@ class Lock:
 
 def identity(file: str | int) -> tuple[int, int]:
     """Return the device and the inode of ``file``, a path or a descriptor. Return two zeros if the
-    file does not exist.
+    system cannot give them, for example because the file does not exist.
     """
     try:
         found = os.lstat(file) if isinstance(file, str) else os.fstat(file)

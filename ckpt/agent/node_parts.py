@@ -40,7 +40,7 @@ from ckpt.catalog.transfer_by_rank import (
     noted_ends,
 )
 from ckpt.catalog.verify import Meter, StepFolder
-from ckpt.errors import CkptError, CommitError, IntegrityError
+from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse
 from ckpt.model.keys import StepRef, fragment_name, whole_ranks
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import rank_list
@@ -109,12 +109,19 @@ class NodeParts:
 
         The steps are the newest committed step of this node if it is newer than the newest
         checkpoint on the shared tier, the steps that the tier lacks and would keep, and newer steps
-        that other agents have begun. Before the copy of each step, this agent puts notes into the
-        folder of the step on the shared tier, which say that the ranks of this node have ended. At
-        the end, it puts these notes into the folder of the newest checkpoint on that tier.
+        that other agents have begun. If a step fails because agents of other nodes are silent, the
+        agent also tries an older step that this node's copies may complete (``_older``). Before the
+        copy of each step, this agent puts notes into the folder of the step on the shared tier,
+        which say that the ranks of this node have ended. It also puts these notes into the folder
+        of the newest checkpoint on that tier.
+
+        If an earlier call has already put this node's notes for a step, the failure of that step is
+        raised only if this node has the manifest and the shared tier has no checkpoint that is as
+        new. Otherwise the failure is only logged.
 
         Raises:
             CommitError: A step still lacks the part of another node, and another try may help.
+            IntegrityError: Files of a step are damaged.
             CkptError: A store has failed, or another job has taken the roots.
         """
         parts = self._parts()
@@ -144,13 +151,15 @@ class NodeParts:
             _log.info("ckpt: %s", why)
 
     def _try(self, parts: Iterable[_Part]) -> dict[StepRef, CkptError]:
-        """Bring the steps of ``parts``, one after the other. Return the ``CommitError`` or the
-        ``IntegrityError`` of each step that could not be brought. Any other error is raised.
+        """Call ``_bring`` for each of ``parts``, one after the other. Return the ``CommitError`` or
+        the ``IntegrityError`` of each step for which it fails. Any other error is raised.
         """
         failed: dict[StepRef, CkptError] = {}
         for part in parts:
             try:
                 self._bring(part)
+            except RootInUse:
+                raise  # The other job has taken the root, and no further step may be tried
             except (CommitError, IntegrityError) as error:
                 failed[part.stored.ref] = error
         return failed
@@ -233,10 +242,11 @@ class NodeParts:
     def _older(self, parts: dict[StepRef, _Part], failed: Collection[StepRef]) -> _Part | None:
         """Return this node's part of an older step that this node's copies may complete.
 
-        An older step is tried only if a step has failed because agents of other nodes are silent.
-        The step must be committed on this node and missing on the shared tier, and this node must
-        have copies of the silent ranks' files. Return the part of the newest step of that kind, or
-        None if there is none.
+        An older step is tried only if the newest of the ``failed`` steps has silent ranks, which
+        are the ranks that ``_unsettled`` returns. The older step must be committed on this node and
+        newer than the newest checkpoint on the shared tier, and this node must have copies of the
+        files of a silent rank. Return the part of the newest step of that kind, or None if there is
+        none.
         """
         silent = self._unsettled(self._folder(max(failed))) if failed else set[int]()
         there = self._newest_there()
@@ -253,9 +263,10 @@ class NodeParts:
     def _going(self, parts: dict[StepRef, _Part]) -> list[StepRef]:
         """Return the steps to bring, newest first.
 
-        They are this node's newest committed step, the steps that the shared tier lacks and would
-        keep, and the steps that other agents have begun. The newest step and the begun steps count
-        only if they are newer than the newest checkpoint on the shared tier.
+        They are this node's newest committed step, the committed steps that the shared tier lacks
+        and would keep, and the steps that other agents have begun. The newest step and the begun
+        steps count only if they are newer than the newest checkpoint on the shared tier. A begun
+        step counts only if ``parts`` has this node's part of it.
         """
         there = self._newest_there()
         line = [part.stored for part in parts.values() if part.is_committed]
@@ -271,7 +282,9 @@ class NodeParts:
         """Make a step a checkpoint on the shared tier, together with the other agents.
 
         Raises:
-            CommitError: The part of another node, or the manifest, has not arrived in time.
+            CommitError: Some ranks are not known to have ended (``_settle``), or the part of
+                another node or the manifest has not arrived in time.
+            IntegrityError: No tier of this node has the files of a rank intact.
         """
         ref, target, folder = part.stored.ref, self._target, self._folder(part.stored.ref)
         began = time.perf_counter()
@@ -301,9 +314,12 @@ class NodeParts:
         _log.info("ckpt: step %d is on %s now, in %.2f s", ref.step, target.url, seconds)
 
     def _settle(self, part: _Part, folder: StepFolder) -> set[int]:
-        """Wait until each rank is noted as ended, or an agent has marked the files of the rank to
-        bring. From then on, no rank removes its files of the step from the shared tier. If this
-        takes too long, mark the files that this node has as copies.
+        """Wait until no rank can remove its files of the step from the shared tier any more.
+
+        This is so once each rank is noted as ended, or has a marker which says that an agent copies
+        the files of the rank (``mark_to_bring``). The wait also ends when the step is committed on
+        the shared tier. If the wait takes too long, put such markers for the remaining ranks whose
+        files this node has as copies, and wait again.
 
         Returns:
             The ranks of other nodes whose files this node has marked, and must copy. Empty if it

@@ -1,8 +1,9 @@
 """Copies a step from a far tier to the near tiers of a node before the trainer starts.
 
 No step is removed to make room. A tier whose owner is alive gets no step, because the retention of
-that job would not take the step into account. A call may be killed at any instruction. The bytes
-that it has copied stay, and the next call continues from them.
+that job would not take the step into account. The process that copies may be killed at any
+instruction. The data files that it has completed stay, and the next prefetch does not copy them
+again.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def _fill(
     workers: Workers,
     on_progress: OnProgress | None,
 ) -> Prefetched:
-    """Copy a step from the first of ``sources`` that has it intact to one tier."""
+    """Copy a step to one tier. Each chunk comes from the first of ``sources`` that has it intact.
+    Raises the errors of ``prefetch``.
+    """
     owner = read_owner(tier.backend)
     _check_owner(tier, owner)
     _check_room(tier, read_manifest(sources[0], ref), ref)

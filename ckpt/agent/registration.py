@@ -35,7 +35,7 @@ from ckpt.storage.tiers import Nodes, OpenTier
 
 _log = logging.getLogger("ckpt")
 _START_SECONDS: Final = 300.0
-"""How many seconds ranks may need to reach the same point of their start."""
+"""How many seconds a rank waits for the messages that other ranks post at their start."""
 _PAUSE_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 2.0
 """How many seconds to wait until the stores return the owners of their roots."""
@@ -79,16 +79,20 @@ class Registration:
         return self._copier(target)
 
     def detach(self, reason: str) -> None:
-        """Let the agent finish the job now, although this process may live on. If nodes have tiers
-        of their own, their agents begin only when the processes of the job have ended.
+        """Ask the agent to finish the steps of the job now, even if this process lives on.
+
+        An agent is started if there is none. If nodes have tiers of their own, the job is only
+        registered again, and the agents begin once the processes of the job have ended. On a rank
+        that has not registered the job, nothing happens.
 
         Args:
             reason: The failure that ends the process, or an empty text. If it is not empty, an
                 ``AgentError`` is logged and not raised.
 
         Raises:
-            AgentError: The agent cannot be reached. An agent with which the job is still registered
-                finishes the job when this process ends.
+            AgentError: No agent can be reached, or the agent refuses. If the job is still
+                registered with an agent, that agent finishes the job once the processes of the job
+                have ended.
         """
         if self._job is not None:
             self._end()
@@ -178,11 +182,13 @@ def register(
         notify: Called with an event for each step of the job that the agent has verified.
 
     Returns:
-        The registration. None if ``agent`` is "off", or if a node has no agent and ``agent`` is
-        "auto".
+        The registration. None if ``agent`` is "off". Also None if ``agent`` is "auto" and an agent
+        cannot be reached, refuses the job, or cannot work for a job with these tiers. The leader
+        then logs a warning.
 
     Raises:
-        AgentError: A node has no agent, and ``agent`` is "required".
+        AgentError: ``agent`` is "required", and an agent cannot be reached, refuses the job, or
+            cannot work for a job with these tiers.
         CommitTimeout: A rank did not call this function in time.
     """
     if config.agent == "off":
@@ -254,8 +260,9 @@ def _register(job: Job) -> Connection:
 
 
 def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: SaveConfig) -> Job:
-    """Return the job of ``ranks`` as a message for the agent. ``Job.processes`` contains only the
-    processes on this machine.
+    """Return the job as a message for the agent. ``ranks`` are the records of its processes.
+    ``Job.processes`` contains only the processes on the machine and in the process namespace of
+    ``me``.
     """
     here = [rank for rank in ranks if rank.machine == me.machine]
     return Job(
@@ -271,10 +278,12 @@ def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: S
 
 def _of_node(job: Job, nodes: Nodes, rank: int, tiers: Sequence[OpenTier]) -> Job:
     """Return a copy of ``job`` for an agent that sees only the files of its own node. ``Job.here``
-    contains the ranks on the node of ``rank``.
+    contains the ranks on the node of ``rank``, and ``Job.ranks`` counts the ranks of all nodes.
 
     Raises:
-        AgentError: Agents that see only their own nodes cannot finish the job.
+        AgentError: The job has no shared tier, the nearest shared tier has a capacity, some ranks
+            share only some of their local tiers, or the ranks of the node are in several process
+            namespaces. Agents cannot finish such a job.
     """
     own = [tier for tier in tiers if tier.nodes is not None]
     shared = [tier for tier in tiers if not tier.local]
@@ -333,8 +342,8 @@ def _refusal_of_all(coordinator: Coordinator, nodes: Nodes, refusal: str) -> str
 
 
 def _owners_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
-    """Return the attempts that own the roots of ``tiers``. A store that does not answer within
-    ``_LOOK_SECONDS`` is left out.
+    """Return the attempts that own the roots of ``tiers``. A store that fails, or does not answer
+    within ``_LOOK_SECONDS``, is left out.
     """
     looking = Workers("owners", len(tiers))
     looked = wait([looking.submit(read_owner, tier.backend) for tier in tiers], _LOOK_SECONDS)

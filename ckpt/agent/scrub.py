@@ -118,10 +118,10 @@ class Scrub:
             self._errors[tier.url] = str(error)
 
     def _find(self, tier: OpenTier, due: list[tuple[StepRef, _Root]]) -> None:
-        """Append each step of ``tier`` whose verification is due to ``due``, with its root.
+        """Append to ``due`` each step of ``tier`` that must be verified now, with the tier's root.
 
-        A step is due if the order does not list it as verified. On a tier of this node alone, steps
-        of other jobs are left out.
+        These are the committed steps that the order does not list as verified. On a tier of this
+        node alone, steps of other jobs are left out.
 
         Raises:
             RootInUse: The root belongs to another job, which is not known to have ended.
@@ -135,8 +135,8 @@ class Scrub:
         due += [(ref, root) for ref in refs if f"{tier.url} {ref.folder}" not in self._known]
 
     def _scrub(self, root: _Root, ref: StepRef) -> None:
-        """Verify a step, mend it if it is damaged, and report the result. Report nothing if another
-        process has removed the step meanwhile.
+        """Verify a step, mend it if it is damaged, report the result, and record it in the journals
+        of the tiers. Report and record nothing if another process has removed the step meanwhile.
         """
         began, url = time.perf_counter(), root.tier.url
         found, why = dict[str, Fault](), ""
@@ -166,8 +166,8 @@ class Scrub:
             )
         )
         for tier in self._tiers:
-            # All nodes have the journal of a shared tier, so it gets no entry about a step if this
-            # node verifies only its own part of the step.
+            # All nodes share the journal of a shared tier. So that journal gets no entry about a
+            # step if this node verifies only its own part of the step.
             if root.ranks is None or tier.local:
                 note_verified(url, ref.step, damage, journal=tier.url)
 
@@ -194,7 +194,7 @@ class Scrub:
 
     def _mend(self, root: _Root, ref: StepRef, faults: Sequence[Fault]) -> str:
         """Write damaged files of a step again. Return why a file could not be mended; the text is
-        empty if all files are mended.
+        empty if all files are mended. Raises ``RootInUse`` if another job has taken the root over.
         """
         try:
             mend_step(
@@ -212,8 +212,8 @@ class Scrub:
         return ""
 
     def _mend_part(self, root: _Root, ref: StepRef, faults: Sequence[Fault]) -> str:
-        """Write damaged files of the ranks of this node again. The manifest is not mended. Return
-        the same as ``_mend``.
+        """Write the files of each rank of this node that has a damaged file again. The manifest is
+        not mended. Return and raise the same as ``_mend``.
         """
         others, folder = self._others(root, ref), StepFolder(root.tier.backend, ref, self._workers)
         why = ""
@@ -234,7 +234,9 @@ class Scrub:
 
 
 def _has(store: StorageBackend, ref: StepRef) -> bool:
-    """Return True if the step is committed on ``store``, and False if the store does not answer."""
+    """Return True if the step is committed on ``store``. Return False if it is not, or if the store
+    fails.
+    """
     try:
         return is_committed(store, ref)
     except CkptError:

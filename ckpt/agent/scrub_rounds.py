@@ -18,7 +18,9 @@ from ckpt.errors.sanitize import redact
 
 _log = logging.getLogger("ckpt")
 _LOOK_SECONDS: Final = 300.0
-"""The shortest time between two rounds of a job. Each round lists the tiers of the job."""
+"""The shortest time between two rounds of a job, because each round lists the tiers of the job. If
+``again_seconds / 4`` is shorter, it is used instead.
+"""
 _MOST_JOBS: Final = 64
 _DAMAGED: Final = 24
 """A damaged step is verified this many times as often as an intact step."""
@@ -86,8 +88,8 @@ class Rounds:
             self.forget(list(self._rounds)[:-_MOST_JOBS])
 
     def forget(self, attempts: Iterable[str]) -> None:
-        """Forget the jobs whose attempts are in ``attempts``, and the results of these jobs. They
-        get no more rounds.
+        """Forget the jobs whose attempts are in ``attempts``, and the results of these jobs. No
+        further round begins for them, but a round that is under way goes on.
         """
         for attempt in attempts:
             self._rounds.pop(attempt, None)
@@ -136,7 +138,9 @@ class Rounds:
         return self._again_seconds / _DAMAGED if last.damage else self._again_seconds
 
     def _take_in(self, run: _Round, report: Report) -> None:
-        """Record a report of the worker. If it is a new result, log it and call ``notify``."""
+        """Record a report of the worker. Call ``notify`` for each result for which ``_is_news`` is
+        True. Log the error of the round if it differs from the error before.
+        """
         match report:
             case Verifying():
                 run.verifying = report
@@ -189,8 +193,9 @@ class Rounds:
 
 
 def _is_news(run: _Round, report: Verified) -> bool:
-    """Store the result for a step in ``run``, and log the damage of the step. Return False if the
-    step was already damaged in the last result, is still damaged, and no file was mended.
+    """Store the result for a step in ``run``, and log the mended files and the damage of the step.
+    If the step was already damaged in the result before, is still damaged, and no file was mended,
+    log nothing and return False. Otherwise return True.
     """
     key = f"{report.tier} {report.folder}"
     _, before = run.seen.get(key, (0.0, None))

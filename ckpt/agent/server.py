@@ -293,8 +293,14 @@ class Agent:
         job.open_as()  # Raises the ``ConfigError`` that a worker would meet
 
     def _register(self, job: Job, caller: _Caller) -> Answer:
-        """Watch the processes of a job from now on. A job that was registered before on the same
-        roots loses its worker and its rounds of verification.
+        """Watch the processes of a job from now on, and add the job to the rounds of verification.
+
+        An earlier registration of the same attempt is replaced. If another job shares a root with
+        this one, its worker is killed, and it gets no more rounds of verification.
+
+        Raises:
+            AgentError, ConfigError: The agent cannot work for the job (``_check``).
+            AgentError: The processes of the job cannot be watched.
         """
         self._check(job, caller)
         watched = WatchedJob(job, self._workplace, self._on_death)
@@ -360,7 +366,9 @@ class Agent:
         return Done()
 
     def _on_death(self, job: WatchedJob) -> None:
-        """Begin to finish a job whose last process on this node has ended."""
+        """Kill the workers that copy for a job whose last process on this node has ended. Begin to
+        finish the job, unless its trainer has detached before.
+        """
         self._end_lent(job.attempt)
         if job.runs:
             _log.info("ckpt: the trainer of job %s has ended", job.attempt)
@@ -392,7 +400,8 @@ class Agent:
 
     def _drop(self, job: WatchedJob, state: str = "") -> None:
         """Forget a job, and kill its worker. If ``state`` is not empty, the agent's status still
-        lists the job as over, with this state.
+        lists the job as over, with this state. If ``state`` is neither empty nor "done" nor
+        "closed", the job also gets no more rounds of verification.
         """
         job.close()
         if state:
@@ -488,13 +497,15 @@ class Agent:
     # -- the end -----------------------------------------------------------------------------------
 
     def _stop(self, *, at_once: bool = False, keep_memory: bool = False) -> None:
-        """Begin to end the agent, and let another agent listen.
+        """Begin to end the agent, and close its socket, so that another agent can listen.
 
-        The connections are closed, so that living trainers register with the other agent. This
-        agent still finishes the jobs whose trainers have ended.
+        All connections are closed except that of the caller that has sent `Stop`. Living trainers
+        then register with the other agent, and this agent forgets their jobs. The workers that copy
+        for living trainers or verify steps are killed. This agent still finishes the jobs whose
+        trainers have ended.
 
         Args:
-            at_once: Whether to give these jobs up instead.
+            at_once: Whether to give up the jobs whose trainers have ended instead.
             keep_memory: Whether steps stay in memory for ``memory_seconds``. Otherwise their memory
                 is freed as soon as durable tiers have them.
         """

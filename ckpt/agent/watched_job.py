@@ -35,8 +35,8 @@ class WatchedJob:
 
     Attributes:
         next_at: When the next worker may start, by the monotonic clock; 0 for at once.
-        failures: How many tries to finish the job have failed.
-        worker: The worker that finishes the job now, if there is one.
+        failures: How many tries to finish the job, or to free its memory, have failed.
+        worker: The worker that finishes the job, or frees its memory, now; None if there is none.
 
     Thread safety: one thread.
     """
@@ -106,9 +106,7 @@ class WatchedJob:
         return share_a_root(self.urls, other.urls)
 
     def end(self) -> None:
-        """Note that the trainer has ended or detached, and let the work for the job begin at
-        once.
-        """
+        """Record that the trainer has ended or detached. A worker for the job may start at once."""
         self.since, self.ended_at = time.time(), time.monotonic()
         self.next_at = 0.0
 
@@ -120,7 +118,9 @@ class WatchedJob:
         return not self._processes
 
     def look(self, ready: Collection[int]) -> None:
-        """Note that the processes whose descriptors are in ``ready`` have ended."""
+        """Stop watching the trainer's processes whose descriptors are in ``ready``, since they have
+        ended. If no process is left, call ``on_death``. Other descriptors in ``ready`` are ignored.
+        """
         for process in self._processes.intersection(ready):
             self._end_process(process)
 
@@ -169,8 +169,9 @@ class WatchedJob:
                 pass  # Workers for other tasks send these reports
 
     def _finish(self, code: int) -> Ended:
-        """Note that the worker has ended with the exit code ``code``. Return its last report, and
-        plan the next try if it has failed.
+        """Record that the worker has ended with the exit code ``code``, and return its last report.
+        If it has sent none, return a report with the outcome "failed". If the outcome is "failed",
+        also plan the next try.
         """
         self.worker = self._copying = None
         outcome = self._ended or Ended("failed", f"its worker ended with exit code {code}")
@@ -207,8 +208,8 @@ def share_a_root(some: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends. Kill it at once if ``parent`` is not
-    its parent any more.
+    """Ask the kernel to kill this process when its parent ends. Kill this process at once if
+    ``parent`` is not the process id of its parent any more.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
@@ -224,7 +225,9 @@ def allow_descriptors() -> None:
 
 
 def _descriptors(processes: tuple[Process, ...]) -> set[int]:
-    """Return a descriptor for each living process, which becomes readable when the process ends."""
+    """Return a descriptor for each process that lives. A descriptor becomes readable when its
+    process ends. Raises ``AgentError`` if a descriptor cannot be opened.
+    """
     found: set[int] = set()
     try:
         for process in processes:

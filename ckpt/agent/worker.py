@@ -94,8 +94,9 @@ class Worker:
         self._await()
 
     def _read(self) -> None:
-        """Receive the reports that have arrived, and pass them on. At the end of the reports, wait
-        for the end of the process.
+        """Receive the reports that have arrived, and pass them on. Once the process has closed its
+        standard output, wait until the process has ended, and call ``on_end``. If a report cannot
+        be read, kill the process first.
         """
         try:
             data = os.read(self._pipe.fileno(), _READ_BYTES)

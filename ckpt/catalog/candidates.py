@@ -1,9 +1,10 @@
 """The candidates for a restore: the committed attempts on all stores, newest step first.
 
 All stores are listed at once, since any of them may have the newest step. If a nearer store has a
-checkpoint, a store that does not answer is left out after a bounded wait. A store is asked whether
-an attempt is committed only when the iteration reaches that attempt. Of the stores that have its
-folder, the nearest one is asked first.
+checkpoint, a store that does not answer is left out after a bounded wait. While the listing waits
+for a store, the nearer stores are asked for a committed attempt. Apart from that, a store is asked
+whether an attempt is committed only when the iteration reaches that attempt. Of the stores that
+have its folder, the nearest one is asked first.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def candidates(
         lists: Lists the attempts on a store.
 
     Raises:
-        StorageError: A store has failed, and no other store has a committed attempt.
+        StorageError: A store has failed, and no other store has such an attempt.
     """
     seen: set[StepRef] = set()
     for found in _Listing(stores, workers, lists).candidates(step, finish):

@@ -9,12 +9,12 @@ decision:
 
 1. A leader gives the root back when its manager is closed. So ``writer.json``, the record of the
    owner, must still name this attempt, which shows that the leader died in the middle of its work.
-2. A leader goes on to the next save. So it must not have written to a later step, or to another try
+2. A leader goes on to the next save. So it must not have written to a later step, or to a later try
    at this step.
 3. Each rank of a refused save removes its own files. So every fragment must exist, and must still
    exist after the claim marker (``coordination.claim_marker``) of this process keeps the ranks from
-   removing any. Every byte of data is compared with its checksum too. If the caller reads all data
-   anyway, only the size of each file is compared.
+   removing any. Every byte of data is compared with its checksum too. With ``read_data=False``,
+   only the size of each file is compared.
 
 One case cannot be detected: a save was refused, and all ranks died before any of them removed a
 file. Such a save is finished although it was refused. Its data is complete, and all of it is from
@@ -73,7 +73,8 @@ def finalize(
 ) -> Manifest:
     """Make an unfinished attempt the checkpoint that its leader would have made.
 
-    Only the manifest is written, and nothing is removed. Several calls, also at once, do no harm.
+    Apart from the claim marker, only the manifest is written, and no file is removed. Several
+    calls, also at once, do no harm.
 
     Args:
         backend: The store.
@@ -95,6 +96,7 @@ def finalize(
             ended.
         CommitError: The attempt cannot become a checkpoint, for the reason in the error.
         IntegrityError: A file or a fragment of the attempt is damaged.
+        StorageError: The store has failed, or a fragment was removed meanwhile.
     """
     folder = StepFolder(backend, ref, workers)
     ask = partial(folder.retry.call, partial(_check_owner, backend, ref, job_is_dead=job_is_dead))
@@ -123,7 +125,8 @@ def finalize(
 def _put(folder: StepFolder, manifest: Manifest) -> None:
     """Put the claim marker, check that all files are there, and put the manifest.
 
-    While the claim marker stands, no rank of the job removes a file of the save.
+    While the claim marker stands, no rank of the job removes a file of the save. The marker is
+    deleted at the end, but stays if the check or the put of the manifest fails.
     """
     backend, ref, retry = folder.backend, folder.ref, folder.retry
     if not retry.call(partial(claim_for_finish, backend, ref)):
@@ -166,9 +169,10 @@ def _check_owner(
 
 
 def _trial(ref: StepRef, attempt: str) -> int | None:
-    """Return the number of the try at the step that ``ref`` is, counted from 0.
+    """Return the number of the try that ``ref`` names: 0 for the first try of a job at the step.
 
-    ``attempt`` is the attempt of a job. Return None if ``ref`` belongs to another job.
+    ``attempt`` is the attempt of the job, without the number of a try. Return None if ``ref``
+    belongs to another job.
     """
     if ref.attempt == attempt:
         return 0

@@ -118,7 +118,7 @@ class Parts:
 
     Attributes:
         manifest: The manifest as it was read, without fragments filled in.
-        ranks: The ranks whose fragments ``filled`` has filled in.
+        ranks: The ranks whose fragments the last call of ``filled`` has filled in.
     """
 
     def __init__(self, manifest: Manifest, read: Read) -> None:
@@ -135,7 +135,8 @@ class Parts:
 
     def filled(self, wanted: Sequence[Leaf] | None, *, key: str) -> Manifest:
         """Return the manifest with the fragments filled in that hold a part of ``wanted`` (None:
-        with all fragments).
+        with all fragments). Other fragments, which an earlier call has filled in, are not in the
+        result.
         """
         if wanted is None:
             self.ranks = set(range(self.manifest.world_size))

@@ -40,7 +40,8 @@ T = TypeVar("T")
 
 _RETRY: Final = RetryPolicy()
 _LOOKED_AT: Final = 8
-"""How many attempts an error message checks for a manifest, to name the newest committed steps.
+"""How many of the newest attempts are checked for a manifest, to name the newest committed steps in
+an error message.
 
 Each check is a request, and a store may be slow to answer.
 """
@@ -166,8 +167,11 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
 def creation_time(backend: StorageBackend, ref: StepRef) -> float:
     """Return when the manifest of an attempt was made, in seconds since 1970.
 
-    Return 0 if the manifest is damaged or missing. The error is raised when the manifest is read
-    again later.
+    Return 0 if the manifest is missing, damaged, unreadable or in an unsupported format. The error
+    is raised when the manifest is read again later.
+
+    Raises:
+        AccessDenied, TransientStorageError: The store denies access or does not answer.
     """
     try:
         return read_packed(backend, ref)[0].created_at

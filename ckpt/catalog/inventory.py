@@ -74,8 +74,9 @@ class StoredStep:
             manifest is on another node. This is so if nodes have tiers of their own, and this tier
             has the data file and the fragment of some rank, so that the rank has made its part
             durable.
-        is_cut: Whether a removal of the step was begun. No process makes such a step a checkpoint
-            again.
+        is_cut: Whether the folder of an "incomplete" or "damaged" step has the claim marker that
+            the removal of a checkpoint puts first. No process makes such a step a checkpoint again.
+            The value is always False for other states.
         pins: The pins on the step that have not ended.
     """
 
@@ -98,7 +99,7 @@ class StoredStep:
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes the step takes on the tier, including unfinished writes."""
+        """Return how many bytes ``objects`` and ``unfinished`` take on the tier."""
         return sum(info.size for info in self.objects) + sum(cut.size for cut in self.unfinished)
 
     @property
@@ -258,7 +259,7 @@ class Inventory:
         if not (self._late_metrics or self._part):
             return held
         objects = tuple(own_objects(self._backend, held.ref))
-        # A file may have gone meanwhile, such as a claim marker, so their number shows nothing.
+        # Compare the keys and not their number: a file, such as a claim marker, may also have gone.
         return held if _keys(objects) == _keys(held.objects) else self._with_late(held, objects)
 
     def _with_late(self, held: StoredStep, objects: tuple[ObjectInfo, ...]) -> StoredStep:

@@ -124,8 +124,9 @@ def add_metrics(
             to the one of this attempt, or else to the one with the youngest manifest.
 
     Raises:
-        ConfigError: No store has the step, or the step has another value for one of the names.
-            Nothing was written.
+        ConfigError: No store has the step, or the step has another value for one of the names, and
+            nothing was written. Or there are more metrics than ``put_late`` accepts.
+        IntegrityError: The manifest of the step is damaged. Nothing was written.
         StorageError: A store has failed. Some stores may have the metrics. A second call writes the
             metrics that are missing.
     """

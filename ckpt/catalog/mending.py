@@ -3,6 +3,9 @@
 Each file is replaced atomically, after every byte of the new file was verified. A process that is
 killed leaves either the old file or the new one. While a manifest is replaced, the claim marker of
 a finisher keeps the step from being removed.
+
+If the files must be encoded again (see ``mend_step``), the old manifest is deleted before the new
+one is put. A process that is killed in between leaves a step without a manifest.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ def mend_step(
 ) -> None:
     """Replace the damaged files of a committed step.
 
-    If the step is removed during the call, the call does not bring it back.
+    If another process removes the step meanwhile, this function does not put it back, unless the
+    files are encoded again (see ``codec``).
 
     Args:
         sources: Other stores that have the step, nearest first.
@@ -47,12 +51,14 @@ def mend_step(
         faults: The faults that a verification of the folder has found.
         codec: The codec of the store of ``folder``. If the sources have the files in another
             encoding, the files are encoded with this codec, and then the manifest is replaced.
-        confirm: Called before each file is written. It raises if this process must not write to
-            the store any more.
+        confirm: Called before each data file is written, before the fragments are written, and
+            before the manifest is put. If the files are encoded again, it is called only before the
+            first file is written and before the manifest is put. It raises if this process must not
+            write to the store any more.
         on_bytes: Called with the number of bytes just written.
 
     Raises:
-        IntegrityError: Some file is intact on no store. All other damaged files were replaced.
+        IntegrityError: Some file is intact on no store. Other damaged files may have been replaced.
         ObjectExists: A fragment is damaged, and the sources have the files in another encoding.
         StorageError: A store has failed, or the step is being removed.
     """
@@ -85,9 +91,10 @@ def _copy(
     confirm: Callable[[], object],
     on_bytes: OnBytes,
 ) -> None:
-    """Replace ``files``, and those fragments and the manifest that are damaged, by intact copies.
+    """Replace ``files``, damaged fragments and a damaged manifest by intact copies.
 
-    Raises the errors of ``mend_step``.
+    If another process has removed the step meanwhile, remove the new data files and their fragments
+    again. Raises the errors of ``mend_step``.
     """
     lost: IntegrityError | None = None
     for file in files:

@@ -90,7 +90,9 @@ def put_pin(backend: StorageBackend, ref: StepRef, seconds: float, reason: str =
 
     Raises:
         ConfigError: ``seconds`` or ``reason`` is out of bounds. Nothing was written.
-        NoCheckpoint: The step is not committed on the tier, or is being removed.
+        NoCheckpoint: The step is not committed on the tier, or its folder has a claim marker, for
+            example because the step is being removed.
+        StorageError: The store has failed.
     """
     return _put(backend, ref, seconds, reason, look_for_removal=True)
 

@@ -105,12 +105,13 @@ class TieredReader:
     ) -> None:
         self.sources, self.ref, self._partial = sources, ref, partial
         self.listing: set[int] = set()
-        """The positions of the sources that are known to have a manifest of the step. If such a
-        source lacks a file and is not in ``partial``, the file was lost. If another source lacks a
-        file, it never had the file.
+        """The positions of the sources that count as having a manifest of the step: the manifest
+        was read there, or the method ``manifest`` got another error than ``ObjectNotFound``. If
+        such a source lacks a file and is not in ``partial``, the file was lost. If another source
+        lacks a file, it never had the file.
         """
         self.lost: set[int] = set()
-        """The ranks whose files ``fetch`` could not read completely from any source."""
+        """The ranks whose files ``fetch`` could not read, since no source provided some chunk."""
         self._retry, self._on_repair = retry, on_repair
         self._lock = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
@@ -186,7 +187,8 @@ class TieredReader:
         """Return ``found`` with the fragments filled in that hold a part of ``wanted`` (None: with
         all fragments).
 
-        Call it before data is read. It may be called again, to fill in more fragments.
+        Call it before data is read. It may be called again with other leaves. The result then has
+        only the fragments for these leaves. Fragments that were read before are not read again.
 
         Raises:
             IntegrityError, StorageError: A fragment is intact on no source.
@@ -262,9 +264,9 @@ class TieredReader:
         return self._retry.call(partial(load_fragment, source, self.ref, manifest, named, file))
 
     def is_identical_on(self, position: int) -> bool:
-        """Return True if the source ``position`` stores the files of the step in the same encoding
-        as the manifest that the last call of ``manifest()`` returned, so that the bytes are the
-        same. If the manifest of the source cannot be read, the encoding counts as the same.
+        """Return True if the source ``position`` stores the files of the step with the same bytes
+        as the source whose manifest the last call of ``manifest()`` returned. This is so if both
+        manifests describe the same encoding, or if the manifest of ``position`` cannot be read.
         """
         there = self.layout(position)
         return there is self._here or there.encoded == self._here.encoded
@@ -303,7 +305,8 @@ class TieredReader:
         on_chunk: OnChunk,
         run_all: Callable[[Iterable[Callable[[], list[ChunkId]]]], list[list[ChunkId]]],
     ) -> list[Sequence[ChunkRead]]:
-        """Return for each source the entries of ``reads`` that it has provided.
+        """Read chunks into ``sink``. Return a list with the entries of ``reads`` that each source
+        has provided, in the order of the sources.
 
         Each source is asked for the chunks that no nearer source could provide.
         """
@@ -407,7 +410,8 @@ class TieredReader:
     def failed(self, position: int, key: str, error: Exception, nbytes: int) -> None:
         """Remember that a source could not provide ``nbytes`` of a file, because of ``error``.
 
-        ``error`` is raised if no other source can help (see ``plan.fallback.reach_of``).
+        Record a `Repair` if the source should have had the file and is not the last source. Raise
+        ``error`` if no other source can help (see ``plan.fallback.reach_of``).
         """
         reach = reach_of(error)
         if reach is None:

@@ -1,4 +1,4 @@
-"""Copy a checkpoint, or files of it, to another store, and verify every byte on the way.
+"""Copy a checkpoint, or files of it, to another store, and verify every byte that is copied.
 
 The backfill, read-through, ``ckpt copy`` and the agent use this module. While a job runs, its saves
 go to farther tiers through `ckpt.save.tier_writer`.
@@ -152,10 +152,11 @@ def fetch_nearest(
 
     The copy has the encoding of one of the sources. Chunks that are not encoded can come from any
     source, but encoded chunks only from sources with the same encoding. So if the step cannot be
-    copied in the encoding of the nearest source, the encodings of the other sources are tried.
+    copied in the encoding of the nearest source, the encodings of the other sources are tried. If
+    such a try succeeds, files that the failed tries have left are removed.
 
     Raises:
-        IntegrityError: As for ``fetch_step``. The call raises the error of the first try.
+        IntegrityError: As for ``fetch_step``. This is the error of the first try.
         StorageError: As for ``fetch_step``.
     """
     ref = folder.ref
@@ -222,8 +223,13 @@ def fetch_step(
     """Copy a committed step from the first of ``sources`` to the store of ``folder``.
 
     On an error, files that are finished stay for the next try, and the step does not become a
-    checkpoint at the destination (unless it was one before). If the destination already has an
-    intact copy of the step in another encoding, nothing is changed.
+    checkpoint at the destination (unless it was one before). A damaged manifest at the destination
+    is removed before any file is written.
+
+    If the destination already has an intact copy of the step in another encoding, nothing is
+    changed. If such a copy is damaged, its manifest is removed after the new data files were
+    written, and its other files after the commit. An error in between leaves a step without a
+    manifest.
 
     Args:
         sources: The source, followed by stores that are asked for chunks that the source does not
@@ -239,9 +245,11 @@ def fetch_step(
         ChecksumMismatch, ManifestCorrupt, FormatUnsupported: The step is damaged on all sources, or
             its format is not supported. Any ``IntegrityError`` is about the sources.
         IntegrityError: A file is missing on all sources, or cannot be read.
-        ObjectExists: The destination has an intact manifest of the same attempt that differs in
-            more than the encoding of the files.
-        StorageError: The destination has failed, or the step is being removed there.
+        ObjectExists: The destination has another manifest of the same attempt, which is not
+            damaged. It differs in more than the encoding of the files, or its fragments are damaged
+            or missing, or its format is not supported.
+        StorageError: The destination has failed, the step is being removed there, or the sources
+            deny access or do not answer.
     """
     start = time.perf_counter()
     origin = TieredReader(sources, folder.ref, retry=folder.retry, on_repair=on_repair)
@@ -354,12 +362,16 @@ def copy_fragments(
 def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) -> None:
     """Put the manifest of a step after all of its files were copied.
 
+    If the folder already has this manifest, only ``look`` is called. A damaged manifest is removed
+    first. If an error occurs after the claim marker was put, the marker stays.
+
     Args:
         folder: The folder of the step at the destination.
         packed: The bytes of the manifest.
-        look: Called before the manifest is put. It raises if a file is missing. As long as the step
-            has no manifest, a process that makes room may remove its files as the remains of a
-            save.
+        look: Called before the manifest is put, once before and once after the claim marker is put.
+            It raises if the step must not become a checkpoint, for example because a file is
+            missing. As long as the step has no manifest, a process that makes room may remove its
+            files as the remains of a save.
 
     Raises:
         ObjectExists: As for ``fetch_step``.
@@ -434,13 +446,16 @@ def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) ->
 
 
 def _clear_unnamed(folder: StepFolder, manifest: Manifest) -> None:
-    """Remove the files of a step that was just committed which its manifest does not name.
+    """Remove from the folder of a step that was just committed what its manifest does not name.
 
-    These files were written in another encoding. Added metrics stay.
+    This is mainly for files in another encoding. The markers and notes of ranks (see
+    ``catalog.transfer_by_rank``) are removed too. The claim marker stays, since another process may
+    remove the step already. Added metrics stay, and so do files without the name of a checkpoint
+    file.
     """
     ref = folder.ref
     names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
-    named = {ref.manifest, *map(ref.key, names)}
+    named = {ref.manifest, ref.claim_marker, *map(ref.key, names)}
     for info in own_objects(folder.backend, ref):
         if info.key not in named and not is_late_metrics(info.key.rpartition("/")[2]):
             folder.retry.call(partial(folder.backend.delete, info.key))

@@ -57,7 +57,7 @@ def noted_ends(folder: StepFolder) -> set[int]:
 
 
 def brought_ranks(folder: StepFolder) -> set[int]:
-    """Return the ranks with a marker which says that another node copies their files."""
+    """Return the ranks that have a marker of ``mark_to_bring`` from this or another process."""
     marked = {
         marked_rank(info.key.rpartition("/")[2])
         for info in own_objects(folder.backend, folder.ref)
@@ -90,7 +90,8 @@ class RankPart:
         codec: The codec of the stores to which the files are copied.
 
     Raises:
-        StorageError: The source has no fragment of the rank.
+        ObjectNotFound: The source has no fragment of the rank.
+        StorageError: The fragment cannot be read.
         IntegrityError: The fragment is damaged, or belongs to another save.
     """
 
@@ -133,12 +134,14 @@ class RankPart:
             has no data file.
 
         Raises:
-            ChecksumMismatch: The file is damaged at the source.
+            IntegrityError: The file is missing or damaged at the source.
             StorageError: A store has failed. No part of the file is visible.
         """
         if self._part.file is None:
             return None
         stored = self._stored()
+        for fault in size_faults(self._source, [stored]):
+            raise fault.error()
         image = StoredImage.of(self._source.backend, stored, self._source.retry)
         write = ImageWrite(
             source=image,
@@ -197,9 +200,10 @@ def copy_rank(
         True if the files were copied, and False if the destination already had them.
 
     Raises:
-        IntegrityError, ObjectNotFound: No source has the files intact. The call raises the error of
-            the first source.
-        StorageError: A source does not answer, or the destination has failed.
+        IntegrityError, ObjectNotFound: No source has the files intact. This is the error of the
+            first source.
+        StorageError: The destination has failed, or a source cannot be read, for example because it
+            does not answer. No further source is tried.
     """
     first: CkptError | None = None
     for source in sources:

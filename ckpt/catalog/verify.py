@@ -134,6 +134,9 @@ def verify_step(
 ) -> VerifyReport:
     """Read all bytes of a committed step, and compare them with the checksums in its records.
 
+    If the manifest is missing or damaged, the report has only this fault, and no other file is
+    read.
+
     Each worker needs 16 MiB of host memory, or the size of the largest chunk if that is more. For
     encoded files, each worker needs memory for one decoded chunk in addition.
 
@@ -181,7 +184,9 @@ def _with_fragments(
 
     Returns:
         The manifest with the intact fragments filled in, and the faults of the damaged fragments.
-        If the fragment of a rank is damaged, only the size of the rank's data file can be compared.
+        If the fragment of a rank is damaged and the manifest carries no copy of it, only the size
+        of the rank's data file can be compared. If the fragments contradict the manifest, the
+        manifest is returned without them, and this is one more fault.
     """
     files, key = manifest.file_map(), folder.ref.manifest
     parts = folder.workers.run_all(
@@ -204,6 +209,9 @@ def verify_files(
 
     Returns:
         The faults, and the number of bytes that have the right checksum.
+
+    Raises:
+        AccessDenied, TransientStorageError: As for ``verify_step``.
     """
     heads = _heads(folder, files)
     faults = [fault for _, fault in heads if fault]
@@ -291,7 +299,7 @@ def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:
     """Return the fault of the checkpoint that an error reveals.
 
     If the store denies access or does not answer, ``error`` is raised, since the checkpoint may be
-    intact.
+    intact. A `LinkRefused` is a fault, since it concerns a single object.
 
     Args:
         error: The error.

@@ -108,6 +108,7 @@ class Watcher:
 
         Raises:
             NoCheckpoint: The step was removed before, or is being removed.
+            StorageError: The pin cannot be put.
             ThreadLimit: The system does not start the thread that renews the pin.
         """
         pin = put_pin(self._backend, step.ref, LEASE_SECONDS, self._reason)
@@ -131,7 +132,7 @@ class Watcher:
             if not sys.is_finalizing():
                 workers.close()
                 remove_pin(self._backend, pin)
-        if renewing.done():  # The call has not ended if the interpreter exits
+        if renewing.done():  # If the interpreter exits, ``renew`` has not returned
             renewing.result()
 
     def leave(self, step: CommittedStep) -> None:

@@ -67,9 +67,10 @@ def agent(
     asks the agent to end, and waits until it has finished the jobs whose trainers have ended, and
     has freed their memory. It names the jobs that could not be finished.
 
-    "prefetch" needs no agent. It copies the newest step of a far tier to the near tiers of this
-    node before the trainer starts, so that its restore is local. A tier that has a later step, or
-    the same, stays as it is. Nothing is removed to make room.
+    "prefetch" needs no agent. It copies the newest intact step of a far tier, or --step N, to the
+    near tiers of this node before the trainer starts, so that its restore is local. A tier that has
+    the step stays as it is. Without --step, so does a tier that has a later step. Nothing is
+    removed to make room.
 
     Exit code 10: there is no agent for "status", it could not be started, it does not answer, or it
     has not finished all jobs. prefetch: 7: there is no such step. 4: it is damaged. 3: there is no

@@ -25,7 +25,7 @@ def prefetch(
         url: The far tier; None for the last tier of the configuration.
         to: The near tiers, nearest first. If it is empty, the near tiers are the tiers before the
             far tier in the configuration.
-        step: The step; None for the newest one.
+        step: The number of the step; None for the newest intact step of the far tier.
         config: The configuration file; None for ``./ckpt.toml``.
         as_json: Whether to print JSON.
 

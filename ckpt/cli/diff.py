@@ -113,8 +113,9 @@ def _reader(root: str | None, step: int | None, timeout: float) -> Generator[Ste
 
 
 def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]:
-    """Return for each of the tensors ``names`` the largest difference between its elements in the
-    two checkpoints. A tensor is left out if its elements are not numbers.
+    """Read the tensors ``names`` of both checkpoints, and return the largest absolute difference
+    between elements at the same position, by the name of the tensor. A tensor is left out if its
+    elements are not numbers.
     """
     from ckpt.exchange.max_difference import max_difference
 
@@ -128,9 +129,8 @@ def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]
 
 
 def _plain(one: StepReader, two: StepReader) -> dict[str, tuple[str | None, str | None]]:
-    """Return by name the plain values that differ, each as its texts in ``one`` and in ``two``.
-
-    A text is None if that checkpoint does not have the value.
+    """Return a dict from the name of each plain value that differs to the text of the value in
+    ``one`` and its text in ``two``. A text is None if that checkpoint does not have the value.
     """
     a, b = exact_values(one.manifest), exact_values(two.manifest)
     return {

@@ -59,8 +59,8 @@ def finalize(
     checksum. A save that was aborted, that lacks a part, or whose job still runs is left as it is,
     and the reason is shown.
 
-    Exit code 0: finished, or nothing was unfinished. 5: the unfinished save cannot become a
-    checkpoint. 4: it is damaged. 7: there is no such step.
+    Exit code 0: at least one save was finished, or none was unfinished. 5: the unfinished save
+    cannot become a checkpoint. 4: it is damaged. 7: there is no such step.
 
     \b
     Examples:

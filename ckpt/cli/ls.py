@@ -52,8 +52,8 @@ def ls(
     much of the step is there. A tier that cannot be reached, or that does not answer for --timeout
     seconds, is named, and the others are shown.
 
-    Only manifests are read: "committed" means that a checkpoint is complete, and `ckpt verify`
-    shows whether its data is intact. "incomplete" is a save that is still under way or was cut
+    No data file is read: "committed" means that a checkpoint is complete, and `ckpt verify` shows
+    whether its data is intact. "incomplete" is a save that is still under way or was cut
     short. It is never restored. No retention removes a step that is "pinned" (`ckpt pin`). If two
     attempts at a step are committed, a restore takes the younger one, and the other is "older".
 
@@ -357,7 +357,8 @@ def _across_as_json(tiers: Sequence[_Tier], row: _Row) -> dict[str, object]:
 def _metadata(held: StoredStep | None) -> dict[str, Any]:
     """Return the user's metadata of a step. The result is empty if ``held`` is None.
 
-    If the step was saved with patterns of names, the result has the patterns under ``LEFT_OUT``.
+    If the save was limited to some names by the patterns ``only`` or ``exclude``, the result has
+    these patterns under ``LEFT_OUT``.
     """
     found = parse(held.metadata, "metadata") if held else None
     if not isinstance(found, dict):

@@ -70,10 +70,11 @@ def _help(text: str) -> str:
 
 
 class _Verb(TyperCommand):
-    """A command that raises ``ConfigError`` if an option that takes one value is given twice, and
-    that has no brackets around brackets in its usage line.
+    """A command that changes two things in the behavior of click.
 
-    Without this class, click would use the last value and print no warning.
+    If an option that takes one value is given twice, the command raises ``ConfigError``. click
+    would use the last value and print no warning. In the usage line, an argument whose text already
+    has brackets, such as ``[ROOT] [STEP]``, gets no further brackets.
     """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

@@ -29,8 +29,9 @@ def nearer_tiers(root: Watched, destination: Watched, timeout: float) -> list[Wa
     * No other node has parts of the job's steps. Otherwise this machine would have only a part of
       each step.
 
-    A tier of the job is left out if the last job on this tier has no step in the root and does not
-    own the root, because another experiment may have taken the tier.
+    Another experiment may have taken a tier since. So a tier is left out if the last job on it (see
+    ``_last_job``) neither owns the root nor has a step in the root. If any tier remains, a note on
+    standard error names the tiers.
 
     Args:
         root: The root that the user has named.

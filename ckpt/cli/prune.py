@@ -157,8 +157,8 @@ def _farther(
 ) -> Sequence[Tier]:
     """Return the tiers farther than ``tier`` that the running job may still copy steps to.
 
-    The result is empty if no job runs that owns the root. If the farther tiers are not known and
-    ``dry_run`` is set, print a warning and return an empty sequence.
+    The result is empty if the root has no owner, or if its owner has ended. If the farther tiers
+    are not known and ``dry_run`` is set, print a warning and return an empty sequence.
 
     Args:
         tier: The tier to prune.
@@ -188,10 +188,10 @@ def _farther(
 
 
 def _late(tiers: Sequence[Tier], found: Sequence[StoredStep], timeout: float) -> frozenset[StepRef]:
-    """Return the committed steps of ``found`` that one of the farther ``tiers`` lacks.
+    """Return the committed steps of ``found`` that one of the farther ``tiers`` takes and lacks.
 
-    A job may still have to read these steps to copy them. If a farther tier cannot be listed, the
-    result has all steps that this tier takes, and a warning is printed.
+    A job may still have to read these steps to copy them. If a farther tier cannot be listed, all
+    steps that it takes count as lacking, and a warning is printed.
     """
     late: set[StepRef] = set()
     for farther in tiers:

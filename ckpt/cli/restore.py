@@ -72,15 +72,16 @@ def restore(
     Prints its place. Every byte is compared with its checksum. With several tiers, nearest first,
     each part comes from the nearest tier that has it intact, and a warning names parts that were
     not intact. The nearest folder among the tiers is filled. If the newest checkpoint is damaged on
-    all tiers, a warning says so and the one before it is taken. With --step there is no second
-    choice. A fetch that was cut short continues where it stopped. A checkpoint in a single local
-    folder is verified in its place, unless --to is given. The training script then needs no
-    network: CheckpointManager("restored").
+    all tiers, a warning says so and the one before it is taken. With --step no other step is taken.
+    A fetch that was cut short continues where it stopped. A checkpoint in a single local folder is
+    verified in its place, unless --to is given. The training script then needs no network:
+    CheckpointManager("restored").
 
     If one remote tier is named, or one folder with --to, the agent of this node is asked where else
     on this machine the job has its steps. Newer steps and nearer bytes are taken from there.
 
-    If a job removes the step during the command, the newest step is looked up once more.
+    If a job removes the step during the command, the one before it is taken. If all listed steps
+    were removed or are damaged, the steps are listed once more.
 
     Exit code 0: it is there and intact. 4: all that was tried is damaged. 7: there is no
     checkpoint, or it was removed meanwhile. 3: the store failed.
@@ -206,7 +207,7 @@ def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watc
 def _first_intact(sources: list[Watched], step: int | None, destination: Watched | None) -> _Found:
     """Try the committed attempts, newest step first, until an attempt is intact, and return it.
 
-    A warning is printed for each attempt that is damaged or was removed.
+    A warning is printed for each attempt that is damaged or was removed, unless it is the only one.
 
     Args:
         sources: The stores to read from, nearest first.
@@ -214,10 +215,13 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
         destination: The store to copy the attempt to; None to verify the attempt in place.
 
     Raises:
-        NoCheckpoint: There is no committed attempt, or the only one was removed.
-        IntegrityError: No attempt is intact.
+        NoCheckpoint: There is no committed attempt, or all of them were removed.
+        FormatUnsupported: This ckpt cannot read an attempt. No further attempt is tried.
+        IntegrityError: An attempt is damaged, and each of the others is damaged or was removed.
+        StorageError: The destination has failed, or a source has failed and no other source has a
+            committed attempt.
     """
-    tried = 0
+    tried, any_damaged = 0, False
     listing = Workers("list", len(sources))  # Not closed: a thread may still wait for its store
     found = candidates(sources, step, workers=listing, lists=_attempts)
     candidate = next(found, None)
@@ -231,6 +235,7 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
             except FormatUnsupported:
                 raise  # The step is not damaged. Restoring an older step would hide this error.
             except (IntegrityError, NoCheckpoint) as error:
+                any_damaged |= isinstance(error, IntegrityError)
                 candidate = next(found, None)
                 if candidate is None and tried == 1:
                     raise
@@ -244,6 +249,8 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
             # ``find`` raises an error that describes what the store has instead.
             sources[0].ask(partial(find, sources[0], step))
         raise NoCheckpoint(urls, "" if step is None else f"step {step} is not there")
+    if not any_damaged:
+        raise NoCheckpoint(urls, f"all {tried} that were found were removed during the command")
     raise IntegrityError(
         f"none of {tried} checkpoints in {urls} is intact; ckpt verify --all shows what is wrong "
         "with each"

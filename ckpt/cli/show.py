@@ -50,8 +50,8 @@ def show(
 ) -> None:
     r"""Show what a checkpoint holds.
 
-    Lists its tensors, plain values and metadata. Only the manifest is read. "written by" names the
-    ranks whose files hold the bytes of a tensor.
+    Lists its tensors, plain values and metadata. No data file is read. "written by" names the ranks
+    whose files hold the bytes of a tensor.
 
     \b
     Examples:
@@ -233,7 +233,8 @@ class _Tagged:
 
 
 def _plain(raw: msgspec.Raw) -> Any:
-    """Decode a tree of a manifest to Python values, with a `_Tagged` for each node of an adapter.
+    """Decode a tree of a manifest to Python values. A node with a tag that ``ckpt.model.values``
+    does not define becomes a `_Tagged`.
 
     The content of the tree cannot cause an import or a call.
     """

@@ -64,10 +64,11 @@ def watch(backend: StorageBackend, timeout: float) -> Watched:
 
 
 def _passed_on(name: str) -> Any:
-    """Return a method that calls the method ``name`` of ``self.backend`` in ``self.asking()``.
+    """Return a method that calls the method ``name`` of ``self.backend`` inside of a block ``with
+    self.asking()``.
 
-    If the method of the backend returns an iterator, the new method returns an iterator that takes
-    each item in ``self.asking()``.
+    If the method of the backend returns an iterator, the new method returns an iterator that
+    fetches each item inside of such a block.
     """
 
     def method(owner: Any, *args: Any, **options: Any) -> Any:
@@ -180,8 +181,8 @@ class Watched:
                     self._asked_at = time.monotonic() if self._pending else None
 
     def iterate(self, items: Callable[[], Iterator[T]]) -> Iterator[T]:
-        """Call ``items``, and yield the items of the iterator that it returns. Take each item in
-        ``asking``.
+        """Call ``items``, and yield the items of the iterator that it returns. Fetch each item
+        inside of a block ``with self.asking()``.
         """
         found: Iterator[T] | None = None
         while True:

@@ -51,7 +51,7 @@ def verify(
     r"""Compare every byte with its checksum.
 
     With --all-tiers, or more than one --root, every tier is verified: its newest step, or STEP, or
-    with --all every step. For each damaged part the output names another tier that has it intact.
+    with --all every step. For each damaged part the output names the tiers that have it intact.
 
     Exit code 0: intact. 4: something is damaged; a table shows which bytes of which file. 7: there
     is no such checkpoint, or it was removed meanwhile. 3: a tier cannot be reached, and the others
@@ -80,8 +80,8 @@ def _one(place: Reached, step: int | None, *, whole: bool, json: bool) -> None:
 
     Args:
         place: The tier.
-        step: The only step to verify; None for all steps.
-        whole: Whether to verify all committed attempts, and not only the newest one.
+        step: The step whose committed attempts are considered; None for those at any step.
+        whole: Whether to verify all of these attempts, and not only the newest one.
         json: Whether to print JSON.
 
     Raises:
@@ -113,7 +113,8 @@ def _one(place: Reached, step: int | None, *, whole: bool, json: bool) -> None:
 
 
 def _verify(backend: StorageBackend, ref: StepRef, label: str = "") -> VerifyReport | None:
-    """Verify one attempt, record the result in the journal of the run, and return the report.
+    """Verify one attempt, and return the report. Record the result in the journal beside the tier,
+    if there is one.
 
     Return None if the attempt was removed meanwhile, since its missing files are then no damage.
     """

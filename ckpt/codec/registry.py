@@ -86,7 +86,7 @@ def codec_named(name: str) -> Codec:
     """Return the codec called ``name``, which must be a name that ``is_known`` accepts.
 
     Raises:
-        ConfigError: The codec of another distribution cannot be loaded.
+        ConfigError: The codec of another distribution cannot be loaded, or is no ``Codec``.
     """
     if target := BUILT_IN.get(name):
         found: Any = pkgutil.resolve_name(target)

@@ -59,7 +59,11 @@ class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
 
 
 def abort_reason(error: CkptError) -> Aborted:
-    """Return a verdict that carries ``error`` to the other ranks."""
+    """Return a verdict that carries ``error`` to the other ranks.
+
+    For a class of errors that is not handled below, the verdict has only the name of the class and
+    the message, and ``rebuild`` returns a `CommitError` with this text.
+    """
     kind = type(error).__name__
     match error:
         case PeerFailed():

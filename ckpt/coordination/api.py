@@ -16,7 +16,8 @@ LEADER: Final = 0
 class Coordinator(Protocol):
     """Carries messages between the ranks of a job.
 
-    Subjects are short ASCII names, and each is used once within an attempt.
+    Subjects are short ASCII names, and each is used once within an attempt. If the job's store is
+    gone, ``post``, ``collect``, ``set_once`` and ``verdict`` raise ``CommitError``.
 
     Thread safety:
         All methods may be called from any thread.

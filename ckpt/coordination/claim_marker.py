@@ -141,9 +141,8 @@ def _release(backend: StorageBackend, key: str, contents: tuple[bytes, ...]) -> 
 def clear_away(
     backend: StorageBackend, ref: StepRef, fragment: str, data: str, *, rank: int | None = None
 ) -> bool:
-    """Remove the files of one rank of a save that was aborted, or in which the rank has no part.
-
-    The function removes no file that a manifest names or may name later.
+    """Remove the fragment and the data file of one rank of a save, unless a manifest names them or
+    may name them later.
 
     Args:
         backend: The tier.

@@ -127,7 +127,10 @@ class CommitStore(Protocol):
 
     def attend(self, ref: StepRef, until: float) -> None:
         """Do this rank's part of a commit that another rank carries out, such as to put the
-        manifest on this node. Return at the latest at the time ``until``.
+        manifest on this node.
+
+        The call waits for this work until the time ``until`` at the latest. Work that has begun by
+        then is completed.
         """
         ...
 
@@ -172,6 +175,8 @@ class SharedStore:
         Raises:
             TransientStorageError: A try had no answer. The manifest may exist, even if later tries
                 have failed with other errors.
+            CommitError: The manifest exists with other bytes, or another job owns the root.
+            StorageError: The put has failed, or the root is lost.
         """
         unanswered: list[TransientStorageError] = []
 

@@ -285,8 +285,10 @@ class NodeLocalStore:
     def put(self, ref: StepRef, manifest: bytes) -> None:
         """Put the manifest on this node, send it to the other nodes, and wait until they put it.
 
+        If the put on this node fails, the call raises the errors of ``SharedStore.put``.
+
         Raises:
-            CommitError: The manifest is on this node, but not on all nodes.
+            CommitError: The manifest is on this node, but is not known to be on all nodes.
         """
         self._store.put(ref, manifest)
         self._attended = True
@@ -315,8 +317,9 @@ class NodeLocalStore:
     def attend(self, ref: StepRef, until: float) -> None:
         """Wait for another rank to send the manifest, and put the manifest on this node.
 
-        Return at the time ``until``, or before that once the save has an outcome. Only the lowest
-        rank of each node waits, and the other ranks return at once.
+        The wait ends when the manifest was sent, when the save has an outcome, or at the time
+        ``until``. A put that has begun by then is completed. Only the lowest rank of each node
+        waits, and the other ranks return at once.
         """
         while not self._attended and (left := until - time.monotonic()) > 0:
             if self._coordinator.verdict(f"{self._name}/{ref.folder}", timeout=0) is not None:

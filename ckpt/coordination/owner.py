@@ -126,6 +126,7 @@ def claim(backend: StorageBackend, me: Owner) -> Owner:
 
     Raises:
         RootInUse: The root's owner is alive on this machine.
+        RootLost: The root is gone, or another folder has taken its place.
     """
     mine = succeed(backend, me)
     backend.put(OWNER, [msgspec.json.encode(mine)])
@@ -138,6 +139,7 @@ def succeed(backend: StorageBackend, me: Owner) -> Owner:
 
     Raises:
         RootInUse: The root's owner is alive on this machine.
+        RootLost: The root is gone, or another folder has taken its place.
     """
     owner = _owner_of(backend)
     ended: tuple[str, ...] = ()
@@ -158,7 +160,7 @@ def confirm(backend: StorageBackend, me: Owner) -> bool:
 
     Raises:
         RootInUse: Another attempt has taken the root over.
-        RootLost: Another folder has taken the place of the root.
+        RootLost: The root is gone, or another folder has taken its place.
     """
     owner = _owner_of(backend)
     if owner is not None and owner.attempt != me.attempt:
@@ -198,7 +200,7 @@ def _owner_of(backend: StorageBackend) -> Owner | None:
     """Return the owner of the root, or None if it has none.
 
     Raises:
-        RootLost: No owner was found, because another folder has taken the place of the root.
+        RootLost: No owner was found, and the root is gone or another folder has taken its place.
     """
     owner = read_owner(backend)
     if owner is None and isinstance(backend, Rooted) and backend.is_replaced():

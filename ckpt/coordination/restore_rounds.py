@@ -129,8 +129,8 @@ class RestoreRounds:
 
         Raises:
             Damaged: A rank has met damaged data.
-            RestoreError: A rank has failed in another way, or has not answered in time. A rank
-                whose ``work`` has raised another ``CkptError`` raises that error.
+            RestoreError: A rank has failed in another way, or has not answered in time. If ``work``
+                has raised a ``CkptError`` on this rank, this rank raises that error instead.
             CommitTimeout: The leader has not answered in time.
         """
         result: T | None = None

@@ -1,1 +1,1 @@
-"""Planned stops: a signal on any rank lets all ranks stop after the same step."""
+"""Planned stops: after a signal or a request on any rank, all ranks stop after the same step."""

@@ -1,10 +1,10 @@
-"""Finds out whether the error that is being handled around a call ends the process.
+"""Finds out whether the error that is being handled while a function runs ends the process.
 
 A function can see that an error is being handled, but not what its callers do with the error. This
-module reads the source of the callers. An ``except`` clause that raises nothing handles the error,
-and the process goes on. After a ``finally`` clause, and after an ``except`` clause that raises or
-exits, the error goes on. If no source can be read, as in ``python -c``, the error counts as one
-that goes on.
+module reads the source of the callers. At an ``except`` clause that neither raises nor exits, the
+error ends, and the process goes on. After a ``finally`` clause, and after an ``except`` clause that
+raises or exits, the error goes on. If no source can be read, as in ``python -c``, the error counts
+as one that goes on.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def is_handled(error: BaseException, frame: FrameType | None) -> bool:
     sources: dict[str, _Source] = {}
     passed = list(_passed(error))
     while frame is not None:
-        for ends_error in _clauses(frame, sources, passed):
-            if ends_error:
+        for goes_on in _clauses(frame, sources, passed):
+            if goes_on:
                 return False
             if error.__context__ is None:
                 return True
@@ -124,8 +124,8 @@ def _clauses(
             if _holds(node.finalbody, line):
                 final = node.finalbody[0].lineno
                 found += [(final, True)] if any(node.lineno <= at < final for at in lines) else []
-    for _, ends_error in sorted(found, reverse=True):
-        yield ends_error
+    for _, goes_on in sorted(found, reverse=True):
+        yield goes_on
 
 
 def _of_this_frame(function: ast.AST) -> Iterator[ast.AST]:

@@ -46,7 +46,7 @@ class LastStep:
     """The agreement of all ranks on the last step. Each rank makes one object for its manager.
 
     Thread safety: the training thread calls ``requested``, one background thread calls ``listen``,
-    another one calls ``agree``, and the owner calls ``part``.
+    another one calls ``agree``, and ``StopSignals.close`` calls ``part``.
 
     Args:
         coordinator: The connection to the other ranks. The object uses clones of it.
@@ -91,7 +91,8 @@ class LastStep:
         and gathers the promises.
 
         Raises:
-            CommitTimeout: Some rank did not promise in time. There is no last step.
+            CommitTimeout: Some rank did not promise in time, or the first rank did not send the
+                result in time. There is no last step.
             CommitError: The store through which the ranks exchange messages is gone.
         """
         self._make_promise()

@@ -1,6 +1,8 @@
-"""A planned stop: after a signal on any rank, all ranks stop after the same step.
+"""A planned stop: after a signal or a request on any rank, all ranks stop after the same step.
 
-The ranks save that step within a grace time, and end as the signal would have ended them.
+After a signal, each rank must save that step and close its manager within a grace time. The rank
+then ends as the signal would have ended it. After a request, the ranks have time until the deadline
+of the request, if it has one.
 """
 
 from __future__ import annotations
@@ -126,8 +128,9 @@ class StopSignals:
     does, but ``close`` then raises no signal.
 
     The process ends at once, by the default action of the signal (SIGTERM after a request), in two
-    cases: the grace time or the deadline is over before ``close`` ends, or some rank does not
-    answer. Then the save under way is lost, and older checkpoints are intact.
+    cases: the grace time or the deadline is over before ``close`` ends, or the ranks cannot agree
+    on the last step, for example because one of them does not answer. Then the save under way is
+    lost, and older checkpoints are intact.
 
     A repeated signal changes nothing, since launchers often send several. A second SIGINT goes to
     the earlier handler, which usually raises ``KeyboardInterrupt``.
@@ -160,8 +163,8 @@ class StopSignals:
                 installed.
 
         Raises:
-            ConfigError: The call is not in the main thread, an argument is not valid, or another
-                object handles signals already.
+            ConfigError: ``signals`` is not empty, and the call is not in the main thread, an
+                argument is not valid, or another object handles signals already.
         """
         _check(signals, grace_seconds)
         self.signal: signal.Signals | None = None
@@ -191,6 +194,8 @@ class StopSignals:
     def request(self, ends: float) -> None:
         """Stop all ranks after the same step, as after a signal.
 
+        This has no effect after ``close``.
+
         Args:
             ends: When this process ends at the latest, in seconds since 1970; infinity for no
                 limit. A further request can only make that time earlier, and only for this rank.
@@ -212,7 +217,8 @@ class StopSignals:
         return self._last.requested(step)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Restore the earlier handlers, and raise the signal again if one has arrived.
+        """Restore the earlier handlers. If a signal has arrived and ``reraise`` is set, raise it
+        again.
 
         A second call does nothing.
 
@@ -274,8 +280,10 @@ class StopSignals:
                 signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        """Record the signal. This method may interrupt the main thread at any instruction, so it
-        takes no lock.
+        """Record the signal. Call the earlier handler instead if ``close`` was called before, or if
+        the signal is a second SIGINT.
+
+        This method may interrupt the main thread at any instruction, so it takes no lock.
         """
         earlier = self._earlier[signum]
         if self._closed or (signum == signal.SIGINT and self._interrupted):

@@ -7,7 +7,7 @@ direct subclass of ``CkptError``. All classes below this subclass have the same 
     CkptError                      exit 1
     ├── ConfigError                exit 2   the call, the URL or ckpt.toml must be corrected
     │   ├── UnknownScheme                   no backend serves the scheme of the URL
-    │   └── MissingExtra                    the backend's package is not installed
+    │   └── MissingExtra                    a package that is needed is not installed
     ├── StorageError               exit 3   a store has refused a request, or has failed
     │   ├── ObjectNotFound
     │   ├── ObjectExists                    put(if_absent=True) has found an object under the key
@@ -39,7 +39,7 @@ direct subclass of ``CkptError``. All classes below this subclass have the same 
     ├── StagingError               exit 6   the copy to host memory failed
     │   ├── HostMemoryExhausted
     │   ├── TensorChanged                   a tensor was written to while it was copied
-    │   └── SaveSkipped                     no slot was free, or no tier takes the step
+    │   └── SaveSkipped                     a save was skipped: no slot was free, for example
     ├── RestoreError               exit 7   the target and the checkpoint do not fit
     │   ├── NoCheckpoint
     │   ├── EntryMissing

@@ -67,8 +67,8 @@ class MissingExtra(ConfigError):
 
 
 class ManagerClosed(CkptError):
-    """A method was called on a manager that is closed. The end of the main thread closes all
-    managers.
+    """A method was called on a manager that is closed, or a manager was built after the main thread
+    had ended. The end of the main thread closes all managers.
     """
 
     exit_code = 9

@@ -164,8 +164,8 @@ class HostMemoryExhausted(StagingError):
 
 
 class TensorChanged(StagingError):
-    """A tensor was written to after ``save_async`` and before the end of its copy, other than by
-    its optimizer's ``step()``.
+    """A tensor was written to, or was moved to other memory, after ``save_async`` and before the
+    tensor was copied. Writes by the ``step()`` of the tensor's optimizer do not raise this error.
     """
 
     def __init__(self, name: str, step: int) -> None:

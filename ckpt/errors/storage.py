@@ -46,7 +46,8 @@ class ObjectExists(StorageError):
 
 
 class AccessDenied(StorageError):
-    """The store does not know this user, or forbids the call. Check credentials and permissions."""
+    """The store does not know this user, or forbids the request. Check credentials and permissions.
+    """
 
     what = "access denied"
 

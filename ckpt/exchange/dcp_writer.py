@@ -25,8 +25,8 @@ Read = Callable[[str], torch.Tensor]
 
 
 class Unread:
-    """Create placeholders for the tensors of a state, which are tensors on the meta device, and
-    remember the name of each.
+    """Create tensors on the meta device as placeholders for the tensors of a state, and remember
+    the name of the tensor that each placeholder stands for.
     """
 
     def __init__(self) -> None:
@@ -66,8 +66,11 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -> None:
-    """Write ``state`` to a folder of DCP. At most one entry is in memory at a time, which is a
-    tensor, or a tuple with the tensors in it.
+    """Write ``state`` to a folder of DCP.
+
+    Usually one entry is in memory at a time. An entry is a tensor, or a tuple or list that is
+    pickled together with the tensors in it. If CUDA is available, DCP reads the next tensors before
+    it writes the present one, so two large tensors may be in memory.
 
     Args:
         path: The folder.
@@ -92,11 +95,13 @@ def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -
 def fitted(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
     """Return the state in a form that DCP can write and read, and note each loss in ``notes``.
 
-    The format cannot hold an empty dict, except in a tuple. In a list, this function replaces the
-    dict with None. In a dict, it leaves the empty dict in the state, and DCP writes nothing for it.
+    The format cannot hold an empty dict, except in a tuple. In a list, also in a dict in a list,
+    this function replaces the empty dict with None. Elsewhere it leaves the empty dict in the
+    state, and DCP writes nothing for it.
 
     Raises:
-        ConfigError: Two values would have the same name in the format.
+        ConfigError: Two values would have the same name in the format, or a key is an integer with
+            too many digits.
     """
     taken: set[str] = set()
 

@@ -24,7 +24,7 @@ from ckpt.exchange import dcp_writer, safetensors_writer, torch_writer
 from ckpt.exchange.opened import TensorView
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import exact, following
-from ckpt.storage.places import is_folder
+from ckpt.storage.places import is_folder, local_path
 
 Format = Literal["safetensors", "torch", "dcp"]
 SHARD_BYTES: Final = 5 * 10**9
@@ -87,8 +87,11 @@ def export(
         on_start: A function that is called with the number of bytes that will be read.
 
     Raises:
-        ConfigError: ``out`` exists, or an option does not fit the format.
+        ConfigError: ``out`` exists or is a URL, an option does not fit the format, or two values
+            would have the same name in the format.
         EntryMissing: No tensor has a name that matches ``options.globs``.
+        IntegrityError: The checkpoint is damaged.
+        StorageError: The checkpoint cannot be read, or ``out`` cannot be written.
     """
     globs, max_shard_bytes = options.globs, options.max_shard_bytes
     if kind != "safetensors" and (options.strip or max_shard_bytes is not None):
@@ -99,6 +102,7 @@ def export(
         raise ConfigError(
             f"{out} is a URL: export to a local file or folder, and copy it from there"
         )
+    out = local_path(out)
     names = [name for name in sorted(reader.tensors) if chosen(name, globs)]
     if not names:
         raise EntryMissing(
@@ -156,7 +160,9 @@ def _safetensors(
 
 
 def _leave_out_values(reader: StepReader, notes: Notes, globs: Sequence[str]) -> None:
-    """Note all plain values as left out, since a safetensors file cannot hold them."""
+    """Note the plain values whose names match ``globs`` as left out, since a safetensors file
+    cannot hold them. Values that are None and empty dicts are not noted.
+    """
     tree = StateTree(reader.manifest, lambda _: None, globs, by_name=True).build()
     with following("tree"):
         notes.left_out += [(path, "a plain value") for path in _paths(tree)]
@@ -171,7 +177,14 @@ def _paths(value: object, path: str = "") -> list[str]:
                 item, "/".join(filter(None, (path, key if isinstance(key, str) else exact(key))))
             )
         ]
-    return [] if value is None or value == {} else [path]
+    return [] if _is_empty(value) else [path]
+
+
+def _is_empty(value: object) -> bool:
+    """Return True for None, for an empty dict, and for a list or tuple of such values."""
+    if isinstance(value, list | tuple) and value:
+        return all(map(_is_empty, value))
+    return value is None or value == {}
 
 
 def _torch(
@@ -231,8 +244,9 @@ def _move(place: str, out: str) -> None:
     """Move the file or folder ``place`` to ``out``.
 
     Raises:
-        ConfigError: Another process has created a file, a link, or a folder with content at
-            ``out``. This is not replaced.
+        ConfigError: ``out`` exists now. It is not replaced, with one exception: if ``place`` is a
+            folder, an empty folder that appears during the move is replaced.
+        OSError: The move has failed.
     """
     if os.path.isdir(place):
         if os.path.lexists(out):

@@ -57,8 +57,8 @@ def detect(source: str) -> Kind:
     name ends in ``.safetensors``, else "torch".
 
     Raises:
-        ConfigError: ``source`` does not exist, is a folder of none of the three kinds, or has
-            checkpoints of ckpt.
+        ConfigError: ``source`` does not exist, cannot be read, is a checkpoint of ckpt, or is a
+            folder of none of the three kinds.
     """
     if os.path.isfile(source):
         return "safetensors" if source.endswith(_SAFETENSORS) else "torch"
@@ -133,8 +133,11 @@ def read_source(source: str, kind: Kind, scratch: str | None) -> State:
         scratch: The folder for the scratch file; None for the system's temporary folder.
 
     Raises:
-        UnsupportedValue: The state contains objects that only pickle could load.
+        UnsupportedValue: The state contains objects that only pickle could load, or a tensor that
+            ckpt does not support.
         IntegrityError: The source is damaged, or a part of it is missing.
+        ConfigError: The source cannot be read, or is a file of another kind.
+        StorageError: The scratch file cannot be created, such as for lack of room.
     """
     match kind:
         case "torch":
@@ -447,11 +450,12 @@ def _read(path: str, start: int, length: int, name: str) -> Any:
 
 
 def _place(name: str, whole: torch.Tensor, offsets: tuple[int, ...], piece: Any) -> Box:
-    """Copy ``piece``, a part of the tensor ``name``, to its place in ``whole``, and return the
-    place.
+    """Copy ``piece`` to the position ``offsets`` in the tensor ``whole``, and return the box that
+    it fills. ``name`` is the name of the tensor in errors.
 
     Raises:
-        IntegrityError: The piece is not such a part, or its place is not inside of the tensor.
+        IntegrityError: The piece is not an ordinary tensor with the dtype and the number of
+            dimensions of ``whole``, or does not fit into ``whole`` at this position.
     """
     if (
         not isinstance(piece, torch.Tensor)

@@ -78,7 +78,8 @@ class ForeignCheckpoint:
         kind: The kind of the source; None to detect it.
         plain: The names of dicts of tensors that must stay dicts, and not become modules.
         parameter_names: The names of the model's parameters in the order in which the optimizer got
-            them. They are needed if the optimizer's state has numbers in place of names.
+            them. They are used only if the optimizer's state dict does not have these names. None
+            to find the names by the order and the shapes of the model's tensors.
     """
 
     path: str
@@ -104,8 +105,10 @@ def import_checkpoint(
             without a time limit.
 
     Raises:
-        ConfigError: The source does not exist, or is of no known kind.
+        ConfigError: The source does not exist, is of no known kind, contains the root of ``tier``,
+            or does not fit the other fields of ``foreign``.
         UnsupportedValue: The source contains objects that only pickle could load.
+        IntegrityError: The source is damaged, or a part of it is missing.
         StepExists: The tier has the step already.
         CommitError: The tier has a later step.
     """
@@ -118,7 +121,8 @@ def import_checkpoint(
         local = backend.url if is_folder(backend.url) else None
     done = Imported(kind=found)
     metadata = {"imported_from": os.path.abspath(source), "imported_as": found}
-    # Without these settings, the retention of the tier would remove other steps after the import.
+    # With another ``every``, the tier might not take the step. With the other settings, its
+    # retention would remove other steps after the import.
     keeps_all = replace(
         tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None
     )

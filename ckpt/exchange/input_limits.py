@@ -23,7 +23,9 @@ dict, Python hashes all these items.
 """
 _MOST_DEPTH: Final = 100
 _REPEATS: Final = 16
-"""The most times that a state may refer to each of its values, on average."""
+"""The most times that a state may refer to each of its values, on average. ``_MOST_ITEMS`` further
+visits are allowed, so that small states always pass.
+"""
 
 
 def regular(path: str) -> str:

@@ -109,8 +109,10 @@ class TensorView:
     ``view[100:200]``, ``view[:, 3]`` and ``view[-1]`` read only the chunks that hold the wanted
     elements. Every chunk that is read is verified. The result is a new tensor in host memory.
 
-    An index consists of integers, slices with a positive step, and ``...``. Other types of indices
-    raise ``TypeError``, and a slice with a negative step raises ``ConfigError``.
+    An index consists of integers, slices with a positive step, and ``...``. A slice with a step
+    above 1 reads all chunks between its first and its last element. Other types of indices raise
+    ``TypeError``, a slice with a negative step raises ``ConfigError``, and an integer that is out
+    of range raises ``IndexError``.
     """
 
     def __init__(self, reader: StepReader, name: str) -> None:
@@ -168,6 +170,9 @@ def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None
 
     Raises:
         NoCheckpoint: The root has no checkpoint of ``step``, or no checkpoint at all.
+        IntegrityError: The manifest is damaged, or is in a format that this ckpt cannot read.
+        StorageError: The root cannot be read.
+        ConfigError: No backend serves the URL.
     """
     return Opened(root, step)
 

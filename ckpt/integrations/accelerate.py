@@ -40,7 +40,7 @@ from ckpt.manager import CheckpointManager
 from ckpt.model.metrics import Metrics
 from ckpt.pending import PendingSave
 from ckpt.restore.report import RestoreReport
-from ckpt.storage.places import is_folder
+from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.tiers import Tiers, as_tiers
 
 TESTED: Final = ("1.0", "1.15")
@@ -67,18 +67,19 @@ class AcceleratorCheckpoints:
 
     Args:
         accelerator: The ``Accelerator``. Objects that are prepared later are saved as well.
-        tiers: As for `CheckpointManager`. None takes the folder ``ckpt`` in the ``project_dir``,
-            and needs ``automatic_checkpoint_naming``. If a tier is given as a folder or URL and not
-            as a `Tier`, it keeps as many of the newest steps as ``total_limit`` of the
-            ``ProjectConfiguration`` says.
+        tiers: As for `CheckpointManager`. If it is None, the folder ``ckpt`` in the ``project_dir``
+            is used, which requires ``automatic_checkpoint_naming``. A tier that is given as a
+            folder or URL, and not as a `Tier` or "memory", keeps as many of the newest steps as
+            ``total_limit`` of the ``ProjectConfiguration`` says.
         settings: Further arguments of the `CheckpointManager`.
 
     Attributes:
         manager: The `CheckpointManager` that saves and restores.
 
     Raises:
-        ConfigError: The kind of training is not supported, or ``tiers`` is left out and has no
-            default, or a tier is a folder that ``accelerator.save_state`` has written. Nothing was
+        ConfigError: ``accelerator`` is no ``Accelerator``, the kind of training is not supported,
+            ``tiers`` is left out and has no default, a tier is a folder that
+            ``accelerator.save_state`` has written, or a setting or URL is wrong. Nothing was
             written.
     """
 
@@ -100,7 +101,7 @@ class AcceleratorCheckpoints:
         items = list(tiers) if isinstance(tiers, list | tuple) else [tiers]
         places = [_limited(item, project.total_limit) for item in items]
         self._places = [place.url for place in places]
-        self._folders = [Path(place.url) for place in places if is_folder(place.url)]
+        self._folders = [Path(local_path(place.url)) for place in places if is_folder(place.url)]
         for folder in self._folders:
             if _is_theirs(folder):
                 raise ConfigError(_theirs(folder))
@@ -152,6 +153,7 @@ class AcceleratorCheckpoints:
                 saved by ``accelerator.save_state``. Nothing was changed.
             RestoreError: The prepared and registered objects are not those that were saved.
                 Nothing was changed.
+            CkptError: See `CheckpointManager.restore`.
         """
         _check_step(step, "load_state")
         _warn_of_hooks("load", self._accelerator._load_model_state_pre_hook)
@@ -210,9 +212,9 @@ class AcceleratorCheckpoints:
         """Raise ``ConfigError`` on all ranks if an earlier run has saved step ``number`` or a later
         step.
 
-        A restart would take that step instead of the first step of this run. Only the first save is
-        checked. The manager makes the same check, but in the background, when later saves may
-        already have begun.
+        A restart would take that step instead of the first step of this run. There is no check if
+        this run has restored a step, and only the first save is checked. The manager makes the same
+        check, but in the background, when later saves may already have begun.
         """
         if self._has_begun:
             return
@@ -312,8 +314,9 @@ def _of_loader(loader: Any) -> Iterator[tuple[str, PerRank]]:
 def _registered(value: Any) -> Any:
     """Return a registered object as an entry of the state.
 
-    Modules, optimizers, `PerRank` values, and objects whose class says which tensors the ranks
-    share are returned unchanged. For any other object, each rank saves its own value (`PerRank`).
+    Modules, optimizers, `PerRank` values, and objects whose class inherits from ``Stateful`` of
+    ``torch.distributed.checkpoint`` are returned unchanged. For any other object, each rank saves
+    its own value (`PerRank`).
     """
     if isinstance(value, nn.Module | Optimizer | PerRank) or declares_state(value):
         return value
@@ -335,7 +338,9 @@ def _limited(place: Any, total_limit: int | None) -> Tier:
 
 
 def _check(accelerator: Any) -> None:
-    """Raise ``ConfigError`` if ``accelerator`` is no ``Accelerator``, or of an unsupported type."""
+    """Raise ``ConfigError`` if ``accelerator`` is no ``Accelerator``, or of an unsupported type.
+    Log a warning if the installed release of accelerate is not tested.
+    """
     import accelerate
 
     if not isinstance(accelerator, accelerate.Accelerator):

@@ -8,9 +8,9 @@ Keras, and trees of these.
     train.value = update(train.value, batch)      # JAX arrays are replaced, not filled
     manager.save_async(state)
 
-A save reads the memory of the arrays directly. This module copies only arrays that it cannot give
-to torch, such as NumPy arrays that are read-only or not contiguous. A restore fills NumPy arrays
-and variables in place, and puts new arrays into ``value`` where arrays cannot change.
+A save reads the memory of the arrays directly. For a save, this module copies only arrays that it
+cannot give to torch, such as NumPy arrays that are read-only or not contiguous. A restore fills
+NumPy arrays and variables in place, and puts new arrays into ``value`` where arrays cannot change.
 
 This module imports neither TensorFlow nor JAX.
 """
@@ -53,7 +53,8 @@ class Arrays(Refilled, Stateful):
     def state_dict(self) -> dict[str, Any]:
         """Return ``value`` with a dict for each container and a tensor for each array.
 
-        A tensor shares the memory of its array if torch can address this memory.
+        A tensor shares the memory of its array. It is a copy if torch cannot address this memory,
+        or if the array is a NumPy array that is read-only or not contiguous.
         """
         return self._shown(_read)
 
@@ -222,7 +223,10 @@ def _is_key(array: Any) -> bool:
 
 
 def _read(path: str, leaf: Any) -> Any:
-    """Return a tensor with the content of ``leaf``, over the same memory if torch can address it.
+    """Return a tensor with the content of ``leaf``.
+
+    The tensor shares the memory of ``leaf``. It is a copy if torch cannot address this memory, or
+    if ``leaf`` is a NumPy array that is read-only or not contiguous.
 
     Plain values and torch tensors are returned as they are. Errors name ``path``.
     """

@@ -135,7 +135,11 @@ class _Position(Checked):
         return {"epoch": self._epoch, "consumed": self._consumed, **self._order}
 
     def check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ``RestoreError`` if ``state_dict`` is no position in the order of this object."""
+        """Raise ``RestoreError`` if this object cannot continue from ``state_dict``.
+
+        This is so if ``state_dict`` is not a position, belongs to another order of the samples, or
+        is outside of the data.
+        """
         position = dict(state_dict)
         if position.keys() != self.state_dict().keys() or any(
             type(position[name]) is not int for name in ("epoch", "consumed")
@@ -169,8 +173,9 @@ class _Position(Checked):
         """Set the position to a saved position, which any number of ranks may have saved.
 
         Raises:
-            RestoreError: The saved position belongs to another order of the samples, such as one
-                with another seed or length. Nothing has changed.
+            RestoreError: The saved value is not a position, is outside of the data, or belongs to
+                another order of the samples, such as one with another seed or length. Nothing has
+                changed.
         """
         self.check_saved(state_dict)
         self._epoch, self._consumed = state_dict["epoch"], state_dict["consumed"]

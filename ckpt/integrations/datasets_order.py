@@ -38,9 +38,10 @@ def order_of(data: Iterable[Any]) -> dict[str, int | bool | str]:
 
     Returns:
         ``seed``: a digest of the states of all random generators, or "none" without generators.
-        ``length``: the number of samples, or "unknown". ``shuffle``: whether the dataset has a
-        random generator. ``shards``: the number of shards. ``steps``: the names of the steps with
-        the numbers that were given to them, such as "batch_size=8".
+        ``length``: the number of samples that the sources have before any processing, or
+        "unknown". ``shuffle``: whether the dataset has a random generator. ``shards``: the number
+        of shards. ``steps``: the names of the steps with the numbers that were given to them, such
+        as "batch_size=8".
     """
     steps = list(_steps(getattr(data, "_ex_iterable", None)))
     generators = [

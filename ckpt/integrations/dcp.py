@@ -98,7 +98,7 @@ class Loaded:
 
     Attributes:
         ref: The step.
-        places: The places of the reader's tiers, as `_places` returns them.
+        places: The canonical URLs or paths of the reader's tiers (see `_places`).
         token: A text that no other load has.
     """
 
@@ -108,7 +108,9 @@ class Loaded:
 
 
 _continued: Final[dict[str, StepRef]] = {}
-"""Token of a load -> the last step that this process has saved with ``after=`` that load."""
+"""Token of a load -> the last step that writers of this process have saved after this load. These
+are the writers whose argument ``after`` was the reader with this load.
+"""
 
 
 class _Root:
@@ -130,14 +132,14 @@ class _Root:
 class CkptWriter(_Root, AsyncStager, StorageWriter):
     """A ``StorageWriter`` that saves a step of ckpt, with its checksums, tiers and atomic commit.
 
-    If the call of DCP has a ``checkpoint_id``, the number of the step is the number at its end, as
-    in ``"step-1200"``. Otherwise it is ``step``, and without both it is one more than the newest
-    step of the tiers. A writer that was given ``step`` saves once. A writer without ``step`` keeps
-    its threads and memory between saves, until ``close``.
+    If ``dcp.save`` or ``dcp.async_save`` gets a ``checkpoint_id``, the number of the step is the
+    number at its end, as in ``"step-1200"``. Otherwise it is ``step``, and without both it is one
+    more than the newest step of the tiers. A writer that was given ``step`` closes itself after a
+    save. A writer without ``step`` keeps its threads and memory between saves, until ``close``.
 
-    The writer is also the stager of ``dcp.async_save``. It keeps the memory of the staged state, so
-    the second and later saves do not wait for new memory. With the process executor of DCP, the
-    writer opens the tiers again for each save.
+    The writer is also the stager of ``dcp.async_save``. Without ``step``, it keeps the memory of
+    the staged state, so the second and later saves do not wait for new memory. With the process
+    executor of DCP, the writer opens the tiers again for each save.
 
     Values that are no tensors must be plain, since ckpt writes no pickle. All other values raise
     ``UnsupportedValue`` with their name. If ranks have different plain values under one name, DCP
@@ -184,7 +186,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a pickled copy, which DCP's process executor uses.
 
-        The copy opens the tiers itself, and saves once.
+        The copy opens the tiers itself, and closes itself after its save.
         """
         return {**self.__dict__, "_manager": None, "_stager": None, "_once": True}
 
@@ -231,7 +233,8 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Choose the step for all ranks, and give the entries of each list to one rank.
+        """Choose the step for all ranks, and give the entries of a list to one rank (see
+        ``dcp_items.gathered``).
 
         Only DCP's coordinator rank calls this.
         """
@@ -401,8 +404,8 @@ class CkptReader(_Root, StorageReader):
 
     Args:
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
-        step: The number of the step to load, unless the call has a ``checkpoint_id`` that ends with
-            a number. Without both, the newest step is loaded.
+        step: The number of the step to load, unless ``dcp.load`` gets a ``checkpoint_id``, which
+            must end with a number. Without both, the newest step is loaded.
 
     Attributes:
         loaded: The step that the last load has read, for ``CkptWriter(after=...)``. None if there
@@ -410,7 +413,10 @@ class CkptReader(_Root, StorageReader):
 
     Raises:
         NoCheckpoint: A load found no step, or not the step that was asked for.
-        RestoreError: In a load, ranks found different newest steps.
+        RestoreError: In a load, ranks found different newest steps, or an entry of the step does
+            not fit the state.
+        ConfigError: In a load, the ``checkpoint_id`` does not end with a number, or names another
+            folder than the first tier.
         IntegrityError, StorageError: In a load, some bytes were intact on no tier. Some tensors may
             already have been overwritten.
     """
@@ -436,7 +442,7 @@ class CkptReader(_Root, StorageReader):
         return _newest(self._tiers)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the number of the step from ``checkpoint_id``, or from ``step`` without one.
+        """Take the number of the step from ``checkpoint_id``. If it is None, use ``step``.
 
         Also forget the step of the last load.
         """
@@ -445,7 +451,8 @@ class CkptReader(_Root, StorageReader):
         self._ref = self._entries = self.loaded = None
 
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
-        """Find the step, and return the metadata of its entries under their names in DCP.
+        """Find the step, and return the metadata of its entries under their names in DCP. First
+        finish the commit of the step if a dead job has left only that undone.
 
         If this call fails, DCP calls it again with ``rank=`` for the metadata of one rank, and
         turns a second error into an ``AssertionError``. So the second call returns empty metadata,

@@ -79,10 +79,12 @@ def _list_of(path: Path) -> Path | None:
 
 
 def gathered(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], frozenset[Path]]:
-    """Move all entries of each list to one rank, since a merge can unite dicts but not lists.
+    """Move the entries of each list to one rank, since the merge of the ranks' states can unite
+    dicts but not lists.
 
-    Lists with sharded tensors are an exception. Several ranks must write such a list, so it is
-    stored as a dict with the positions as keys.
+    An entry that this rank does not have stays where it is. Lists with sharded tensors are an
+    exception: several ranks must write such a list, so it is stored as a dict with the positions as
+    keys.
 
     Returns:
         The new plans, and the paths of the lists with sharded tensors.
@@ -236,7 +238,7 @@ class Entries:
         return Leaf(tensor.name, tensor.dtype, tensor.shape, (box,))
 
     def value(self, name: str) -> Any:
-        """Return the value that DCP calls ``name`` and that is no tensor.
+        """Return the value with the name ``name`` in DCP, which must not be the name of a tensor.
 
         Raises:
             RestoreError: The value is a container with tensors.

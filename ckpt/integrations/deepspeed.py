@@ -61,7 +61,8 @@ def zero_state(engine: Any) -> dict[str, Any]:
     Raises:
         ConfigError: The engine does not use ZeRO, or uses a feature that this module does not
             support, such as model parallelism, experts, pipelines, state on NVMe, ZenFlow,
-            SuperOffload or MiCS. The error names the feature.
+            SuperOffload or MiCS. The error names the feature, or the class of the engine's
+            optimizer. Or DeepSpeed has moved parameters out of its flat buffers.
     """
     zero = _Zero(engine)
     return {"model": ZeroModel(zero), "optimizer": ZeroOptimizer(zero)}
@@ -116,7 +117,7 @@ def _view(piece: Piece, flat: torch.Tensor) -> LocalShards:
 
 
 class ZeroModel(ModuleStandIn):
-    """The model of an engine, with its parameters in fp32."""
+    """The model of an engine, with the fp32 master weights as its trained parameters."""
 
     def __init__(self, zero: _Zero) -> None:
         super().__init__()
@@ -268,10 +269,11 @@ class ZeroOptimizer(OptimizerStandIn):
     def new_state(
         self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> Source:
-        """Return zeros for the value ``key`` of a parameter's state, if the inner optimizer does
-        not have this value yet.
+        """Return zeros for the value ``key`` of a parameter's state, which the inner optimizer does
+        not have yet.
 
-        The zeros are a part of a flat tensor, which ``settle`` puts into the inner optimizer.
+        The zeros are a part of a flat tensor, which ``settle`` puts into the inner optimizer. The
+        step counter is a tensor of its own.
 
         Raises:
             RestoreError: The checkpoint has the value with another shape than the parameter.

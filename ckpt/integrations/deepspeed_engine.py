@@ -14,7 +14,8 @@ the folder has a small file with the same name. A step holds the partitions as D
 to each rank, so it does not restore on another number of ranks. For such restores, use
 `ckpt.integrations.deepspeed.zero_state`.
 
-This module imports deepspeed when the first `CkptEngine` is made.
+This module does not import deepspeed itself. A save or a load imports deepspeed when it meets a
+value that is no tensor, array, container or plain value (see ``deepspeed_values``).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class CkptEngine:
     Every rank makes a `CkptEngine` after ``deepspeed.initialize``, and sets it as
     ``engine.checkpoint_engine``. ``engine.destroy()`` closes it, and so does the end of the
     process. As long as it is set, ``engine.load_checkpoint`` checks its argument ``tag``, and
-    raises ``NoCheckpoint`` on all ranks if no step has the tag.
+    raises ``NoCheckpoint`` on all ranks if any rank has no folder with the name of the tag.
 
     The number of a step is ``engine.global_steps``, or one more than the newest step if that is
     higher. If a tag is saved a second time, it names the newer step.
@@ -77,8 +78,9 @@ class CkptEngine:
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
         folder: The ``save_dir`` and ``load_dir`` of the script. It has the file ``latest`` and the
-            small files. The constructor writes missing small files for the steps on the tiers.
-        tiers: As for `CheckpointManager`. None takes ``folder``.
+            small files. The constructor writes missing small files for the steps on the tiers, and
+            writes the newest tag into ``latest``.
+        tiers: As for `CheckpointManager`. If it is None, ``folder`` is used.
         settings: Further arguments of the `CheckpointManager`.
 
     Attributes:
@@ -88,6 +90,7 @@ class CkptEngine:
     Raises:
         ConfigError: The engine uses a feature that this class does not support, or the tiers have
             steps that `CkptEngine` has not saved. Nothing was written.
+        RestoreError: No step is intact, or another rank could not write the small files.
     """
 
     name = "CkptEngine"
@@ -136,9 +139,12 @@ class CkptEngine:
         os.makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Add ``state_dict`` to the checkpoint as the contents of the file ``path``.
+        """Add ``state_dict`` to the checkpoint as the contents of the file ``path``, and write a
+        small file at ``path`` unless there is one.
 
-        Nothing in ``state_dict`` may change until ``save_checkpoint`` returns.
+        Nothing in ``state_dict`` may change until ``save_checkpoint`` returns. After an error, the
+        save fails on all ranks. If ``path`` is not in the folder of the tag, as in
+        ``save_16bit_model``, ``state_dict`` is only written to ``path`` with ``torch.save``.
 
         Raises:
             ConfigError: ``save_checkpoint`` was given another folder.
@@ -201,11 +207,12 @@ class CkptEngine:
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the contents of the file ``path``, from the newest step with the file's tag.
 
-        All ranks call this, each for a file of its own. Each chunk comes from the nearest tier that
-        has it intact.
+        All ranks call this, each for a file of its own. This method first waits for the end of the
+        newest save. Each chunk comes from the nearest tier that has it intact.
 
         Raises:
             NoCheckpoint: No step has the tag.
+            ConfigError: ``path`` is not in the folder of a tag.
             RestoreError: DeepSpeed's own engine has written the file, the ranks load different
                 steps, another rank has failed, or the state does not fit this number of ranks.
             IntegrityError, StorageError: Bytes are intact on no tier.
@@ -235,8 +242,8 @@ class CkptEngine:
         return found
 
     def _load(self, path: str, device: torch.device) -> tuple[str, StepRef, Any]:
-        """Return the tag of the file ``path``, the newest step with this tag, and the contents of
-        the file.
+        """Wait for the end of the newest save. Return the tag of the file ``path``, the newest step
+        with this tag, and the contents of the file.
         """
         if not _is_note(path):
             raise RestoreError(
@@ -324,7 +331,15 @@ class CkptEngine:
             return list(dict.fromkeys(step.tag for step in _steps(readers)))
 
     def _newest(self) -> int:
-        """Return the number of the newest step, the same on all ranks; -1 if there is none."""
+        """Return the number of the newest intact step, the same on all ranks; -1 if there is none.
+
+        This restores the entry with the tag, so the manager continues from this step. After a
+        ``ConfigError`` or ``RestoreError``, the manager is closed.
+
+        Raises:
+            ConfigError: The step has no entry with a tag, so `CkptEngine` has not saved it.
+            RestoreError: No step is intact, or the entry does not fit.
+        """
         about: dict[str, Any] = {_ABOUT: {"tag": "", "latest": True}}
         try:
             report = self.manager.restore(about, only=_ABOUT)
@@ -340,7 +355,8 @@ class CkptEngine:
         return -1 if report is None else report.step
 
     def _mirror(self) -> None:
-        """Write the small files that the folder lacks, and let ``latest`` name the newest tag.
+        """Write the small files that the folder lacks, and write the newest tag into ``latest``.
+        Only one rank of each node does so.
 
         A step that was saved with ``save_latest=False`` does not count for ``latest``.
         """
@@ -438,7 +454,9 @@ class _Latest:
                 self.name(event.step, tag)
 
     def name(self, step: int, tag: str) -> None:
-        """Write ``tag``, the tag of ``step``, into ``latest``, unless that names a newer step."""
+        """Write ``tag``, the tag of ``step``, into ``latest``, unless this object has already
+        written the tag of this step or a newer one.
+        """
         with self._lock:
             if step > self._step:
                 self._step = step

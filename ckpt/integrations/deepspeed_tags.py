@@ -23,8 +23,8 @@ Tags = Callable[[], list[str]]
 def check_loads(engine: Any, folder: str, checkpoints: Any, tags: Tags) -> None:
     """Replace ``engine.load_checkpoint`` by a function that checks its argument ``tag`` first.
 
-    The new function raises ``NoCheckpoint`` on all ranks if a rank lacks the tag. It checks the tag
-    only while ``checkpoints`` is the checkpoint engine of ``engine``.
+    The new function raises ``NoCheckpoint`` on all ranks if the folder of the tag is missing on any
+    rank. It checks the tag only while ``checkpoints`` is the checkpoint engine of ``engine``.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.

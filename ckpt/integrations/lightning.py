@@ -31,10 +31,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from ckpt.adapters.tensors.per_rank import PerRank, RngState
-from ckpt.catalog.index import creation_time, committed
+from ckpt.catalog.index import committed, creation_time
 from ckpt.catalog.inventory import Inventory
 from ckpt.config import MEMORY, Mode, SaveConfig, Settings, with_settings
-from ckpt.errors import ConfigError
+from ckpt.errors import CkptError, ConfigError
 from ckpt.integrations.lightning_loops import (
     begin_next_epoch,
     continues_epoch,
@@ -47,6 +47,7 @@ from ckpt.integrations.lightning_strategy import MODULE, CkptStrategy, mix_in
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import parse_folder
+from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Tiers, as_tiers, open_tiers, urls_of
 
@@ -159,7 +160,11 @@ class CkptCheckpoint(ModelCheckpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The path of the best step, or, without ``monitor``, that of the newest step."""
+        """The path of the best step, or, without ``monitor``, that of the newest step.
+
+        If this callback knows no such step yet, the value is the ``ckpt://`` path with ``#best``,
+        or an empty text without ``monitor``.
+        """
         return self._best or (self._path(BEST) if self.monitor else "")
 
     @best_model_path.setter
@@ -278,11 +283,15 @@ class CkptCheckpoint(ModelCheckpoint):
         Returns:
             A checkpoint for Lightning with all other entries and the module's tensors. If there is
             no step, the checkpoint is false in a boolean context.
+
+        Raises:
+            ConfigError: ``which`` is "best", and no step has the metric.
+            CkptError: See ``CheckpointManager.restore``.
         """
         assert self._manager is not None
         strategy, module = trainer.strategy, trainer.lightning_module
         if which == BEST:
-            which = strategy.broadcast(self._best_step() if trainer.is_global_zero else 0)
+            which = self._agreed_best_step(trainer)
         step = None if which == NEWEST else int(which)
         carried, trains = _Carried({}), trainer.state.fn == TrainerFn.FITTING
         report = self._manager.restore(
@@ -298,6 +307,22 @@ class CkptCheckpoint(ModelCheckpoint):
             self._rng = RngState().state_dict()
             self._last_global_step_saved = report.step
         return {**carried.held, MODULE: module.state_dict()}
+
+    def _agreed_best_step(self, trainer: Trainer) -> int:
+        """Return the result of ``_best_step`` on rank 0. If it fails there, all ranks raise its
+        error.
+        """
+        failure: CkptError | None = None
+        found: tuple[int, str] = (0, "")
+        if trainer.is_global_zero:
+            try:
+                found = (self._best_step(), "")
+            except CkptError as error:
+                failure, found = error, (0, str(error))
+        step, text = trainer.strategy.broadcast(found)
+        if text:
+            raise failure or ConfigError(text)
+        return step
 
     def _best_step(self) -> int:
         """Return the number of the step with the best metric on the tiers.
@@ -353,10 +378,12 @@ class CkptCheckpoint(ModelCheckpoint):
             self._manager = CheckpointManager(self._tiers, **self._settings)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Reserve memory for saves, or continue from the step that was restored.
+        """Reserve memory for saves if no step was restored. Otherwise prepare Lightning's loops to
+        continue from the restored step.
 
-        If the training continues within an epoch, also set the random number generators to their
-        restored states.
+        If the step was saved at the end of an epoch, the training begins with the next epoch. If
+        the training continues within an epoch, this also sets the random number generators to
+        their restored states.
 
         Raises:
             ConfigError: No step was restored, and the folder has a step that is newer than the
@@ -517,5 +544,4 @@ def _callbacks(trainer: Trainer) -> list[CkptCheckpoint]:
 
 
 def _absolute(url: str) -> str:
-    path = url.removeprefix("file://")
-    return url.rstrip("/") if "://" in path else os.path.abspath(os.path.expanduser(path))
+    return os.path.abspath(local_path(url)) if is_folder(url) else url.rstrip("/")

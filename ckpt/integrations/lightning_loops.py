@@ -24,7 +24,8 @@ def ends_epoch(trainer: Trainer) -> bool:
 
 
 def begin_next_epoch(trainer: Trainer) -> None:
-    """Let a restored training begin the next epoch if its step was saved at the end of an epoch.
+    """Make a restored training begin with the next epoch if its step was saved at the end of an
+    epoch.
 
     With ``max_steps``, Lightning treats every restored epoch as unfinished. Without this function,
     Lightning would train one batch too many, and give a wrong epoch number to the samplers.

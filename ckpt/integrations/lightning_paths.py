@@ -87,7 +87,8 @@ class _Places(AbstractFileSystem):  # type: ignore[misc]
         return datetime.fromtimestamp(path.saved_at, UTC)
 
     def _open(self, path: str, mode: str = "rb", *more: Any, **how: Any) -> Any:
-        """Return a file with the weights and the hyper-parameters, for ``load_from_checkpoint``.
+        """Return a file with the weights, and with the entry ``lightning`` of rank 0, such as the
+        hyper-parameters. ``load_from_checkpoint`` reads the file.
 
         The file has no optimizer state, so a trainer cannot resume from it without
         ``CkptCheckpoint``.

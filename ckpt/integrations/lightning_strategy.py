@@ -51,7 +51,8 @@ class CkptStrategy(Strategy):
     """A mixin for a strategy whose module and optimizers ckpt saves and restores.
 
     ``CkptCheckpoint`` mixes this class into the strategy of its trainer. If a path is in the folder
-    of no ``CkptCheckpoint``, Lightning loads it as without the mixin.
+    of no ``CkptCheckpoint``, Lightning loads it as without the mixin. If such a path is a
+    ``ckpt://`` path or a folder with steps of ckpt, ``load_checkpoint`` raises ``ConfigError``.
 
     Attributes:
         readers: The ``CkptCheckpoint`` callbacks of the trainer.
@@ -119,7 +120,8 @@ class CkptStrategy(Strategy):
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def dump(self, trainer: Trainer) -> dict[str, Any]:
-        """Return Lightning's checkpoint without the states of the module and the optimizers.
+        """Return Lightning's checkpoint without the states of the module and the optimizers, and
+        without the hyper-parameters that only pickle could save.
 
         Raises:
             ConfigError: A hook ``on_save_checkpoint`` has changed the module's state in the

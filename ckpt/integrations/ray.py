@@ -66,7 +66,7 @@ class RayCheckpoints:
     Every worker makes an object of this class, and makes the same calls.
 
     Args:
-        tiers: As for `CheckpointManager`. None takes the result of `run_root`.
+        tiers: As for `CheckpointManager`. If it is None, the result of `run_root` is used.
         settings: Further arguments of the `CheckpointManager`.
 
     Attributes:
@@ -103,8 +103,8 @@ class RayCheckpoints:
         Args:
             state: As for `CheckpointManager.restore`.
             checkpoint: A ``ray.train.Checkpoint`` that this class has reported in this run or
-                another one, such as ``result.checkpoint``. None takes the newest step of the run,
-                which may be newer than ``ray.train.get_checkpoint()``.
+                another one, such as ``result.checkpoint``. If it is None, the newest step of the
+                run is restored, which may be newer than ``ray.train.get_checkpoint()``.
             options: Further arguments of `CheckpointManager.restore`.
 
         Returns:
@@ -161,8 +161,9 @@ class RayCheckpoints:
         """Report ``metrics`` to Ray, and save ``state`` in the background if it is given.
 
         All workers must make the same calls, as with ``ray.train.report``. Ray gets the checkpoint
-        with these metrics as soon as the step is durable. If a save fails, Ray ends the run or
-        restarts the workers, as ``FailureConfig`` says.
+        with these metrics as soon as the step is durable. If the save is skipped, Ray gets only the
+        metrics. If a save fails, Ray ends the run or restarts the workers, as ``FailureConfig``
+        says.
 
         Args:
             metrics: As for ``ray.train.report``. The step keeps those metrics that are numbers.

@@ -85,6 +85,7 @@ def opened_step(
 
     Raises:
         NoCheckpoint: No tier has such an attempt.
+        StorageError: A tier cannot be listed, and no other tier has such an attempt.
     """
     with _opened(tiers, step, finishes=finishes) as (stores, readers):
         found = next((each for each in readers if ref in (None, each.ref)), None)

@@ -114,11 +114,19 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         *args: Any,
         **options: Any,
     ) -> Any:
-        """Train as the trainer does. On return, every save is durable, or its error is raised.
+        """Train as the trainer does. On return, every save has ended. The error of a save is
+        raised, or only logged with ``on_error="warn"``.
 
         ``resume_from_checkpoint="auto"`` resumes from the newest step if there is one, and True
         raises an error if there is none. If the newest step is damaged, both values resume from the
         newest intact step before it.
+
+        Raises:
+            ConfigError: ``trial`` is given, ``resume_from_checkpoint`` is not the folder of a
+                checkpoint or is that of a step in another ``output_dir``, or the tiers have a newer
+                step than the one with which the run begins.
+            NoCheckpoint: The folders in ``output_dir`` point to steps, and the tiers have no step.
+            CkptError: The step cannot be restored, or a save has failed.
         """
         if trial is not None:
             raise ConfigError(
@@ -436,7 +444,8 @@ def make_ckpt_trainer(cls: type[Any]) -> type[Any]:
 
 
 class _HeldRng:
-    """The random number generators of a rank. A restore keeps their states until ``set``.
+    """The random number generators of a rank. A restore only stores their states here, and ``set``
+    sets the generators to these states.
 
     The trainer calls ``set`` after it has skipped the batches before the step.
     """
@@ -498,8 +507,8 @@ class _Run:
     def save(
         self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], left: Sequence[str]
     ) -> bool:
-        """Begin a save without the names in ``left``. Return True if the save has begun, and False
-        if it was skipped.
+        """Begin a save without the names in ``left``. Return True if the save has begun. Return
+        False if it was skipped or, with ``on_error="warn"``, could not begin.
         """
         try:
             pending = self.manager.save_async(state, step, metrics=metrics, exclude=left or None)
@@ -534,7 +543,9 @@ class _Run:
 
 
 def _limited(tier: Tier, kept: Kept) -> Tier:
-    """Return ``tier`` with the settings of ``kept`` for each retention setting that it lacks."""
+    """Return ``tier`` with the settings of ``kept`` in place of the retention settings that it
+    lacks. A tier without any limit and the tier in memory are returned unchanged.
+    """
     keep_last = tier.keep_last or kept.limit
     if keep_last is None or tier.url == "memory":
         return tier

@@ -141,8 +141,8 @@ def decompress(frame: bytes, key: str, *, at_most: int) -> bytes:
         at_most: The most bytes that the frame may unpack to.
 
     Raises:
-        ManifestCorrupt: The frame is damaged, or states that it unpacks to more than ``at_most``
-            bytes. In that case no memory is allocated for these bytes.
+        ManifestCorrupt: The frame is damaged, does not state its unpacked size, or states a size of
+            more than ``at_most`` bytes. No memory is allocated for a size that is refused.
     """
     import zstandard
 

@@ -47,14 +47,22 @@ def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) ->
 
 def carried_fragment(manifest: Manifest, rank: int, *, key: str) -> Fragment | None:
     """Return the fragment of ``rank`` from the copy in the manifest. Return None if the manifest
-    carries no copies of fragments. Raises ``ManifestCorrupt`` if the copy is invalid.
+    carries no copies of fragments.
+
+    Raises:
+        ManifestCorrupt: The copy is invalid.
+        CodecMissing: The codec of the rank's data file is not installed here.
     """
     return fragment_of(manifest.carried[rank], key=key) if manifest.carried else None
 
 
 def carried_fragments(manifest: Manifest, *, key: str) -> dict[int, Fragment]:
-    """Return by rank the fragments that the manifest carries a copy of. The result is empty if the
-    manifest carries no copies. Raises ``ManifestCorrupt`` if a copy is invalid.
+    """Return a dict that maps each rank to its fragment, from the copies in the manifest. The dict
+    is empty if the manifest carries no copies of fragments.
+
+    Raises:
+        ManifestCorrupt: A copy is invalid.
+        CodecMissing: The codec of a data file is not installed here.
     """
     return {part.rank: fragment_of(part, key=key) for part in manifest.carried}
 

@@ -169,9 +169,11 @@ def step_of(state: object, step: object, *, last: int | None) -> int:
     The number is ``step`` if ``step`` is not None. Otherwise it is ``state["step"]`` if that is an
     integer. Otherwise it is the number after ``last``, or 0 if ``last`` is None.
 
+    A NumPy integer is accepted for both. A torch tensor with one integer is accepted only for
+    ``step``: in ``state["step"]`` it does not count as an integer.
+
     Raises:
-        ConfigError: The number is not an integer from 0 to 10**18 - 1. NumPy and torch integers are
-            accepted.
+        ConfigError: The number is not an integer from 0 to 10**18 - 1.
     """
     if step is None:
         own = state.get("step") if isinstance(state, Mapping) else None

@@ -202,8 +202,8 @@ class Manifest(
 
     The stored manifest leaves out the parts of the fragments that not every rank needs. Files have
     no chunks, an encoding has one length (the size of the file), tensors have no shards, and
-    ``per_rank`` is empty. ``model.fill_manifest.fill`` adds these parts for the ranks whose
-    fragments it gets.
+    ``per_rank`` is empty. ``model.fill_manifest`` adds these parts for the ranks whose fragments it
+    gets.
 
     Attributes:
         tied: Tied names, each with the name that its bytes are stored under.
@@ -215,8 +215,8 @@ class Manifest(
         carried: Copies of the fragments of all ranks, without the parts that are merged. It is
             empty unless a fragment has ``in_manifest`` set.
         per_rank: The trees of ``PerRank`` values by rank, for the ranks whose fragments
-            ``model.fill_manifest.fill`` has added.
-        is_filled: Whether ``model.fill_manifest.fill`` has added the fragments of all ranks. Never
+            ``model.fill_manifest`` has added.
+        is_filled: Whether ``model.fill_manifest`` has added the fragments of all ranks. Never
             stored.
     """
 

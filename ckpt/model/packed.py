@@ -73,7 +73,7 @@ the global shape padded with ones, and the least shape that a shard may have (0 
 the tensor, 1 in the padding).
 """
 Tables = dict[tuple[bytes, int], Table]
-"""The tables that were made before, by ``Form.tensors`` and ``Form.dims``."""
+"""The tables of earlier forms. A key consists of ``Form.tensors`` and ``Form.dims``."""
 
 _headings: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(tuple[Heading, ...])
 _form: Final = msgspec.json.Decoder(Form)
@@ -408,8 +408,13 @@ def _total(numbers: Ints) -> int:
 
 
 def _unpacked(frame: bytes, key: str, *, at_least: int = 0) -> bytes:
-    """Return the bytes that a frame unpacks to. A result of up to ``at_least`` bytes is accepted
-    even if it exceeds the usual limit. Raises ``ManifestCorrupt`` for a longer result.
+    """Return the bytes that a frame unpacks to.
+
+    The usual limit for the result depends on the size of the frame. A result of up to ``at_least``
+    bytes is accepted even if it exceeds this limit.
+
+    Raises:
+        ManifestCorrupt: The frame is damaged, or the result is too long.
     """
     most = max(at_least, min(_MAX_FRAME_BYTES, _SMALL_FRAME_BYTES + MAX_EXPANSION * len(frame)))
     return decompress(frame, key, at_most=most)

@@ -95,7 +95,8 @@ def _check_layouts(manifest: Manifest, key: str) -> None:
 
 
 def check_heading(record: Packed, key: str) -> None:
-    """Check the step, the rank, the world size, the file and the codec that a fragment states.
+    """Check the step, the rank, the world size, the chunk size, the file and the codec that a
+    fragment states.
 
     Raises:
         ManifestCorrupt: One of these values is invalid.

@@ -241,7 +241,8 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
         depth: The number of containers around the value.
 
     Raises:
-        UnsupportedValue: A string is not valid text, or containers are nested too deeply.
+        UnsupportedValue: A string is not valid text, containers are nested too deeply, too many
+            members of a set or keys of a dict have the same hash, or ``other`` raised the error.
     """
     kind = type(value)
     if kind is str:

@@ -98,8 +98,8 @@ class StepCopies:
         return sum(file.size for file in stored)
 
     def _check_room(self, nbytes: int) -> None:
-        """Raise ``OutOfSpace`` if copies of ``nbytes`` bytes would take the room of the next
-        save.
+        """Raise ``OutOfSpace`` if copies of ``nbytes`` bytes would take the room of the next save.
+        Do nothing if the backend of the tier does not know its free space.
         """
         backend = self.tier.backend
         if isinstance(backend, HasSpace) and backend.free_bytes() < nbytes + self.own_bytes:

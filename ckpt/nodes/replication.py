@@ -177,6 +177,7 @@ class NodeReplicas:
                 memory. The call means that the steps of earlier jobs may be removed, because all
                 nodes have copied a step of this job. Before that, the loss of a node may cost all
                 steps of this job. A node that fails to copy several steps in a row counts as done.
+                On such a node, ``outdate`` is called without waiting for the other nodes.
         """
         if (ring := self._rings.get(tier.index)) is None:
             return
@@ -193,7 +194,8 @@ class NodeReplicas:
 
         Returns:
             The newest step whose files this node has copied since the last restore. If there is
-            none, the step that the job has restored. Empty if there is neither.
+            none, the step that the job has restored. Empty if there is neither, or if this node
+            keeps no copies on ``tier``.
         """
         ring = self._rings.get(tier.index)
         with self._lock:
@@ -220,7 +222,8 @@ class NodeReplicas:
 
     def _copy(self, ring: Ring) -> None:
         """Copy the newest step that waits, and report it. Call ``outdate`` once all nodes have
-        copied a step of this job, or have failed to.
+        posted that they have copied a step of this job. If this node fails to copy several steps in
+        a row, call ``outdate`` without waiting for the other nodes.
         """
         with self._lock:
             newest, ring.newest = ring.newest, None
@@ -300,8 +303,8 @@ class NodeReplicas:
         }
 
     def _try(self, ring: Ring, ref: StepRef) -> int | None:
-        """Return the result of ``ring.copy(ref)``. After an error, call it again while there is no
-        newer step, ``_TRIES`` times in all.
+        """Return the result of ``ring.copy(ref)``. After a ``CkptError``, call it again, at most
+        ``_TRIES`` times in all. Raise the error if a newer step waits or the copying was stopped.
         """
         for _ in range(_TRIES - 1):
             try:
@@ -335,8 +338,8 @@ class NodeReplicas:
         return not ring.unheard
 
     def _say_first(self, ring: Ring) -> None:
-        """Post that this node has copied a step of this job, or has failed to copy several steps.
-        The message is the same. Do nothing if this node has posted it before.
+        """Post that this node has copied a step of this job, or has failed to copy several steps in
+        a row. The message is the same in both cases. Do nothing if this node has posted it before.
         """
         if (rank := self._coordinator.rank) in ring.unheard:
             with suppress(CkptError):

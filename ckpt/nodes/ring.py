@@ -71,7 +71,8 @@ class Ring:
         newest: The step to be copied next, and how many restores came before it; None if no step
             waits.
         copied: The newest step that was copied since the last restore.
-        outdate: Called once when all nodes have made the copies of a step of this job.
+        outdate: Called once when the steps of earlier jobs are not needed any more (see
+            ``NodeReplicas.committed``).
         posted: The subjects of messages about restored steps that other nodes may still need.
 
     Thread safety: the thread that copies. ``NodeReplicas`` guards ``newest``, ``copied`` and
@@ -130,15 +131,16 @@ class Ring:
         return nbytes
 
     def copy_restored(self, ref: StepRef, held: Mapping[int, Held]) -> int:
-        """Copy files of a restored step to this node, so that each file is on enough nodes.
+        """Copy files of a restored step to this node, so that each file is on enough nodes. If this
+        node lacks the manifest of the step, put the manifest, too.
 
         Args:
             ref: The step.
             held: The files of the step that each node has, by the number of the node.
 
         Returns:
-            The size of the copied data files in bytes. 0 if this node needs no more files, if some
-            file of the step is on no node, or if the step was removed meanwhile.
+            The size of the copied data files in bytes. 0 if this node needs no more files, if the
+            manifest or some file of the step is on no node, or if the step was removed meanwhile.
 
         Raises:
             CkptError: A file cannot be read from another node, or cannot be written on this node.

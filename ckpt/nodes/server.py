@@ -272,7 +272,8 @@ class NodeServer:
                 raise ConnectionAbortedError("it does not know the token")
 
     def _note(self, caller: _Caller, error: OSError) -> None:
-        """Log why TLS has refused the connection of ``caller``, once for each host and reason. Log
+        """Log why TLS has refused the connection of ``caller``, unless the same host was refused
+        for the same reason since its last good connection, or ``_NOTES`` refusals were logged. Log
         nothing if the caller has only closed the connection.
         """
         if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError):

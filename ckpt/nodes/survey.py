@@ -151,14 +151,15 @@ class NodeSurvey:
         ]
 
     def unless_apart(self, finish: Finish) -> Finish:
-        """Return a function that calls ``finish``, but only for a store whose files one rank sees
-        as a whole. For the store of a tier that is local to several nodes it returns False.
+        """Return a function that calls ``finish`` and returns its result. For the store of a tier
+        that is local to several nodes, the function returns False without calling ``finish``, since
+        no rank sees all files of a step there.
         """
         return lambda store, ref: not isinstance(store, Union) and finish(store, ref)
 
     def fault(self, found: Candidate, stores: Sequence[StorageBackend]) -> str:
         """Return why a step cannot be restored from the nodes of the job. The text is empty if the
-        step can be restored, if another tier has it, or if its manifest cannot be read.
+        step can be restored, if a shared tier has it, or if its manifest cannot be read.
 
         Args:
             found: The step.

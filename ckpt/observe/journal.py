@@ -36,7 +36,7 @@ from ckpt.events import (
     StepVerified,
     TierMissed,
 )
-from ckpt.storage.places import is_folder
+from ckpt.storage.places import is_folder, local_path
 
 _log = logging.getLogger("ckpt")
 LIMIT_BYTES: Final = 4 << 20
@@ -94,8 +94,8 @@ class Journal:
     """An observer that writes the events of a run to a folder beside its root.
 
     Rank 0 writes every event that its manager sends. Other ranks write failures, damage and
-    repairs. Each rank that writes has at most two files of about 4 MiB. Make a journal for each
-    job, since a journal records the begin of one job only.
+    repairs. Each rank that writes has at most two files of about 4 MiB. Make a new `Journal` object
+    for each job, since an object records the start of one job only.
 
     Args:
         root: The folder of the run. The journal is in the folder of the same name with ``.journal``
@@ -103,7 +103,7 @@ class Journal:
         rank: The rank of this process; None for the rank that the launcher names.
 
     Raises:
-        ConfigError: ``root`` is a URL of a remote store.
+        ConfigError: ``root`` is neither a path nor a ``file://`` URL.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards ``_file``,
     ``_failed`` and ``_opened``.
@@ -168,8 +168,7 @@ def journal_of(root: str | os.PathLike[str]) -> str:
         raise ConfigError(
             f"root={shown(place)}: a journal is on this machine: give a folder, such as 'runs/gpt'"
         )
-    path = place[len("file://") :] if place.lower().startswith("file://") else place
-    return os.path.abspath(os.path.expanduser(path)) + ".journal"
+    return os.path.abspath(local_path(place)) + ".journal"
 
 
 def record_of(event: Event) -> Record:
@@ -194,7 +193,8 @@ def record_of(event: Event) -> Record:
 def note_verified(root: str, step: int, fault: str, *, journal: str | None = None) -> None:
     """Record in a journal that a step was compared with its checksums.
 
-    Nothing happens if the journal does not exist or cannot be written.
+    Nothing happens if the journal does not exist or cannot be written, or if its root is not a
+    folder.
 
     Args:
         root: The URL of the tier, as events name it.
@@ -222,6 +222,9 @@ class JournalReader:
 
     Args:
         root: The folder of the run.
+
+    Raises:
+        ConfigError: ``root`` is neither a path nor a ``file://`` URL.
 
     Thread safety: one thread at a time.
     """

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from ckpt.checks import shown, whole
 from ckpt.config import local_rank_of_this_process, rank_of_this_process
@@ -33,6 +33,7 @@ from ckpt.storage.places import is_folder
 from ckpt.storage.registry import scheme_of
 
 _log = logging.getLogger("ckpt")
+_LAST_PORT: Final = 65535
 
 
 class Metrics:
@@ -55,8 +56,8 @@ class Metrics:
 
     Raises:
         MissingExtra: prometheus-client, or a package that ``otlp`` needs, is not installed.
-        ConfigError: The port is taken, ``textfile`` cannot be written to, or ``otlp`` cannot be
-            used.
+        ConfigError: ``port`` is not a port number or is taken, ``textfile`` cannot be written to,
+            or ``otlp`` cannot be used.
 
     Thread safety: all methods may be called from any thread. The registry and the backlog have
     locks of their own, and each other field changes in a single operation.
@@ -90,8 +91,14 @@ class Metrics:
         self._server: Any = None
         self.port: int | None = None
         if port is not None:
-            whole("port", port, 0, 65535)
-            self._serve(host, port + local_rank_of_this_process() if port else 0)
+            whole("port", port, 0, _LAST_PORT)
+            own = port + local_rank_of_this_process() if port else 0
+            if own > _LAST_PORT:
+                raise ConfigError(
+                    f"port={port} is for local rank 0, and this rank would need {own}: give a "
+                    "lower number"
+                )
+            self._serve(host, own)
         if self._sender is not None:
             self._sender.start()
 

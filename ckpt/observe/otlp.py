@@ -108,7 +108,9 @@ class Sender:
         self._work = self._workers.submit(self._run)
 
     def close(self) -> None:
-        """Let the thread send the last values, wait for it 5 s at most, and close the exporter."""
+        """End the thread, which first sends the last values. Wait for it 5 s at most, and close the
+        exporter.
+        """
         self._ends.set()
         if self._work is not None:
             wait([self._work], _CLOSE_SECONDS)
@@ -186,7 +188,7 @@ def _metrics(sdk: Any, families: Iterable[Any], started: int, now: int) -> Itera
         sdk: The first result of ``_packages``.
         families: The metrics of a registry, as its ``collect`` returns them.
         started: When the process began to count, in nanoseconds since 1970. It is used for a series
-            that has no time of its own.
+            whose creation time the registry does not contain.
         now: The time of the values, in nanoseconds since 1970.
     """
     for family in families:

@@ -77,7 +77,8 @@ class StepView:
         ranks: How many ranks wrote the step; 0 if that is not known.
         metrics: The metrics of the step, by name.
         cells: The state on each tier of the run, in the order of ``RunView.tiers``.
-        save: The save in the journal; None if the journal does not have it.
+        save: The save in the journal; None if the journal does not have it, or if it counts for a
+            younger attempt at the step.
     """
 
     step: int
@@ -96,7 +97,8 @@ class TierView:
 
     Attributes:
         url: The URL of the tier.
-        opened: Whether the tier itself was listed. If not, all facts are from the journal.
+        opened: Whether the view is from a `TierWatch`, which lists the tier; ``error`` says if that
+            has failed. Otherwise only a journal names the tier, and all facts are from the journal.
         error: Why the tier cannot be listed; empty if it can be.
         steps: How many attempts are committed on the tier.
         newest: The newest committed step; -1 if there is none.

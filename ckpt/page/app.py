@@ -131,7 +131,9 @@ class _Pages:
 
 
 async def _changes(live: Live) -> AsyncGenerator[bytes]:
-    """Yield a server-sent event with the version of the views, at first and after each change."""
+    """Yield a server-sent event with the version of the views at the start and after each change,
+    until ``live`` is closed. After 15 seconds without an event, yield a comment.
+    """
     sent, waited = -1, 0.0
     while not live.closed:
         live.touch()

@@ -36,7 +36,8 @@ class Live:
     Attributes:
         runs: The runs that the page shows.
         views: The newest view of each run, in the order of ``runs``; empty before ``start``.
-        version: A number that grows by one when a renewal changes any view.
+        version: A number that grows by one when a renewal changes any view. Values that change with
+            every renewal, such as the time of a view, do not count.
     """
 
     def __init__(self, runs: Sequence[RunWatch], interval: float) -> None:
@@ -48,7 +49,7 @@ class Live:
         self._worker = Workers("page", 1)
 
     def start(self) -> None:
-        """Make the first views, and let the background thread renew them from then on."""
+        """Make the first views, and start the background thread, which renews them from then on."""
         self._look()
         self._worker.submit(self._run)
 
@@ -62,7 +63,7 @@ class Live:
         return self._over.is_set()
 
     def close(self) -> None:
-        """Let the background thread end. Do not wait for a renewal that is under way."""
+        """End the background thread. Do not wait for a renewal that is under way."""
         self._over.set()
 
     def _run(self) -> None:

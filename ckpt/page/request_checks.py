@@ -49,7 +49,12 @@ class Guard:
         self._cookie = f"ckpt-{checksum(token.encode())[:8]}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to the application, or answer it here if it may not pass."""
+        """Pass an HTTP request to the application, or answer it here if it may not pass. In both
+        cases, add ``HEADERS`` to the answer.
+
+        Calls that are not HTTP requests, such as the one at the start of the server, are passed to
+        the application without a check.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -12,9 +12,10 @@ Chunks that are neighbours in the file are read with one request. There are thre
   are, for example, chunks that are needed in part, and chunks with targets that are strided or on a
   device.
 
-A chunk that must be decoded is read into the buffer. It is decoded into its target if the target
-is contiguous host memory, and else into a second buffer. Each thread keeps its two buffers. A
-buffer has ``RUN_BYTES``, or the size of the largest request or chunk that has passed through it.
+A chunk that must be decoded is read into the buffer, together with all other chunks of its request.
+It is decoded into its target if the whole chunk is wanted and the target is contiguous host memory,
+and else into a second buffer. Each thread keeps its two buffers. A buffer has ``RUN_BYTES``, or the
+size of the largest request or chunk that has passed through it.
 """
 
 from __future__ import annotations

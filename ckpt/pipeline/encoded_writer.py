@@ -53,7 +53,7 @@ def write_encoded(
 ) -> tuple[tuple[Chunk, ...], tuple[int, ...]]:
     """Encode an image and make the encoded file durable on ``backend``.
 
-    If the call raises, no object is visible under the key.
+    If the call raises, no new object is visible under the key.
 
     Args:
         write: The image and the key of the file.

@@ -1,12 +1,12 @@
 """Writes an image in memory to a file on a tier, and makes its chunk table.
 
-The state may still be copied to the image. A byte has *landed* when it was copied, and each part is
-written as soon as its bytes have landed. If several parts may be written at a time, the same
-threads hash the chunks, but only while they write the second half of the parts, when copying has
-mostly ended. Copying, hashing and training at the same time would need three cores on machines that
-may have two, and would slow training about twice as much as hashing after copying does
-(docs/decisions/0009). If the store takes one
-part at a time, a worker hashes the chunks while the calling thread writes the parts.
+A write may begin while the state is still being copied to the image. A byte has *landed* when it
+was copied, and each part is written as soon as its bytes have landed. If several parts may be
+written at a time, the same threads hash the chunks, but only while they write the second half of
+the parts, when copying has mostly ended. Copying, hashing and training at the same time would need
+three cores on machines that may have two, and would slow training about twice as much as hashing
+after copying does (docs/decisions/0009). If the store takes one part at a time, a worker hashes the
+chunks while the calling thread writes the parts.
 
 If the image is larger than its memory, it passes through a ring: memory that is used again for
 later bytes once it is written and hashed. So in a ring, each chunk is hashed soon after its parts
@@ -38,7 +38,7 @@ OnBytes = Callable[[int], None]
 
 
 class Source(Protocol):
-    """The bytes of an image, to which the state may still be copied.
+    """The bytes of an image. The state may still be being copied to the image.
 
     Thread safety: any thread may call all methods.
     """
@@ -148,7 +148,10 @@ def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]
 
 
 def adopt_image(write: ImageWrite, backend: Adopting) -> tuple[Chunk, ...]:
-    """Make the image an object of a store in memory, without copying it, and hash its chunks.
+    """Make the image an object of a store in memory, without copying it.
+
+    If ``write.known`` is empty, first wait until the whole image has landed, and hash its chunks.
+    The file of the image is cut to the size of the image.
 
     Returns:
         The chunk table.

@@ -49,7 +49,7 @@ def missing_copies(
     replicas: int,
 ) -> dict[int, tuple[int, ...]]:
     """Return for each file the nodes that must get a copy, so that ``1 + replicas`` nodes have the
-    file.
+    file, or fewer if the file's node does not have enough buddies.
 
     A file is named by the rank that has written it. Files that no node has are left out of the
     result, and files that need no copy have an empty tuple. The function considers the node of the

@@ -63,13 +63,15 @@ def nearest_copies(
 
 
 def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks of ``replicas`` that together write one copy of the tensor, including
-    ``rank``. Each of them writes a slab.
+    """Return the ranks that together write one copy of a tensor, each of them one slab. The result
+    is empty if ``rank`` writes the whole tensor.
 
-    The result is empty if ``rank`` writes the whole tensor. If ``node_of`` is empty or ``rank``
-    does not hold the tensor, the result is ``replicas``. Otherwise the result has the ranks on the
-    node of ``rank``, so that each node has a copy. If the nodes have unequal numbers of replicas,
-    each rank writes the whole tensor, since slabs of different sizes would have no equal chunks.
+    * If ``node_of`` is empty or ``rank`` does not hold the tensor, the result is ``replicas``.
+    * If all nodes with replicas have the same number of them, and more than one, the result is the
+      replicas on the node of ``rank``. Each node then has a copy.
+    * In all other cases, the result is empty. With unequal numbers of replicas, the slabs of the
+      nodes would have different sizes, and so no equal chunks.
+
     All replicas on a node get the same result.
 
     Args:

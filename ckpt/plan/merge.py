@@ -62,6 +62,7 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], known: Known | None = Non
         TensorIncomplete: The boxes of a tensor overlap or leave a hole, or ranks disagree about its
             shape or dtype.
         ManifestCorrupt: A fragment has contents that ckpt never writes.
+        CodecMissing: The codec of a data file is not installed here.
         CommitError: The fragments belong to different saves.
         ConfigError: A pattern of the save matches no name on any rank.
     """
@@ -189,7 +190,8 @@ def _merge_tied(fragments: Sequence[Packed], stored: set[str]) -> dict[str, str]
         stored: The names of all stored tensors.
 
     Raises:
-        ReplicasDiverged: Two ranks tie a name to different names.
+        ReplicasDiverged: Two ranks tie a name to different names, and no rank stores a tensor under
+            it.
     """
     tied: dict[str, str] = {}
     holder: dict[str, int] = {}

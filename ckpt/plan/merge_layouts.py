@@ -41,8 +41,8 @@ class Light:
 
     Attributes:
         ref: The reference to the fragment.
-        part: The fragment without ``tree``, ``replicas`` and ``metadata``. If the manifest does not
-            carry the fragment, ``per_rank`` is left out, too.
+        part: The fragment without ``tree``, ``replicas`` and ``metadata``. If ``in_manifest`` is
+            False, ``per_rank`` is left out, too.
         form: The key of the fragment's form in ``Gathered.forms``.
         layout: A key that two fragments share if they have the same tensors, boxes, positions in
             the file and chunk lengths.
@@ -85,6 +85,7 @@ class Gathered:
 
         Raises:
             ManifestCorrupt: The fragment has contents that ckpt never writes.
+            CodecMissing: The codec of the data file is not installed here.
         """
         form = f"{part.chunk_bytes}/{checksum(part.form)}"
         if form not in self.forms:
@@ -164,7 +165,7 @@ class Layouts:
 def merge_layouts(gathered: Gathered, ranks: Sequence[Light], known: Layouts | None) -> Layouts:
     """Return the tensors and layouts of all ranks.
 
-    The function first compares the copies of the boxes that several ranks have stored.
+    If several ranks have stored the same box, the function also compares their copies of the box.
 
     Args:
         gathered: All fragments.

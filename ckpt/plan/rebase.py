@@ -13,7 +13,7 @@ from ckpt.plan.restore import ChunkRead
 
 def same_chunks(one: Manifest, two: Manifest) -> bool:
     """Return True if the data files of both manifests have the same raw bytes. Their encodings may
-    differ.
+    differ. Both manifests must have the fragments of all ranks filled in.
     """
     return [(file.rank, file.chunks) for file in one.files] == [
         (file.rank, file.chunks) for file in two.files

@@ -4,7 +4,7 @@ fills.
 For every wanted box, the plan finds the stored shards that overlap it, the chunks of each shard
 that overlap it, and the common box of each chunk and the wanted box. A chunk is always read as a
 whole, since its checksum covers all of it. If the whole chunk is wanted and is contiguous in the
-target, it is read directly into the target.
+target, the pipeline can read or decode it directly into the target.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Make the save plan: the boxes that a rank writes, and their places in its image.
 
 1. Share: the replicas of a leaf together write it once. A large leaf is cut into slabs, one for
-each replica. A small leaf is written by the replica that has the fewest bytes to write so far. All
-replicas have the same leaves and compute the same division, so they exchange no messages.
+each replica. A small leaf, or one with a box that cannot be cut into that many slabs, is written by
+the replica that has the fewest bytes to write so far. All replicas have the same leaves and compute
+the same division, so they exchange no messages.
 
 2. Order: the boxes are sorted by descending element size, then by name. Therefore every box is
 aligned and the image has no gaps, as safetensors requires.

@@ -71,10 +71,11 @@ def keyed(reads: Sequence[ChunkRead]) -> dict[int, ChunkRead]:
 def share(
     sizes: Mapping[int, int], wanted: Sequence[Keys], *, worth_bytes: int, parcel_bytes: int
 ) -> Shares:
-    """Return for one rank which chunks it reads alone and which it shares with other ranks.
+    """Divide the chunks that one rank wants into those that it reads alone and those that it shares
+    with other ranks.
 
     Args:
-        sizes: The key of each chunk that this rank wants -> the size of the chunk in memory.
+        sizes: The size in memory of each chunk that this rank wants, by the key of the chunk.
         wanted: The keys that each rank wants, by rank. The keys of this rank are included.
         worth_bytes: The smallest number of bytes that a group shares. For fewer bytes, the
             collectives would cost more than they save, so each rank reads these chunks alone.

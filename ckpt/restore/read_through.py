@@ -140,8 +140,13 @@ class ReadThrough:
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
         self._missing: list[StoredFile] = []
         self.fetched: dict[int, int] = {}
-        """The data files that this restore has put into caches: the rank that each file belongs to,
-        with the position of the source from which the file came.
+        """For each data file that this or another rank has put into a cache in this restore, by the
+        rank of the file: the position of the farthest source that was needed for the file. Files
+        that were removed again, because the cache was full, count too.
+        """
+        self._put: set[tuple[int, int]] = set()
+        """The position of the cache and the rank, for each file that this or another rank has put
+        into a cache in this restore.
         """
         self.taken: Counter[int] = Counter()
         """For each source, by its position, how many of its bytes ``fill`` has put into targets."""
@@ -176,6 +181,9 @@ class ReadThrough:
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
         """Put the files that ``look`` has remembered into the nearest cache that takes them.
+
+        This may also remove steps from a cache with a capacity to make room, and commits the step
+        on each cache that then has all of its files. It waits for files that other ranks fetch.
 
         Returns:
             ``plan`` without the chunks that this call has copied to their targets in ``sink``.
@@ -220,7 +228,8 @@ class ReadThrough:
             elif not self._wins(subject(file.rank)):
                 theirs.append(file)
             elif self._fetch(position, file, wanted, f"{subject(file.rank)}/end") == _REFUSED:
-                self._withdraw(position, [*mine, file] if file.rank in self.fetched else mine)
+                is_put = (position, file.rank) in self._put
+                self._withdraw(position, [*mine, file] if is_put else mine)
                 refused += [*mine, file]
             else:
                 mine.append(file)
@@ -230,6 +239,7 @@ class ReadThrough:
                 refused += [file] if outcome == _REFUSED else []
             else:
                 self.fetched[file.rank] = int(outcome)
+                self._put.add((position, file.rank))
         return refused
 
     def _fetch(self, position: int, file: StoredFile, wanted: _WantedChunks, subject: str) -> bytes:
@@ -246,6 +256,7 @@ class ReadThrough:
             self.origin.mended(position, file.key)
             source = copied.position
             self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + file.size
+            self._put.add((position, file.rank))
             outcome = str(source).encode()
             self._copy_fragment(position, file)
             seconds = time.perf_counter() - began
@@ -356,9 +367,12 @@ class ReadThrough:
         return True
 
     def mend(self) -> None:
-        """Replace the files in the caches that had damaged chunks. Call it after all data was read.
+        """Replace the cached files in which reads have found damaged chunks. Call this after all
+        data was read.
 
         Each file is replaced atomically by one rank, after every byte of the new file was verified.
+        A cache stays as it is if it does not answer, if it has the step in another encoding, or if
+        its root belongs to another job that may be alive.
         """
         for position in self._caches:
             damaged = [
@@ -397,8 +411,8 @@ class ReadThrough:
         """Commit the step on a cache if the cache has all of its files.
 
         If nodes have tiers of their own, each node commits the step with the files that it has.
-        Files that this restore has not fetched are verified, since their sizes alone do not show
-        that they are intact.
+        Files that this restore has not put into this cache are verified, since their sizes alone do
+        not show that they are intact.
         """
         parts: list[StoredFile | FragmentRef] = [
             *self._found.manifest.fragments,
@@ -409,7 +423,7 @@ class ReadThrough:
             return
         if not self._wins(self._subjects(position)("list")):
             return
-        older = [file for file in self._files.values() if file.rank not in self.fetched]
+        older = [file for file in self._files.values() if (position, file.rank) not in self._put]
         if cache.nodes:
             older = [file for file in older if self.origin.fault(position, file) is None]
         try:
@@ -461,7 +475,10 @@ class ReadThrough:
         return self._coordinator.set_once(subject, me) == me
 
     def _outcome(self, subject: str) -> bytes | None:
-        """Return the outcome that another rank posts; None if none comes before the deadline."""
+        """Wait for the outcome that another rank posts on ``subject``, and return it.
+
+        Return None if there is no outcome at the deadline.
+        """
         return self._coordinator.verdict(
             subject, timeout=max(0.0, self._deadline - time.monotonic())
         )

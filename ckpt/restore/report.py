@@ -16,16 +16,18 @@ class RestoreReport:
         step: The step that was restored.
         attempt: The attempt (the run of the job) that saved it.
         saved_world_size: How many ranks saved it.
-        tier: The URL of the tier from which most bytes of this rank came. Data that was fetched
-            into a nearer folder on the way counts for the tier from which it was fetched.
+        tier: The URL of the tier from which most bytes of this rank came. Data that this restore
+            has first stored in a nearer folder (read-through) counts for the tier from which it was
+            fetched.
         nbytes: Bytes that were loaded into this rank's state.
         read_bytes: Bytes that this rank read from stores for its state. Encoded chunks count with
             their encoded size.
         received_bytes: Raw bytes that other ranks read and sent to this rank
             (``replicas="broadcast"``).
-        seconds: Duration of the whole call: finding, matching, reading, verifying, and waiting for
-            other ranks.
-        skipped: Pairs (step, reason) of newer steps that were damaged.
+        seconds: Duration of the whole restore: finding, matching, reading, verifying, and waiting
+            for other ranks.
+        skipped: Pairs (step, reason) of the steps that were passed over before this one, because
+            they were damaged or not complete any more.
         repaired: The files that nearer tiers should have had intact, and that this rank read from
             farther tiers instead. If a file was rewritten on the nearer tier, its entry is
             ``mended``.
@@ -68,7 +70,7 @@ class RestoreReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Return the loaded bytes of this rank, in units of 10^9, per second of the whole call."""
+        """Return the loaded bytes of this rank, in units of 10^9, per second of the restore."""
         return self.nbytes / max(self.seconds, 1e-9) / 1e9
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 1. The leader lists the steps and proposes one.
 2. Every rank matches the checkpoint with its state.
 3. If the state fits on all ranks, every rank reads, each chunk from the nearest tier that has it
-   intact. Read-through stores files of farther tiers in the nearest folder on the way.
+   intact. Read-through first stores files of farther tiers in the nearest folder.
 4. After all ranks have read everything, plain values are set and objects are loaded. Before that,
    only the memory of tensors is changed.
 
@@ -172,9 +172,13 @@ class Restorer:
             The report; None if ``step`` is None and there is no checkpoint.
 
         Raises:
-            RestoreError: The state does not fit, or no step is intact. In the latter case tensors
-                may have been overwritten, and the message says so.
-            StorageError: The tiers cannot be listed.
+            RestoreError: The state does not fit, no step is intact, an object of the state has
+                raised an error while it was loaded, or another rank has failed. If no step is
+                intact, the message says whether tensors may have been overwritten.
+            FormatUnsupported: This ckpt cannot read the format of the step.
+            StorageError: The tiers cannot be listed, or a tier denies access or does not answer.
+            CommitTimeout: Other ranks have not answered in time.
+            ConfigError: A pattern of the selection matches no name on any rank.
         """
         began = time.perf_counter()
         skipped: list[tuple[int, str]] = []

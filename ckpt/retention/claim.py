@@ -75,6 +75,7 @@ class Claim:
 
         Raises:
             RootInUse: The root belongs to a job that is alive on this machine.
+            RootLost: Another folder has taken the place of the root.
         """
         # ``writer.json`` may name this job even if this method fails.
         self.claimed, self._seen = True, self.own
@@ -108,7 +109,7 @@ class Claim:
     def act_for_ended(self, owner: Owner | None) -> None:
         """Use this claim for the job ``me``, whose processes have ended. Only the agent does so.
 
-        Nothing is written, so the next job takes the root as from a dead job. From now on,
+        This writes nothing to the root, so the next job can take the root over. From now on,
         ``may_remove`` allows only checkpoints of this job, steps that it copies to the root
         (``bring``), and checkpoints of attempts that are known to have ended.
 
@@ -174,7 +175,8 @@ class Claim:
         complete that save.
 
         Only a job that owns the root, or takes it now, knows which jobs have ended. For any other
-        job the result is False.
+        job the result is False. It is also False for a step that this job copies to the root
+        (``bring``).
         """
         return ref not in self._brought and job_of(ref) in self._ended
 

@@ -57,21 +57,23 @@ class Evictor:
     ) -> None:
         """Make room so that ``ref`` fits into the capacity of the tier.
 
-        If the store cannot be listed, nothing is removed, and the save itself raises the error of
-        the store. On a tier with a codec, the size of ``ref`` is estimated from the newest encoded
-        step on the tier. Without such a step, the estimate is ``staged``, but at most the capacity.
+        If the store cannot be listed, nothing is removed, and the error is logged and not raised.
+        On a tier with a codec, the size of ``ref`` is estimated from the newest encoded step on the
+        tier. Without such a step, the estimate is ``staged``, but at most the capacity.
 
         Args:
             ref: The step that is about to be written.
             staged: The size of ``ref`` in bytes before any codec.
             restored: The number of the step that the job continues from; None if it has restored
-                none. This step stays until the job has a newer step.
+                none. Until the job has a newer step, this step is removed only if another durable
+                tier has it too.
             stored: Whether ``staged`` is the size of the files on the tier, so that nothing has to
                 be estimated.
 
         Raises:
             OutOfSpace: ``ref`` cannot fit.
             RootInUse: The root belongs to another job.
+            StorageError: The owner of the root cannot be read.
         """
         capacity = self._tier.tier.capacity_bytes or 0
         try:
@@ -169,7 +171,8 @@ class Evictor:
 
         Remains of failed saves come first, then committed steps in the order of ``first_to_go``.
         Parts of steps of ended jobs and unfinished copies follow. The newest step comes last, and
-        only if another durable tier has it too. Steps in ``tried`` are left out.
+        only if another durable tier has it too. Steps in ``tried`` are left out, and so are ``ref``
+        and all steps that must stay.
         """
         own = self._claim.own
         whole = {held.ref: held for held in found if held.state == "committed"}

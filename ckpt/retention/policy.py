@@ -226,9 +226,10 @@ class PruneContext:
         own: The running attempt; empty for none. Its newest step stays, even if other attempts have
             later steps.
         alive: Whether the running attempt is known to be alive. If so, its steps that are not
-            complete stay until they are old. Without a date they always stay.
+            complete stay until they are old. If their age is not known (``StoredStep.touched`` is
+            None), they always stay.
         grace_seconds: The age from which a step that is not complete counts as remains.
-        undated: Whether a step that is not complete and has no date counts as remains, too.
+        undated: Whether a step that is not complete also counts as remains if its age is not known.
         guard: The steps that the policy may not remove. ``judge`` reads them after the steps were
             listed.
         claim: The claim of the job on the root; None if a person decides (``ckpt prune``).

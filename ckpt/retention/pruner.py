@@ -61,12 +61,13 @@ def prune(
 ) -> list[Pruned]:
     """Remove the steps that ``rule`` does not keep, and the remains of failed saves.
 
-    A damaged checkpoint is removed too if no file of it was put for ``context.grace_seconds``,
-    unless ``rule`` keeps everything or the tier has no intact checkpoint. Steps that are pinned,
-    that have a newer format, or that belong to other living jobs stay. Pins that have ended are
-    removed. Other than these pins, only files with names of checkpoint files in the folders of
-    steps are removed. A call that is interrupted at any moment leaves complete checkpoints, and
-    remains that the next call removes.
+    A damaged checkpoint is removed too if no file of it was put for ``context.grace_seconds``. It
+    stays if ``rule`` keeps everything, or if the tier has no intact checkpoint. Steps that are
+    pinned or in a format that this ckpt cannot read stay. With ``context.claim``, checkpoints that
+    ``Claim.may_remove`` does not allow to remove stay, too. Pins that have ended are removed. Other
+    than these pins, only files with names of checkpoint files in the folders of steps, and
+    unfinished writes to such files, are removed. A call that is interrupted at any moment leaves
+    complete checkpoints, and remains that the next call removes.
 
     Args:
         backend: The store.
@@ -153,6 +154,8 @@ def sweep(
 
     Raises:
         RootInUse: The root belongs to another job, which is not known to have ended.
+        StorageError: The tier cannot be listed, or a step cannot be removed. The other steps may
+            not have been removed.
     """
     found = Inventory(backend, part=part).look()
     # The listing was made before this check, so it has no steps of a job that takes the root later.
@@ -231,7 +234,8 @@ class Pruner:
         steps that they saved and the retention policy does not keep.
 
         This has no effect on a rank that does not lead. If an earlier job is known to have ended,
-        the call waits until the removal is done. Errors are logged and not raised.
+        this method waits until the removal is done. Otherwise it returns at once. Errors are logged
+        and not raised.
 
         Args:
             restored: The number of the step that the job continues from, which stays; None if it
@@ -244,7 +248,7 @@ class Pruner:
                 clearing.result()
 
     def free_space(self, restored: int | None) -> bool:
-        """Remove from a full store the steps that need not be kept, and return when this is done.
+        """Remove from a full store the steps that need not be kept. Wait until this is done.
 
         Args:
             restored: The number of the step that the job continues from, which stays; None if it

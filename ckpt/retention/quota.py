@@ -66,7 +66,8 @@ class Quota:
             trial: The number of the try at the step.
             nbytes: The size of this rank's image.
             restored: The number of the step that the job continues from; None if it continues from
-                none. This step stays until the job has a newer step.
+                none. Until the job has a newer step, this step is removed only if another durable
+                tier has it too.
             asked: On the leader, whether to make room. It is False for a save that the leader will
                 abort in any case.
 
@@ -129,7 +130,9 @@ class Quota:
         return f"room/{self._tier.index}/{trial}/{ref.folder}"
 
     def _sum(self, ref: StepRef, subject: str) -> int | None:
-        """Return the size of the images of all ranks; None if a rank has given the save up."""
+        """Wait for the sizes of the images of all ranks, and return their sum. Return None as soon
+        as a rank has given the save up.
+        """
         total, wait = 0, Wait(self._timeout, _AWAITED, ref.step)
         ranks = range(self._coordinator.world_size)
         for _, message in arrivals(self._coordinator, subject, ranks, wait):

@@ -45,6 +45,9 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
     last. A step that is pinned stays, and so does one that another process finishes or copies. In a
     store with folders, the unfinished writes in the folder and the folder itself are removed too.
 
+    If a full store has no room for the marker, a checkpoint is removed without it, and so is a save
+    without fragments. A save that has a fragment but no manifest then stays.
+
     A removal that is interrupted leaves either a checkpoint, or remains that the next pruning
     removes and that no process can make a checkpoint again.
 
@@ -115,8 +118,9 @@ def _unfinished_in(backend: StorageBackend, held: StoredStep) -> Iterable[Unfini
 def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:
     """Put the claim marker that keeps other processes from finishing ``held``.
 
-    Return True if the removal may go on now. Return False if the step has a marker of another
-    process, or if this call has replaced such a marker because it was old.
+    Return True if the removal may go on now. Return False if the step has a marker of another kind,
+    such as that of a finisher, or if this call has replaced such a marker because it was old. For
+    an incomplete step, also return False if the step has a manifest by now.
     """
     put = (
         claim_for_removal
@@ -166,9 +170,10 @@ def discard_left(backend: StorageBackend, claim: Claim) -> None:
 
 
 def _is_abandoned(held: StoredStep) -> bool:
-    """Return True if the step has a claim marker of another process that is more than a day old.
+    """Return True if a claim marker that blocks the removal of the step is more than a day old.
 
-    That process has ended, since no process takes a day from its marker to its manifest.
+    The process that put the marker has ended, since no process takes a day from its marker to its
+    manifest.
     """
     # For an incomplete step, ``claim_for_removal`` puts an empty marker. So an empty marker there
     # does not block the removal.

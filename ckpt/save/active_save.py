@@ -223,8 +223,8 @@ class ActiveSave:
             self.outcome.staged.set()
 
     def await_copies(self) -> None:
-        """Return when no copy into the slot is under way. Copies that wait for room in the image
-        are abandoned.
+        """Abandon the copies that wait for room in the image, and wait until no copy into the slot
+        is under way.
         """
         self.snapshot.window.abandon()
         self.snapshot.wait_ended()

@@ -75,8 +75,8 @@ class Backfill:
             self._watcher.submit(self._run, restored)
 
     def close(self) -> None:
-        """Return when the backfill has copied its steps, or has failed to copy them, which is only
-        logged. Return at once if it has not begun.
+        """Wait until the backfill has copied its steps or has failed to copy them. A failure is
+        only logged. If the backfill has not begun, do not wait.
 
         From now on, the backfill does not wait for saves of the running job. It gives up a request
         after the usual number of tries, and no longer repeats it for ``commit_timeout_seconds``.

@@ -160,7 +160,7 @@ class JobSteps:
         return self.end_waiting(ref, _IMAGE)
 
     def wait_images(self) -> None:
-        """Return when no step needs its image any more."""
+        """Wait until no step needs its image any more."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting.get(_IMAGE))
 
@@ -186,7 +186,7 @@ class JobSteps:
             return frozenset().union(*self._waiting.values())
 
     def wait_idle(self, url: str, stop: threading.Event) -> None:
-        """Return when no step of this job waits for the tier ``url``, or when ``stop`` is set.
+        """Wait until no step of this job waits for the tier ``url``, or until ``stop`` is set.
 
         A thread that sets ``stop`` must call ``wake`` afterwards.
         """
@@ -194,7 +194,7 @@ class JobSteps:
             self._changed.wait_for(lambda: stop.is_set() or not self._waiting.get(url))
 
     def wake(self) -> None:
-        """Let the threads that wait in ``wait_idle`` check their ``stop`` again."""
+        """Wake the threads that wait in ``wait_idle``, so that they check their ``stop`` again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -202,6 +202,8 @@ class JobSteps:
 
     def protected(self, tier: OpenTier) -> frozenset[StepRef]:
         """Return the steps that no retention rule may remove from ``tier`` yet.
+
+        If this rank has a backfill, the call may wait for it (see ``EarlierSteps.needed``).
 
         Raises:
             StorageError: The nearest durable tier, on which steps of an earlier job must be listed,

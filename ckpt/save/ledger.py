@@ -144,11 +144,11 @@ class SaveLedger:
         del owner  # Outside of the lock, since this may be the last reference
 
     def suspect(self, error: SuspiciousState, *, logs: bool) -> None:
-        """Report a committed step that is suspicious to the observers, and to a later call if
-        ``on_suspicious="raise"``.
+        """Notify the observers that a committed step is suspicious. If ``on_suspicious="raise"``,
+        a later call of the manager raises ``error``.
 
         Args:
-            error: The report.
+            error: The error that describes what is suspicious.
             logs: Whether to log a warning too.
         """
         if logs:
@@ -163,7 +163,8 @@ class SaveLedger:
 
         Args:
             step: The step.
-            error: The error. If the save has not begun, the returned handle has this error.
+            error: The error. If the save has not begun, the error is logged and reported to the
+                observers, and the returned handle has it.
             begun: Whether the save has begun all the same. If so, the handle of that save is
                 returned, and the save ends by itself.
         """

@@ -141,8 +141,10 @@ class RankFiles:
     ) -> tuple[tuple[Chunk, ...], Encoding | None]:
         """Write the data file of ``job``, and return when it is durable.
 
-        If the image is read from a nearer tier, the first try lets the agent copy the file. If the
-        retries of a single request do not help, the whole file is written again from its start.
+        If the image is in memory, this process writes the file once, and repeats only single
+        requests. If the image is read from a nearer tier, the agent copies the file. If there is no
+        agent, or the agent cannot copy the file, this process writes it. If the store still fails
+        with a transient error, this process writes the whole file again from its start.
 
         Returns:
             The chunk table, and the encoding of the chunks or None if they are not encoded.

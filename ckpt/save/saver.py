@@ -109,11 +109,13 @@ class Saver:
     Raises:
         ConfigError: A tier with replicas is not local.
         CommitTimeout: There is a tier with replicas, and some node did not make its saver in time.
+        ThreadLimit: The system starts no more threads.
 
-    Thread safety: only the training thread may call the methods, except for ``finish``, which the
-    closing thread calls once, after the last save was handed over. ``_untaken`` belongs to the
-    training thread until then. ``_lock`` guards ``_swept``. All other fields are set once, or are
-    thread-safe objects.
+    Thread safety: only the training thread may call the methods, except for ``detach`` and
+    ``finish``. Background threads of the manager call ``finish`` once, and ``detach`` at most once
+    before it, after the last save was handed over. ``_untaken`` belongs to the training thread
+    until then. ``_lock`` guards ``_swept``. All other fields are set once, or are thread-safe
+    objects.
     """
 
     def __init__(
@@ -473,10 +475,11 @@ class Saver:
     def _goes_on(
         self, writers: Sequence[TierWriter], save: ActiveSave, error: BaseException
     ) -> bool:
-        """Return True if the image may go to the second of ``writers``, after the first has failed.
+        """Report that the save has failed on the tier of the first of ``writers``. Return True if
+        the image may go to the tier of the second.
 
-        If it may not, the save has failed on the tiers of all ``writers``. This rank then votes on
-        the farther tiers that it has failed the step.
+        If it may not, report that the save has failed on the tiers of all ``writers``, and vote on
+        the farther tiers that this rank's part of the step has failed.
         """
         writer, farther, job = writers[0], writers[1:], save.job
         # An image that passes through memory in waves cannot be read again.

@@ -161,8 +161,8 @@ class Suspicions:
         self._report(job.ref, own)
 
     def close(self) -> None:
-        """Return when the comparisons under way have ended. A comparison that takes more than some
-        seconds is given up, since some rank has probably died.
+        """Wait until the comparisons under way have ended, and stop the waiting thread. Comparisons
+        that have not ended after some seconds are given up, since some rank has probably died.
         """
         if self._newest is not None:
             wait([self._newest], _END_SECONDS)
@@ -216,7 +216,11 @@ class Suspicions:
         return _Finding(changed, before.step if before else -1, unchanged, bad)
 
     def _agreed(self, ref: StepRef, subject: str) -> _Finding:
-        """Return the finding of all ranks together."""
+        """Return the finding of all ranks together.
+
+        If ``check_finite`` is not set and the leader has seen a change, return the finding of the
+        leader, since the findings of the other ranks then make no difference.
+        """
         coordinator = self._coordinator
         patience = Wait(_WAIT_SECONDS, "the comparison with the last save", ref.step)
         if not self._scans and coordinator.rank != LEADER:

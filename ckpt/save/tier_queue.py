@@ -106,7 +106,7 @@ class TierQueue(Generic[T]):
         return self._coordinator.world_size > 1
 
     def expect(self, ref: StepRef) -> None:
-        """Keep a place for a step that holds its image in the queue of a nearer tier.
+        """Keep a place in this queue for a step that waits for a nearer tier with its image.
 
         If the nearer tier fails, the step is pushed to this queue with its image. A later step that
         holds its image waits behind the place. A rank with fewer slots cannot begin the later step

@@ -143,7 +143,8 @@ class TierWriter:
             The chunk table of the image.
 
         Raises:
-            CkptError: The step did not become a checkpoint here.
+            CkptError: The step did not become a checkpoint here, or this rank cannot find out
+                whether it did (`CommitError`).
         """
         with self._turn, about(self.url):
             return self._commit(job, on_bytes)
@@ -213,10 +214,12 @@ class TierWriter:
             self._backend.delete(ref.key(self._files.names[0]))
 
     def claim(self) -> None:
-        """Claim the root for this job.
+        """Claim the root, if this job has not claimed it yet, and remove what ended jobs left there
+        (see ``Pruner.clear``).
 
         Raises:
-            RootInUse: The root belongs to another job.
+            RootInUse: The root belongs to a job that is alive on this machine.
+            StorageError: The store has failed.
         """
         with self._turn, about(self.url):
             self._take_over()
@@ -236,8 +239,8 @@ class TierWriter:
                 sweep(self._backend, self.root, restored=restored, part=self.tier.nodes is not None)
 
     def abort(self, ref: StepRef, trial: int, reason: str) -> None:
-        """Vote that this rank's part of ``ref`` has failed. On the leader, this also aborts the
-        step.
+        """Vote that this rank's part of ``ref`` has failed, and wait for the verdict. On the
+        leader, this also aborts the step. A `CkptError` is only logged.
         """
         with self._turn:
             if self._quota is not None:
@@ -265,7 +268,9 @@ class TierWriter:
         self._hurry.set()
 
     def leave(self) -> None:
-        """Remove no files of failed saves from now on, since the agent may work on the steps."""
+        """Remove no files of failed saves from now on, since the agent may work on the steps. Also
+        do what ``hurry`` does.
+        """
         self._left.set()
         self.hurry()
 
@@ -308,7 +313,7 @@ class TierWriter:
         _LEAVING.call(self.root.detach)
 
     def close(self, durable_step: int, *, logs: bool = True) -> None:
-        """Stop the threads and release the root.
+        """Stop the threads, and release the root unless ``detach`` has handed it over.
 
         Args:
             durable_step: The newest durable step. Steps up to this one are removed from memory.
@@ -357,8 +362,10 @@ class TierWriter:
         )
 
     def _reason_to_abort(self, job: SaveJob) -> CkptError | None:
-        """Return the error if ``job`` must be aborted before anything is written, or None. The
-        error is an objection of the leader, or says that the tier has no room.
+        """Return the error if ``job`` must be aborted before its files are written, or None.
+
+        If the tier has a capacity, wait until the leader has made room for ``job``. The error is an
+        objection of the leader (see ``_objection``), or says why no room was made.
         """
         abort = self._objection(job.ref) if self._node.rank == LEADER else None
         if self._quota is not None:
@@ -375,8 +382,12 @@ class TierWriter:
         return abort
 
     def _objection(self, ref: StepRef) -> CkptError | None:
-        """Return the error if ``ref`` cannot be saved: another job owns the root, or the step
-        exists, or the root has newer steps. Return None if it can be saved.
+        """Claim the root, if this job has not claimed it yet. Return the error if ``ref`` cannot be
+        saved, else None.
+
+        The error says that another job owns the root, that the root has this step of another job
+        or, on a durable tier, a newer one, or that the store has failed. The steps of other jobs
+        that count are those that ``_take_over`` returns.
         """
         try:
             if self._taken is not None and not self._retry.call(self.root.confirm):
@@ -392,7 +403,8 @@ class TierWriter:
         return None
 
     def _take_over(self) -> set[int]:
-        """Claim the root, if this job has not claimed it yet.
+        """Claim the root, if this job has not claimed it yet, and remove what ended jobs left there
+        (see ``Pruner.clear``).
 
         Returns:
             The numbers of the steps of other jobs that the tier had when the root was claimed. If
@@ -418,8 +430,8 @@ class TierWriter:
         return self._taken
 
     def _clean_up(self, job: SaveJob) -> None:
-        """Remove this rank's files and unfinished writes of a save that was aborted, or that this
-        rank has failed.
+        """Remove this rank's files and unfinished writes of a save that was aborted, or in which
+        this rank's part has failed. A `StorageError` is only logged.
 
         After ``leave`` nothing is removed, since the agent may work on the step.
         """

@@ -82,7 +82,7 @@ Events = Mapping[torch.device, torch.Event]
 
 
 def copy_now(copies: Sequence[Copy], devices: Iterable[torch.device] = ()) -> None:
-    """Make the copies, and return when they are complete.
+    """Make the copies, and wait until they are complete.
 
     Args:
         copies: The copies.
@@ -116,8 +116,8 @@ class Late:
     device (see ``ckpt.staging.device``) run on the side stream of the device. They begin after all
     work that is in the device's *current* stream when this object is created.
 
-    Thread safety: the training thread creates the object and calls ``hold_current_streams``. The
-    copying thread calls all other methods.
+    Thread safety: the training thread creates the object and calls ``hold_current_streams``. Any
+    thread may call ``synchronize``. The copying thread calls all other methods.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -149,7 +149,7 @@ class Late:
         return background(next(iter(self._streams)))
 
     def begin(self) -> None:
-        """Let the side streams wait for the work that was in the current streams when this object
+        """Make the side streams wait for the work that was in the current streams when this object
         was created.
         """
         for device, stream in self._streams.items():
@@ -173,18 +173,22 @@ class Late:
         return {device: stream.record_event() for device, stream in self._streams.items()}
 
     def mark_launched(self) -> None:
-        """Note that all copies have been launched."""
+        """Record the events that ``hold_current_streams`` waits for. Call this after all copies
+        were launched.
+        """
         self._done = self.events()
 
     def hold_current_streams(self) -> None:
-        """Let the current streams of the calling thread wait until all launched copies have read
-        their sources. This does not block the thread.
+        """Make the current streams of the calling thread wait until all copies have read their
+        sources. This does not block the thread.
+
+        The call has no effect before ``mark_launched``.
         """
         for device, event in self._done.items():
             torch.accelerator.current_stream(device).wait_event(event)
 
     def synchronize(self) -> None:
-        """Return when all work on the side streams is complete."""
+        """Wait until all work on the side streams is complete."""
         _wait(self._streams.values())
 
 

@@ -3,7 +3,7 @@
 
 A device is *ordered* if it has streams and events. A copy from an ordered device can run on a side
 stream, after all work that the training has queued. Sources on an accelerator that is not ordered
-are copied before the call returns.
+are copied before the call of the save returns.
 """
 
 from __future__ import annotations
@@ -45,9 +45,12 @@ def is_ordered(device: torch.device) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return True if the current stream of ``device`` is capturing a graph.
+    """Return True if the calling thread's current stream is capturing a graph, and ``device`` is an
+    accelerator.
 
-    The call does not create a context on a device that has none.
+    This is the stream of the current device, which may have another index than ``device``. The
+    result is False if torch cannot tell. The call does not create a context on a device that has
+    none.
     """
     if device.type == "cpu" or not _is_accelerator(device):
         return False
@@ -92,8 +95,8 @@ def on(stream: torch.Stream | None) -> Generator[None]:
 def background(device: torch.device) -> Generator[None]:
     """Return the context manager for a background thread that uses ``device``.
 
-    Within the context, calls of the thread create no context on another device, and do not
-    invalidate a graph that another thread captures.
+    Within the ``with`` block, calls of the thread create no CUDA context on another device, and do
+    not invalidate a graph that another thread captures.
     """
     captures = cuda.beside_captures() if device.type == "cuda" else nullcontext()
     with captures, torch.accelerator.device_index(device.index):
@@ -101,7 +104,9 @@ def background(device: torch.device) -> Generator[None]:
 
 
 def drain(devices: Iterable[torch.device]) -> None:
-    """Return when all work that is queued on any stream of ``devices`` is complete."""
+    """Wait until all work that is queued on any stream of ``devices`` is complete. Skip devices for
+    which torch has no ``synchronize``.
+    """
     for device in devices:
         if _is_accelerator(device):
             torch.accelerator.synchronize(device)

@@ -59,7 +59,8 @@ class Fence:
             _fences.add(self)
 
     def listen(self) -> None:
-        """Begin to note captures of the step of any optimizer in the process, guarded or not.
+        """Begin to add to ``captured`` each optimizer of the process whose step is captured in a
+        graph, guarded or not.
 
         ``remove`` ends this.
         """
@@ -114,7 +115,10 @@ class Fence:
             self._in_flight.append(snapshot)
 
     def wait(self) -> None:
-        """Return when the late sources of all snapshots in flight may change."""
+        """Wait until the late sources of all snapshots in flight may change.
+
+        In a forked process, the call returns at once.
+        """
         if os.getpid() != self._pid:  # In a forked process, no thread copies tensors
             return
         with self._lock:
@@ -126,7 +130,7 @@ class Fence:
 
     @staticmethod
     def wait_for_all() -> None:
-        """Return when the late sources of all snapshots in flight in this process may change,
+        """Wait until the late sources of all snapshots in flight in this process may change,
         including those of other managers.
         """
         with _registering:

@@ -56,8 +56,14 @@ class Slot:
         Args:
             nbytes: The least size in bytes.
             path: The path of the file to create; None for anonymous memory.
-            wanted: A function that is called from time to time while the memory is allocated, which
-                takes about a second for each GiB. If it returns False, ``NotWanted`` is raised.
+            wanted: A function that is called from time to time while the file is allocated and in
+                ``prefault``, which take about a second for each GiB. If it returns False,
+                ``NotWanted`` is raised.
+
+        Raises:
+            OSError: The file cannot be created, or /dev/shm has no room for it.
+            HostMemoryExhausted: Anonymous memory cannot be mapped.
+            NotWanted: ``wanted`` has returned False.
         """
         self._wanted = wanted
         self.capacity = capacity_of(nbytes)
@@ -116,6 +122,7 @@ class Slot:
         Raises:
             HostMemoryExhausted: There is not enough memory. Without this check, the kernel would
                 end the process when it writes to the slot.
+            NotWanted: The function ``wanted`` has returned False.
         """
         try:
             for start in range(0, self.capacity, _STEP_BYTES):
@@ -152,9 +159,9 @@ class Slot:
                 )
 
     def close(self) -> None:
-        """Remove the file, and drop the references to the memory.
+        """Remove the file, undo ``pin``, and drop the views in ``laid``.
 
-        Views of the memory that other code still uses keep it mapped, but do not keep the file.
+        The memory stays mapped as long as this object or a view of the memory is in use.
         """
         self._unpin(closed=True)
         self.laid.clear()

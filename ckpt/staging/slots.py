@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ckpt.errors import CommitError, HostMemoryExhausted
+from ckpt.errors import CommitError, HostMemoryExhausted, ManagerClosed
 from ckpt.locks import Condition
 from ckpt.processes import namespace
 from ckpt.staging import slot_files
@@ -38,6 +38,9 @@ class SlotContents(Protocol):
     def evict(self, path: str) -> None:
         """Remove the step that the file ``path`` holds from the tiers in memory, because the slot
         is about to be closed or filled with another image.
+
+        Raises:
+            StorageError: A tier did not delete a file of the step.
         """
         ...
 
@@ -89,9 +92,10 @@ class SlotPool:
         contents: The steps that slots hold between two saves. ``acquire`` prefers the slot with the
             oldest step.
 
-    Thread safety: The training thread may call ``acquire`` and ``plan``, a background thread may
-    call ``reserve``, the threads that have streamed an image may call ``release`` and
-    ``reconsider``, and the owner may call ``close`` once. ``_changed`` guards all fields except
+    Thread safety: The training thread may call ``acquire``, ``plan`` and ``release``, a background
+    thread may call ``reserve``, the threads that have streamed an image may call ``release``,
+    ``look_again`` and ``reconsider``, and the owner may call ``stop`` and, once, ``close``. Any
+    thread may use ``made``, ``nbytes`` and ``has_all``. ``_changed`` guards all fields except
     ``_displaced``, for which a lost update changes no more than the level of a log line. All of
     these threads call ``contents``, some of them under the lock.
     """
@@ -144,9 +148,12 @@ class SlotPool:
     def plan(self, nbytes: int) -> None:
         """Decide now how many slots for images of ``nbytes`` there will be, without creating them.
 
+        Free slots that are too small for such images are closed, unless their steps are needed.
+
         Raises:
             HostMemoryExhausted: There is not enough memory, even for one slot that is smaller than
                 an image.
+            StorageError: A tier in memory did not delete the step in a slot that was closed.
         """
         with self._changed:
             self._may_make(nbytes)
@@ -155,8 +162,12 @@ class SlotPool:
         """Create all slots for images of ``nbytes`` and touch their pages, so that no save has to
         wait for this.
 
+        Free slots that are too small for such images are closed, unless their steps are needed.
+        ``stop`` ends the call early.
+
         Raises:
             HostMemoryExhausted: There is not enough memory for a slot.
+            StorageError: A tier in memory did not delete the step in a slot that was closed.
         """
         while True:
             request = _Request()
@@ -175,7 +186,8 @@ class SlotPool:
         """Return a free slot for an image of ``nbytes``, or create one. If no slot is free and none
         can be created, wait until one is free if ``wait`` is True, else return None.
 
-        If images pass through memory in waves, the slot is smaller than the image.
+        If images pass through memory in waves, the slot is smaller than the image. If the slot
+        holds a step, the step is removed from the tiers in memory.
 
         A slot whose step is needed (see ``SlotContents.is_needed``) is not taken as long as another
         slot can be created or is in use. The save in the other slot may commit a newer step, and
@@ -185,8 +197,11 @@ class SlotPool:
 
         Raises:
             HostMemoryExhausted: There is not enough memory for the slot.
-            CommitError: All free slots hold steps that are needed, there are several of them, and
-                no other slot can be created.
+            CommitError: No slot is in use, no other slot can be created, and there are several free
+                slots, which all hold steps that are needed.
+            StorageError: A tier in memory did not delete the step in the slot, or in a slot that
+                was closed because it is too small.
+            ManagerClosed: ``stop`` was called before the new slot was complete.
         """
         request = _Request()
         try:
@@ -200,6 +215,9 @@ class SlotPool:
                     self._changed.wait()
             self._renew(request)
             return request.slot or self._make(request, nbytes)
+        except NotWanted:
+            self._give_back(request)
+            raise ManagerClosed from None
         except BaseException:  # Ctrl-C included, after which the next call must not wait forever
             self._give_back(request)
             raise
@@ -207,8 +225,11 @@ class SlotPool:
     def release(self, slot: Slot) -> bool:
         """Take back a slot whose image is no longer needed.
 
+        The slot is closed if it is smaller than the budget now requires, unless its step is needed.
+
         Return True if /dev/shm has room again for slots that had to be in anonymous memory. The
-        caller should call ``reserve`` then, which creates them in /dev/shm.
+        free slots in anonymous memory were then closed (see ``reconsider``), and the caller should
+        call ``reserve``, which creates slots in /dev/shm in their place.
         """
         with self._changed:
             self._free.append(slot)
@@ -287,7 +308,10 @@ class SlotPool:
                 request.slot = None
 
     def _give_back(self, request: _Request) -> None:
-        """Let other callers have the slot of ``request``, or create a slot in place of it."""
+        """Put the slot of ``request`` among the free slots, or close it if it is not complete.
+
+        Other callers may then take it, or create a slot in place of it.
+        """
         with self._changed:
             if request in self._making:
                 self._making.remove(request)
@@ -329,7 +353,7 @@ class SlotPool:
         there is none for images of this size, and return True if one more slot may be created.
 
         A slot stays if its step may be the newest checkpoint of the job (see
-        ``SlotContents.is_needed``), unless it is the only slot and the budget allows one. The
+        ``SlotContents.is_needed``), unless it is the only slot and the budget allows only one. The
         caller must hold the lock.
         """
         small = [slot for slot in self._free if slot.capacity < self._slot_bytes(nbytes)]

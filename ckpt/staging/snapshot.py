@@ -126,7 +126,7 @@ class Snapshot:
 
     Thread safety: the training thread creates the object and calls ``copy_eager``. A background
     thread calls ``copy_late`` once; if ``foreground`` is set, the training thread calls it. Any
-    thread may call ``fence`` and ``wait_landed``.
+    thread may call ``fence``, ``confirm``, ``replicas``, ``wait_ended`` and ``wait_landed``.
 
     Attributes:
         step: The number of the step.
@@ -182,7 +182,8 @@ class Snapshot:
     def copy_eager(self) -> None:
         """Copy the eager sources.
 
-        When this returns, the eager sources may change, unless ``foreground`` is set.
+        When this returns, the eager sources may change, unless ``foreground`` is set. If nothing
+        has to be copied later, the snapshot has landed then.
         """
         if self.window.whole:
             copy_now(self._eager, self._eager_devices)
@@ -197,8 +198,9 @@ class Snapshot:
         """Copy the late sources. Then check that they were not changed meanwhile: compare the
         version counters, and compare the bytes of the image (see ``ckpt.staging.witness``).
 
-        The call raises no error. ``wait_landed`` raises the error of the copy later, and
-        ``confirm`` raises it if it is a ``TensorChanged``. The second and later calls do nothing.
+        If the copy or the check fails, this call does not raise the error. ``wait_landed`` raises
+        it later, and ``confirm`` raises it if it is a ``TensorChanged``. Only an interruption, such
+        as Ctrl-C, is raised here too. The second and later calls do nothing.
         """
         if self._landed.is_set() or not self._begun.acquire(blocking=False):
             return
@@ -220,11 +222,13 @@ class Snapshot:
             self._compared.set()
 
     def give_up(self, error: CkptError) -> None:
-        """Let the snapshot fail with ``error``, because no thread will call ``copy_late``.
+        """Make the snapshot fail with ``error``, because no thread will call ``copy_late``.
 
-        This does nothing if ``copy_late`` has begun to copy. Any thread may call it. If
-        ``foreground`` is set, only the training thread may call it, whose ``copy_late`` has ended
-        or was interrupted. The call then does nothing if the whole state is in the image.
+        Do nothing if the snapshot has landed or failed already.
+
+        If ``foreground`` is not set, any thread may call this. The call then does nothing if
+        ``copy_late`` has begun to copy. If ``foreground`` is set, only the training thread may call
+        this, after its ``copy_late`` has ended or was interrupted.
         """
         if self._begun.acquire(blocking=False) or self.foreground:
             if not self._landed.is_set():
@@ -249,8 +253,11 @@ class Snapshot:
             self._finish(self._changed())
 
     def fence(self) -> None:
-        """Return when the late sources may change: their copies are complete, or the current stream
-        of their accelerator waits for the copies.
+        """Wait until the late sources may change: their copies are complete or have failed, or the
+        current stream of their accelerator waits for the copies.
+
+        Then compare the version counters (see ``settle``), and add the seconds of this call to
+        ``held_seconds``. A ``TensorChanged`` is not raised here.
         """
         began = time.perf_counter()
         if self._device and not self._landed.is_set():
@@ -299,7 +306,7 @@ class Snapshot:
         self._compared.wait()
 
     def wait_landed(self, timeout: float | None = None) -> None:
-        """Return when the image is complete.
+        """Wait until the image is complete.
 
         Args:
             timeout: The most seconds to wait; None for no limit.
@@ -354,9 +361,12 @@ class Snapshot:
         return launched
 
     def _compare(self) -> None:
-        """Let the witness compare an image that has landed. An error fails the save.
+        """Compare an image that has landed with the bytes that the witness has read. If they
+        differ, or the comparison fails, the snapshot fails. Then drop the witness.
 
-        The fence does not wait for this, since the witness does not read the sources any more.
+        Nothing is compared if the snapshot has failed already, or if the image passed through a
+        ring, since each group of copies was then compared on its own. The fence does not wait for
+        the comparison, since the witness does not read the sources any more.
         """
         if self._error is None and self.window.whole:
             try:

@@ -45,7 +45,7 @@ class Window:
     # -- the copying side --------------------------------------------------------------------------
 
     def wait_room(self, end: int) -> None:
-        """Return when the buffer has room for the bytes up to ``end``.
+        """Wait until the buffer has room for the bytes up to ``end``.
 
         Raises:
             CkptError: ``fail``, ``lost`` or ``abandon`` was called, so the buffer may never have
@@ -63,7 +63,10 @@ class Window:
             self._changed.notify_all()
 
     def fail(self, error: CkptError) -> None:
-        """Declare that no more bytes will land."""
+        """Declare that no more bytes will land, because of ``error``.
+
+        All calls of ``wait_room`` and ``view``, waiting or later, then raise the first such error.
+        """
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -76,7 +79,8 @@ class Window:
         The result is a view of the buffer, or a copy if the bytes cross the end of a ring.
 
         Raises:
-            CkptError: The bytes will never land.
+            CkptError: ``fail``, ``lost`` or ``abandon`` has ended the image with this error. The
+                bytes may have landed before.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._landed >= end)
@@ -107,8 +111,8 @@ class Window:
             self.fail(error)
 
     def abandon(self) -> None:
-        """Declare that no more bytes will be written. A call of ``wait_room`` then raises
-        ``StagingError``.
+        """Declare that no more bytes will be written. Calls of ``wait_room`` and ``view`` then
+        raise ``StagingError``, or the earlier error if the image has failed before.
         """
         self.fail(StagingError("the image is not written any more"))
 

@@ -43,8 +43,9 @@ class ObjectInfo:
     Attributes:
         key: The key of the object, relative to the root.
         size: The size in bytes.
-        modified: When the object was put, in seconds since 1970 by the store's clock; None if the
-            store or the call does not report it. Comparisons ignore this field.
+        modified: When the object was put, in seconds since 1970 by the store's clock. It is None if
+            the method that returned this description does not report the time. Comparisons ignore
+            this field.
     """
 
     key: str
@@ -176,8 +177,8 @@ class StorageBackend(Protocol):
     def upload(self, key: str, size: int) -> Upload:
         """Begin to write a large object and return its ``Upload``.
 
-        ``size`` is the most bytes that the object can have; ``Upload.finish`` may name fewer. The
-        store reserves this space if it can.
+        ``size`` is the most bytes that the object can have. The final size, which is an argument of
+        ``Upload.finish``, may be smaller. The store reserves ``size`` bytes if it can.
 
         Raises:
             OutOfSpace: The store can already tell that the object does not fit.
@@ -216,8 +217,10 @@ class StorageBackend(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object. Do nothing if the key has none. The store may also remove a folder
-        that becomes empty.
+        """Remove an object. Do nothing if the key has none.
+
+        The store may also remove abandoned temporary files from the folder of the object, and the
+        folder itself if it becomes empty.
         """
         ...
 

@@ -25,7 +25,7 @@ def is_folder(url: str) -> bool:
 
 def is_missing(url: str) -> bool:
     """Return True if ``url`` is a plain path or a ``file://`` URL, and the path does not exist."""
-    return is_folder(url) and not os.path.exists(_path_of(url))
+    return is_folder(url) and not os.path.exists(local_path(url))
 
 
 def is_object_store(url: str) -> bool:
@@ -72,14 +72,17 @@ def _canonical(url: str, absolute: Callable[[str], str] = os.path.realpath) -> s
     returns the absolute path of a folder.
     """
     if is_folder(url):
-        return os.path.join(absolute(_path_of(url)), "")
+        return os.path.join(absolute(local_path(url)), "")
     scheme, mark, path = url.partition("://")
     if not mark:
         return f"{url.rstrip('/')}/"
     return f"{_ALIASES.get(scheme.lower(), scheme.lower())}://{path.rstrip('/')}/"
 
 
-def _path_of(url: str) -> str:
+def local_path(url: str) -> str:
+    """Return the path that a ``file://`` URL names, or ``url`` itself if it is a plain path. ``~``
+    is expanded.
+    """
     if url.lower().startswith("file://"):
         url = unquote(urlsplit(url, allow_fragments=False).path)
     return os.path.expanduser(url)

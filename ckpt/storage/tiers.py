@@ -159,7 +159,8 @@ def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
         config: The path of another ``ckpt.toml``. If it is given, the variable is not used.
 
     Raises:
-        ConfigError: The flag, the variable and the file name no tier, or the URL is "memory".
+        ConfigError: The flag, the variable and the file name no tier, the URL is "memory", or the
+            file is invalid.
     """
     tiers = load_config(config).tiers
     if root := flag or ("" if config else root_of_environment()):
@@ -181,15 +182,17 @@ def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
 def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tuple[Tier, ...]:
     """Return the tiers that a command works on, nearest first.
 
-    Each of ``flags`` is resolved as by ``resolve_tier``. Without flags and without ``CKPT_ROOT``,
-    the result is all tiers of ``./ckpt.toml`` that outlive a process.
+    Each of ``flags`` is resolved as by ``resolve_tier``. Without flags, the result is the one tier
+    at the URL in the variable ``CKPT_ROOT``. If the variable is not set either, the result is all
+    tiers of ``./ckpt.toml`` that outlive a process.
 
     Args:
         flags: The URLs that the user gave to the command, if any.
         config: The path of another ``ckpt.toml``. If it is given, the variable is not used.
 
     Raises:
-        ConfigError: No tier is named, or the URL of a flag or of the variable is "memory".
+        ConfigError: No tier is named, the URL of a flag or of the variable is "memory", or the file
+            is invalid.
     """
     if flags:
         return tuple(resolve_tier(flag, config) for flag in flags)
@@ -200,9 +203,11 @@ def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tup
 
 def tier_at(url: str, tiers: Sequence[Tier]) -> Tier:
     """Return the first of ``tiers`` that has the URL ``url``, in any spelling; else a new tier
-    without settings. Links in ``url`` are followed if no tier has it as its URL.
+    without settings.
 
-    ``url`` may lack the query of an object store's URL, since no command prints the query.
+    If no tier has this URL, the symbolic links in ``url`` are resolved, and the folders among
+    ``tiers`` are compared again. ``url`` may lack the query of an object store's URL, since no
+    command prints the query.
     """
     tiers = [tier for tier in tiers if MEMORY not in (url, tier.url)]
     with_query = (tier for tier in tiers if is_spelling_of(url, tier.url))
@@ -220,7 +225,9 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
 
     Raises:
         ConfigError: ``tiers`` is empty, two tiers have the same URL, the root of one tier is inside
-            of the root of another, or the settings of a tier contradict its kind of store.
+            of the root of another, a tier in memory comes after a tier that is not in memory, the
+            tier "memory" is the last one, or the settings of a tier contradict its kind of store.
+            The errors of ``open_backend`` are also of this class.
     """
     if not tiers:
         raise ConfigError("a manager needs at least one tier: a folder or a URL")
@@ -313,8 +320,9 @@ def _check_apart(one: OpenTier, two: OpenTier) -> None:
 
 
 def on_two_servers(url: str) -> ConfigError:
-    """Return the error for two tiers that have the same ``url``, and whose options name different
-    servers. This is refused because the handle of a save, the journal and the output of commands
+    """Return the error for two tiers that have the same ``url`` on different servers.
+
+    Such tiers are refused because the handle of a save, the journal and the output of commands
     identify a tier by its URL.
     """
     return ConfigError(

@@ -9,23 +9,28 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.agent import client
 from ckpt.agent.client import status
+from ckpt.agent.finish import Finish
 from ckpt.agent.folder import Lock, AgentFolder
 from ckpt.catalog.index import committed
 from ckpt.coordination.owner import Owner, read_owner
-from ckpt.errors import AgentError, ConfigError, LeftToAgent
+from ckpt.errors import AgentError, ConfigError, LeftToAgent, RootInUse
 from ckpt.model.keys import OWNER
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, holders, job_of, memory_folder
+from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import Cli, cli
 from tests.kit.states import restored
 from tests.kit.stores import whole
@@ -359,6 +364,46 @@ def test_an_agent_that_dies_is_started_again_by_the_trainer(place: AgentFolder, 
         os.kill(first, signal.SIGKILL)
         assert until(lambda: (job := job_of(place)) and job.state == "running")
         assert holders(place, "listen") != [first]
+
+
+def finish_of(owner: Owner, **fields: Any) -> Any:
+    """Return a `Finish` of a job without tiers, with ``fields`` set."""
+    found = object.__new__(Finish)
+    for name, value in {"_me": owner, "_superseded": False, "_errors": [], **fields}.items():
+        setattr(found, name, value)
+    return found
+
+
+def test_a_root_that_another_job_takes_during_a_commit_ends_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = open_backend(str(tmp_path))
+    written = write_checkpoint(backend, 3, {"x": np.ones(4)}, commit=False)
+    owner = Owner(written.ref.attempt, "here", "this boot/1", pid=1, started=1)
+
+    def finalize(*_: object, **__: object) -> None:
+        raise RootInUse(str(tmp_path), "another job")
+
+    monkeypatch.setattr("ckpt.agent.finish.finalize", finalize)
+    root = SimpleNamespace(tier=SimpleNamespace(backend=backend, url=str(tmp_path)))
+    finish = finish_of(owner, _workers=None)
+    finish._attempt(partial(finish._finish_commit, root))
+    assert finish._superseded
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_a_tier_in_memory_keeps_its_owner_as_long_as_a_step_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_pinned: bool
+) -> None:
+    backend = open_backend(str(tmp_path))
+    written = write_checkpoint(backend, 3, {"x": np.ones(4)}, commit=False)
+    backend.put(OWNER, [b"{}"])
+    owner = Owner(written.ref.attempt, "here", "this boot/1", pid=1, started=1)
+    monkeypatch.setattr("ckpt.agent.finish.remove", lambda *_: not is_pinned)
+    monkeypatch.setattr(Finish, "_confirm", lambda *_: None)
+    root = SimpleNamespace(tier=SimpleNamespace(backend=backend), claim=None)
+    finish_of(owner, _durable=[], _job=SimpleNamespace(here=()))._free(root)
+    assert (tmp_path / OWNER).exists() == is_pinned
 
 
 def test_a_root_of_another_job_is_left_alone(place: AgentFolder, tmp_path: Path, tiers) -> None:

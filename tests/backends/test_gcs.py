@@ -113,6 +113,26 @@ def test_parts_in_any_order_and_one_shorter_than_was_announced(backend):
     assert fetch(backend, "key") == data
 
 
+def test_early_parts_are_sent_after_the_request_for_one_of_them_has_failed(backend):
+    data, part = payload(32 << 20), 8 << 20
+    view, real, failures = memoryview(data), backend.request, [1]
+    upload = backend.upload("key", len(data))
+    for number in (1, 2, 3):
+        upload.write(number * part, view[number * part : (number + 1) * part])
+
+    def request(key, method, url, *, headers=None, data=None):
+        if headers and headers.get("Content-Range", "").startswith(f"bytes {part}-") and failures:
+            raise TransientStorageError(key, f"cut {failures.pop()}")
+        return real(key, method, url, headers=headers, data=data)
+
+    backend.request = request
+    with pytest.raises(TransientStorageError, match="cut 1"):
+        upload.write(0, view[:part])
+    upload.write(0, view[:part])
+    assert upload.finish(len(data)).size == len(data)
+    assert fetch(backend, "key") == data
+
+
 def test_a_size_that_ends_with_a_part_and_is_less_than_was_announced(backend):
     data = payload(24 << 20)
     upload = backend.upload("key", 40 << 20)

@@ -151,6 +151,30 @@ def obstore(moto_server):
     backend.close()
 
 
+def test_a_part_is_not_taken_as_sent_after_an_early_part_was_lost(obstore):
+    part = obstore.capabilities.part_bytes
+    data = payload(2 * part)
+    upload: Any = obstore.upload("key", len(data))
+    upload.write(part, memoryview(data)[part:])
+    real, calls = upload._file, []
+
+    class Cut:
+        def write(self, given):
+            calls.append(len(given))
+            if len(calls) == 2:
+                raise OSError("connection reset")
+            return real.write(given)
+
+    upload._file = Cut()
+    for _ in range(2):  # The second call must not return as if all were sent
+        with pytest.raises(TransientStorageError):
+            upload.write(0, memoryview(data)[:part])
+    with pytest.raises(TransientStorageError):
+        upload.finish()
+    upload.abort()
+    assert len(calls) == 2
+
+
 def test_the_description_of_s3_is_read_once(moto_server, rclone_s3, monkeypatch):
     """Otherwise it takes a tenth of a second of CPU for each client of a tier."""
     read: list[str] = []
@@ -427,6 +451,26 @@ def test_an_answer_that_breaks_off_is_worth_another_try(rclone_s3):
         backend.read_into("key", 0, memoryview(out))
         assert out == data
         backend.close()
+
+
+@pytest.mark.parametrize("by", ["option", "client_kwargs", "AWS_ENDPOINT_URL_S3"])
+def test_a_server_that_is_not_of_amazon_gets_no_checksums(moto_server, monkeypatch, by):
+    """Servers of others may refuse them, however the server is named."""
+    options: dict[str, Any] = {**RIGHT}
+    if by == "option":
+        options["endpoint_url"] = moto_server.url
+    elif by == "client_kwargs":
+        options["client_kwargs"] = {"endpoint_url": moto_server.url}
+    else:
+        monkeypatch.setenv(by, moto_server.url)
+    backend = open_s3(f"s3://bucket/{fresh()}", options)
+    data = payload(20 << 20)
+    upload: Any = backend.upload("key", len(data))
+    send(upload, memoryview(data))
+    assert [part.get("ChecksumCRC32") for part, _ in upload._done.values()] == [None] * 3
+    upload.finish()
+    assert fetch(backend, "key") == data
+    backend.close()
 
 
 @pytest.mark.parametrize("checksums", [True, "false"])

@@ -70,6 +70,11 @@ class TestShm(BackendConformance):
             backend.open_file("step/y")
         Path(backend._top(), "step/link").unlink()
 
+    def test_an_upload_is_aborted_after_the_store_was_closed(self, backend):
+        upload = backend.upload("folder/key", 10)
+        backend.close()
+        upload.abort()  # This raises no error, as the contract says
+
     def test_a_folder_is_not_opened_as_an_object(self, backend):
         backend.put("step/x", [b"0123456789"])
         before = os.listdir("/proc/self/fd")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ckpt.catalog.index import is_committed, read_manifest
-from ckpt.catalog.transfer import fetch_step
+from ckpt.catalog.transfer import _clear_unnamed, fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step
+from ckpt.coordination.claim_marker import claim_committed_for_removal
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
@@ -284,6 +285,20 @@ def test_a_fetch_for_another_codec_goes_on_where_it_was(
     report = fetch_step([source], StepFolder(store, floats.ref, workers), codec="zstd")
     assert report.copied_bytes == len(objects(whole)[key])
     assert objects(store) == objects(whole)
+
+
+def test_the_marker_of_a_removal_stays_when_old_files_are_cleared(
+    source: StorageBackend, workers: Workers
+) -> None:
+    """A job may remove the step as soon as it is committed."""
+    written = write_checkpoint(source, 7, SMALL)
+    extra = written.ref.key(data_name(0, encoded=True))
+    source.put(extra, [b"in another encoding"])
+    assert claim_committed_for_removal(source, written.ref)
+    _clear_unnamed(StepFolder(source, written.ref, workers), written.manifest)
+    keys = {info.key for info in source.list("")}
+    assert written.ref.claim_marker in keys
+    assert extra not in keys
 
 
 def test_damage_at_the_source_is_not_encoded(

@@ -65,6 +65,23 @@ def test_safetensors_loads_what_was_saved(cli: Cli, saved: Path) -> None:
     assert {"epoch", "flags/a", "optimizer/param_groups", "model/head.weight"} <= left.keys()
 
 
+def test_a_file_url_is_the_path_that_it_names(cli: Cli, saved: Path, tmp_path: Path) -> None:
+    ran = cli("export", saved, f"file://{tmp_path}/my%20out.safetensors", "--json")
+    assert ran.code == 0, ran.err
+    assert load_file(tmp_path / "my out.safetensors")
+    assert not Path("file:").exists()
+
+
+def test_a_list_of_tensors_is_not_said_to_be_left_out(cli: Cli, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as manager:
+        state = {"list": [torch.ones(2), torch.zeros(3)], "mixed": [torch.ones(2), 3]}
+        manager.save(state, 1)
+    ran = cli("export", tmp_path / "run", "out.safetensors", "--json")
+    assert load_file("out.safetensors").keys() == {"list/0", "list/1", "mixed/0"}
+    assert "list" not in notes(ran.json, "left_out")
+    assert "mixed" in notes(ran.json, "left_out")
+
+
 def test_a_model_alone_loads_into_a_model_with_tied_weights(cli: Cli, saved: Path) -> None:
     args = ("--name", "model/*", "--strip", "model/")
     ran = cli("export", saved, "net.safetensors", *args, "--json")

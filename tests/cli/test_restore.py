@@ -103,6 +103,20 @@ def test_a_step_that_is_removed_meanwhile_is_not_called_damaged(
     assert "damaged" not in ran.err
 
 
+def test_steps_that_are_all_removed_one_by_one_are_not_called_damaged(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(ref: StepRef) -> None:
+        open_backend("runs").delete(ref.manifest)
+        data_file(steps[ref.step]).unlink()
+
+    monkeypatch.setattr("ckpt.cli.restore.verify_step", after(remove, verify_step))
+    ran = cli("restore")
+    assert ran.code == 7, ran.err
+    assert "step 100 was removed during the command" in ran.err
+    assert "all 3 that were found were removed" in ran.err
+
+
 def test_a_store_that_fails_after_damage_does_not_hide_the_damage(
     cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
 ) -> None:

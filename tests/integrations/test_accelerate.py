@@ -219,8 +219,9 @@ def test_a_folder_of_save_state_is_refused_with_the_way_to_load_it(tmp_path: Pat
 
     job = new(**project, seed=8)
     weights = [value.clone() for value in job.net.parameters()]
-    with pytest.raises(ConfigError, match=way):
-        AcceleratorCheckpoints(job.accelerator, theirs)
+    for place in (theirs, f"file://{theirs}"):
+        with pytest.raises(ConfigError, match=way):
+            AcceleratorCheckpoints(job.accelerator, place)
     with AcceleratorCheckpoints(job.accelerator) as checkpoints:
         with pytest.raises(ConfigError, match=way):
             checkpoints.load_state()  # otherwise it would begin again silently

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,6 +303,28 @@ def test_best_by_a_metric_that_no_step_has_is_refused(nets: Any, tmp_path: Path)
     trainer = nets.trainer(CkptCheckpoint(tmp_path, monitor="val_loss"))
     with pytest.raises(ConfigError, match=r"no step in .* has the metric 'val_loss'"):
         trainer.fit(nets.Net(), nets.Loader(), ckpt_path="best")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_error_of_the_best_step_is_raised_on_all_ranks(
+    nets: Any, tmp_path: Path, *, is_first: bool
+) -> None:
+    """Only rank 0 looks for the step, and the others wait for its answer."""
+    nets.fit(nets.Net(), CkptCheckpoint(tmp_path))
+    callback = CkptCheckpoint(tmp_path, monitor="val_loss")
+    sent: list[Any] = []
+    text = "no step in the folder has the metric 'val_loss'"
+
+    def broadcast(value: Any) -> Any:
+        sent.append(value)
+        return value if is_first else (0, text)
+
+    trainer: Any = SimpleNamespace(
+        is_global_zero=is_first, strategy=SimpleNamespace(broadcast=broadcast)
+    )
+    with pytest.raises(ConfigError, match="has the metric 'val_loss'"):
+        callback._agreed_best_step(trainer)
+    assert len(sent) == 1
 
 
 @pytest.mark.parametrize("path", ["{other}", "ckpt://{other}#newest", "{other}/{step}"])

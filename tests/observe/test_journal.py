@@ -46,6 +46,19 @@ def test_a_run_leaves_its_events_beside_its_root(tmp_path: Path) -> None:
     assert (restore.record.step, restore.troubles) == (2, ())
 
 
+@pytest.mark.parametrize("form", ["{}", "file://{}", "FILE://localhost{}"])
+def test_a_journal_is_beside_the_root_however_the_root_is_spelled(
+    tmp_path: Path, form: str
+) -> None:
+    plain = tmp_path / "my run"
+    url = form.format(str(plain).replace(" ", "%20") if "://" in form else plain)
+    with CheckpointManager(url, observers=[Journal(url)]) as manager:
+        manager.save({"x": torch.ones(2)}, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my run", "my run.journal"]
+    assert lines(plain) == lines(Path(plain))
+    assert "SaveCommitted" in [record.event for record in JournalReader(url).read()]
+
+
 def test_a_save_under_way_is_cut_when_the_next_job_begins(tmp_path: Path) -> None:
     first = Journal(tmp_path / "run", rank=0)
     first(staged(1, "a", "b"))

@@ -176,6 +176,12 @@ def test_a_wrong_port_is_refused(port: Any) -> None:
         Metrics(port=port)
 
 
+def test_a_port_that_is_too_high_for_this_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ConfigError, match="port=65535 .*65536"):
+        Metrics(port=65535)
+
+
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "prometheus_client", None)
     with pytest.raises(MissingExtra, match=r"ckpt-stream\[metrics\]"):

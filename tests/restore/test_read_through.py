@@ -239,6 +239,23 @@ def test_what_a_second_cache_fetches_again_is_counted_once(
     assert (dict(cache.taken), left.reads) == ({2: ARRAY.nbytes}, ())
 
 
+def test_a_file_that_only_a_nearer_cache_got_is_read_before_the_step_is_listed(
+    tmp_path: Path, far: FaultyBackend, written: Written
+) -> None:
+    """The nearer cache is full and gives its files back. The second one has a damaged file."""
+    near, second = str(tmp_path / "near"), open_backend(str(tmp_path / "second"))
+    full = FaultyBackend(
+        open_backend(near), [Rule(verb="upload", key="rank-00002", fault=Raise(OutOfSpace))]
+    )
+    key = written.ref.key("rank-00001.safetensors")
+    second.put(key, [(tmp_path / "far" / key).read_bytes()])
+    flip_byte(second, key, -9)
+    node = Node((near, full), (str(tmp_path / "second"), second), (str(tmp_path / "far"), far))
+    array, *_ = node.rank(written.ref, World(1).coordinator(0), ALL)
+    assert np.array_equal(array, ARRAY)
+    assert not is_committed(second, written.ref)
+
+
 def test_what_somebody_else_is_about_to_list_there_is_not_taken_back_from_a_full_disk(
     tmp_path: Path, far: FaultyBackend, written: Written
 ) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.errors import CommitError, HostMemoryExhausted, StorageError
+from ckpt.errors import CommitError, HostMemoryExhausted, ManagerClosed, StorageError
 from ckpt.staging import slot_files
 from ckpt.staging import slots as slots_module
 from ckpt.staging.budget import measure
@@ -63,6 +63,13 @@ def take(pool: SlotPool, nbytes: int):
     slot = pool.acquire(nbytes, wait=False)
     assert slot is not None
     return slot
+
+
+def test_a_pool_that_was_stopped_makes_no_slot_for_a_save(pools):
+    pool = pools(1)
+    pool.stop()
+    with pytest.raises(ManagerClosed):
+        pool.acquire(MIB, wait=False)
 
 
 def test_a_released_slot_is_the_same_memory_again(pools):

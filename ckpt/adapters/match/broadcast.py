@@ -4,8 +4,9 @@ and verifies the chunk, and sends it to the other ranks over gloo.
 The restore proceeds in rounds. In each round, a rank reads its next parcels (groups of chunks)
 while the parcels of the round before are sent. The next round begins only after all ranks have
 agreed that the round has succeeded. So if a rank finds damage, no other rank waits for it in a
-collective. If a collective itself fails, its time limit ends it. Ranks verify the chunks that they
-receive by the same checksums as the chunks that they read.
+collective. If another rank ends or hangs during a collective, the wait for it ends after
+``TIMEOUT``. Ranks verify the chunks that they receive by the same checksums as the chunks that they
+read.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ class Broadcast:
         """Read all chunks of the plan into the sink.
 
         Raises:
-            Exception: ``agree`` raises, since a rank has failed. Targets may then be overwritten in
-                part.
+            Exception: A rank has failed. The error is the one that ``agree`` raises. Some targets
+                may then have been overwritten.
         """
         try:
             agree("meet", self._meet)
@@ -246,8 +247,9 @@ class Broadcast:
 
     @contextmanager
     def _collective(self) -> Generator[None]:
-        """Destroy the process groups if the block fails, so that no other rank waits for this rank
-        in a collective. A ``RuntimeError`` becomes ``Parted``.
+        """Return a context manager that destroys the process groups if the block raises a
+        ``CkptError`` or a ``RuntimeError``, so that no other rank waits for this rank in a
+        collective. It replaces a ``RuntimeError`` with ``Parted``.
         """
         try:
             yield

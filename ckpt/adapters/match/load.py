@@ -1,11 +1,12 @@
 """Match a manifest with a state.
 
-A restore first matches the whole state, and changes nothing meanwhile. Then it reads bytes into the
-tensors. Then it sets all other values.
+A restore first matches the whole state, and changes none of its values meanwhile. Then it reads
+bytes into the tensors. Then it sets all other values.
 
 A restore fills existing tensors in place. It makes tensors that do not exist yet: the state of an
-optimizer that has not stepped, and tensors inside of a ``state_dict``. Plain values replace the
-present values, and the ``load_state_dict`` of objects is called.
+optimizer that has not stepped, and the tensors in the saved ``state_dict()`` of an object whose
+present tensors are not filled in place (see ``_live_state``). Plain values replace the present
+values, and the ``load_state_dict`` of objects is called.
 """
 
 from __future__ import annotations
@@ -61,13 +62,17 @@ def match(
     """Match ``manifest`` with the part of ``state`` that ``selection`` chooses, and return the work
     that the restore must do. The values of the state do not change.
 
+    The call frees the parameters that FSDP has gathered, so all ranks make it in the same order
+    (see ``gathered.release``). It also calls the ``state_dict()`` of some objects of the state.
+
     Raises:
         EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch, OptimizerMismatch: The manifest
             does not fit the state.
         ConfigError: A ``PerRank`` value was saved by another number of ranks, and its ``on_resize``
             is "error" or chooses a rank that does not exist. Or a renaming fails.
-        RestoreError: The state is no dict, the manifest has a tree that ckpt does not write, or an
-            object of the state raises an error.
+        RestoreError: The state is no dict, the manifest has a tree that ckpt does not write, an
+            object of the state raises an error, or a tensor cannot be restored. For example, two
+            tensors share their memory in the state, but were saved as different tensors.
         ManifestCorrupt, FormatUnsupported: The manifest has a value that cannot be made.
         UnsupportedValue: A tensor of the state cannot be filled, for example under
             ``FakeTensorMode``, or a ``state_dict()`` raises an error.
@@ -198,8 +203,9 @@ class _Match:
         """Return the ``state_dict()`` (or ``targets()``) of an object whose tensors a restore fills
         in place, or None for any other value.
 
-        Such an object is ``Stateful`` (see ``declares_state``) or has sharded tensors, and its node
-        has tensors inside.
+        Such an object is ``Stateful`` (see ``declares_state``), or its ``state_dict()`` has sharded
+        tensors and ``torch.distributed`` is initialized. In both cases, ``node`` must have tensors
+        inside.
         """
         if not (
             is_stateful(target)
@@ -217,8 +223,9 @@ class _Match:
         return live
 
     def _object(self, target: Any, live: MutableMapping[str, Any], path: str, source: str) -> None:
-        """Match the tensors of ``live``, the ``state_dict()`` of ``target``. After they were read,
-        ``target.load_state_dict`` gets this dict, as in ``torch.distributed.checkpoint.load``.
+        """Match the values of ``live``, the ``state_dict()`` of ``target``. After the restore has
+        set them, it passes this dict to ``target.load_state_dict``, as
+        ``torch.distributed.checkpoint.load`` does.
         """
         # The tensors of a ``Refilled`` object keep their shapes. In any other object, the restore
         # replaces a tensor that was saved with another shape (see ``_leaf``).

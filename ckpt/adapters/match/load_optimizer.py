@@ -56,9 +56,13 @@ def match_optimizer(
 ) -> None:
     """Match an optimizer with ``node``, a saved optimizer.
 
-    The restore fills the tensors of the state in place, or makes them if they do not exist yet. It
-    drops values of the state that were not saved. The settings of a parameter group become those of
-    the saved group.
+    The restore fills a tensor of the state in place if it has the right dtype and shape, and makes
+    a new tensor otherwise. If the checkpoint has a parameter, the restore drops those values of the
+    parameter's state that were not saved. The saved settings of a parameter group replace its
+    present settings, except for the names of its parameters.
+
+    If the saved optimizer is of another kind and the restore is not strict, ``optimizer`` keeps its
+    state and its settings.
 
     Args:
         match: The matching that the work is added to.
@@ -70,8 +74,13 @@ def match_optimizer(
 
     Raises:
         OptimizerMismatch: The saved optimizer is of another kind, and the restore is strict.
+        KindMismatch, ShapeMismatch, DtypeMismatch: ``node`` is no optimizer, or a saved value does
+            not fit.
         RestoreError: The saved settings do not fit the parameter groups of ``optimizer``, or
-            ``optimizer`` has parameters on the meta device that no module of the state holds.
+            ``optimizer`` has parameters on the meta device that no module of the state holds, or
+            must take a step before a value of its state can be restored.
+        UnsupportedValue: ``optimizer`` is a ``ZeroRedundancyOptimizer`` that steps during
+            ``backward()``, or a tensor of its state cannot be filled.
     """
     if node is not ABSENT:
         match.expect(node, path, "optimizer")
@@ -165,8 +174,8 @@ class _Loader:
                     there = f"{source}/{weight}"
                 saved = self._match.saved.parameter(there)
                 if saved is None and not self._match.parameters.in_module(parameter):
-                    # The state may have lacked the parameter when it was saved. The name in the
-                    # checkpoint then has its position in the optimizer in place of its path.
+                    # If the saved state did not have the parameter, the name in the checkpoint has
+                    # the parameter's position in the optimizer in place of the parameter's path.
                     older = f"{source}/{placeless(g, p)}"
                     saved = self._match.saved.parameter(older)
                     there = older if saved else there
@@ -176,9 +185,9 @@ class _Loader:
         """Return None if the saved optimizer may be of the same kind as this one.
 
         Otherwise, return the evidence: "state" or "settings", then the names of such values that
-        only the saved optimizer has, then the names that only this optimizer has. Both optimizers
-        must have names that the other one lacks. Names in only one of them prove nothing, since
-        options and versions of torch add names.
+        only the saved optimizer has, then the names that only this optimizer has. The kinds differ
+        only if each optimizer has names that the other one lacks. If only one of them has further
+        names, they prove nothing, since options and versions of torch add names.
         """
         saved: set[str] = set()
         settings: set[str] = set()
@@ -310,9 +319,13 @@ class _Loader:
         return new_state(parameter, each.group, key, saved, each.part.piece)
 
     def _wrapper(self, each: _Found, key: object, held: Any) -> Source:
-        """Return the tensor that is filled with a saved wrapper tensor: the present value ``held``,
-        or if there is none, the one that a step of the optimizer makes. The tensors inside of a
-        saved wrapper tensor can be restored into a wrapper tensor only.
+        """Return the tensor that is filled with a saved wrapper tensor (see ``tensors.wrapped``).
+
+        This is the present value ``held``. If ``held`` is no tensor, it is the tensor that a trial
+        step makes (see ``own_step``), since ckpt cannot make a wrapper tensor by itself.
+
+        Raises:
+            RestoreError: The trial step fails, or does not make a tensor for ``key``.
         """
         if isinstance(held, torch.Tensor):
             return held
@@ -367,5 +380,5 @@ def _key(name: str, part: str, present: Mapping[str, Any]) -> object:
 
 
 def _part(key: object) -> str:
-    """Return a key of the optimizer's state in the form in which names contain it."""
+    """Return the text that stands for ``key``, a key of the optimizer's state, in a name."""
     return state_name("", "", key)[2:]

@@ -44,7 +44,8 @@ class Matched:
             may have one on another rank, such as another pipeline stage, so this is an error only
             if they have none on any rank.
         unused: The patterns of the selection and the renaming that match no name of this rank's
-            state. They may match a name on another rank.
+            state. They may match a name on another rank. A pattern of the selection that matches a
+            name in ``unexpected`` is not among them.
         renamed: Pairs (name in the state, name in the checkpoint).
         converted: Triples (name in the state, dtype in the checkpoint, dtype in the state).
         uninitialised: The names of those tensors of modules that stay on the meta device.
@@ -62,7 +63,15 @@ class Matched:
     uninitialised: tuple[str, ...] = ()
 
     def apply(self) -> None:
-        """Set plain values and load objects. Call this after all targets were filled."""
+        """Make the calls in ``actions``. Call this after all targets were filled.
+
+        The actions set plain values and load objects. They also give memory to tensors on the meta
+        device, and copy the data that was read for targets with overlapping memory.
+
+        Raises:
+            RestoreError: Targets with overlapping memory cannot all have their saved values.
+            Exception: The ``load_state_dict`` of an object raises.
+        """
         for action in self.actions:
             action()
 
@@ -78,7 +87,7 @@ class Matching:
 
     Args:
         saved: The checkpoint.
-        selection: The part of the state that the restore fills.
+        selection: The settings of the restore.
         parameters: The parameters of the state.
     """
 
@@ -171,9 +180,12 @@ class Matching:
         checkpoint has no such tensor, ``name`` is recorded as missing (see ``lack``).
 
         Raises:
-            ShapeMismatch, DtypeMismatch: The target has another shape, or another dtype and the
-                restore may not convert.
-            RestoreError: The memory of the target is already the target of another saved tensor.
+            ShapeMismatch: The target has another shape.
+            DtypeMismatch: The target has another dtype, and the restore may not convert the saved
+                dtype to it.
+            RestoreError: The memory of the target is already the target of another saved tensor, or
+                the target is on the meta device and cannot be replaced (see ``RealTensors.like``).
+            UnsupportedValue: The target cannot be filled (see ``leaf_of``).
         """
         bytes_of = stored_as or source
         if (tensor := self.saved.tensors.get(bytes_of)) is None:
@@ -216,6 +228,7 @@ class Matching:
 
         Raises:
             EntryMissing: The restore is strict, and the checkpoint lacks names.
+            RestoreError: Elements of a part of ``LocalShards`` share their memory.
         """
         if self._missing and self.selection.strict:
             raise EntryMissing(list(self._missing), self.saved.manifest.step, self._missing)
@@ -238,7 +251,8 @@ class Matching:
         """Return True if the selection includes ``source``, which has no counterpart in the state.
 
         The selection applies to the name that ``source`` would have in the state. This name follows
-        from the innermost matched container around ``source``.
+        from the innermost matched container around ``source``. The patterns that match the name are
+        recorded as used (see ``takes``).
         """
         inside = source
         while inside and inside not in self._opened:

@@ -27,11 +27,11 @@ _WAY: Final = "give each of them memory of its own"
 
 
 def read_apart(names: Sequence[str], targets: list[Source]) -> Callable[[], None] | None:
-    """Replace each target in ``targets`` that shares a part of its memory by a new tensor.
+    """Replace each target in ``targets`` that ``overlapping`` finds by a new tensor in host memory.
 
-    Returns a function to call after the new tensors were read, which copies their values into the
+    Return a function to call after the new tensors were read, which copies their values into the
     original targets. It raises ``RestoreError`` if the targets cannot all have their saved values.
-    Returns None if no target was replaced.
+    Return None if no target was replaced.
 
     Raises:
         RestoreError: Elements of a part of ``LocalShards`` share their memory.

@@ -49,8 +49,8 @@ class Renaming:
     such as ``{"model/encoder.*": "model/backbone.*"}`` matches a name of the state, and all names
     below it, and gives the name in the checkpoint. A ``*`` matches any text, including dots and
     slashes, and as few characters as possible. It stands for the same text in the name in the
-    checkpoint. An optimizer's state of a parameter is renamed like the parameter, unless a rule
-    names the state.
+    checkpoint, which has as many ``*`` as the pattern, or none. An optimizer's state of a parameter
+    is renamed like the parameter, unless a rule names the state.
 
     Attributes:
         rules: The rules.
@@ -93,8 +93,11 @@ class Renaming:
         return tuple(rule.pattern for rule in self.rules)
 
     def source(self, name: str) -> tuple[str, str | None]:
-        """Return the name in the checkpoint of ``name`` in the state, and the pattern of the rule
-        that gave it (None if no rule did).
+        """Return the name in the checkpoint for ``name``, a name in the state. Also return the
+        pattern of the rule that gave it, or None if no rule did.
+
+        Raises:
+            ConfigError: The user's function raises, or does not return a name.
         """
         for rule in self.rules:
             if (renamed := rule.apply(name)) is not None:

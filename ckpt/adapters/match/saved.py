@@ -14,7 +14,8 @@ from ckpt.model.patterns import patterns_of
 from ckpt.model.values import Node, below, decode, join, parse
 
 ABSENT: Final = object()
-"""Represents a node that does not exist. None is the node of the value None, so it is not used."""
+"""Represents a node that does not exist. None cannot do so, since it is the node of the value None.
+"""
 
 _MAPPINGS: Final = ("dict", "OrderedDict", "Counter")
 
@@ -118,8 +119,8 @@ class Saved:
         return self._held(path, node).get(name) if path else None
 
     def parameters(self, path: str) -> Collection[str]:
-        """Return the names of the parameters of the optimizer at ``path``, in the form that
-        ``parameter`` takes.
+        """Return the names of the parameters of the optimizer at ``path``, as the method
+        ``parameter`` expects them.
         """
         return self._held(path, self.node(path)).keys()
 
@@ -171,7 +172,8 @@ class Saved:
         one by one. Any other container gives only its own name.
 
         Args:
-            taken: The names that have a counterpart in the state, each with all names below it.
+            taken: The names that have a counterpart in the state. A name also stands for all names
+                below it.
             opened: The containers whose values were matched one by one.
         """
         names = sorted(taken)

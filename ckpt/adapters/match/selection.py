@@ -17,9 +17,9 @@ class Selection(Patterns):
     """The part of a state that a restore fills. Values that no pattern matches stay as they are.
 
     Attributes:
-        strict: True if a name that only the state has, or only the checkpoint, is an error. If
-            False, a target that the checkpoint lacks stays as it is, and a value that the state
-            lacks is not read.
+        strict: True if the restore fails when the state or the checkpoint has a name that the other
+            one lacks. A name that the save left out on purpose is no error. If False, a target that
+            the checkpoint lacks stays as it is, and a value that the state lacks is not read.
         renaming: The rules by which names in the state become names in the checkpoint.
         cast: True if the restore may convert a saved dtype to that of the target.
     """

@@ -28,13 +28,16 @@ class TensorSink:
     A leaf has the dtype of the saved data. If the target has another dtype, each chunk is
     converted.
 
-    On an accelerator, all writes go to the stream that is current for the device when the sink is
-    built. So work that the caller later queues on this stream runs after the writes. When the sink
-    is built, it first waits for all work that is queued on the device, on any stream.
+    On an accelerator with streams, all writes go to the stream that is current for the device when
+    the sink is built. So work that the caller later queues on this stream runs after the writes.
+    When the sink is built, it first waits for all work that is queued on the device, on any stream.
 
     Thread safety:
         Build it on the training thread. Any thread may then call its methods, since chunks do not
         overlap.
+
+    Raises:
+        StagingError: A graph is being captured on a device of the targets.
     """
 
     def __init__(self, leaves: Sequence[Leaf], targets: Sequence[Source]) -> None:
@@ -80,10 +83,11 @@ class TensorSink:
         return found if found.nbytes == read.nbytes else None
 
     def _memory(self, leaf: int, piece: int) -> memoryview | None:
-        """Return the memory of box ``piece`` of target ``leaf`` as bytes.
+        """Return the memory of box number ``piece`` of target number ``leaf`` as bytes.
 
-        Returns None unless the memory is one piece of host memory in the row-major order of the
-        box, and must have the same bits as the saved values.
+        Return None if saved bytes cannot go there unchanged. This is so if the memory is not
+        contiguous host memory, if the target has another dtype than the saved data, or if the
+        target is a lazily conjugated or negated view.
         """
         held = self._locals[leaf][piece]
         if self._converted[leaf] or not held.is_cpu or not held.is_contiguous():

@@ -33,8 +33,11 @@ def memory_of(target: Source) -> Hashable:
 
 
 def has_live(value: Any, depth: int = 0) -> bool:
-    """Return True if ``value`` is a value that a restore fills or loads in place, or a container
-    with such a value inside. An object with a ``state_dict`` counts only inside of a container.
+    """Return True if ``value`` is a tensor, ``LocalShards``, an array, a module, an optimizer or a
+    ``PerRank`` value, or a dict, list or tuple with such a value inside.
+
+    Any other object with ``state_dict`` and ``load_state_dict`` counts only if it is inside of a
+    container.
     """
     if isinstance(
         value, torch.Tensor | LocalShards | np.ndarray | nn.Module | Optimizer | PerRank
@@ -46,7 +49,9 @@ def has_live(value: Any, depth: int = 0) -> bool:
 
 
 def has_sharded(value: Any) -> bool:
-    """Return True if ``value`` is a sharded tensor, or a container with such a tensor inside."""
+    """Return True if ``value`` is a DTensor, a ``ShardedTensor`` or ``LocalShards``, or a container
+    with such a value inside.
+    """
     if isinstance(value, torch.Tensor | LocalShards):
         return isinstance(value, DTensor | LocalShards) or isinstance(as_source(value), LocalShards)
     if isinstance(value, Mapping):

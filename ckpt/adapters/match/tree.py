@@ -1,9 +1,9 @@
 """Convert a manifest to a nested state of plain containers, for exports and integrations. The
 caller decides which objects represent the tensors in the state.
 
-A module becomes a dict by canonical names. An optimizer becomes ``{"state": ..., "param_groups":
-...}``. Its parameters have numbers, as in ``Optimizer.state_dict``, or names, as in
-``torch.distributed.checkpoint``.
+A module becomes a dict whose keys are canonical names. An optimizer becomes
+``{"state": ..., "param_groups": ...}``. Its parameters have numbers, as in
+``Optimizer.state_dict``, or names, as in ``torch.distributed.checkpoint``.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class StateTree:
 
         Raises:
             ManifestCorrupt: The tree is not one that ckpt writes.
+            FormatUnsupported: The tree has a dtype as a value, and this torch lacks the dtype.
         """
         tree = parse(self._manifest.tree)
         if not isinstance(tree, dict):

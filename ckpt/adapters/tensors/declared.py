@@ -66,11 +66,11 @@ def declare_part(
     """Declare that a plain parameter or buffer is a part of a larger tensor, for example the
     weights of the experts on one rank.
 
-    The module is then saved and restored with the whole tensor under the parameter's name, and can
-    be restored on any other number of ranks. The same holds for the optimizer's state of the
-    parameter. Call this function before the module is first saved or restored, and again when the
-    parameter becomes another part: the next save or restore takes the last declaration. A DTensor
-    needs no declaration.
+    The module that holds the parameter is then saved and restored with the whole tensor under the
+    parameter's name, and can be restored on any other number of ranks. The same holds for the
+    optimizer's state of the parameter. Call this function before the module is first saved or
+    restored, and again when the parameter becomes another part: the next save or restore uses the
+    last declaration. A DTensor needs no declaration.
 
     Args:
         tensor: The parameter or buffer of this rank.

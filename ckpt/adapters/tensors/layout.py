@@ -294,7 +294,8 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
 
 def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Return the global ranks that hold the same boxes as this rank, ascending and including this
-    rank. Return an empty tuple if no other rank holds them.
+    rank. Return an empty tuple if no other rank holds them, or if this rank is not in the mesh of
+    the tensor.
 
     The mesh coordinates of these ranks differ only in replicated dimensions.
 
@@ -333,8 +334,8 @@ def _alike(tensor: DTensor, kept: Mapping[int, int], around: tuple[int, ...]) ->
     """Return the ranks that have the mesh coordinates ``kept``, ascending.
 
     ``kept`` is a mapping: a dimension of the tensor's mesh -> the coordinate in this dimension. The
-    result has ranks of the tensor's own mesh. This mesh may be a part of a wider one, and
-    ``around`` may contain all of these ranks. The result then also has the other ranks in
+    result has the ranks with these coordinates in the tensor's own mesh. If this mesh is a part of
+    a wider mesh, and ``around`` contains all of these ranks, the result also has the other ranks in
     ``around`` that have these coordinates in the wider mesh.
     """
     mesh = tensor.device_mesh

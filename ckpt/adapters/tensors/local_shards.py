@@ -17,7 +17,7 @@ from ckpt.model.box import Box, split_flat
 
 
 class LocalShards:
-    """A tensor as the boxes that this rank holds, each in its own memory.
+    """A tensor, described by the boxes that this rank holds, each in its own memory.
 
     The tensor is saved like any other, and restored in place into the memory of its parts, whatever
     layout it was saved under. Pass the same object to every save while its memory is the same, so
@@ -37,8 +37,8 @@ class LocalShards:
             optimizer waits for the copy.
 
     Raises:
-        ConfigError: A part is not inside of ``shape``, the parts have different dtypes, or there is
-            neither a part nor a ``dtype``.
+        ConfigError: A part is not inside of ``shape``, the dtypes of the parts and the argument
+            ``dtype`` are not all the same, or there is neither a part nor a ``dtype``.
 
     Attributes:
         boxes: The boxes of the parts, in the order of ``shards``.

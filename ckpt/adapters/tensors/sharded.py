@@ -1,8 +1,8 @@
 """Describe the parameters of FSDP1, which are pieces of flat parameters, and ``ShardedTensor``.
 
-FSDP1's own ``state_dict()`` gathers parameters over the training process group and returns copies.
-This module does not run the hooks of FSDP1, which do this. The part of a parameter that a rank
-holds is a range of elements of the flat parameter. ckpt reads and fills this range in place.
+FSDP1's own ``state_dict()`` runs hooks that gather the parameters over the training process group
+and return copies. This module does not run these hooks. The part of a parameter that a rank holds
+is a range of elements of the flat parameter. ckpt reads and fills this range in place.
 """
 
 from __future__ import annotations
@@ -93,10 +93,12 @@ the module. With ``use_orig_params`` there is one piece, and its key is ''.
 
 
 def flat_parameters(module: nn.Module) -> dict[int, Flat]:
-    """Return the identity (``id``) of each tensor of FSDP1 in ``module`` -> the pieces in it.
+    """Return a dict from the identity (``id``) of each tensor of FSDP1 in ``module`` to the pieces
+    in this tensor.
 
-    The tensors are the flat parameters, or with ``use_orig_params`` the original parameters. The
-    result is empty if the module has no FSDP1 wrapper.
+    The tensors are the flat parameters, or with ``use_orig_params`` the original parameters. With
+    ``use_orig_params``, a wrapper that does not shard its parameters adds nothing. The result is
+    empty if the module has no FSDP1 wrapper.
     """
     found: dict[int, Flat] = {}
     for lead, wrapper, handle in _handles(module):

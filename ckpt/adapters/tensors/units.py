@@ -77,10 +77,11 @@ def _walk(
 
 
 def _own_unit(module: nn.Module, known: dict[int, Unit]) -> Unit | None:
-    """Return the unit of the wrapper that ``module`` is, or None if it is no wrapper.
+    """Return the unit that begins at ``module``. Return None if ``module`` is no wrapper, or is a
+    module of ``fully_shard`` without parameters of its own.
 
-    ``known`` holds the units of ``fully_shard`` that were already found, since one call of
-    ``fully_shard`` may have wrapped several modules.
+    One call of ``fully_shard`` may have wrapped several modules, which have the same unit. So the
+    function adds the units of ``fully_shard`` to ``known``, and looks them up there.
     """
     if isinstance(module, DistributedDataParallel):
         ranks = ranks_of(module.process_group)

@@ -121,7 +121,8 @@ class Inside(NamedTuple):
     Attributes:
         source: The tensor, or ``LocalShards`` if the tensor is a part of a larger one, cut like the
             DTensor around it.
-        replicas: The ranks that are known to hold the same tensor.
+        replicas: The ranks that are known to hold the same tensor; empty if ``source`` is
+            ``LocalShards``, which have replicas of their own.
     """
 
     source: Source

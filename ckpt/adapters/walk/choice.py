@@ -46,8 +46,8 @@ class Choice:
     def takes(self, name: str, parameter: str = "") -> bool:
         """Return True if ``name`` is saved.
 
-        If ``name`` is a value of an optimizer's state, ``parameter`` is the name of its parameter.
-        If the parameter is excluded, so is its state.
+        If ``name`` names the state that an optimizer keeps for a parameter, ``parameter`` is the
+        name of this parameter. If the parameter is excluded, its state is not saved either.
         """
         if self._patterns is WHOLE:
             return True

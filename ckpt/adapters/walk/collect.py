@@ -77,8 +77,8 @@ class Collected:
         parts: The tensors. The tensors of a module, an optimizer or a large dict form one segment,
             which is the same object as in the last walk if nothing in it has changed. Any other
             tensor is a ``Held`` of its own.
-        tied: The name of each tensor that shares the memory of an earlier tensor -> the name under
-            which the bytes of the earlier tensor are stored.
+        tied: The name of each tensor that is tied to an earlier one (see ``Registry``) -> the name
+            under which the bytes of the earlier tensor are stored.
         tree: The tree of the state.
         per_rank: The path of each ``PerRank`` value -> the tree of the value on this rank.
         optimizers: The optimizers whose steps the fence must hold.
@@ -118,11 +118,13 @@ def collect(
 ) -> Collected:
     """Walk over ``state``, and return its tensors and its tree.
 
-    Nothing is copied: the tensors in the result are those of the state.
+    The tensors in the result have the memory of the state. Only NumPy arrays that are not
+    C-contiguous or not writeable are copied.
 
     Args:
         rank: The number of this rank.
-        last_walk: The results of the last walk over this state; None for a first walk.
+        last_walk: The results of the last walk over this state, which the call replaces by the new
+            ones; None to keep no results.
         lasting: True if each large dict of tensors will have the same tensors on later saves. It
             then forms a segment at once. If False, a large dict forms a segment only if it has the
             same tensors as in the last walk.
@@ -203,8 +205,9 @@ def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def find_parameters(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> Parameters:
-    """Return the parameters of the modules among ``objects``, together with those that only the
-    optimizers among ``objects`` hold and that stand alone in ``state``.
+    """Return the parameters of the modules among ``objects``. The result also has the parameters of
+    the optimizers among ``objects`` that no module holds, if they are in the dicts, lists and
+    tuples of ``state``.
     """
     found = Parameters(
         (value, items_of(path, value)) for path, value in objects if isinstance(value, nn.Module)
@@ -335,10 +338,12 @@ class _Walk:
     def _table(self, value: Mapping[Any, Any], path: str) -> Node:
         """Register the tensors of a large dict as one segment, and return the node of the dict.
 
-        Returns None if ``encode`` must encode the values one by one. This is so if the dict has
-        other values than plain tensors and ``LocalShards``, or a key that is no string or begins
-        with '$'. Unless the walk is ``lasting``, it is also so if the dict has other tensors than
-        in the last walk. These may be temporary, and a segment would keep them alive.
+        Return None if ``encode`` must encode the values one by one. This is so inside of a
+        ``PerRank`` value, or if the dict has a key that is no string or begins with '$', or a value
+        that is neither a plain tensor nor ``LocalShards``. (Inside of an object to which a restore
+        may give new tensors, ``LocalShards`` count as other values.) Unless the walk is
+        ``lasting``, it is also so if the dict has other tensors than in the last walk. These may be
+        temporary, and a segment would keep them alive.
         """
         tensors = tuple(value.values())
         known = PLAIN if self._is_remade else {*PLAIN, LocalShards}

@@ -55,11 +55,13 @@ class _KnownModule(NamedTuple):
     tree: ModuleTree | None
 
     def is_of(self, module: nn.Module) -> bool:
-        """Return True if ``module`` is the same, and its tensors have the same declarations."""
+        """Return True if ``module`` is the recorded module, and the recorded tensors still have the
+        recorded declarations.
+        """
         return self.module is module and self.parts == declarations(self.tensors or ())
 
 
-class Memory:
+class LastWalk:
     """The results of the last walk, so that the next walk need not examine unchanged parts of the
     state again.
 
@@ -80,9 +82,12 @@ class Memory:
         return self._choices.setdefault(patterns, Choice(patterns))
 
     def items(self, path: str, module: nn.Module) -> ModuleItems:
-        """Return ``items_of(path, module)``. The call returns the last result again if the state
-        dict of the module has the same keys and the same tensor objects, which are declared as the
-        same parts. A state dict with a value that is no tensor always counts as changed.
+        """Return the items that the module at ``path`` saves, as ``items_of`` does.
+
+        The result is the same object as in the last walk if the module is the same object, its
+        state dict has the same keys and tensor objects, and the declarations of these tensors are
+        the same. A state dict with a value that is no tensor always counts as changed. A stand-in
+        returns its own items.
         """
         if isinstance(module, ModuleStandIn):
             return module.items(path)
@@ -230,7 +235,8 @@ class OptimizerItems:
         """Return True if this record still describes the optimizer, whose structure is ``now``.
 
         All tensors must be the same objects, and all other values must have the same keys and
-        types.
+        types. These must be the same too: ``choice``, the items of the modules, the paths of the
+        parameters outside of modules, and the parameters whose state this rank keeps.
         """
         return (
             self._choice is choice

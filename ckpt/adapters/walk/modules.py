@@ -148,8 +148,11 @@ def check_owners(path: str, optimizer: Optimizer) -> None:
 
 @contextmanager
 def asked(path: str, value: object) -> Generator[None]:
-    """Convert an error of the block to an ``UnsupportedValue`` with the path of ``value``. The
-    block calls ``value.state_dict()``. Errors of ckpt of any other class pass unchanged.
+    """Convert an error that the ``with`` block raises to an ``UnsupportedValue`` for ``value``,
+    which is at ``path`` in the state.
+
+    The block calls ``value.state_dict()``. If it raises an ``UnsupportedValue``, ``path`` is put
+    before the name in this error. Any other ``CkptError`` passes unchanged.
     """
     try:
         yield
@@ -411,7 +414,9 @@ def new_state(
     """Return a new tensor for a value of an optimizer's state that does not exist yet.
 
     The tensor has the layout that the optimizer would choose. If the saved shape is that of the
-    parameter, this is the layout of the parameter. Otherwise the tensor is plain.
+    parameter, this is the layout of the parameter. Otherwise, and always for the key ``step``, the
+    tensor is plain. A tensor for ``step`` is on the CPU unless ``group`` is capturable or fused.
+    Any other tensor is on the device of the parameter. The caller fills the tensor.
 
     Args:
         parameter: The parameter that the value belongs to.

@@ -50,8 +50,8 @@ def look_again(objects: Sequence[tuple[str, Any]]) -> None:
 
 
 def check_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> None:
-    """Raise ``UnsupportedValue`` if the state has a tensor while ``FakeTensorMode`` is active. In
-    this mode, tensors have no data.
+    """Raise ``UnsupportedValue`` if ``FakeTensorMode`` is active, and the state has a tensor in a
+    module, optimizer, dict, list or tuple. In this mode, tensors have no data.
 
     ``objects`` are the modules and optimizers of ``state``, with their paths.
     """
@@ -63,7 +63,9 @@ def check_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> 
         if isinstance(value, nn.Module)
         for name, _ in chain(value.named_parameters(), value.named_buffers())
     )
-    if name := next(chain(modules, (path for path, _ in walk_tensors(state))), None):
+    optimizers = (path for path, value in objects if isinstance(value, Optimizer))
+    tensors = (path for path, _ in walk_tensors(state))
+    if name := next(chain(modules, optimizers, tensors), None):
         raise UnsupportedValue(
             name, "tensor under FakeTensorMode", "leave the mode before you save or restore"
         )

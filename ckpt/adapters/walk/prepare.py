@@ -62,7 +62,8 @@ class Prepared:
         plan: The save plan.
         by_leaf: For each leaf, the sources of the plan's items that write it.
         devices: The devices of the tensors that are not in host memory.
-        lock: The lock that a thread holds while it lays the plan over a slot.
+        lock: The lock that a thread holds while it makes the image in a slot and the copies into
+            this image, or looks them up.
     """
 
     leaves: tuple[Leaf, ...]
@@ -96,7 +97,10 @@ class Prepared:
         overlap: bool,
         check: CheckMode = "sampled",
     ) -> Snapshot:
-        """Return the snapshot of ``parts`` for a save to ``slot``. No tensor is copied yet.
+        """Return the snapshot of ``parts`` for a save to ``slot``.
+
+        No tensor is copied yet. The call records the version counters of the late sources, and
+        reads the bytes of these sources that ``check`` compares later.
 
         Args:
             slot: The slot. The call writes the header of the image to it.
@@ -141,8 +145,9 @@ class Prepared:
         wrappers: list[tuple[str, torch.Tensor]] = []
         for offset, (held, form) in enumerate(_forms(part)):
             leaf = self.leaves[first + offset]
-            # These tensors are aliases of the memory at the call. If ``parameter.data = other``
-            # replaces the memory of the parameter during the copy, the old memory is still copied.
+            # These tensors are aliases of the memory that the source has when the save is called.
+            # If ``parameter.data = other`` replaces this memory during the copy, the old memory is
+            # still copied.
             parts = form.memories(leaf.boxes)
             # A cached plan guarantees shapes, but not that the memory still exists.
             for memory in parts:

@@ -58,16 +58,19 @@ class Registry:
     ) -> Segment:
         """Register ``tensors`` as the segment at ``path``, and return the segment.
 
-        It is the segment of the last walk if ``key`` and the tensors are the same. Otherwise it is
-        a new one with the tensors that ``make`` yields.
+        It is the segment of the last walk if that can be used again (see ``add_known``). Otherwise
+        it is a new one with the tensors that ``make`` yields.
         """
         return self.add_known(path, key, tensors) or self.add_new(path, key, tensors, make())
 
     def add_known(
         self, path: str, key: Sequence[object], tensors: Sequence[Source]
     ) -> Segment | None:
-        """Register the segment of the last walk at ``path``, and return it. Return None if ``key``
-        or the tensors have changed, or if the segment is tied to another one.
+        """Register the segment of the last walk at ``path``, and return it.
+
+        Return None if there is no such segment, if ``key`` or the tensors have changed, or if a
+        tensor of the segment was tied to a tensor outside of it. Return None also if an earlier
+        tensor of this walk is the same object as one of the segment, or is at the same address.
         """
         segment = self._segments.get(path)
         if segment is None or not segment.closed or not segment.still(key, tensors):

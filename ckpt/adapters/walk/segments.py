@@ -63,8 +63,8 @@ class Segment:
         tied: The name of each other tensor -> the name under which its bytes are stored.
         seen: The identity (``id``) of each tensor in ``held`` -> its name.
         at: The tensors in ``held`` by their addresses, with earlier tensors at these addresses.
-        closed: True if no tensor is tied to one of another segment. Only then the segment may be
-            used again.
+        closed: True if no tensor is tied to a tensor outside of the segment. Only then the segment
+            may be used again.
         apart_from: The segments that came before this one in the last walk, and that are known to
             share no tensor and no memory with it; None if this is not known.
     """
@@ -112,7 +112,8 @@ class Segment:
 
 
 class Table:
-    """A large dict of tensors as it was in the last walk. It does not keep the tensors alive.
+    """A large dict of tensors as it was in the last walk. This record keeps the tensors alive only
+    when it has a ``segment``.
 
     Attributes:
         keys: The keys of the dict.
@@ -240,8 +241,8 @@ _dtype: Final = attrgetter("dtype")
 
 
 def place_of(tensor: Source) -> int:
-    """Return a number that is equal for tensors with the same memory: the address of the memory, or
-    0 if the tensor has no memory of its own at one address.
+    """Return a number that is equal for tensors whose memory begins at the same address: this
+    address, or 0 if the tensor has no memory of its own at one address.
 
     If this rank holds no element of a DTensor, the number depends on the identity of its storage.
     All ranks must agree which DTensors share their memory, including ranks without elements.

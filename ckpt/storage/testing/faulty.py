@@ -68,7 +68,7 @@ class Delay:
 class Crash:
     """A fault: the call raises ``SimulatedCrash`` before or right after it does its work.
 
-    Every later call of the same ``FaultyBackend`` raises ``SimulatedCrash``, too.
+    Every later call of the same ``FaultyBackend`` except ``close`` raises ``SimulatedCrash``, too.
     """
 
     when: Literal["before", "after"] = "before"
@@ -118,7 +118,9 @@ class Call:
     Attributes:
         verb: The name of the method.
         key: The key, or the prefix for ``list`` and ``folders``.
-        nbytes: The number of bytes that the call wrote or asked for; 0 for calls without data.
+        nbytes: For ``put`` and ``write``, the number of bytes to write. For ``read_into``, the
+            number of bytes to read. For ``upload``, the argument ``size``. It is 0 for other
+            methods.
     """
 
     verb: Verb
@@ -179,7 +181,9 @@ class FaultyBackend:
 
     @property
     def calls(self) -> list[Call]:
-        """All calls so far in their order, also calls that failed."""
+        """All calls so far in their order, also calls that failed. Calls of ``close``, and calls
+        after a crash, are not recorded.
+        """
         with self._ledger.lock:
             return list(self._ledger.calls)
 

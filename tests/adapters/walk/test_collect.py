@@ -444,6 +444,10 @@ def test_a_state_under_fake_tensor_mode_is_refused_with_the_name_of_a_tensor(how
             with pytest.raises(UnsupportedValue) as refused:
                 manager.save({"n": {"a": torch.ones(2)}}, 2)
             assert refused.value.name == "n/a"
+            only = torch.optim.SGD(state["model"].parameters(), lr=0.1)
+            with pytest.raises(UnsupportedValue) as refused:
+                manager.save({"optimizer": only}, 2)
+            assert refused.value.name == "optimizer"
         if how != "fake":
             manager.save(state, 3)  # nothing of the refusal is left
             manager.restore(state)
