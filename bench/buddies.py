@@ -39,8 +39,8 @@ from torch.distributed.fsdp import fully_shard
 
 from bench.process import BenchError
 from ckpt import CheckpointManager, Tier
+from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.agent.messages import Job
-from ckpt.agent.folder import Lock, AgentFolder
 from ckpt.agent.reports import Order, Report, Verifying
 from ckpt.agent.worker import Worker, Workplace
 from ckpt.config import SaveConfig

@@ -32,8 +32,8 @@ from bench.runner import Bench
 from bench.scenarios.objects import served
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import connect
-from ckpt.agent.messages import Stop
 from ckpt.agent.folder import AgentFolder
+from ckpt.agent.messages import Stop
 from ckpt.config import AgentMode
 
 _WIDTH: Final = 512

@@ -85,7 +85,9 @@ def write_checkpoint(
     stored = merge(parts)
     if commit:
         backend.put(ref.manifest, [pack(stored)], if_absent=True)
-    whole = fill_manifest(stored, {part.rank: fragment_of(part, key="k") for part, _ in parts}, key="k")
+    whole = fill_manifest(
+        stored, {part.rank: fragment_of(part, key="k") for part, _ in parts}, key="k"
+    )
     return Written(ref=ref, manifest=whole, stored=stored)
 
 

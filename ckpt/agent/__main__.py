@@ -17,8 +17,8 @@ import msgspec
 
 from ckpt.agent.copy_worker import copy_files
 from ckpt.agent.finish import Finish
-from ckpt.agent.messages import encode
 from ckpt.agent.folder import AgentFolder
+from ckpt.agent.messages import encode
 from ckpt.agent.reports import Ended, OnReport, Order
 from ckpt.agent.scrub import Scrub
 from ckpt.agent.server import Agent

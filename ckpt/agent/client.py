@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from ckpt.agent.folder import AgentFolder, check_peer
 from ckpt.agent.messages import (
     VERSION,
     AgentStatus,
@@ -31,7 +32,6 @@ from ckpt.agent.messages import (
     receive,
     send,
 )
-from ckpt.agent.folder import AgentFolder, check_peer
 from ckpt.agent.reports import Verified
 from ckpt.config import AGENT_FOLDER_VARIABLE, agent_folder, environment_for_agent
 from ckpt.errors import AgentError

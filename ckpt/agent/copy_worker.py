@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from ckpt.agent.folder import check_peer
 from ckpt.agent.messages import (
     CopyFile,
     FileCopied,
@@ -27,7 +28,6 @@ from ckpt.agent.messages import (
     receive,
     send,
 )
-from ckpt.agent.folder import check_peer
 from ckpt.agent.reports import REPORT_SECONDS, Ended, Order
 from ckpt.catalog.transfer_by_rank import RankPart
 from ckpt.catalog.verify import StepFolder

@@ -16,8 +16,8 @@ import msgspec
 
 from ckpt.agent.client import Connection, connect, reach_and_ask
 from ckpt.agent.copy_client import AgentCopier
-from ckpt.agent.messages import Detach, Forget, Job, fields_of
 from ckpt.agent.folder import AgentFolder
+from ckpt.agent.messages import Detach, Forget, Job, fields_of
 from ckpt.agent.reports import Verified
 from ckpt.config import AgentMode, SaveConfig, agent_folder, environment_for_agent
 from ckpt.coordination.api import LEADER, Coordinator

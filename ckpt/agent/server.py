@@ -25,6 +25,7 @@ from typing import Final
 
 import msgspec
 
+from ckpt.agent.folder import AgentFolder, Lock, check_peer, identity
 from ckpt.agent.messages import (
     VERSION,
     AgentStatus,
@@ -44,7 +45,6 @@ from ckpt.agent.messages import (
     encode,
     frames,
 )
-from ckpt.agent.folder import Lock, AgentFolder, check_peer, identity
 from ckpt.agent.reports import Ended, Order, Report, Verified
 from ckpt.agent.scrub_rounds import Rounds
 from ckpt.agent.watched_job import WatchedJob, allow_descriptors, share_a_root
@@ -107,7 +107,12 @@ class Agent:
     """
 
     def __init__(
-        self, folder: AgentFolder, *, idle_seconds: float, memory_seconds: float, scrub_seconds: float
+        self,
+        folder: AgentFolder,
+        *,
+        idle_seconds: float,
+        memory_seconds: float,
+        scrub_seconds: float,
     ) -> None:
         self._folder, self._rounds = folder, Rounds(scrub_seconds, self._tell_trainer)
         self._idle_seconds, self._memory_seconds = idle_seconds, memory_seconds

@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 
 from ckpt.agent.client import surroundings
+from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.agent.messages import frames
-from ckpt.agent.folder import Lock, AgentFolder
 from ckpt.agent.reports import Order, Report
 from ckpt.errors import AgentError
 

@@ -126,7 +126,9 @@ class _Listing:
             } or {
                 ref: place for ref in rivals if (place := self._finished(ref, finish)) is not None
             }
-            for ref in sorted(nearest, key=lambda ref: self._creation_time(ref, len(nearest)), reverse=True):
+            for ref in sorted(
+                nearest, key=lambda ref: self._creation_time(ref, len(nearest)), reverse=True
+            ):
                 # A store may have failed since the listing.
                 place = nearest[ref] if nearest[ref] in self._answering else self._nearest(ref)
                 if place is not None:

@@ -29,7 +29,7 @@ from ckpt.plan.coalesce import Run
 from ckpt.plan.fallback import Reach, reach_of, verdict
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.rebase import rebase
-from ckpt.plan.restore import ChunkRead, ChunkId, RestorePlan
+from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan
 from ckpt.storage.api import StorageBackend
 
 T = TypeVar("T")

@@ -197,7 +197,9 @@ def _with_fragments(
     faults = [part for part in parts if isinstance(part, Fault)]
     intact = {part.rank: part for part in parts if isinstance(part, Fragment)}
     try:
-        return fill_manifest(manifest, {**carried_fragments(manifest, key=key), **intact}, key=key), faults
+        return fill_manifest(
+            manifest, {**carried_fragments(manifest, key=key), **intact}, key=key
+        ), faults
     except ManifestCorrupt as error:
         return manifest, [*faults, fault_of(error)]
 

@@ -9,8 +9,8 @@ import typer
 
 from ckpt.agent.__main__ import run
 from ckpt.agent.client import connect, reach, status
-from ckpt.agent.messages import AgentStatus, JobStatus, ScrubStatus, Stop, Stopped
 from ckpt.agent.folder import AgentFolder
+from ckpt.agent.messages import AgentStatus, JobStatus, ScrubStatus, Stop, Stopped
 from ckpt.cli import output
 from ckpt.cli.agent_prefetch import prefetch
 from ckpt.cli.options import LATEST, ConfigFileOption, JsonOption, is_step

@@ -87,7 +87,9 @@ def _fill(far: Tier, near: Sequence[OpenTier], step: int | None) -> list[Prefetc
         for ref, before in zip(refs, [*refs[1:], None], strict=True):
             try:
                 with output.progress(f"step {ref.step}") as bar, naming_a_removed([source], ref):
-                    return copy_ahead(source, near, ref, workers, latest=step is None, on_progress=bar)
+                    return copy_ahead(
+                        source, near, ref, workers, latest=step is None, on_progress=bar
+                    )
             except FormatUnsupported:  # Copying an older step would hide this error
                 raise
             except IntegrityError as error:

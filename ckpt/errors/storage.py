@@ -46,7 +46,8 @@ class ObjectExists(StorageError):
 
 
 class AccessDenied(StorageError):
-    """The store does not know this user, or forbids the request. Check credentials and permissions.
+    """The store does not know this user, or forbids the request. Check the credentials and the
+    permissions.
     """
 
     what = "access denied"

@@ -42,7 +42,7 @@ from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.fallback import without
-from ckpt.plan.restore import ChunkRead, ChunkId, RestorePlan
+from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import StepGuard

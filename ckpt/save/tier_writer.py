@@ -19,7 +19,7 @@ from ckpt.coordination.abort_reason import Aborted, rebuild
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.claim_marker import claim_rank_to_remove, clear_away
 from ckpt.coordination.commit_state_machine import Bounds, Durable, Failed, Unknown
-from ckpt.coordination.committer import Committer, SharedStore, CommitStore, in_turn
+from ckpt.coordination.committer import CommitStore, Committer, SharedStore, in_turn
 from ckpt.coordination.nodes import NodeLocalStore, on_node
 from ckpt.coordination.owner import Owner
 from ckpt.errors import (

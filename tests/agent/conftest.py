@@ -14,8 +14,8 @@ import pytest
 
 from ckpt import Tier
 from ckpt.agent.client import status
-from ckpt.agent.messages import AgentStatus, Job, JobStatus
 from ckpt.agent.folder import AgentFolder
+from ckpt.agent.messages import AgentStatus, Job, JobStatus
 from ckpt.coordination.owner import Owner
 from ckpt.processes import Process
 from ckpt.storage.tiers import urls_of
@@ -27,7 +27,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentFolder]:
     """Return the place of an agent that only this test and its children know."""
     monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "0")
     with new_place() as found:
-        monkeypatch.setenv("CKPT_AGENT_FOLDER", found.folder)
+        monkeypatch.setenv("CKPT_AGENT_FOLDER", found.path)
         yield found
 
 
@@ -40,7 +40,7 @@ def new_place() -> Iterator[AgentFolder]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     assert until(lambda: not holders(found, "work"))
-    shutil.rmtree(found.folder)
+    shutil.rmtree(found.path)
 
 
 def holders(place: AgentFolder, name: str) -> list[int]:

@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
-from ckpt.agent.messages import AgentStatus, JobStatus
 from ckpt.agent.folder import AgentFolder
+from ckpt.agent.messages import AgentStatus, JobStatus
 from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.events import Event, SaveCommitted
@@ -132,7 +132,7 @@ def trainer(cluster: Cluster, rank: int, port: int) -> None:
     """Train from the newest step, and save, until the process is killed."""
     node = NODES[rank]
     os.environ.update(environment_of(rank, len(NODES), port))
-    os.environ["CKPT_AGENT_FOLDER"] = cluster.places[node].folder
+    os.environ["CKPT_AGENT_FOLDER"] = cluster.places[node].path
     descriptor = os.open(cluster.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     names = {str(tier.url): name for tier, name in zip(cluster.tiers(node), KINDS, strict=True)}
 

@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import connect, status
-from ckpt.agent.messages import Stop
 from ckpt.agent.folder import AgentFolder
+from ckpt.agent.messages import Stop
 from ckpt.config import AGENT_FOLDER_VARIABLE
 from ckpt.events import Event, NodeReplicated, SaveCommitted
 from ckpt.storage.tiers import urls_of
@@ -114,7 +114,7 @@ class Job:
             "TORCHELASTIC_RUN_ID": "tests" if self.restart else f"tests-{self.turn}",
             "TORCHELASTIC_RESTART_COUNT": str(self.turn),
             "GLOO_SOCKET_IFNAME": "eth0",
-            AGENT_FOLDER_VARIABLE: PLACE.folder,
+            AGENT_FOLDER_VARIABLE: PLACE.path,
         }
 
     def start(self) -> list[tuple[Machine, int]]:
@@ -270,7 +270,7 @@ def end_agent() -> None:
 def check_memory() -> None:
     left = sorted(os.listdir("/dev/shm"))
     assert left == ["agent"], left
-    left = sorted(os.listdir(PLACE.folder))
+    left = sorted(os.listdir(PLACE.path))
     assert left == ["agent.log", "listen.lock", "work.lock"], left
 
 

@@ -25,6 +25,7 @@ from bench.proxy import Proxy
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import Connection, connect, reach, status
 from ckpt.agent.copy_worker import copy_files
+from ckpt.agent.folder import AgentFolder
 from ckpt.agent.messages import (
     AskWorker,
     CopyFile,
@@ -36,7 +37,6 @@ from ckpt.agent.messages import (
     encode,
     fields_of,
 )
-from ckpt.agent.folder import AgentFolder
 from ckpt.agent.reports import Order
 from ckpt.catalog.index import attempts, read_manifest, unfinished_of
 from ckpt.config import AgentMode
@@ -216,7 +216,9 @@ def test_a_step_that_the_near_tier_does_not_take_goes_from_memory(
 # -- when the worker cannot ------------------------------------------------------------------------
 
 
-def begun(place: AgentFolder, wire: Proxy, tiers: list[Tier]) -> tuple[CheckpointManager, PendingSave]:
+def begun(
+    place: AgentFolder, wire: Proxy, tiers: list[Tier]
+) -> tuple[CheckpointManager, PendingSave]:
     """A save whose file is on its way to the far tier, through a worker."""
     manager = CheckpointManager(tiers, agent="required")
     save(manager, 1)
@@ -376,7 +378,9 @@ def test_a_full_disk_is_the_error_that_it_is_without_an_agent(
     assert ITSELF not in caplog.text
 
 
-def test_nothing_is_written_below_a_root_that_was_moved_away(place: AgentFolder, tmp_path: Path) -> None:
+def test_nothing_is_written_below_a_root_that_was_moved_away(
+    place: AgentFolder, tmp_path: Path
+) -> None:
     far = tmp_path / "far"
     with CheckpointManager([tmp_path / "near", far], agent="required", on_error="warn") as manager:
         save(manager, 1, elements=1000)

@@ -289,7 +289,9 @@ def test_an_exception_leaves_the_job_to_the_agent(
     assert not memory_folder(*in_memory).exists()
 
 
-def test_a_second_manager_of_the_process_is_finished_too(place: AgentFolder, tmp_path: Path) -> None:
+def test_a_second_manager_of_the_process_is_finished_too(
+    place: AgentFolder, tmp_path: Path
+) -> None:
     tiers = [tmp_path / "near", tmp_path / "far"]
     for step in (1, 2, 3):
         manager = CheckpointManager(tiers, agent="required")
@@ -299,7 +301,9 @@ def test_a_second_manager_of_the_process_is_finished_too(place: AgentFolder, tmp
     assert 3 in whole(tmp_path / "far")
 
 
-def test_a_step_that_only_the_far_tier_takes_is_waited_for(place: AgentFolder, tmp_path: Path) -> None:
+def test_a_step_that_only_the_far_tier_takes_is_waited_for(
+    place: AgentFolder, tmp_path: Path
+) -> None:
     tiers = [Tier(str(tmp_path / "near"), every=2), Tier(str(tmp_path / "far"))]
     manager = CheckpointManager(tiers, agent="required")
     manager.save_async({"x": torch.ones(3)}, 3)

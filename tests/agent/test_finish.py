@@ -23,7 +23,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.agent import client
 from ckpt.agent.client import status
 from ckpt.agent.finish import Finish
-from ckpt.agent.folder import Lock, AgentFolder
+from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.catalog.index import committed
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AgentError, ConfigError, LeftToAgent, RootInUse
@@ -272,7 +272,9 @@ def test_a_job_that_stop_gives_up_is_named_with_the_memory_that_it_takes(
     assert f"job {job.attempt} is over: given up" in Path(place.log).read_text()
 
 
-def test_nothing_is_touched_while_the_trainer_lives(place: AgentFolder, tmp_path: Path, tiers) -> None:
+def test_nothing_is_touched_while_the_trainer_lives(
+    place: AgentFolder, tmp_path: Path, tiers
+) -> None:
     words = [sys.executable, "-c", TRAINER, msgspec.json.encode(tiers).decode(), "1", "2"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     script = TRAINER.replace("manager.close(", "print('saved', flush=True); sys.stdin.read()\n#")
@@ -291,7 +293,9 @@ def holds_if_there(root: Path, step: int) -> bool:
     return root.exists() and step in [ref.step for ref in committed(open_backend(str(root)))]
 
 
-def test_closing_with_detach_leaves_the_far_tier_to_the_agent(place: AgentFolder, tmp_path: Path) -> None:
+def test_closing_with_detach_leaves_the_far_tier_to_the_agent(
+    place: AgentFolder, tmp_path: Path
+) -> None:
     tiers = [Tier(str(tmp_path / "disk")), Tier(str(tmp_path / "far"))]
     manager = CheckpointManager(tiers, agent="required")
     saves = [manager.save_async({"x": torch.full((200_000,), step)}, step) for step in (1, 2, 3)]
@@ -310,7 +314,9 @@ def test_closing_with_detach_leaves_the_far_tier_to_the_agent(place: AgentFolder
     assert whole(tmp_path / "far") == [1, 2, 3, 4]
 
 
-def test_detach_makes_durable_what_memory_alone_has(place: AgentFolder, tmp_path: Path, tiers) -> None:
+def test_detach_makes_durable_what_memory_alone_has(
+    place: AgentFolder, tmp_path: Path, tiers
+) -> None:
     tiers[2]["every"] = 100  # otherwise the trainer itself may bring the step there
     assert "closed" in train(tiers, 1, 3, "detach nearest")
     await_state(place, "done")
@@ -352,13 +358,17 @@ def test_a_wrong_mode_is_refused(tmp_path: Path) -> None:
         CheckpointManager(str(tmp_path), agent="on")  # type: ignore[arg-type]
 
 
-def test_a_trainer_that_closes_in_order_leaves_nothing_to_do(place: AgentFolder, tmp_path: Path) -> None:
+def test_a_trainer_that_closes_in_order_leaves_nothing_to_do(
+    place: AgentFolder, tmp_path: Path
+) -> None:
     with CheckpointManager(str(tmp_path), agent="required") as manager:
         manager.save({"x": torch.ones(1)}, 1)
     assert await_state(place, "closed").copied == ()
 
 
-def test_an_agent_that_dies_is_started_again_by_the_trainer(place: AgentFolder, tmp_path: Path) -> None:
+def test_an_agent_that_dies_is_started_again_by_the_trainer(
+    place: AgentFolder, tmp_path: Path
+) -> None:
     with CheckpointManager(str(tmp_path), agent="required"):
         [first] = holders(place, "listen")
         os.kill(first, signal.SIGKILL)

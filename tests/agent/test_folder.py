@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from ckpt.agent.client import connect
-from ckpt.agent.folder import Lock, AgentFolder
+from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.errors import AgentError
 from tests.kit.waiting import until
 from tests.users import ATTACKER, begin_as, only_root

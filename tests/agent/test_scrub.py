@@ -18,8 +18,8 @@ import torch
 import ckpt.agent.scrub
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
-from ckpt.agent.messages import Job, ScrubStatus, fields_of
 from ckpt.agent.folder import AgentFolder
+from ckpt.agent.messages import Job, ScrubStatus, fields_of
 from ckpt.agent.reports import Ended, Order, Verified
 from ckpt.agent.scrub import Scrub
 from ckpt.config import SaveConfig
@@ -184,7 +184,9 @@ def test_a_wrong_rate_is_refused(rate) -> None:
         SaveConfig(scrub_mb_per_s=rate)
 
 
-def test_the_agent_mends_beside_a_trainer_that_saves(often: AgentFolder, tiers, tmp_path: Path) -> None:
+def test_the_agent_mends_beside_a_trainer_that_saves(
+    often: AgentFolder, tiers, tmp_path: Path
+) -> None:
     events: list[Event] = []
     urls = {tier.url for tier in tiers}
     observers: list[Observer] = [events.append, Journal(tiers[0].url)]
@@ -226,7 +228,9 @@ def leave(tiers: list[Tier], rate: float, numbers: int) -> None:
     run_code(TRAINER, *words, status=-signal.SIGKILL)
 
 
-def test_the_agent_mends_after_the_death_of_the_trainer(often: AgentFolder, tiers, cli: Cli) -> None:
+def test_the_agent_mends_after_the_death_of_the_trainer(
+    often: AgentFolder, tiers, cli: Cli
+) -> None:
     leave(tiers, 1000, 300_000)
     await_state(often, "done")
     flip(data_of(tiers[1]))
@@ -264,7 +268,9 @@ def test_without_a_rate_nothing_is_verified(often: AgentFolder, tiers) -> None:
     assert [job.scrub.verified for job in found.jobs] == [0, 1]
 
 
-def test_a_job_that_registers_ends_the_verification_at_once(often: AgentFolder, tiers, tmp_path) -> None:
+def test_a_job_that_registers_ends_the_verification_at_once(
+    often: AgentFolder, tiers, tmp_path
+) -> None:
     leave(tiers[:1], 0.2, 1_000_000)  # 20 s
     assert until(lambda: scrub().step == 1)
     workers = {*holders(often, "work")} - {*holders(often, "listen")}

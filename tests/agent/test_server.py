@@ -21,6 +21,7 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.agent.client import connect, reach, start, status
+from ckpt.agent.folder import AgentFolder
 from ckpt.agent.messages import (
     VERSION,
     AskStatus,
@@ -30,7 +31,6 @@ from ckpt.agent.messages import (
     encode,
     is_newer,
 )
-from ckpt.agent.folder import AgentFolder
 from ckpt.agent.server import Agent
 from ckpt.errors import AgentError
 from ckpt.processes import Process
@@ -61,7 +61,9 @@ def test_it_is_started_once_in_a_session_of_its_own_and_is_small(place: AgentFol
     second.close()
 
 
-def test_a_variable_that_is_not_utf8_is_left_out(place: AgentFolder, tmp_path: Path, monkeypatch) -> None:
+def test_a_variable_that_is_not_utf8_is_left_out(
+    place: AgentFolder, tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setenv("ODD", "\udcff")
     with CheckpointManager(tmp_path, agent="required"):
         found = status(place)
@@ -132,7 +134,9 @@ print("registered")
     assert "registered" in run_code(script)
 
 
-def test_callers_beyond_the_last_descriptor_wait_and_cost_no_processor_time(place: AgentFolder) -> None:
+def test_callers_beyond_the_last_descriptor_wait_and_cost_no_processor_time(
+    place: AgentFolder,
+) -> None:
     script = """
 import resource
 from ckpt.agent.client import start
@@ -157,7 +161,9 @@ start(AgentFolder.of_this_user(), 20)
     registered.close()
 
 
-def test_jobs_that_end_together_are_finished_a_few_at_a_time(place: AgentFolder, tmp_path: Path) -> None:
+def test_jobs_that_end_together_are_finished_a_few_at_a_time(
+    place: AgentFolder, tmp_path: Path
+) -> None:
     """Each worker takes memory. All of the jobs are finished."""
     jobs = 20
     script = """

@@ -20,8 +20,8 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
-from ckpt.agent.messages import AgentStatus, JobStatus
 from ckpt.agent.folder import AgentFolder
+from ckpt.agent.messages import AgentStatus, JobStatus
 from tests.agent.conftest import await_state, new_place
 from tests.kit.worlds import Ended, environment_of, run_forks
 from tests.servers import free_port
@@ -154,7 +154,7 @@ class Cluster:
             {
                 **environment_of(rank, 4, port),
                 "NODE": str(node),
-                "CKPT_AGENT_FOLDER": self.places[node].folder,
+                "CKPT_AGENT_FOLDER": self.places[node].path,
                 "GO": str(self.folder / "go"),
             }
             for rank, node in enumerate(NODES)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.agent.messages import JobStatus
 from ckpt.agent.folder import AgentFolder
+from ckpt.agent.messages import JobStatus
 from ckpt.cli.nearer_tiers import nearer_tiers
 from ckpt.cli.store_timeout import watch
 from ckpt.storage.registry import open_backend
@@ -28,7 +28,7 @@ TIERS = [Tier("memory"), Tier("near", keep_last=1), Tier("far", every=2)]
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentFolder]:
     with new_place() as found:
-        monkeypatch.setenv("CKPT_AGENT_FOLDER", found.folder)
+        monkeypatch.setenv("CKPT_AGENT_FOLDER", found.path)
         yield found
 
 

@@ -63,7 +63,9 @@ def store():
 
 
 def committer(coordinator, store, timeout: float = TIMEOUT, takeover: float = 0.1) -> Committer:
-    return Committer(coordinator, SharedStore(store), name="tier0", bounds=Bounds(timeout, takeover))
+    return Committer(
+        coordinator, SharedStore(store), name="tier0", bounds=Bounds(timeout, takeover)
+    )
 
 
 def commit_all(

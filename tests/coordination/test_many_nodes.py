@@ -151,7 +151,8 @@ def test_without_the_leader_a_survivor_puts_it_where_it_can(
     messages = all_durable(stores)
     world = World(3, patience=5)
     silent = world.coordinator(0)
-    NodeLocalStore(SharedStore(stores[0]), silent, NODES, name="tier0").offer(REF, messages[0].fragment)  # type: ignore[union-attr]
+    place = NodeLocalStore(SharedStore(stores[0]), silent, NODES, name="tier0")
+    place.offer(REF, messages[0].fragment)  # type: ignore[union-attr]
     silent.post(f"tier0/{REF.folder}", ckpt.coordination.commit_state_machine.encode(messages[0]))  # type: ignore[attr-defined]
     heard = commit(world, stores, messages, {1, 2})
     one, two = manifests(stores)
@@ -186,7 +187,8 @@ def test_what_a_leader_has_put_on_its_node_counts_when_it_dies_after_that(
     monkeypatch.setattr(ckpt.coordination.nodes, "_PUT_SECONDS", 1.0)
     messages, world = all_durable(stores), World(3, patience=5)
     places = [
-        NodeLocalStore(SharedStore(stores[0]), Dies(world, rank), NODES, name="tier0") for rank in range(2)
+        NodeLocalStore(SharedStore(stores[0]), Dies(world, rank), NODES, name="tier0")
+        for rank in range(2)
     ]
     committers = [
         Committer(Dies(world, rank), place, name="tier0", bounds=Bounds(5, 0.3))

@@ -178,7 +178,7 @@ def test_a_wrong_port_is_refused(port: Any) -> None:
 
 def test_a_port_that_is_too_high_for_this_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(ConfigError, match="port=65535 .*65536"):
+    with pytest.raises(ConfigError, match=r"port=65535 .*65536"):
         Metrics(port=65535)
 
 

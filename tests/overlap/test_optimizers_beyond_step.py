@@ -243,7 +243,7 @@ def test_an_optimizer_of_another_kind_at_the_same_place_is_seen() -> None:
     with CheckpointManager("memory://kinds") as manager:
         for step, optimizer in enumerate((first, second, first)):
             manager.save({"model": model, "o": optimizer}, step)
-            held = manager._memory.segments["o"].held
+            held = manager._last_walk.segments["o"].held
             assert {each.late for each in held} == {optimizer is first}
 
 

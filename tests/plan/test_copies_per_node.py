@@ -12,7 +12,7 @@ import pytest
 
 from ckpt.model.box import Box, even_slab
 from ckpt.model.manifest import Fragment, Manifest
-from ckpt.plan.copies_per_node import left, nearest_copies, without_copy, writers
+from ckpt.plan.copies_per_node import nearest_copies, nonwriter_leaf, without_copy, writers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import plan_restore
 from tests.plan.worlds import fragment_of, merged
@@ -142,7 +142,7 @@ def test_the_lowest_rank_of_each_node_writes_a_spare_of_what_it_leaves_to_the_fi
     rank: int, node_of: tuple[int, ...], boxes: int, spare: bool
 ) -> None:
     leaf = Leaf("buffer", "float32", (16,), (Box.whole((16,)),))
-    found = left(leaf, (0, 1, 2, 3), rank, node_of)
+    found = nonwriter_leaf(leaf, (0, 1, 2, 3), rank, node_of)
     assert (len(found.boxes), found.spare) == (boxes, spare)
 
 
@@ -151,7 +151,11 @@ def test_a_spare_serves_where_it_is_equal_and_harms_nothing_where_it_differs() -
     plain = [Leaf(name, "float32", (16,), (whole,)) for name in ("alike", "drifted")]
 
     def part(rank: int) -> Fragment:
-        leaves = plain if rank == 0 else [left(leaf, (0, 1, 2, 3), rank, NODE_OF) for leaf in plain]
+        leaves = (
+            plain
+            if rank == 0
+            else [nonwriter_leaf(leaf, (0, 1, 2, 3), rank, NODE_OF) for leaf in plain]
+        )
         arrays = {
             "alike": np.arange(16, dtype=np.float32),
             "drifted": np.full(16, rank, dtype=np.float32),

@@ -190,7 +190,9 @@ def test_a_plan_from_the_fragments_that_are_needed_is_the_plan_from_all(
         for name, tensor in whole.tensor_map().items()
     ]
     ranks = ranks_of(outline, [(leaf.name, leaf.boxes) for leaf in wanted])
-    part = fill_manifest(outline, {rank: fragment_of(packed[rank], key="k") for rank in ranks}, key="k")
+    part = fill_manifest(
+        outline, {rank: fragment_of(packed[rank], key="k") for rank in ranks}, key="k"
+    )
     plan = plan_restore(whole, wanted)
     assert plan_restore(part, wanted) == plan
     assert {read.rank for read in plan.reads} == ranks

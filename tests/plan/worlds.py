@@ -98,7 +98,9 @@ def merged(fragments: Sequence[Fragment], known: Known | None = None) -> Manifes
     parts = [with_ref(fragment) for fragment in fragments]
     stored = pack(merge(parts, known))
     manifest = check_manifest(unpack(stored, Manifest, key="k"), key="k")
-    return fill_manifest(manifest, {part.rank: unpacked(part, key="k") for part, _ in parts}, key="k")
+    return fill_manifest(
+        manifest, {part.rank: unpacked(part, key="k") for part, _ in parts}, key="k"
+    )
 
 
 def assign(boxes: Sequence[Box], world_size: int, rng: random.Random) -> list[tuple[Box, ...]]:

@@ -166,7 +166,7 @@ class Broadcast:
 
     def _take(self, reads: Sequence[ChunkRead], sink: Sink) -> None:
         """Read ``reads``, a part of the plan, into ``sink``."""
-        ordered = sorted(reads, key=lambda read: read.place)
+        ordered = sorted(reads, key=lambda read: read.chunk_id)
         part = replace(self._plan, reads=tuple(ordered))
         self._read(part, sink)
         self.read_bytes += part.read_bytes

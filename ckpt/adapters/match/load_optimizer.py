@@ -278,7 +278,9 @@ class _Loader:
                 continue  # The value, a step counter for instance, belongs to all parts
             if is_wrapper(current.get(key)):
                 # The saved value is a plain tensor, so this call raises ``KindMismatch``.
-                fill_tensor(match, f"{each.name}/{part}", source, current[key], match.saved.node(source))
+                fill_tensor(
+                    match, f"{each.name}/{part}", source, current[key], match.saved.node(source)
+                )
             held = self._held(
                 each, key, fresh.get(key, current.get(key)), match.saved.tensors[source]
             )

@@ -117,7 +117,9 @@ def test_nothing_of_it_is_named_anew_from_save_to_save() -> None:
         with rank_of(1, 2):
             net, optimizer = wrapped(named=named)
             last_walk = LastWalk()
-            walks = [collect({"m": net, "o": optimizer}, rank=1, last_walk=last_walk) for _ in range(2)]
+            walks = [
+                collect({"m": net, "o": optimizer}, rank=1, last_walk=last_walk) for _ in range(2)
+            ]
             assert walks[0].parts[0] is walks[1].parts[0]
             with torch.no_grad():
                 for parameter in net.parameters():

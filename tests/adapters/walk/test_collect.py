@@ -751,7 +751,10 @@ def test_a_table_that_changes_is_seen(lasting):
         change()
         for _ in range(3):
             state = {"before": spare["other"], "x": x}
-            fresh, known = collected(state, LastWalk()), collected(state, last_walk, lasting=lasting)
+            fresh, known = (
+                collected(state, LastWalk()),
+                collected(state, last_walk, lasting=lasting),
+            )
             assert fresh.held == known.held
             assert (fresh.tree, fresh.tied) == (known.tree, known.tied)
 

@@ -547,7 +547,7 @@ def test_what_an_earlier_module_shares_from_now_on_is_found(
 ) -> None:
     """The second module itself does not change."""
     state: State = {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3)}
-    memory, plans = LastWalk(), PlanCache(0, 1 << 20)
+    last_walk, plans = LastWalk(), PlanCache(0, 1 << 20)
     for _ in range(2):
         assert_finds_what_is_there(state, last_walk, plans)
     state["first"].register_buffer("kept", shared(state["second"].weight))
