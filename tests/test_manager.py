@@ -595,6 +595,12 @@ def test_a_setting_with_a_typing_error_is_answered_with_the_one_that_is_like_it(
         CheckpointManager("runs", on_buzy="skip")  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("name", ["$schema", 7])
+def test_a_name_of_metadata_that_would_hide_the_others_is_refused(memory: str, name: Any) -> None:
+    with pytest.raises(ConfigError, match="do not begin with"):
+        CheckpointManager(memory, metadata={name: "x"})
+
+
 def test_metadata_is_kept_and_must_be_plain(memory: str) -> None:
     with CheckpointManager(memory, metadata={"run": 7, "tags": ["a"]}) as manager:
         manager.save({"x": 1})
@@ -665,7 +671,7 @@ def test_observers_are_told_what_happens_and_cannot_break_it(
     assert "observer failed" in caplog.text
 
 
-@pytest.mark.parametrize("overlap", ["auto", "none"])
+@pytest.mark.parametrize("overlap", ["auto", "off"])
 def test_the_stall_in_an_event_includes_the_call_even_if_the_copy_ends_before_it_returns(
     memory: str, monkeypatch: pytest.MonkeyPatch, overlap: Any
 ) -> None:

@@ -250,6 +250,8 @@ def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
             return _union_mapping(path, one, two, ranks)
         case "optimizer":
             return _union_optimizer(path, one, two, ranks)
+        case "dict" | "OrderedDict":
+            return _union_pairs(path, one, two, ranks)
         case _:
             raise ReplicasDiverged(path, ranks)
 
@@ -269,6 +271,35 @@ def _union_mapping(
         deeper = path if key in ("v", "values") and "$" in one else join(path, key)
         merged[key] = _union(deeper, merged[key], node, ranks) if key in merged else node
     return merged
+
+
+def _union_pairs(
+    path: str, one: Mapping[str, Node], two: Mapping[str, Node], ranks: tuple[int, int]
+) -> Node:
+    """Return the union of two dicts that have pairs of nodes: the pairs of the first rank, and then
+    the pairs that only the second rank has.
+
+    Raises:
+        ReplicasDiverged: The ranks have different values for a key, or the keys that both ranks
+            have are in a different order in an ``OrderedDict``.
+    """
+    merged = {_sorted.encode(key): [key, node] for key, node in one["v"]}
+    others = {_sorted.encode(key): (key, node) for key, node in two["v"]}
+    if one["$"] == "OrderedDict" and [key for key in merged if key in others] != [
+        key for key in others if key in merged
+    ]:
+        raise ReplicasDiverged(path, ranks, " (in the order of its keys)")
+    for text, (key, node) in others.items():
+        if text in merged:
+            deeper = path if isinstance(key, list | dict) else join(path, key)
+            merged[text][1] = _union(deeper, merged[text][1], node, ranks)
+        else:
+            merged[text] = [key, node]
+    found: dict[str, Node] = {**one, "v": list(merged.values())}
+    if "m" in one or "m" in two:
+        both = [each["m"] for each in (one, two) if "m" in each]
+        found["m"] = _union(path, both[0], both[-1], ranks)
+    return found
 
 
 def _union_optimizer(

@@ -89,12 +89,19 @@ class SaveJobs:
 
     Raises:
         UnsupportedValue: The metadata is not made of plain values.
-        ConfigError: The metadata has a name that ckpt uses itself.
+        ConfigError: The metadata has a name that ckpt uses itself, that begins with '$' or that is
+            no string.
     """
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = dict(metadata)
         self._packed = to_json("metadata", self._metadata)
+        for name in self._metadata:
+            # With another name, the names of the metadata would be hidden in its JSON.
+            if not isinstance(name, str) or name.startswith("$"):
+                raise ConfigError(
+                    f"metadata: {name!r} is no name: use strings that do not begin with '$'"
+                )
         for name, setting in ((METRICS, "metrics"), (LEFT_OUT, "only")):
             if name in self._metadata:
                 raise ConfigError(

@@ -153,7 +153,15 @@ def _in_waves(nbytes: int, room: Room) -> Budget:
     )
 
 
-def measure(shm: str, *, ranks: int, limit: int | None = None, held: int = 0) -> Room:
+def measure(
+    shm: str,
+    *,
+    ranks: int,
+    limit: int | None = None,
+    held: int = 0,
+    freed: int = 0,
+    freed_in_shm: int = 0,
+) -> Room:
     """Return the memory that this rank may use now.
 
     Args:
@@ -163,14 +171,16 @@ def measure(shm: str, *, ranks: int, limit: int | None = None, held: int = 0) ->
         held: The bytes in ``shm`` that other ranks of the node already use. They are added to the
             free memory before it is divided, so that the parts of all ranks are equal, in whatever
             order the ranks call this.
+        freed: The bytes of slots of this rank that count as free.
+        freed_in_shm: The bytes of these slots that are in ``shm``.
     """
-    free = int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM)
+    free = int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM) + freed
     memory = min(free, (free + held) // ranks)
     if limit is not None:
         memory = min(memory, limit)
     try:
         stat = os.statvfs(shm)
-        left = stat.f_bavail * stat.f_frsize
+        left = stat.f_bavail * stat.f_frsize + freed_in_shm
     except OSError:
         left = 0
     return Room(memory=memory, shared=min(memory, left, (left + held) // ranks), ranks=ranks)

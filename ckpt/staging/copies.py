@@ -55,9 +55,26 @@ class Copy(NamedTuple):
     @property
     def elements(self) -> torch.Tensor:
         """Return the elements to copy. For a part of a source that is not contiguous, this makes a
-        copy of the source.
+        copy of the part.
         """
-        return self.source if self.part is None else self.source.reshape(-1)[self.part]
+        return self.source if self.part is None else _flat_part(self.source, self.part)
+
+
+def _flat_part(source: torch.Tensor, part: slice) -> torch.Tensor:
+    """Return the elements ``part`` of the flattened ``source``.
+
+    If ``source`` is not contiguous, only the rows that have these elements are copied, since the
+    whole tensor may not fit into the memory that is left.
+    """
+    while not source.is_contiguous():
+        row = source[0].numel()
+        first, last = part.start // row, -(-part.stop // row)
+        part = slice(part.start - first * row, part.stop - first * row)
+        if last - first > 1 or source.dim() == 1:
+            source = source[first:last]
+            break
+        source = source[first]
+    return source.reshape(-1)[part]
 
 
 def groups(copies: Iterable[Copy]) -> Iterator[list[Copy]]:

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from ckpt.errors import CommitError, HostMemoryExhausted, ManagerClosed
@@ -142,7 +142,7 @@ class SlotPool:
             return self._budget is not None and (
                 self._budget.nbytes >= nbytes
                 and len(self._made) >= self._budget.slots
-                and all(slot.capacity >= self._budget.slot_bytes for slot in self._made)
+                and all(self._fits(slot, self._budget.nbytes) for slot in self._made)
             )
 
     def plan(self, nbytes: int) -> None:
@@ -234,8 +234,8 @@ class SlotPool:
         with self._changed:
             self._free.append(slot)
             self._changed.notify_all()
-            is_small = self._budget and slot.capacity < self._budget.slot_bytes
-            if is_small and not self._is_needed(slot):
+            fits = self._budget is None or self._fits(slot, self._budget.nbytes)
+            if not fits and not self._is_needed(slot):
                 self._let_go(slot)
             return not slot.shared and self._reconsider()
 
@@ -272,21 +272,26 @@ class SlotPool:
         elsewhere = [slot for slot in self._made if not slot.shared]
         if self._closed or known is None or not elsewhere or known.slot_bytes < known.nbytes:
             return False
-        room = self._room()
         # /dev/shm must have room for one slot more than those that exist.
-        if capacity_of(known.nbytes) > room.shared:
+        if capacity_of(known.nbytes) > self._room().shared:
             return False
-        room = _beside(room, self._made)
-        self._budget = decide(known.nbytes, wanted=self._count, room=room)
+        self._budget = decide(known.nbytes, wanted=self._count, room=self._room(self._made))
         self._displaced = False
         _log.info("ckpt: %s", self._budget.sentence)
         for slot in [slot for slot in self._free if not slot.shared]:
             self._let_go(slot)
         return True
 
-    def _room(self) -> Room:
-        held = slot_files.held_by_siblings() if self._ranks > 1 else 0
-        return measure(slot_files.SHM, ranks=self._ranks, limit=self._limit, held=held)
+    def _room(self, freed: Sequence[Slot] = ()) -> Room:
+        """Return the memory that this rank may use, as if the slots ``freed`` were closed."""
+        return measure(
+            slot_files.SHM,
+            ranks=self._ranks,
+            limit=self._limit,
+            held=slot_files.held_by_siblings() if self._ranks > 1 else 0,
+            freed=sum(slot.capacity for slot in freed),
+            freed_in_shm=sum(slot.capacity for slot in freed if slot.shared),
+        )
 
     def _renew(self, request: _Request) -> None:
         """Remove the step in the slot of ``request``, and extend the file to its full length again.
@@ -326,7 +331,7 @@ class SlotPool:
         """Take a free slot into ``request``, and return True. If no slot may be taken now, return
         False. The caller must hold the lock.
         """
-        fitting = [slot for slot in self._free if slot.capacity >= self._slot_bytes(nbytes)]
+        fitting = [slot for slot in self._free if self._fits(slot, nbytes)]
         others = [slot for slot in fitting if not self._is_needed(slot)]
         if not others:
             # If this returns False, the caller calls ``_may_make``, which closes slots that are too
@@ -356,7 +361,7 @@ class SlotPool:
         ``SlotContents.is_needed``), unless it is the only slot and the budget allows only one. The
         caller must hold the lock.
         """
-        small = [slot for slot in self._free if slot.capacity < self._slot_bytes(nbytes)]
+        small = [slot for slot in self._free if not self._fits(slot, nbytes)]
         needed = list(filter(self._is_needed, small))
         for slot in small:
             if slot not in needed:
@@ -364,7 +369,7 @@ class SlotPool:
         if self._budget is None or self._budget.nbytes < nbytes:
             # The needed slots will be freed before all new slots exist, so their memory counts as
             # free.
-            self._budget = decide(nbytes, wanted=self._count, room=_beside(self._room(), needed))
+            self._budget = decide(nbytes, wanted=self._count, room=self._room(needed))
             _log.log(
                 logging.INFO if self._budget.shared else logging.WARNING,
                 "ckpt: %s",
@@ -386,6 +391,15 @@ class SlotPool:
 
     def _is_needed(self, slot: Slot) -> bool:
         return slot.path is not None and self._contents.is_needed(slot.path)
+
+    def _fits(self, slot: Slot, nbytes: int) -> bool:
+        """Return True if an image of ``nbytes`` may use the slot: the whole image fits into it, or
+        the slot has the size through which the budget lets such images pass in waves.
+
+        A larger slot is no substitute for the latter, since the length of a ring must be a multiple
+        of the pieces that are copied.
+        """
+        return slot.capacity >= nbytes or slot.capacity == capacity_of(self._slot_bytes(nbytes))
 
     def _slot_bytes(self, nbytes: int) -> int:
         """Return the least bytes of a slot for an image of ``nbytes``. They are less than
@@ -455,10 +469,3 @@ class SlotPool:
                 self._contents.evict(slot.path)
         finally:
             slot.close()
-
-
-def _beside(room: Room, slots: Sequence[Slot]) -> Room:
-    """Return ``room`` enlarged by the memory of ``slots``, as if they were freed."""
-    nbytes = sum(slot.capacity for slot in slots)
-    in_shm = sum(slot.capacity for slot in slots if slot.shared)
-    return replace(room, memory=room.memory + nbytes, shared=room.shared + in_shm)

@@ -209,6 +209,33 @@ def optimizer(params, state, **values):
     }
 
 
+def ordered(**values: object) -> dict[str, object]:
+    """Return the node of an `OrderedDict`, as `Module.state_dict()` returns it."""
+    versions = {"$": "OrderedDict", "v": [["", {"version": 1}]]}
+    return {"$": "OrderedDict", "v": [list(pair) for pair in values.items()], "m": versions}
+
+
+def test_state_dicts_of_stages_are_joined():
+    node = {"$": "tensor", "n": "x"}
+    trees = [raw({"m": ordered(a=node, both=1)}), raw({"m": ordered(b=node, both=1)})]
+    manifest = merged(fragments([leaf(TOP)], [leaf(BOTTOM)], tree=trees))
+    assert msgspec.json.decode(manifest.tree) == {"m": ordered(a=node, both=1, b=node)}
+
+
+def test_dicts_with_other_keys_than_strings_are_joined():
+    trees = [raw({"m": {"$": "dict", "v": [[rank, f"layer {rank}"]]}}) for rank in range(2)]
+    manifest = merged(fragments([leaf(TOP)], [leaf(BOTTOM)], tree=trees))
+    pairs = [[0, "layer 0"], [1, "layer 1"]]
+    assert msgspec.json.decode(manifest.tree) == {"m": {"$": "dict", "v": pairs}}
+
+
+@pytest.mark.parametrize("other", [ordered(a=1, b=3), ordered(b=2, a=1)])
+def test_state_dicts_that_differ_in_a_value_or_in_their_order_are_refused(other):
+    trees = [raw({"m": ordered(a=1, b=2)}), raw({"m": other})]
+    with pytest.raises(ReplicasDiverged, match="'m"):
+        merged(fragments([leaf(TOP)], [leaf(BOTTOM)], tree=trees))
+
+
 def test_optimizers_of_stages_have_all_parameters_once():
     joined = tree_of(
         optimizer(["a", "shared"], {"opt/a/step": 1}), optimizer(["shared", "b"], {"opt/b/step": 1})

@@ -256,6 +256,13 @@ class PlanCache:
 
     def _leaf(self, held: Held) -> Leaf:
         leaf = leaf_of(held.name, held.tensor, () if held.left else held.replicas)
+        is_own = isinstance(held.tensor, LocalShards)
+        if is_own and leaf.replicas and self._rank not in leaf.replicas:
+            raise UnsupportedValue(
+                held.name,
+                f"LocalShards whose replicas lack this rank ({self._rank})",
+                "give the numbers of all ranks that hold the same shards",
+            )
         node_of = self._node_of if leaf.nbytes < self._from_bytes else ()
         if held.left:
             return nonwriter_leaf(leaf, held.replicas, self._rank, node_of)

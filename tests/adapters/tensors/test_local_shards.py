@@ -197,3 +197,9 @@ def test_a_part_changed_behind_the_owner_s_back_fails_the_save(
         pending = manager.save_async(state, 1)
         with pytest.raises(TensorChanged, match="'w'"):
             pending.result(30)
+
+
+def test_replicas_without_this_rank_are_refused_with_the_name() -> None:
+    state = {"x": LocalShards((4,), [((0,), torch.zeros(4))], replicas=(1, 2))}
+    with pytest.raises(UnsupportedValue, match=r"x.*replicas lack this rank"):
+        PlanCache(0, 1 << 20).prepare(collect(state, rank=0))
