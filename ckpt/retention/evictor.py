@@ -7,7 +7,7 @@ the oldest of the kept steps. The newest step is removed only if another durable
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Final
 
 from ckpt.catalog.inventory import Inventory, StoredStep
@@ -53,7 +53,7 @@ class Evictor:
         )
 
     def free_space(
-        self, ref: StepRef, staged: int, *, restored: int | None, stored: bool = False
+        self, ref: StepRef, staged: int, *, restored: StepRef | None, stored: bool = False
     ) -> None:
         """Make room so that ``ref`` fits into the capacity of the tier.
 
@@ -64,9 +64,8 @@ class Evictor:
         Args:
             ref: The step that is about to be written.
             staged: The size of ``ref`` in bytes before any codec.
-            restored: The number of the step that the job continues from; None if it has restored
-                none. Until the job has a newer step, this step is removed only if another durable
-                tier has it too.
+            restored: The step that the job continues from; None if it has restored none. Until the
+                job has a newer step, this step is removed only if another durable tier has it too.
             stored: Whether ``staged`` is the size of the files on the tier, so that nothing has to
                 be estimated.
 
@@ -98,7 +97,7 @@ class Evictor:
         if self._evict(found, ref, over, restored, _REACHED, or_none=True) > 0:
             raise OutOfSpace(ref.folder, self._why(found, needed, capacity))
 
-    def settle(self, ref: StepRef, *, restored: int | None) -> None:
+    def settle(self, ref: StepRef, *, restored: StepRef | None) -> None:
         """Remove steps until the tier is within its capacity, now that ``ref`` is committed and its
         encoded size is known. A `CkptError` is logged and not raised.
         """
@@ -118,7 +117,7 @@ class Evictor:
                 self._tier.url,
             )
 
-    def free(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
+    def free(self, ref: StepRef, nbytes: int, *, restored: StepRef | None) -> bool:
         """Free at least ``nbytes`` for the step ``ref``, if possible, in a store that is full.
 
         Return True if any bytes were freed. Raise ``RootInUse`` or the errors of the store.
@@ -132,7 +131,7 @@ class Evictor:
         found: list[StoredStep],
         ref: StepRef,
         over: int,
-        restored: int | None,
+        restored: StepRef | None,
         why: str,
         *,
         or_none: bool = False,
@@ -143,7 +142,7 @@ class Evictor:
             found: The attempts that the tier lists.
             ref: The step that the room is for. It is not removed.
             over: The number of bytes to free.
-            restored: The number of the step that the job has restored; None if there is none.
+            restored: The step that the job has restored; None if there is none.
             why: The reason, for the log.
             or_none: Whether to stop as soon as all steps that may still be removed have too few
                 bytes together. Steps that were removed earlier in the call stay removed.
@@ -164,7 +163,7 @@ class Evictor:
         found: list[StoredStep],
         ref: StepRef,
         over: int,
-        restored: int | None,
+        restored: StepRef | None,
         tried: Container[StepRef],
     ) -> Iterator[StoredStep]:
         """Yield the steps to remove to free ``over`` bytes.
@@ -177,7 +176,7 @@ class Evictor:
         own = self._claim.own
         whole = {held.ref: held for held in found if held.state == "committed"}
         metrics = {other: held.metrics for other, held in whole.items()}
-        last = newest([other for other in whole if self._counts(other, restored)] or whole, own=own)
+        last = self._last(whole, restored)
         waiting = self._guard.waiting()
         order = [
             one.held
@@ -190,7 +189,7 @@ class Evictor:
             if other != last
         ]
         parts = [held for held in found if held.is_part and self._claim.is_dead(held.ref)]
-        order += [held for held in parts if held.ref.step != restored]
+        order += [held for held in parts if held.ref != restored]
         # Next are unfinished copies that this job makes of steps of earlier jobs.
         order += [h for h in found if h.state == "incomplete" and self._claim.brings(h.ref)]
         order += [whole[last]] if last is not None else []
@@ -208,12 +207,28 @@ class Evictor:
                 over -= held.nbytes
                 yield held
 
-    def _counts(self, ref: StepRef, restored: int | None) -> bool:
+    def _last(
+        self, whole: Mapping[StepRef, StoredStep], restored: StepRef | None
+    ) -> StepRef | None:
+        """Return the checkpoint of ``whole`` that a restarted job needs most; None if it is empty.
+
+        That is the newest one of this job. As long as there is none, it is the restored step. Of
+        several attempts at a step, it is the one with the youngest manifest, as for a restore.
+        """
+        own = self._claim.own
+        if restored in whole and not any(ref.attempt.startswith(own) for ref in whole):
+            return restored
+        dates = {ref: held.created_at for ref, held in whole.items()}
+        counting = [ref for ref in whole if self._counts(ref, restored)]
+        return newest(counting or whole, own=own, dates=dates)
+
+    def _counts(self, ref: StepRef, restored: StepRef | None) -> bool:
         """Return True if a restarted job may restore ``ref``.
 
         A step of another job that is newer than the restored step belongs to an abandoned history.
         """
-        return restored is None or ref.step <= restored or ref.attempt.startswith(self._claim.own)
+        is_own = ref.attempt.startswith(self._claim.own)
+        return restored is None or ref.step <= restored.step or is_own
 
     def _remove(self, going: list[StoredStep], why: str, tried: set[StepRef]) -> int:
         """Remove the steps of ``going``, and return how many bytes were freed.

@@ -139,13 +139,23 @@ def first_to_go(
     return sorted(committed, key=rank)
 
 
-def newest(committed: Collection[StepRef], *, own: str = "") -> StepRef | None:
+def newest(
+    committed: Collection[StepRef], *, own: str = "", dates: Mapping[StepRef, float] | None = None
+) -> StepRef | None:
     """Return the step that a restarted job restores: the newest step of the attempt ``own``.
 
-    If this attempt has no step, return the newest step of all; None if ``committed`` is empty.
+    If this attempt has no step, return the newest step of all; None if ``committed`` is empty. Of
+    several attempts at a step, return the one with the youngest manifest.
+
+    Args:
+        dates: When the manifests were made, in seconds since 1970. Without a date, the attempts at
+            a step are compared by their names.
     """
     mine = [ref for ref in committed if own and ref.attempt.startswith(own)]
-    return max(mine or committed, default=None)
+    known = dates or {}
+    return max(
+        mine or committed, key=lambda ref: (ref.step, known.get(ref, 0.0), ref), default=None
+    )
 
 
 def _best(committed: Collection[StepRef], rule: Best, metrics: Metrics) -> list[int]:

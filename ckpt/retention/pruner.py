@@ -229,7 +229,7 @@ class Pruner:
             self._queued = True
         self._workers.submit(self._prune)
 
-    def clear(self, restored: int | None) -> None:
+    def clear(self, restored: StepRef | None) -> None:
         """Remove the remains of ended jobs: their unfinished saves and unfinished writes, and the
         steps that they saved and the retention policy does not keep.
 
@@ -238,8 +238,8 @@ class Pruner:
         and not raised.
 
         Args:
-            restored: The number of the step that the job continues from, which stays; None if it
-                continues from none.
+            restored: The step that the job continues from, which stays; None if it continues from
+                none.
         """
         if self._leads:
             clearing = self._workers.submit(self._clear, restored)
@@ -247,12 +247,12 @@ class Pruner:
                 # Without the wait, jobs that are killed in quick succession could fill the store.
                 clearing.result()
 
-    def free_space(self, restored: int | None) -> bool:
+    def free_space(self, restored: StepRef | None) -> bool:
         """Remove from a full store the steps that need not be kept. Wait until this is done.
 
         Args:
-            restored: The number of the step that the job continues from, which stays; None if it
-                continues from none.
+            restored: The step that the job continues from, which stays; None if it continues from
+                none.
 
         Returns:
             True if any step was removed. False if none was, or after an error, which is logged.
@@ -281,7 +281,7 @@ class Pruner:
             # Steps that are not removed now are removed after the next save.
             _log.warning("ckpt: old steps on %s were not removed: %s", self._tier.url, error)
 
-    def _clear(self, restored: int | None) -> None:
+    def _clear(self, restored: StepRef | None) -> None:
         try:
             discard_left(self._tier.backend, self._claim)
             if self._claim.has_heritage:
@@ -292,10 +292,7 @@ class Pruner:
                     one
                     for one in judge(found, self._rule, context)
                     if self._claim.is_dead(ref := one.held.ref)
-                    and (
-                        one.held.state == "incomplete"
-                        or not (ref in needed or ref.step == restored)
-                    )
+                    and (one.held.state == "incomplete" or not (ref in needed or ref == restored))
                 ]
                 carry_out(self._tier.backend, going, claim=self._claim)
         except Exception as error:  # noqa: BLE001
@@ -304,7 +301,7 @@ class Pruner:
                 "ckpt: what dead jobs left on %s was not removed: %s", self._tier.url, error
             )
 
-    def _free_space(self, restored: int | None) -> bool:
+    def _free_space(self, restored: StepRef | None) -> bool:
         try:
             self._claim.use()
             found = self._inventory.look(begun=self._rule.keeps_all)
@@ -315,7 +312,7 @@ class Pruner:
                 if one.held.is_part and self._claim.is_dead(one.held.ref)
                 else one
                 for one in judged
-                if one.held.ref.step != restored and (self._leads or self._is_ours(one.held))
+                if one.held.ref != restored and (self._leads or self._is_ours(one.held))
             ]
             gone = carry_out(self._tier.backend, going, claim=self._claim)
         except CkptError as error:

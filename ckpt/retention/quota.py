@@ -57,7 +57,7 @@ class Quota:
         self._evictor = Evictor(tier, claim, guard)
 
     def agree(
-        self, ref: StepRef, trial: int, nbytes: int, *, restored: int | None, asked: bool = True
+        self, ref: StepRef, trial: int, nbytes: int, *, restored: StepRef | None, asked: bool = True
     ) -> None:
         """Wait until the leader has made room for the images of all ranks. All ranks call this.
 
@@ -65,9 +65,9 @@ class Quota:
             ref: The step to save.
             trial: The number of the try at the step.
             nbytes: The size of this rank's image.
-            restored: The number of the step that the job continues from; None if it continues from
-                none. Until the job has a newer step, this step is removed only if another durable
-                tier has it too.
+            restored: The step that the job continues from; None if it continues from none. Until
+                the job has a newer step, this step is removed only if another durable tier has it
+                too.
             asked: On the leader, whether to make room. It is False for a save that the leader will
                 abort in any case.
 
@@ -110,14 +110,14 @@ class Quota:
         if self._coordinator.rank == LEADER:
             self._coordinator.set_once(subject, _OK)
 
-    def evict(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
+    def evict(self, ref: StepRef, nbytes: int, *, restored: StepRef | None) -> bool:
         """Free at least ``nbytes`` for the step ``ref``, if possible, in a store that is full.
 
         Return True if any bytes were freed.
         """
         return self._evictor.free(ref, nbytes, restored=restored)
 
-    def settle(self, ref: StepRef, *, restored: int | None) -> None:
+    def settle(self, ref: StepRef, *, restored: StepRef | None) -> None:
         """Remove steps until the tier is within its capacity, now that ``ref`` is committed and its
         encoded size is known.
 

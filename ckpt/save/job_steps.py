@@ -121,7 +121,7 @@ class JobSteps:
         self._changed = Condition()
         self._waiting: dict[str, set[StepRef]] = {}
         self._newest: dict[str, StepRef] = {}
-        self.restored: int | None = None
+        self.restored: StepRef | None = None
         self.durable_step = -1
         self.last_step: int | None = None
 
@@ -132,7 +132,7 @@ class JobSteps:
         belong to the job's history any more.
         """
         with self._changed:
-            self.restored, self.durable_step = ref.step, min(self.durable_step, ref.step)
+            self.restored, self.durable_step = ref, min(self.durable_step, ref.step)
         if self._earlier is not None:
             self._earlier.set_restored(ref)
 
@@ -245,7 +245,7 @@ class TierSteps:
     tier: OpenTier
 
     @property
-    def restored(self) -> int | None:
+    def restored(self) -> StepRef | None:
         """The step that the job has restored; None if it has restored none."""
         return self.steps.restored
 

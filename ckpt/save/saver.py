@@ -380,7 +380,7 @@ class Saver:
         """
         durable, in_memory = self._durable, any(writer.in_memory for writer in self._writers)
         durable_step = self.steps.durable_step
-        restored = -1 if self.steps.restored is None else self.steps.restored
+        restored = -1 if self.steps.restored is None else self.steps.restored.step
         kept = max(restored, self._slot_steps.newest())
         if not in_memory or not durable or kept < 0 or max(restored, 0) <= durable_step:
             return False

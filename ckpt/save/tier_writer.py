@@ -418,14 +418,14 @@ class TierWriter:
                 self._pruner.clear(self._steps.restored)
             done = {other.step for other in there if job_of(other) != self.root.own}
             restored = self._steps.restored
-            self._taken = {step for step in done if restored is None or step <= restored}
+            self._taken = {step for step in done if restored is None or step <= restored.step}
             if restored is not None and not self.in_memory and (newer := done - self._taken):
                 _log.warning(
                     "ckpt: %s holds step %d, and this job continues from step %d: a restart takes "
                     "the higher step if it is intact, so remove it, or save higher steps",
                     self.url,
                     max(newer),
-                    restored,
+                    restored.step,
                 )
         return self._taken
 

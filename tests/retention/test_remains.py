@@ -34,7 +34,13 @@ ONE, TWO = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 
 
 def attempt(
-    root: Path, step: int, of: str, *, version: int | None = FORMAT, days: float = 0.0
+    root: Path,
+    step: int,
+    of: str,
+    *,
+    version: int | None = FORMAT,
+    days: float = 0.0,
+    created_at: int = 1,
 ) -> Path:
     """Make a folder with a data file of 1,000 bytes, and a manifest of that format unless it is
     None.
@@ -45,7 +51,7 @@ def attempt(
     if version is not None:
         body = (
             f'{{"format":{version},"step":{step},"attempt":"{of}",'
-            '"world_size":1,"created_at":1,"layout_of":[],'
+            f'"world_size":1,"created_at":{created_at},"layout_of":[],'
             '"files":[["rank-00000.safetensors",0,1000,[]]],"metadata":{}}'
         ).encode()
         (folder / "manifest.json").write_bytes(
@@ -105,7 +111,7 @@ def owned_by(root: Path, attempt: str, *, machine: str | None = None) -> None:
 def test_what_a_dead_job_left_goes_for_room_however_young(tmp_path: Path) -> None:
     whole, remains = attempt(tmp_path, 10, ONE), attempt(tmp_path, 20, ONE, version=None)
     owned_by(tmp_path, ONE)
-    room(tmp_path, 2500).agree(StepRef(20, TWO), 0, 1000, restored=10)
+    room(tmp_path, 2500).agree(StepRef(20, TWO), 0, 1000, restored=StepRef(10, ONE))
     assert whole.exists()
     assert not remains.exists()
 
@@ -314,7 +320,7 @@ def test_a_job_removes_before_its_first_save_what_a_killed_job_did_not_come_to(
     claim.take()
     guard = FixedGuard([StepRef(step, ONE) for step in needed])
     pruner = Pruner(tier(tmp_path, keep_last=1), claim, guard, SaveConfig(), leads=True)
-    pruner.clear(restored)
+    pruner.clear(StepRef(restored, ONE) if restored else None)
     assert [step for step, folder in enumerate(steps, 1) if folder.exists()] == stay
     pruner.close()
 
@@ -370,7 +376,7 @@ def test_a_full_node_gives_up_its_part_of_a_step_but_for_the_one_that_was_restor
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
-    assert pruner.free_space(4)
+    assert pruner.free_space(StepRef(4, ONE))
     pruner.close()
     assert [part.exists() for part in parts] == [False, True]
 
@@ -404,6 +410,22 @@ def test_what_the_job_goes_on_from_stays_on_a_node_that_does_not_list_it(tmp_pat
     assert [folder.exists() for folder in (listed, restored, older)] == [True, True, False]
     sweep(tier(tmp_path).backend, claim, part=True)
     assert [folder.exists() for folder in (listed, restored)] == [False, False]
+
+
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_of_two_attempts_at_a_step_the_one_that_a_restart_needs_stays(
+    tmp_path: Path, is_restored: bool
+) -> None:
+    """It is the restored one, or else the youngest. Its name says nothing about that."""
+    abandoned = attempt(tmp_path, 7, "c" * 12, created_at=3 if is_restored else 1)
+    needed = attempt(tmp_path, 7, TWO, created_at=2)
+    claim = claim_of(tmp_path, "d" * 12)
+    claim.take()
+    capacity = 2 * sum(path.stat().st_size for path in needed.iterdir())
+    restored = StepRef(7, TWO) if is_restored else None
+    room = evictor(tmp_path, capacity, claim)
+    room.free_space(StepRef(8, "d" * 12), 1000, restored=restored)
+    assert (abandoned.exists(), needed.exists()) == (False, True)
 
 
 def test_a_folder_of_somebody_else_in_the_root_keeps_no_remains_there(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_what_the_job_restored_bounds_what_counts_as_durable(tiers) -> None:
     steps.set_durable(TWO)
     assert steps.durable_step == 3
     steps.set_restored(ONE)
-    assert (steps.restored, steps.durable_step) == (1, 1)
+    assert (steps.restored, steps.durable_step) == (ONE, 1)
 
 
 def test_a_store_is_asked_for_a_step_only_while_this_job_has_committed_nothing_there(tiers) -> None:
