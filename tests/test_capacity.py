@@ -154,7 +154,9 @@ def test_the_newest_goes_only_if_it_lies_elsewhere(tmp_path):
     assert (whole(far), whole(near)) == ([4], [1, 3, 4])
 
 
-def test_a_far_tier_that_does_not_answer_is_not_asked_what_is_known(tmp_path, monkeypatch):
+def test_a_far_tier_that_does_not_answer_counts_as_having_what_this_job_committed(
+    tmp_path, monkeypatch
+):
     near, far = tmp_path / "near", tmp_path / "far"
     faulty(monkeypatch, far, [Rule(verb="head", key="manifest", fault=Raise(AccessDenied))])
     with CheckpointManager([Tier(str(near), capacity=IMAGE + 100_000), far]) as manager:

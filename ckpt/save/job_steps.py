@@ -6,14 +6,13 @@ a lock of its own.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ckpt.catalog.index import attempts
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, ObjectNotFound
 from ckpt.locks import Condition
 from ckpt.model.keys import StepRef
 from ckpt.retention.claim import job_of
@@ -217,21 +216,26 @@ class JobSteps:
         """Return True if a durable tier other than ``here`` has ``ref``, or a newer step of this
         job.
 
-        The call asks the store of a tier only if this job has committed no step on the tier yet,
-        since a store that is down delays the caller. A tier that does not answer counts as one that
-        lacks the step.
+        The call asks the store of a tier for the step. If the newest step that this job has
+        committed on the tier is older than ``ref``, it does not ask, since a store that is down
+        delays the caller. If that step is not older, it asks for that one, which an eviction may
+        have removed. A tier that does not answer counts as one that has this step, and lacks all
+        steps that this job has not committed there.
         """
         return any(self._has(tier, ref) for tier in self._durable if tier.index != here.index)
 
     def _has(self, tier: OpenTier, ref: StepRef) -> bool:
         with self._changed:
             newest = self._newest.get(tier.url)
-        if newest is not None:
-            return newest.step >= ref.step
-        with contextlib.suppress(CkptError):
-            tier.backend.head(ref.manifest)
-            return True
-        return False
+        if newest is not None and newest.step < ref.step:
+            return False
+        try:
+            tier.backend.head((newest or ref).manifest)
+        except ObjectNotFound:
+            return False
+        except CkptError:
+            return newest is not None
+        return True
 
 
 @dataclass(frozen=True, slots=True)

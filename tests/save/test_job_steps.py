@@ -69,7 +69,7 @@ def test_what_the_job_restored_bounds_what_counts_as_durable(tiers) -> None:
     assert (steps.restored, steps.durable_step) == (ONE, 1)
 
 
-def test_a_store_is_asked_for_a_step_only_while_this_job_has_committed_nothing_there(tiers) -> None:
+def test_a_step_is_elsewhere_while_another_tier_has_it_or_a_newer_one_of_this_job(tiers) -> None:
     near, far = tiers
     steps = JobSteps(tiers)
     guard = TierSteps(steps, near)
@@ -77,10 +77,35 @@ def test_a_store_is_asked_for_a_step_only_while_this_job_has_committed_nothing_t
     far.backend.put(ONE.manifest, [b"{}"])
     assert guard.is_elsewhere(ONE)
     assert not guard.is_elsewhere(TWO)
+    far.backend.put(TWO.manifest, [b"{}"])
     TierSteps(steps, far).set_committed(TWO)
+    far.backend.delete(ONE.manifest)
+    assert guard.is_elsewhere(ONE), "the newer one does too"
     assert guard.is_elsewhere(TWO)
     assert not guard.is_elsewhere(THREE)
     assert not TierSteps(steps, far).is_elsewhere(TWO), "its own steps are not elsewhere"
+
+
+def test_a_step_that_was_evicted_from_another_tier_is_not_elsewhere(tiers) -> None:
+    near, far = tiers
+    steps = JobSteps(tiers)
+    near.backend.put(TWO.manifest, [b"{}"])
+    TierSteps(steps, near).set_committed(TWO)
+    assert TierSteps(steps, far).is_elsewhere(TWO)
+    near.backend.delete(TWO.manifest)
+    assert not TierSteps(steps, far).is_elsewhere(TWO)
+
+
+def test_a_store_is_not_asked_while_this_job_has_committed_only_older_steps_there(
+    tiers, tmp_path: Path
+) -> None:
+    near, _ = tiers
+    backend = FaultyBackend(open_backend(str(tmp_path / "far")), [])
+    far = OpenTier(1, Tier(str(tmp_path / "far")), backend)
+    steps = JobSteps((near, far))
+    TierSteps(steps, far).set_committed(ONE)
+    assert not TierSteps(steps, near).is_elsewhere(TWO)
+    assert backend.calls == []
 
 
 def test_steps_of_the_job_before_stay_until_the_backfill_is_done_with_them(tiers) -> None:
