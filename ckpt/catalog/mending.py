@@ -59,6 +59,7 @@ def mend_step(
 
     Raises:
         IntegrityError: Some file is intact on no store. Other damaged files may have been replaced.
+            A damaged manifest stays.
         ObjectExists: A fragment is damaged, and the sources have the files in another encoding.
         StorageError: A store has failed, or the step is being removed.
     """
@@ -106,6 +107,8 @@ def _copy(
     confirm()
     copy_fragments(origin, found.manifest, found.manifest.fragments, folder)
     if found.position:
+        if lost is not None:  # With an intact manifest, the damaged step would be listed
+            raise lost
         _put_manifest(folder, found, confirm)
     elif not is_committed(folder.backend, folder.ref):  # The step was removed meanwhile
         for file in files:

@@ -139,6 +139,19 @@ def test_damage_at_the_same_place_stays_and_changes_nothing(two) -> None:
     )
 
 
+def test_a_damaged_manifest_stays_if_some_data_is_intact_nowhere(two) -> None:
+    """Otherwise the step would be listed, and retention would remove an intact one for it."""
+    damaged, other = two
+    manifest = folder_of(damaged) / "manifest.json"
+    flip(manifest, 200)
+    flip(data_of(damaged), 1000)
+    flip(data_of(other), 1001)
+    before = manifest.read_bytes()
+    with pytest.raises(IntegrityError):
+        mend(damaged, other)
+    assert manifest.read_bytes() == before
+
+
 def test_a_step_that_is_removed_meanwhile_does_not_come_back(two) -> None:
     damaged, other = two
     flip(data_of(damaged))
