@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.index import attempts, is_committed, own_objects
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.transfer import FetchReport, fetch_step
 from ckpt.catalog.verify import OnProgress, StepFolder
 from ckpt.codec.registry import encoder_of
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import StepRef, data_name
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim
@@ -112,6 +112,8 @@ class StepCopier:
         known = encoder is None or is_alike
         if has_capacity:
             nbytes = held.nbytes if is_alike or not held.codecs else held.staged_bytes
+            if known:
+                nbytes -= self._left(held, encoded=encoder is not None)
             evictor.free_space(held.ref, nbytes, restored=None, stored=known)
         folder = StepFolder(far.backend, held.ref, workers, self.retry)
         report = fetch_step(
@@ -120,3 +122,11 @@ class StepCopier:
         if has_capacity and not known:
             evictor.settle(held.ref, restored=None)
         return report
+
+    def _left(self, held: StoredStep, *, encoded: bool) -> int:
+        """Return the size of the data files that an interrupted copy of ``held`` has left on the
+        tier, in bytes. Files in another encoding (``encoded``) do not count.
+        """
+        ref = held.ref
+        names = {ref.key(data_name(rank, encoded=encoded)) for rank in range(held.ranks)}
+        return sum(info.size for info in own_objects(self.tier.backend, ref) if info.key in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ckpt.catalog.index import committed
 from ckpt.catalog.inventory import Inventory
 from ckpt.codec import registry
 from ckpt.coordination.owner import Owner
+from ckpt.model.keys import data_name
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
@@ -63,3 +65,28 @@ def test_a_copy_that_is_encoded_again_is_checked_when_its_size_is_known(
     assert asked == [(getattr(held, size), known)]
     assert settled == ([] if known else [7])
     assert committed(tiers[1].backend) == [held.ref]
+
+
+@pytest.mark.parametrize("source", ["none", "zstd"])
+def test_what_an_interrupted_copy_left_is_not_counted_twice(
+    near: Path, far: Path, source: str
+) -> None:
+    with CheckpointManager(Tier(str(far))) as manager:
+        manager.save(STATE, 1)
+    with CheckpointManager(Tier(str(near), codec=source)) as manager:
+        manager.save(STATE, 7)
+    (tier,) = open_tiers([Tier(str(near))])
+    (held,) = Inventory(tier.backend).look()
+    (older,) = Inventory(open_tiers([Tier(str(far))])[0].backend).look()
+    left = far / held.ref.folder
+    left.mkdir()
+    data = older.ref.folder if source != "none" else held.ref.folder
+    root = near if source == "none" else far
+    shutil.copy(root / data / data_name(0), left)
+    nbytes = held.nbytes if source == "none" else held.staged_bytes
+    (full,) = open_tiers([Tier(str(far), capacity=older.nbytes + nbytes)])
+    claim = Claim(full.backend, Owner.here("b" * 12))
+    claim.take()
+    with Workers("copy", 1) as workers:
+        StepCopier(full, claim, [tier.backend], FixedGuard()).copy(held, workers)
+    assert committed(full.backend) == [held.ref, older.ref]
