@@ -6,15 +6,19 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.late_metrics import add_metrics
 from ckpt.errors import ConfigError, ManagerClosed, OutOfSpace
+from ckpt.model.keys import StepRef
 from ckpt.model.metrics import metrics_of
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
+from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import cli  # noqa: F401
 from tests.coordination.world import World
 from tests.kit.stores import faulty, whole
@@ -124,6 +128,20 @@ def test_each_tier_that_has_the_step_gets_them_and_a_later_job_may_add(tmp_path:
         manager.add_metrics(1, {"accuracy": 0.5})
         manager.add_metrics(2, {"accuracy": 0.5})
     assert (len(records(near)), len(records(far))) == (2, 1)
+
+
+def test_all_tiers_get_them_for_the_same_attempt_at_a_step(tmp_path: Path) -> None:
+    """The youngest attempt is on one tier only, since its save failed on the other."""
+    near, far = (open_backend(str(tmp_path / name)) for name in ("near", "far"))
+    old, young = "b" * 12, "a" * 12
+    for store in (near, far):
+        write_checkpoint(store, 7, {"x": np.zeros(3)}, attempt=old, created_at=1.0)
+    write_checkpoint(near, 7, {"x": np.zeros(3)}, attempt=young, created_at=2.0)
+    add_metrics([near, far], 7, {"accuracy": 0.5}, own="c" * 12)
+    assert [path.parent.name for path in records(tmp_path)] == [StepRef(7, young).folder]
+    add_metrics([near, far], 7, {"accuracy": 0.5}, own=old)
+    assert [path.parent.name for path in records(tmp_path / "far")] == [StepRef(7, old).folder]
+    assert len(records(tmp_path)) == 3
 
 
 def test_a_record_that_is_damaged_counts_as_none(tmp_path: Path, cli: Any) -> None:  # noqa: F811

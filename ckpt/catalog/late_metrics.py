@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from ckpt.catalog.index import find, own_objects, read_packed
+from ckpt.catalog.index import creation_time, find, own_objects, read_packed
 from ckpt.errors import (
     AccessDenied,
     ConfigError,
@@ -120,8 +120,9 @@ def add_metrics(
     """Add ``metrics`` to a committed step on each of ``backends`` that has it.
 
     Args:
-        own: The running attempt. If there are several attempts at the step, the metrics are added
-            to the one of this attempt, or else to the one with the youngest manifest.
+        own: The running attempt. If the stores have several attempts at the step, the metrics are
+            added to the one of this attempt, or else to the one with the youngest manifest. Stores
+            that lack the chosen attempt get no metrics.
 
     Raises:
         ConfigError: No store has the step, or the step has another value for one of the names, and
@@ -130,24 +131,35 @@ def add_metrics(
         StorageError: A store has failed. Some stores may have the metrics. A second call writes the
             metrics that are missing.
     """
-    holding = [(backend, ref) for backend in backends if (ref := _find(backend, step, own))]
-    if not holding:
+    found = [(backend, ref) for backend in backends for ref in _find(backend, step)]
+    if not found:
         raise ConfigError(
             f"add_metrics: step {step} is on no durable tier: it was not saved, its save failed, "
             "or it was removed"
         )
-    missing = [_missing(backend, ref, metrics) for backend, ref in holding]
-    for (backend, ref), new in zip(holding, missing, strict=True):
+    ref = _chosen(found, own)
+    holding = [backend for backend, other in found if other == ref]
+    missing = [_missing(backend, ref, metrics) for backend in holding]
+    for backend, new in zip(holding, missing, strict=True):
         if new:
             put_late(backend, ref, new)
 
 
-def _find(backend: StorageBackend, step: int, own: str) -> StepRef | None:
+def _find(backend: StorageBackend, step: int) -> list[StepRef]:
     try:
-        found = find(backend, step)
+        return find(backend, step)
     except NoCheckpoint:
-        return None
-    return next((ref for ref in found if ref.attempt.startswith(own)), found[0])
+        return []
+
+
+def _chosen(found: Sequence[tuple[StorageBackend, StepRef]], own: str) -> StepRef:
+    """Return the attempt of ``found`` that gets the metrics: that of the job ``own``, or else the
+    one with the youngest manifest.
+    """
+    rivals = [one for one in found if one[1].attempt.startswith(own)] or found
+    if len({ref for _, ref in rivals}) < 2:
+        return rivals[0][1]
+    return max((creation_time(backend, ref), ref) for backend, ref in rivals)[1]
 
 
 def _missing(
