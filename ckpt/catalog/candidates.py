@@ -10,6 +10,7 @@ have its folder, the nearest one is asked first.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -72,9 +73,10 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield the committed attempts at ``step`` (None: at any step), newest step first.
 
-    Of several attempts at a step, the one with the youngest manifest comes first. If the caller
-    takes all of them, the stores are listed once more, since a job may have removed these steps and
-    saved newer ones meanwhile. Attempts that only the second listing finds come last.
+    Of several attempts at a step, the one with the youngest manifest comes first. An attempt whose
+    manifest cannot be read comes before the others at its step. If the caller takes all of them,
+    the stores are listed once more, since a job may have removed these steps and saved newer ones
+    meanwhile. Attempts that only the second listing finds come last.
 
     Args:
         stores: The stores, nearest first.
@@ -160,8 +162,10 @@ class _Listing:
     def _creation_time(self, ref: StepRef, rivals: int) -> float:
         """Return when the manifest of an attempt was made, in seconds since 1970.
 
-        Returns 0 if the time is not known, or if there is no other attempt at the step to compare
-        it with. ``rivals`` is the number of committed attempts at the step.
+        Returns infinity if no manifest of the attempt can be read: the attempt may be the youngest,
+        and the restore then reports why it cannot use the attempt. Returns 0 if there is no other
+        attempt at the step to compare it with. ``rivals`` is the number of committed attempts at
+        the step.
         """
         if rivals < 2:
             return 0.0
@@ -172,7 +176,7 @@ class _Listing:
                         return found
                 except StorageError as error:
                     self._drop(position, error)
-        return 0.0
+        return math.inf
 
     def _drop(self, position: int, error: StorageError) -> None:
         """Leave the store at ``position`` out from now on, because of ``error``."""

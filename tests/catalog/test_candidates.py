@@ -51,6 +51,20 @@ def test_what_it_held_is_had_from_the_next_store(workers: Workers) -> None:
     assert (found.ref, found.nearest, found.answering) == (written["aaaaaa"].ref, 1, (1,))
 
 
+def test_an_attempt_whose_date_cannot_be_read_is_tried_first(workers: Workers) -> None:
+    """It may be the youngest. If it is damaged, the restore says so, and tries the other one."""
+    near, _ = store("bbbbbb")
+    damaged = write_checkpoint(near, 1, {"w": np.arange(6.0)}, attempt="aaaaaa", created_at=3e9)
+    near.put(damaged.ref.manifest, [b"{}"])
+    found = candidates([near], None, workers=workers)
+    assert [each.ref.attempt for each in found] == ["aaaaaa", "bbbbbb"]
+    # Another store has an intact manifest.
+    far, _ = store()
+    write_checkpoint(far, 1, {"w": np.arange(6.0)}, attempt="aaaaaa", created_at=1.0)
+    found = candidates([near, far], None, workers=workers)
+    assert [each.ref.attempt for each in found] == ["bbbbbb", "aaaaaa"]
+
+
 def test_a_store_that_fails_while_the_others_hold_nothing_leads_out(workers: Workers) -> None:
     near, far = (
         open_backend(f"memory://{uuid.uuid4().hex}"),
