@@ -29,6 +29,7 @@ from ckpt.coordination.claim_marker import (
     release_removal,
 )
 from ckpt.errors import OutOfSpace
+from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef, is_file_name, is_fragment, is_late_metrics, parse_folder
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.claim import Claim, job_of
@@ -44,6 +45,9 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
     The claim marker is put first. Then the manifest is deleted, then the files, and the marker
     last. A step that is pinned stays, and so does one that another process finishes or copies. In a
     store with folders, the unfinished writes in the folder and the folder itself are removed too.
+
+    If the attempt has no files, no marker is put. Then only its unfinished writes and its empty
+    folder are removed.
 
     If a full store has no room for the marker, a checkpoint is removed without it, and so is a save
     without fragments. A save that has a fragment but no manifest then stays.
@@ -65,24 +69,26 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
     """
     if claim is not None:
         _RETRY.call(claim.confirm_removal)
+    if held.state == "incomplete" and not held.objects:
+        _remove_folder(backend, held)
+        return True
     marked = False
-    if held.objects:
-        try:
-            if not (marked := _put_marker(backend, held)) or is_pinned(backend, held.ref):
+    try:
+        if not (marked := _put_marker(backend, held)) or is_pinned(backend, held.ref):
+            return False
+    except OutOfSpace:
+        # There is no room for the marker. Without a marker, remove only checkpoints, and saves
+        # without fragments, which no process can finish.
+        if held.state == "incomplete":
+            if any(is_fragment(info.key.rpartition("/")[2]) for info in held.objects):
                 return False
-        except OutOfSpace:
-            # There is no room for the marker. Without a marker, remove only checkpoints, and saves
-            # without fragments, which no process can finish.
-            if held.state == "incomplete":
-                if any(is_fragment(info.key.rpartition("/")[2]) for info in held.objects):
-                    return False
-            elif is_pinned(backend, held.ref):
-                return False
-            else:
-                # Deleting the manifest makes room for the marker.
-                backend.delete(held.ref.manifest)
-                with suppress(OutOfSpace):
-                    marked = claim_committed_for_removal(backend, held.ref)
+        elif is_pinned(backend, held.ref):
+            return False
+        else:
+            # Deleting the manifest makes room for the marker.
+            backend.delete(held.ref.manifest)
+            with suppress(OutOfSpace):
+                marked = claim_committed_for_removal(backend, held.ref)
     backend.delete(held.ref.manifest)
     for key in {*(info.key for info in held.objects), *_added_since(backend, held.ref, marked)}:
         if key != held.ref.claim_marker:
@@ -91,6 +97,17 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
     if marked:
         release_removal(backend, held.ref)
     return True
+
+
+def _remove_folder(backend: StorageBackend, held: StoredStep) -> None:
+    """Discard the unfinished writes of a step without files, and remove its folder if it is empty.
+
+    There is no claim marker, so another process may put files and the manifest of the step now.
+    These stay.
+    """
+    discard(backend, held.unfinished)
+    # In a store with folders, this also removes an empty folder. No process puts this object.
+    backend.delete(held.ref.late_metrics(checksum(b"")))
 
 
 def _added_since(backend: StorageBackend, ref: StepRef, marked: bool) -> list[str]:

@@ -27,6 +27,7 @@ from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import FixedGuard, PruneContext, Retention
 from ckpt.retention.pruner import Pruner, prune, sweep
 from ckpt.retention.quota import Quota
+from ckpt.retention.removal import remove
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt.storage.tiers import OpenTier, open_tiers
 
@@ -426,6 +427,24 @@ def test_of_two_attempts_at_a_step_the_one_that_a_restart_needs_stays(
     room = evictor(tmp_path, capacity, claim)
     room.free_space(StepRef(8, "d" * 12), 1000, restored=restored)
     assert (abandoned.exists(), needed.exists()) == (False, True)
+
+
+@pytest.mark.parametrize("nbytes", [0, 40_960])
+def test_a_step_that_is_committed_while_its_folder_without_files_is_removed_stays(
+    tmp_path: Path, nbytes: int
+) -> None:
+    """For example, ``ckpt copy`` copies the step."""
+    backend, ref = tier(tmp_path).backend, StepRef(5, ONE)
+    left = cut_off(tmp_path, 5, ONE, nbytes) if nbytes else tmp_path / ref.folder
+    left.mkdir(exist_ok=True)
+    (held,) = Inventory(backend).look()
+    backend.put(ref.manifest, [b"{}"])
+    remove(backend, held)
+    assert [path.name for path in left.iterdir()] == ["manifest.json"]
+    backend.delete(ref.manifest)
+    left.mkdir(exist_ok=True)
+    remove(backend, held)
+    assert not left.exists()
 
 
 def test_a_folder_of_somebody_else_in_the_root_keeps_no_remains_there(tmp_path: Path) -> None:
