@@ -231,7 +231,7 @@ class ReadThrough:
                 is_put = (position, file.rank) in self._put
                 self._withdraw(position, [*mine, file] if is_put else mine)
                 refused += [*mine, file]
-            else:
+            elif (position, file.rank) in self._put:  # Not so if no source has the file intact
                 mine.append(file)
         for file in theirs:
             outcome = self._outcome(f"{subject(file.rank)}/end")

@@ -269,6 +269,23 @@ def test_what_somebody_else_is_about_to_list_there_is_not_taken_back_from_a_full
     assert {"rank-00000.json", "rank-00000.safetensors", "verdict"} <= kept
 
 
+def test_a_full_disk_takes_back_no_file_that_the_restore_has_not_put_there(
+    tmp_path: Path, far: FaultyBackend, written: Written
+) -> None:
+    """No source has a row of rank 2's file intact, which is not wanted. The disk has a part."""
+    near = open_backend(str(tmp_path / "near"))
+    key = written.ref.key("rank-00002.safetensors")
+    near.put(key, [(tmp_path / "far" / key).read_bytes()[:-1]])
+    flip_byte(far, key, -300)
+    full = FaultyBackend(near, [Rule(verb="upload", key="rank-00003", fault=Raise(OutOfSpace))])
+    node = Node((str(tmp_path / "near"), full), (str(tmp_path / "far"), far))
+    rows = Box((7, 0), (5, 16))
+    array, cache, *_ = node.rank(written.ref, World(1).coordinator(0), rows)
+    assert np.array_equal(array, ARRAY[7:])
+    assert [info.key for info in near.list(f"{written.ref.folder}/")] == [key]
+    assert cache.cached_bytes == 0
+
+
 def test_what_one_source_has_not_intact_is_fetched_from_the_one_behind_it(
     tmp_path: Path, far: FaultyBackend, written: Written
 ) -> None:
