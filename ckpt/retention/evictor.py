@@ -193,7 +193,8 @@ class Evictor:
         # Next are unfinished copies that this job makes of steps of earlier jobs.
         order += [h for h in found if h.state == "incomplete" and self._claim.brings(h.ref)]
         order += [whole[last]] if last is not None else []
-        for held in order:
+        # Remains may be in two of these groups.
+        for held in {held.ref: held for held in order}.values():
             if over <= 0:
                 return
             if (

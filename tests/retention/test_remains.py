@@ -447,6 +447,21 @@ def test_a_step_that_is_committed_while_its_folder_without_files_is_removed_stay
     assert not left.exists()
 
 
+def test_remains_that_are_evicted_for_two_reasons_give_their_room_once(tmp_path: Path) -> None:
+    """They are old, and they are a copy that this job makes."""
+    steps = [attempt(tmp_path, step, ONE) for step in (1, 2)]
+    remains = attempt(tmp_path, 3, ONE, version=None, days=2)
+    claim = claim_of(tmp_path, TWO)
+    claim.take()
+    claim.bring(StepRef(3, ONE))
+    newest = sum(path.stat().st_size for path in steps[1].iterdir())
+    room = evictor(tmp_path, newest + 500, claim)
+    with pytest.raises(OutOfSpace):
+        room.free_space(StepRef(4, TWO), 1000, restored=None)
+    room.free_space(StepRef(4, TWO), 500, restored=None)
+    assert [folder.exists() for folder in (remains, *steps)] == [False, False, True]
+
+
 def test_a_folder_of_somebody_else_in_the_root_keeps_no_remains_there(tmp_path: Path) -> None:
     left = attempt(tmp_path, 3, ONE, version=None)
     (tmp_path / "logs of 10:55:01").mkdir()  # no key of a store has such a name
