@@ -181,7 +181,9 @@ class Evictor:
         order = [
             one.held
             for one in judge(found, self._rule, PruneContext(own=own, claim=self._claim))
-            if not one.kept and one.held.ref not in whole
+            if not one.kept
+            and one.held.ref not in whole
+            and not (one.held.is_part and one.held.ref == restored)
         ]
         order += [
             whole[other]

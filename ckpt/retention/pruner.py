@@ -292,7 +292,10 @@ class Pruner:
                     one
                     for one in judge(found, self._rule, context)
                     if self._claim.is_dead(ref := one.held.ref)
-                    and (one.held.state == "incomplete" or not (ref in needed or ref == restored))
+                    and (
+                        (one.held.state == "incomplete" and not one.held.is_part)
+                        or not (ref in needed or ref == restored)
+                    )
                 ]
                 carry_out(self._tier.backend, going, claim=self._claim)
         except Exception as error:  # noqa: BLE001

@@ -382,6 +382,31 @@ def test_a_full_node_gives_up_its_part_of_a_step_but_for_the_one_that_was_restor
     assert [part.exists() for part in parts] == [False, True]
 
 
+@pytest.mark.parametrize("what", ["clear", "evict"])
+def test_a_node_keeps_its_part_of_the_restored_step_however_old_it_is(
+    tmp_path: Path, what: str
+) -> None:
+    parts = [attempt(tmp_path, step, ONE, version=None) for step in (3, 4)]
+    for part in parts:
+        (part / "rank-00000.json").write_bytes(b"{}")
+        for path in part.iterdir():
+            os.utime(path, (time.time() - 2 * 86400,) * 2)
+    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    claim = claim_of(tmp_path, TWO)
+    claim.take()
+    here = tier(tmp_path, local=True, capacity=1500)
+    if what == "clear":
+        pruner = Pruner(here, claim, FixedGuard(), SaveConfig(), leads=True)
+        pruner.clear(StepRef(4, ONE))
+        pruner.close()
+    else:
+        room = Evictor(here, claim, FixedGuard())
+        room.free_space(StepRef(5, TWO), 400, restored=StepRef(4, ONE))
+        with pytest.raises(OutOfSpace):
+            room.free_space(StepRef(5, TWO), 1000, restored=StepRef(4, ONE))
+    assert [part.exists() for part in parts] == [False, True]
+
+
 def test_a_rank_that_does_not_lead_evicts_only_what_its_job_answers_for(tmp_path: Path) -> None:
     """The leader found step 1 when it took the root.
 
