@@ -438,6 +438,7 @@ class CheckpointManager:
         """
         self._check_open()
         selection = Selection.of(only, strict=strict, rename=rename, cast=cast)
+        options = RestoreOptions(selection=selection, read_through=read_through, replicas=replicas)
         Fence.wait_for_all()  # A copy under way must not read what is restored
         with Workers("read", max(_READERS, self._config.threads)) as workers:
             context = RestoreContext(
@@ -446,9 +447,7 @@ class CheckpointManager:
                 listers=self._listers,
                 observers=self._observers,
                 waiting=self._saver.steps.waiting,
-            )
-            options = RestoreOptions(
-                selection=selection, read_through=read_through, replicas=replicas
+                claim_of=self._saver.claim_of,
             )
             restorer = Restorer(context, options, workers, serial=self._restores)
             self._restores += 1

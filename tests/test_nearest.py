@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ckpt import CheckpointManager, Tier
@@ -28,11 +29,13 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.events import Event, Repaired, StepDamaged
+from ckpt.model.keys import OWNER
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.policy import PruneContext, Retention
 from ckpt.retention.pruner import prune
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
+from tests.checkpoints import write_checkpoint
 from tests.kit.damage import cut, empty, files, flip, garbage
 from tests.kit.states import assert_is, blank, state_of
 from tests.kit.stores import Wrapped, whole, wrap_stores
@@ -215,6 +218,26 @@ def test_a_cache_that_another_job_writes_to_gives_up_nothing(
     assert (report.tier, report.cached_bytes) == (str(far), 0)
     assert whole(near) == [1, 2, 3]
     assert "belongs to another job" in caplog.text
+
+
+def test_a_restore_of_a_running_job_evicts_nothing_that_another_job_has_saved_since(
+    saved: list[Path], near: Path, far: Path
+) -> None:
+    """That job has released the root again. Its own farther tiers may still need its step."""
+    for step in (1, 2):
+        shutil.rmtree(files(near, step)["data"].parent)
+    nbytes = sum(path.stat().st_size for path in near.rglob("rank-*"))
+    with CheckpointManager([Tier(str(near), capacity=3 * nbytes + 8000), far]) as manager:
+        manager.restore(blank())
+        manager.save(state_of(4))
+        store = open_backend(str(near))
+        other = write_checkpoint(store, 2, {"x": np.zeros(nbytes // 8)}, attempt="another12345")
+        store.delete(OWNER)
+        report = manager.restore(blank(), step=1)
+    assert report is not None
+    assert report.cached_bytes > 0
+    assert whole(near) == [1, 2, 4]
+    assert is_committed(store, other.ref)
 
 
 def test_an_owner_that_cannot_be_read_costs_no_restore(

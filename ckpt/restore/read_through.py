@@ -60,6 +60,11 @@ _REFUSED: Final = b"refused"
 _log = logging.getLogger("ckpt")
 
 
+def no_claim(_url: str) -> Claim | None:
+    """Return None: no job that saves runs in this process, or it has not taken the root."""
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class _CacheGuard(StepGuard):
     """The steps that must stay when room is made on a cache (see `StepGuard`).
@@ -100,6 +105,8 @@ class CacheContext:
         retry: How requests are retried.
         waiting: Returns the steps that saves under way still read from nearer tiers. They are not
             removed to make room on a cache.
+        claim_of: Returns the claim of the running job on the root of a cache, by the URL of the
+            cache; None if the job has not taken the root.
     """
 
     coordinator: Coordinator
@@ -108,6 +115,7 @@ class CacheContext:
     workers: Workers
     retry: RetryPolicy
     waiting: Callable[[], frozenset[StepRef]] = frozenset
+    claim_of: Callable[[str], Claim | None] = no_claim
 
 
 class ReadThrough:
@@ -328,7 +336,9 @@ class ReadThrough:
             ranks = len(cache.nodes.mates(self._coordinator.rank))
         mine = sum(file.size for file in files)
         try:
-            claim = Claim(cache.backend, self._me)
+            # A fresh claim would allow the removal of steps that other jobs have saved since this
+            # job took the root.
+            claim = self._context.claim_of(cache.url) or Claim(cache.backend, self._me)
             evictor = Evictor(
                 cache,
                 claim,

@@ -47,8 +47,9 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.copies_per_node import nearest_copies
 from ckpt.plan.restore import RestorePlan, plan_restore
-from ckpt.restore.read_through import CacheContext, ReadThrough
+from ckpt.restore.read_through import CacheContext, ReadThrough, no_claim
 from ckpt.restore.report import RestoreReport
+from ckpt.retention.claim import Claim
 from ckpt.storage.tiers import OpenTier
 
 _PATIENCE_SECONDS: Final = 3600.0
@@ -108,6 +109,8 @@ class RestoreContext:
             restore has ended.
         observers: The observers that get the events of the restore.
         waiting: Returns the steps that saves under way still read from nearer tiers.
+        claim_of: Returns the claim of the running job on the root of a tier, by the URL of the
+            tier; None if the job has not taken the root.
     """
 
     tiers: Sequence[OpenTier]
@@ -115,6 +118,7 @@ class RestoreContext:
     listers: Workers
     observers: Observers
     waiting: Callable[[], frozenset[StepRef]] = frozenset
+    claim_of: Callable[[str], Claim | None] = no_claim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +158,7 @@ class Restorer:
             context.listers,
         )
         self._read_through, self._selection = options.read_through, options.selection
-        self._waiting = context.waiting
+        self._waiting, self._claim_of = context.waiting, context.claim_of
         self._shared = _is_shared(options.replicas, coordinator)
         self._rounds = RestoreRounds(
             coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS
@@ -399,6 +403,7 @@ class Restorer:
             workers=self._workers,
             retry=self._retry,
             waiting=self._waiting,
+            claim_of=self._claim_of,
         )
         caches = sources.tiers if self._read_through and self._selection.only is None else ()
         cache = ReadThrough(caches, origin, found, context)

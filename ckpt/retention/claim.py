@@ -70,6 +70,11 @@ class Claim:
         """Return the attempt of this job."""
         return self._me.attempt
 
+    @property
+    def is_taken(self) -> bool:
+        """Return True if this job has taken the root, and this rank knows what was there."""
+        return self._there_before() is not None
+
     def take(self) -> list[StepRef]:
         """Make this job the owner of the root, and return the checkpoints there, newest step first.
 
@@ -167,8 +172,10 @@ class Claim:
             return True
         if ref in self._brought or job_of(ref) == self.own or job_of(ref) in self._ended:
             return True
-        found = self._there if self._found is None else self._found.refs()
-        return ref in (found or ())
+        return ref in (self._there_before() or ())
+
+    def _there_before(self) -> frozenset[StepRef] | None:
+        return self._there if self._found is None else self._found.refs()
 
     def is_dead(self, ref: StepRef) -> bool:
         """Return True if the job of the save ``ref`` is known to have ended, so that no process can

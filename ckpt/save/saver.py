@@ -30,6 +30,7 @@ from ckpt.model.keys import StepRef
 from ckpt.nodes.replication import NodeReplicas
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import Once, Workers
+from ckpt.retention.claim import Claim
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
 from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
@@ -231,6 +232,13 @@ class Saver:
         """Return the writers of the tiers that ``step`` goes to, nearest first."""
         last = step == self.steps.last_step
         return [writer for writer in self._writers if last or writer.tier.takes(step)]
+
+    def claim_of(self, url: str) -> Claim | None:
+        """Return the claim of this job on the root of the tier ``url``; None if the job has not
+        taken the root.
+        """
+        roots = (writer.root for writer in self._writers if writer.url == url)
+        return next((root for root in roots if root.is_taken), None)
 
     def names_of(self, step: int) -> dict[str, str]:
         """Return the tiers that the save of ``step`` goes to, nearest first: URL -> the URL as the
