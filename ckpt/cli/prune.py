@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -22,19 +23,22 @@ from ckpt.cli.options import (
 )
 from ckpt.cli.store_timeout import noting, open_watched
 from ckpt.config import Best, Tier, load_config
-from ckpt.coordination.owner import Owner, read_owner
+from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.retention.policy import (
     YOUNG,
     FixedGuard,
     Judged,
+    Metrics,
     PruneContext,
     Retention,
     judge,
+    reasons,
     unknown_metric,
 )
 from ckpt.retention.pruner import Pruned, carry_out
+from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import resolve_tier
 
 
@@ -66,7 +70,8 @@ def prune(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Prune also if a job may run whose farther tiers still read from here."
+            "--force",
+            help="Prune also what farther tiers of a job may still have to read from here.",
         ),
     ] = False,
     root: RootOption = None,
@@ -79,8 +84,9 @@ def prune(
 
     The newest checkpoint always stays, and so do files that are not ours. A job may write to the
     root meanwhile. If ckpt.toml names the farther tiers of the job, the steps that these tiers
-    still lack stay. If it does not, and the job is alive or may be alive on another machine,
-    nothing is removed without --force.
+    still lack and would keep stay, even if the job has ended. If it does not, nothing is removed
+    without --force if the job is alive, may be alive on another machine, or has left the root to
+    its agent.
 
     \b
     Examples:
@@ -155,10 +161,11 @@ def _rule(
 def _farther(
     tier: Tier, config: str | None, owner: Owner | None, *, url: str, dry_run: bool
 ) -> Sequence[Tier]:
-    """Return the tiers farther than ``tier`` that the running job may still copy steps to.
+    """Return the tiers farther than ``tier`` that may still have to read steps from it.
 
-    The result is empty if the root has no owner, or if its owner has ended. If the farther tiers
-    are not known and ``dry_run`` is set, print a warning and return an empty sequence.
+    A job may have ended before these tiers had all its steps. The agent, or the next job, then
+    copies the rest. If the farther tiers are not known, and ``dry_run`` is set or no job and no
+    agent may be at work, return an empty sequence. In the first case, also print a warning.
 
     Args:
         tier: The tier to prune.
@@ -168,48 +175,81 @@ def _farther(
         dry_run: Whether the command only shows what it would remove.
 
     Raises:
-        CommitError: A job may run, its farther tiers are not known, and ``dry_run`` is not set.
+        CommitError: A job or its agent may be at work, the farther tiers are not known, and
+            ``dry_run`` is not set.
     """
-    if owner is None or not (owner.alive or owner.is_unknown):
-        return ()
     tiers = load_config(config).tiers
-    if tier not in tiers:
-        state = "is alive" if owner.alive else "may be alive"
-        text = (
-            f"{url}: the job that writes here {state} ({owner}), and what its farther tiers still "
-            "have to read is not known: write all its tiers into ckpt.toml (--config), or give "
-            "--force"
-        )
-        if dry_run:
-            output.warn(text)
-            return ()
+    if tier in tiers:
+        return tiers[tiers.index(tier) + 1 :]
+    if owner is None or not (state := _state(owner)):
+        return ()
+    text = (
+        f"{url}: the job that writes here {state} ({owner}), and what its farther tiers still "
+        "have to read is not known: write all its tiers into ckpt.toml (--config), or give "
+        "--force"
+    )
+    if not dry_run:
         raise CommitError(text)
-    return tiers[tiers.index(tier) + 1 :]
+    output.warn(text)
+    return ()
+
+
+def _state(owner: Owner) -> str:
+    """Return in words whether the job ``owner`` or its agent may be at work; empty if neither."""
+    if owner.pid == NO_PROCESS:
+        return "has left the rest of its work to the agent"
+    if owner.alive:
+        return "is alive"
+    return "may be alive" if owner.is_unknown else ""
 
 
 def _late(tiers: Sequence[Tier], found: Sequence[StoredStep], timeout: float) -> frozenset[StepRef]:
-    """Return the committed steps of ``found`` that one of the farther ``tiers`` takes and lacks.
+    """Return the committed steps of ``found`` that one of the farther ``tiers`` takes, lacks, and
+    would keep.
 
-    A job may still have to read these steps to copy them. If a farther tier cannot be listed, all
-    steps that it takes count as lacking, and a warning is printed.
+    A job or its agent may still have to read these steps to copy them. If a farther tier cannot be
+    listed, all steps that it takes count as lacking, and a warning is printed.
     """
     late: set[StepRef] = set()
     for farther in tiers:
         taken = {
-            held.ref
+            held.ref: held.metrics
             for held in found
             if held.state == "committed" and held.ref.step % farther.every == 0
         }
         try:
             store = open_watched(farther.url, farther.options, timeout)
-            late |= taken - set(store.ask(partial(committed, store)))
+            late |= store.ask(partial(_lacking, store, farther, taken))
         except CkptError as error:
             output.warn(
                 f"the steps that {farther.url} lacks are not known, so all that it takes "
                 f"stay: {error}"
             )
-            late |= taken
+            late |= taken.keys()
     return frozenset(late)
+
+
+def _lacking(store: StorageBackend, tier: Tier, taken: Metrics) -> set[StepRef]:
+    """Return the steps of ``taken`` that ``tier`` lacks and would keep.
+
+    Each step is judged beside the steps that the tier has, and not beside the others that it lacks,
+    since a running job copies all of these. The result therefore has at least the steps that the
+    backfill and the agent copy.
+
+    Args:
+        store: The store of the tier.
+        tier: The tier.
+        taken: The steps to choose from, with their metrics.
+    """
+    there = frozenset(committed(store))
+    lacking = set(taken) - there
+    rule = replace(Retention.of(tier), best_counts=False)  # Which would keep fewer of the newest
+    if rule.keeps_all or not lacking:
+        return lacking
+    metrics = {held.ref: held.metrics for held in Inventory(store).look() if held.ref in there}
+    return {
+        ref for ref in lacking if reasons({*there, ref}, rule, {**metrics, ref: taken[ref]})[ref]
+    }
 
 
 def _warn_of_names(rule: Retention, found: Sequence[StoredStep]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -154,6 +155,56 @@ def test_prune_keeps_what_a_farther_tier_lacks(cli: Cli, monkeypatch: pytest.Mon
     # far takes no odd steps, and has 2
     assert sorted(one["step"] for one in found["pruned"]) == [1, 2, 3]
     assert {one["step"]: one["why"] for one in found["kept"]}[4] == ["a farther tier waits for it"]
+
+
+@pytest.mark.parametrize("process", ["dead", "none", "released"])
+def test_prune_keeps_what_a_farther_tier_lacks_after_the_job_has_ended(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, process: str
+) -> None:
+    """The agent, or the next job, still copies these steps."""
+    monkeypatch.delenv("CKPT_ROOT")
+    Path("ckpt.toml").write_text(CONFIG)
+    with CheckpointManager("runs") as manager:
+        for step in (1, 2, 3, 4, 5):
+            manager.save(state(step), step)
+        owner = json.loads(Path("runs/writer.json").read_bytes())
+    if process != "released":
+        owner["pid"] = 0 if process == "none" else int(f"9{owner['pid']}")
+        Path("runs/writer.json").write_text(json.dumps(owner))
+    cli("copy", "runs", "far", "--step", 2)
+    found = cli("prune", "--keep-last", 1, "--json").json
+    assert sorted(one["step"] for one in found["pruned"]) == [1, 2, 3]
+    assert {one["step"]: one["why"] for one in found["kept"]}[4] == ["a farther tier waits for it"]
+
+
+def test_prune_does_not_keep_what_a_farther_tier_would_not_keep(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CKPT_ROOT")
+    Path("ckpt.toml").write_text(f'{CONFIG}keep_last = 1\nkeep_best = ["loss", "min"]\n')
+    with CheckpointManager("runs") as manager:
+        for step in range(1, 11):
+            manager.save(state(step), step, metrics={"loss": 0.1 if step == 2 else 20 - step})
+        cli("copy", "runs", "far", "--step", 6)
+        found = cli("prune", "--keep-last", 1, "--json").json
+    # far has 6, 8 is newer, and 2 is better
+    kept = {one["step"]: one["why"] for one in found["kept"]}
+    assert {step: why for step, why in kept.items() if step != 10} == {
+        2: ["a farther tier waits for it"],
+        8: ["a farther tier waits for it"],
+    }
+
+
+def test_prune_leaves_the_root_alone_that_a_job_has_left_to_its_agent(cli: Cli) -> None:
+    with CheckpointManager("runs") as manager:
+        for step in (1, 2):
+            manager.save(state(step), step)
+        owner = json.loads(Path("runs/writer.json").read_bytes())
+    Path("runs/writer.json").write_text(json.dumps({**owner, "pid": 0}))
+    ran = cli("prune", "--keep-last", 1)
+    assert ran.code == 5
+    assert "agent" in ran.err
+    assert cli("prune", "--keep-last", 1, "--force").code == 0
 
 
 def test_whether_a_job_on_another_machine_lives_nobody_knows(cli: Cli) -> None:
