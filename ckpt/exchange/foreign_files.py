@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import prod
@@ -157,9 +157,10 @@ def _torch(source: str) -> State:
     files = sorted(name for name in os.listdir(source) if name.endswith(_TORCH))
     if not files:
         raise ConfigError(f"{source} holds no {', '.join(_TORCH)} file")
-    loaded = {name: _load(os.path.join(source, name)) for name in _indexed(source, "bin") or files}
-    if len(loaded) == 1 or _indexed(source, "bin"):  # All files together hold one state
-        return {key: value for part in loaded.values() for key, value in _state(part).items()}
+    indexed = _indexed(source, "bin")
+    loaded = {name: _load(os.path.join(source, name)) for name in indexed or files}
+    if len(loaded) == 1 or indexed:  # All files together hold one state
+        return _merged(source, ((name, _state(part)) for name, part in loaded.items()))
     stems = {name: os.path.splitext(name)[0] for name in loaded}
     alone = len(set(stems.values())) == len(stems)  # With a.pt and a.bin, full names are used
     return {stems[name] if alone else name: value for name, value in loaded.items()}
@@ -167,6 +168,29 @@ def _torch(source: str) -> State:
 
 def _state(found: Any) -> State:
     return dict(found) if isinstance(found, Mapping) else {"value": found}
+
+
+def _merged(source: str, parts: Iterable[tuple[str, State]]) -> State:
+    """Return the values of all ``parts`` in one state.
+
+    Args:
+        source: The folder of the files.
+        parts: The name and the state of each file.
+
+    Raises:
+        ConfigError: Two files have a value of the same name.
+    """
+    state: State = {}
+    files: dict[str, str] = {}
+    for name, part in parts:
+        if twice := [key for key in part if key in state]:
+            raise ConfigError(
+                f"{source}: both {files[twice[0]]} and {name} hold {twice[0]!r}: name the one file "
+                "to import instead of the folder"
+            )
+        state |= part
+        files |= dict.fromkeys(part, name)
+    return state
 
 
 def _load(path: str | io.BytesIO, name: str = "") -> Any:
@@ -220,11 +244,17 @@ def _indexed(folder: str, suffix: str) -> list[str]:
     empty if the folder has no index for files with this suffix.
 
     Raises:
+        ConfigError: The folder has more than one such index.
         IntegrityError: The index is invalid, or names a file outside of the folder.
     """
-    found = [name for name in os.listdir(folder) if name.endswith(f".{suffix}.index.json")]
+    found = sorted(name for name in os.listdir(folder) if name.endswith(f".{suffix}.index.json"))
     if not found:
         return []
+    if len(found) > 1:
+        raise ConfigError(
+            f"{folder} holds more than one index: {', '.join(found)}: move one of them and its "
+            "files to a folder of their own"
+        )
     try:
         with opened(os.path.join(folder, found[0]), is_part=False) as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
@@ -252,17 +282,13 @@ def _inside(folder: str, name: object) -> str:
 
 def _safetensors(source: str) -> State:
     if os.path.isfile(source):
-        paths = [source]
+        state, shared = safetensors_reader.read_file(source)
     else:
         names = _indexed(source, "safetensors")
         names = names or sorted(name for name in os.listdir(source) if name.endswith(_SAFETENSORS))
-        paths = [os.path.join(source, name) for name in names]
-    state: State = {}
-    shared: dict[str, str] = {}
-    for path in paths:
-        tensors, metadata = safetensors_reader.read_file(path)
-        state |= tensors
-        shared |= metadata
+        read = {name: safetensors_reader.read_file(os.path.join(source, name)) for name in names}
+        state = _merged(source, ((name, tensors) for name, (tensors, _) in read.items()))
+        shared = {key: kept for _, metadata in read.values() for key, kept in metadata.items()}
     tied = {
         name: state[kept] for name, kept in shared.items() if kept in state and name not in state
     }

@@ -6,6 +6,7 @@ An import reads them, or refuses them in one sentence. Nothing is an internal er
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -106,6 +108,40 @@ def test_an_index_that_cannot_be_read_is_told(cli: Cli) -> None:
     ran = cli("import", "c", "runs", "--step", 1)
     assert ran.code == 2
     assert "pytorch_model.bin.index.json cannot be read" in ran.err
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_two_files_with_a_tensor_of_one_name_are_not_one_state(cli: Cli, suffix: str) -> None:
+    os.mkdir("c")
+    names = [f"model.{suffix}", f"model_ema.{suffix}"]
+    for number, name in enumerate(names):
+        tensors = {"a.w": ONE + number, f"b{number}": ONE.clone()}
+        if suffix == "bin":
+            torch.save(tensors, f"c/{name}")
+        else:
+            save_file(tensors, f"c/{name}")
+    if suffix == "bin":  # Only an index makes these files one state
+        table = {f"b{number}": name for number, name in enumerate(names)}
+        Path("c/pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": table}))
+    ran = cli("import", "c", "runs", "--step", 1)
+    assert ran.code == 2
+    assert all(name in ran.err for name in (*names, "'a.w'", "name the one file"))
+    assert cli("import", f"c/{names[0]}", "runs", "--step", 1).code == 0
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_two_indexes_are_not_one_state(cli: Cli, suffix: str) -> None:
+    os.mkdir("c")
+    for name in ("model", "ema"):
+        if suffix == "bin":
+            torch.save(MODEL, f"c/{name}.bin")
+        else:
+            save_file(MODEL, f"c/{name}.safetensors")
+        table = {"weight_map": dict.fromkeys(MODEL, f"{name}.{suffix}")}
+        Path(f"c/{name}.{suffix}.index.json").write_text(json.dumps(table))
+    ran = cli("import", "c", "runs", "--step", 1)
+    assert ran.code == 2
+    assert f"ema.{suffix}.index.json, model.{suffix}.index.json" in ran.err
 
 
 # -- wrong tables of torch.distributed.checkpoint --------------------------------------------------
