@@ -81,17 +81,15 @@ class ResumableUpload:
                 self._early[offset] = memoryview(bytes(data))
             else:
                 self._send(offset, data)
-        while (
-            waiting := self._early.get(self._sent)
-        ) is not None and not waiting.nbytes % STEP_BYTES:
-            start = self._sent
-            self._send(start, waiting)
-            del self._early[start]
+        while (waiting := self._next()).nbytes and not waiting.nbytes % STEP_BYTES:
+            self._send(self._sent, waiting)
 
     def finish(self, size: int | None = None) -> ObjectInfo:
         self._check()
-        rest = self._early.get(self._sent, memoryview(b""))
-        waiting = sum(part.nbytes for part in self._early.values())
+        rest = self._next()
+        waiting = sum(
+            min(part.nbytes, at + part.nbytes - self._sent) for at, part in self._early.items()
+        )
         size = check_written(self._key, self._sent + waiting, self._size, size)
         span = f"bytes {self._sent}-{size - 1}/{size}" if rest.nbytes else f"bytes */{size}"
         try:
@@ -109,6 +107,17 @@ class ResumableUpload:
         self._early.clear()
         with suppress(StorageError):
             self._backend.request(self._key, "DELETE", self._location)
+
+    def _next(self) -> memoryview:
+        """Return the bytes from ``_sent`` to the end of the kept part that contains them; empty if
+        no kept part does. Let the parts go that the server has.
+        """
+        for at, part in sorted(self._early.items()):
+            if at + part.nbytes <= self._sent:
+                del self._early[at]
+            elif at <= self._sent:
+                return part[self._sent - at :]
+        return memoryview(b"")
 
     def _send(self, offset: int, data: memoryview) -> None:
         """Send ``data``, whose first byte is the byte ``offset`` of the object, in as many

@@ -133,6 +133,58 @@ def test_early_parts_are_sent_after_the_request_for_one_of_them_has_failed(backe
     assert fetch(backend, "key") == data
 
 
+def halved(headers, data):
+    """Return the headers and the data of a request whose server takes only the first 4 MiB."""
+    begin = int(headers["Content-Range"].split()[1].split("-")[0])
+    data = data[: 4 << 20]
+    span = f"bytes {begin}-{begin + data.nbytes - 1}/*"
+    return {"Content-Range": span, "Content-Length": str(data.nbytes)}, data
+
+
+def test_the_rest_of_a_last_part_is_sent_if_the_server_took_half_of_it(backend):
+    data = payload((21 << 20) + 5)
+    real, cuts = backend.request, [1]
+
+    def request(key, method, url, *, headers=None, data=None):
+        if headers and headers["Content-Range"].endswith(f"/{(21 << 20) + 5}") and cuts:
+            cuts.pop()
+            headers, data = halved(headers, data)
+        return real(key, method, url, headers=headers, data=data)
+
+    backend.request = request
+    upload = backend.upload("key", len(data))
+    send(upload, memoryview(data))
+    with pytest.raises(TransientStorageError):
+        upload.finish()
+    assert not cuts
+    assert upload.finish().size == len(data)
+    assert fetch(backend, "key") == data
+
+
+def test_the_rest_of_an_early_part_is_sent_if_a_request_within_it_has_failed(backend):
+    data, part = payload(32 << 20), 8 << 20
+    view, real, failures = memoryview(data), backend.request, ["reset", "half"]
+
+    def request(key, method, url, *, headers=None, data=None):
+        begin = (headers or {}).get("Content-Range", "").removeprefix("bytes ").split("-")[0]
+        if failures and begin in (f"{part}", f"{part + (4 << 20)}"):
+            if failures.pop() == "reset":
+                raise TransientStorageError(key, "reset")
+            headers, data = halved(headers, data)
+        return real(key, method, url, headers=headers, data=data)
+
+    backend.request = request
+    upload = backend.upload("key", len(data))
+    for number in (1, 2, 3):
+        upload.write(number * part, view[number * part : (number + 1) * part])
+    with pytest.raises(TransientStorageError, match="reset"):
+        upload.write(0, view[:part])
+    assert not failures
+    upload.write(0, view[:part])
+    assert upload.finish().size == len(data)
+    assert fetch(backend, "key") == data
+
+
 def test_a_size_that_ends_with_a_part_and_is_less_than_was_announced(backend):
     data = payload(24 << 20)
     upload = backend.upload("key", 40 << 20)
@@ -148,12 +200,7 @@ def test_a_server_that_takes_half_a_part_gets_the_other_half(backend):
 
     def half(key, method, url, *, headers=None, data=None):
         if data is not None and "/*" in headers["Content-Range"] and data.nbytes > 4 << 20:
-            begin = int(headers["Content-Range"].split()[1].split("-")[0])
-            data = data[: 4 << 20]
-            headers = {
-                "Content-Range": f"bytes {begin}-{begin + data.nbytes - 1}/*",
-                "Content-Length": str(data.nbytes),
-            }
+            headers, data = halved(headers, data)
         asked.append((headers or {}).get("Content-Range"))
         return real(key, method, url, headers=headers, data=data)
 
