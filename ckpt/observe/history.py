@@ -72,7 +72,8 @@ class History:
         failures: The records of saves that failed, were skipped, or were given up on a tier that is
             behind, oldest first.
         verified: The record of the last verification of a step on a tier, by (step, URL of the
-            tier). Its ``reason`` is empty if the step was intact.
+            tier). Its ``reason`` is empty if the step was intact. A step that was committed again
+            has none until it is verified again.
     """
 
     saves: dict[int, SavedStep] = field(default_factory=dict[int, SavedStep])
@@ -99,6 +100,7 @@ def history_of(records: Sequence[Record]) -> History:
             case "SaveCommitted" | "CommitFinished":
                 save = found.saves.setdefault(record.step, SavedStep(record.step, record.at))
                 save.tiers[record.tier] = Arrival("committed", record.seconds)
+                found.verified.pop((record.step, record.tier), None)  # It was of an earlier attempt
             case "TierMissed":
                 save = found.saves.setdefault(record.step, SavedStep(record.step, record.at))
                 save.tiers[record.tier] = Arrival("missed", 0.0, record.reason)

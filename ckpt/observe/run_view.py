@@ -243,7 +243,8 @@ class RunWatch:
                 view has the steps of its last listing.
         """
         _look(self.tiers, patience)
-        history = history_of([record for journal in self._journals for record in journal.read()])
+        records = [record for journal in self._journals for record in journal.read()]
+        history = history_of(sorted(records, key=lambda record: record.at))
         opened = {tier.url for tier in self.tiers}
         named = list({url: None for save in history.saves.values() for url in save.tiers})
         self._find_memory(named, opened, patience)
@@ -324,7 +325,8 @@ def _rows(
     for url, steps in listed.items():
         for each in steps:
             found.setdefault((each.ref.step, each.ref.attempt), {})[url] = each
-    # A journal does not name attempts, so its save of a step counts for the youngest attempt.
+    # A journal does not name attempts, so its save and its verifications of a step count for the
+    # youngest attempt.
     youngest: dict[int, tuple[float, str]] = {}
     for (step, attempt), places in found.items():
         creation_time = max(each.created_at or math.inf for each in places.values())
@@ -333,13 +335,13 @@ def _rows(
         if step not in youngest:
             found[step, ""] = {}
     newest = sorted(found, reverse=True)[:_MOST_STEPS]
+    empty = History()
     return tuple(
         _row(
             key,
             found[key],
             tiers,
-            history,
-            history.saves.get(key[0]) if youngest.get(key[0], (0, ""))[1] == key[1] else None,
+            history if youngest.get(key[0], (0, ""))[1] == key[1] else empty,
         )
         for key in newest
     )
@@ -350,7 +352,6 @@ def _row(
     places: Mapping[str, StoredStep],
     tiers: Sequence[TierView],
     history: History,
-    save: SavedStep | None,
 ) -> StepView:
     """Return the row of one attempt.
 
@@ -358,10 +359,10 @@ def _row(
         key: The number of the step, and the name of the attempt.
         places: The attempt as each tier lists it, by the URL of the tier.
         tiers: The tiers, in the order of the cells.
-        history: The history from the journals, for the verifications.
-        save: The save in the journal; None if there is none, or if it belongs to another attempt.
+        history: The history from the journals; an empty one if it belongs to another attempt.
     """
     step, attempt = key
+    save = history.saves.get(step)
     whole = [each for each in places.values() if each.state == "committed"]
     first = whole[0] if whole else next(iter(places.values()), None)
     cells: list[Cell] = []

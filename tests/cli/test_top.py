@@ -6,10 +6,12 @@ import pytest
 
 from ckpt.config import Tier
 from ckpt.events import SaveCommitted, SaveStaged
-from ckpt.observe.journal import Journal
+from ckpt.observe.journal import Journal, note_verified
 from ckpt.observe.run_view import watch_runs
+from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
-from tests.cli.conftest import Cli, Written
+from tests.checkpoints import write_checkpoint
+from tests.cli.conftest import ARRAYS, Cli, Written
 
 
 def test_it_shows_tiers_and_steps_in_80_columns(cli: Cli, steps: dict[int, Written]) -> None:
@@ -72,3 +74,19 @@ def test_a_step_that_the_tier_lists_does_not_wait(cli: Cli, steps: dict[int, Wri
     journal.close()
     [tier] = watch_runs([Tier("runs")], {})[0].look(60).tiers
     assert tier.waiting == 1
+
+
+def test_a_verification_counts_for_the_youngest_attempt_alone(
+    cli: Cli, backend: StorageBackend
+) -> None:
+    for number, attempt in enumerate(("bbb222", "aaa111")):
+        write_checkpoint(backend, 1, ARRAYS, attempt=attempt, created_at=number + 1.0)
+    journal = Journal("runs", rank=0)
+    journal(SaveStaged(step=1, nbytes=7, stall_seconds=1, tiers=(backend.url,)))
+    journal.close()
+    note_verified(backend.url, 1, "1 fault found")
+    view = watch_runs([Tier("runs")], {})[0].look(60)
+    assert {step.attempt: [cell.state for cell in step.cells] for step in view.steps} == {
+        "aaa111": ["damaged"],
+        "bbb222": ["committed"],
+    }

@@ -17,7 +17,14 @@ from ckpt.errors import ConfigError, OutOfSpace
 from ckpt.events import Repaired, Restored, SaveCommitted, SaveFailed, SaveStaged, TierMissed
 from ckpt.observe import journal as journals
 from ckpt.observe.history import history_of
-from ckpt.observe.journal import OPENED, Journal, JournalReader, Record, note_verified
+from ckpt.observe.journal import (
+    OPENED,
+    VERIFIED,
+    Journal,
+    JournalReader,
+    Record,
+    note_verified,
+)
 
 
 def staged(step: int, *tiers: str) -> SaveStaged:
@@ -199,6 +206,19 @@ def test_verifications_are_read_whatever_the_number_of_ranks(
     found = JournalReader(root).read()
     assert [record.event for record in found].count("SaveFailed") == 2
     assert (1, root) in history_of(found).verified
+
+
+@pytest.mark.parametrize("event", ["SaveCommitted", "CommitFinished"])
+def test_a_verification_does_not_count_for_a_later_attempt_at_the_step(event: str) -> None:
+    records = [
+        Record(at=1, event="SaveCommitted", step=1, tier="a"),
+        Record(at=2, event=VERIFIED, step=1, tier="a", reason="1 fault found"),
+        Record(at=3, event=VERIFIED, step=1, tier="b"),
+        Record(at=4, event=event, step=1, tier="a"),
+    ]
+    assert history_of(records).verified == {(1, "b"): records[2]}
+    again = Record(at=5, event=VERIFIED, step=1, tier="a")
+    assert history_of([*records, again]).verified[1, "a"] == again
 
 
 def test_many_jobs_and_many_saves_are_read_in_linear_time() -> None:
