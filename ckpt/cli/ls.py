@@ -83,7 +83,7 @@ def ls(
     rows = _rows(tiers, newest, reverse=reverse)
     if len(tiers) == 1 and MEMORY not in roots:
         if not json:
-            _note_memory(tiers[0], resolve_tier(roots[0] if roots else None, config).url)
+            _note_memory(tiers[0], resolve_tier(roots[0] if roots else None, config))
         _one(tiers[0], rows, json=json)
     else:
         _several(tiers, rows, json=json)
@@ -191,16 +191,16 @@ def _rows(tiers: Sequence[_Tier], newest: int | None, *, reverse: bool) -> list[
     return rows[::-1] if reverse else rows
 
 
-def _note_memory(shown: _Tier, url: str) -> None:
-    """Print a note if the tier in memory that belongs to the tier ``url`` has newer steps.
+def _note_memory(shown: _Tier, tier: Tier) -> None:
+    """Print a note if the tier in memory that belongs to ``tier`` has newer steps.
 
     The note does not consider other nearer tiers, because they may take long to answer.
 
     Args:
-        shown: The listing of the tier ``url``.
-        url: The URL of the tier in the configuration of a job.
+        shown: The listing of ``tier``.
+        tier: The tier as a job has it, with its URL and options.
     """
-    memory = urls_of([Tier(MEMORY), Tier(url)])[0]
+    memory = urls_of([Tier(MEMORY), tier])[0]
     if memory not in stores_in_memory():  # Opening a store in memory that is not there creates it
         return
     with suppress(CkptError), closing(open_backend(memory)) as store:

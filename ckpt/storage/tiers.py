@@ -28,6 +28,7 @@ from ckpt.storage.places import (
     is_folder,
     is_object_store,
     is_spelling_of,
+    local_path,
     relation,
     without_query,
 )
@@ -269,9 +270,9 @@ def _memory_of(farther: Sequence[Tier]) -> str:
     """Return the URL of the store that the tier "memory" stands for. ``farther`` has the tiers
     after this tier.
 
-    The name of the store is derived from the URL of the next tier, or from the resolved path if
-    that URL is a plain path. A restarted job with the same next tier therefore finds the same
-    store.
+    The name of the store is derived from the resolved path of the next tier if that is a folder,
+    else from its URL and its server. A restarted job with the same next tier therefore finds the
+    same store, and a job with another next tier does not.
 
     Raises:
         ConfigError: There is no next tier.
@@ -282,7 +283,10 @@ def _memory_of(farther: Sequence[Tier]) -> str:
             'of its own, "shm://NAME"'
         )
     url = farther[0].url
-    place = url if "://" in url or "::" in url else os.path.realpath(os.path.expanduser(url))
+    if is_folder(url):
+        place = os.path.realpath(local_path(url))
+    else:
+        place = " on ".join(filter(None, (without_query(url), server_of(farther[0]))))
     return f"shm://{checksum(place.encode())[:16]}"
 
 

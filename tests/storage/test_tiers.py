@@ -8,7 +8,7 @@ import pytest
 
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
-from ckpt.storage.tiers import resolve_tier, resolve_tiers, tier_at
+from ckpt.storage.tiers import resolve_tier, resolve_tiers, tier_at, urls_of
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +108,28 @@ def test_a_tier_is_found_without_a_look_at_the_file_systems_of_the_others(
     monkeypatch.setattr("os.stat", hang)
     assert tier_at("s3://bucket/run/", [Tier("/mnt/dead"), tier]) is tier
     assert tier_at("/mnt/dead/", [dead := Tier("/mnt/dead"), tier]) is dead
+
+
+def memory_of(url: str, **options: object) -> str:
+    return urls_of([Tier("memory"), Tier(url, options=options)])[0]
+
+
+def test_the_memory_before_one_url_on_two_servers_is_two_stores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
+    one, two = (memory_of("s3://b/gpt", endpoint_url=f"http://{name}") for name in ("one", "two"))
+    plain = memory_of("s3://b/gpt")
+    assert len({one, two, plain}) == 3
+    assert memory_of("s3://b/gpt?endpoint_url=http://one:80/") == one
+    assert memory_of("s3://b/gpt?region=eu") == plain == "shm://78dd93c802573c2b"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://two")
+    assert memory_of("s3://b/gpt") == two
+
+
+def test_the_memory_before_a_folder_is_one_store_in_each_spelling(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    spellings = ("my run", tmp_path / "my run", "link/my run", f"file://{tmp_path}/my%20run")
+    assert len({memory_of(str(url)) for url in spellings}) == 1
+    assert memory_of("/runs/gpt") == memory_of("file:///runs/gpt") == "shm://6a7de0dc06d87b66"
