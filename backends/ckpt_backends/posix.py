@@ -344,7 +344,8 @@ class PosixBackend:
         while not os.path.isdir(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
-        if self._root in missing and first is not None:
+        # Paths of objects are resolved (``_writable``), and the root itself may be a link.
+        if missing and first is not None and {self._root, self._top()} & {*missing}:
             raise RootLost("")  # Do not create the root again on the disk below its mount point
         for path in reversed(missing):
             with suppress(FileExistsError):

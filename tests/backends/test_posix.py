@@ -20,6 +20,7 @@ from ckpt.errors import (
     ObjectExists,
     ObjectNotFound,
     OutOfSpace,
+    RootLost,
     StorageError,
 )
 from ckpt.storage.api import KeepsUnfinished
@@ -242,6 +243,21 @@ def test_the_root_itself_may_be_a_link(tmp_path):
     backend.put("a/b", [b"x"])
     assert fetch(backend, "a/b") == b"x"
     backend.delete("a/b")
+    assert os.listdir(tmp_path / "real") == []
+
+
+@pytest.mark.parametrize("above", [True, False])
+def test_a_lost_root_is_not_made_again_if_its_path_goes_through_a_link(
+    tmp_path: Path, above: bool
+) -> None:
+    """It may be a mount point, and the disk below it is another one."""
+    (tmp_path / "real/run").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real" if above else tmp_path / "real/run")
+    backend = open_posix(str(tmp_path / "link/run" if above else tmp_path / "link"), {})
+    backend.put("step/a", [b"x"])
+    shutil.rmtree(tmp_path / "real/run")
+    with pytest.raises(RootLost):
+        backend.put("step/b", [b"x"])
     assert os.listdir(tmp_path / "real") == []
 
 
