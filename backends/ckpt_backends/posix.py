@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 from urllib.parse import unquote, urlsplit
 
 from ckpt.errors import (
@@ -227,7 +227,7 @@ class PosixBackend:
     def folders(self, prefix: str) -> Iterator[str]:
         folder = check_prefix(prefix).removesuffix("/")
         for entry in self._entries(folder):
-            if entry.is_dir(follow_symlinks=False):
+            if _type(entry, folder) == "folder":
                 yield entry.name
 
     def delete(self, key: str) -> None:
@@ -242,18 +242,20 @@ class PosixBackend:
         folder = check_prefix(prefix).removesuffix("/")
         for entry in self._entries(folder):
             key = f"{folder}/{entry.name}" if folder else entry.name
-            if entry.is_dir(follow_symlinks=False):
+            if (kind := _type(entry, key)) == "folder":
                 yield from self.unfinished(f"{key}/")
-            elif (ours := _OURS.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
-                with suppress(FileNotFoundError):  # The write may have ended meanwhile
-                    found = entry.stat(follow_symlinks=False)
-                    yield Unfinished(
-                        key=f"{folder}/{ours[1]}" if folder else ours[1],
-                        name=key,
-                        size=found.st_blocks * 512,
-                        modified=found.st_mtime,
-                        abandoned=time.time() - found.st_mtime > _ABANDONED_SECONDS,
-                    )
+            elif (
+                kind == "file"
+                and (ours := _OURS.fullmatch(entry.name))
+                and (found := _status(entry, key))  # None if the write has ended meanwhile
+            ):
+                yield Unfinished(
+                    key=f"{folder}/{ours[1]}" if folder else ours[1],
+                    name=key,
+                    size=found.st_blocks * 512,
+                    modified=found.st_mtime,
+                    abandoned=time.time() - found.st_mtime > _ABANDONED_SECONDS,
+                )
 
     def discard(self, found: Unfinished) -> None:
         path = self._writable(found.name)
@@ -410,17 +412,16 @@ class PosixBackend:
         """Yield the objects in ``folder`` and below it whose key starts with ``prefix``."""
         for entry in self._entries(folder):
             key = f"{folder}/{entry.name}" if folder else entry.name
-            if entry.is_dir(follow_symlinks=False):
+            if (kind := _type(entry, key)) == "folder":
                 if prefix.startswith(f"{key}/") or f"{key}/".startswith(prefix):
                     yield from self._walk(key, prefix)
             elif (
-                key.startswith(prefix)
-                and entry.is_file(follow_symlinks=False)
+                kind == "file"
+                and key.startswith(prefix)
                 and not _is_hidden(entry.name)
+                and (found := _status(entry, key))  # None if the file was deleted meanwhile
             ):
-                with suppress(FileNotFoundError):  # The file may have been deleted meanwhile
-                    found = entry.stat(follow_symlinks=False)
-                    yield ObjectInfo(key=key, size=found.st_size, modified=found.st_mtime)
+                yield ObjectInfo(key=key, size=found.st_size, modified=found.st_mtime)
 
     def _entries(self, folder: str) -> Sequence[os.DirEntry[str]]:
         """Return the entries of a folder of the store; none if the folder does not exist."""
@@ -432,6 +433,23 @@ class PosixBackend:
         ):
             return list(entries)
         return []
+
+
+def _type(entry: os.DirEntry[str], key: str) -> Literal["folder", "file", ""]:
+    """Return the type of an entry of a folder; empty for a link and all other types. Errors name
+    ``key``.
+    """
+    with mapped(key):
+        if entry.is_dir(follow_symlinks=False):
+            return "folder"
+        return "file" if entry.is_file(follow_symlinks=False) else ""
+
+
+def _status(entry: os.DirEntry[str], key: str) -> os.stat_result | None:
+    """Return the status of an entry of a folder; None if the entry is gone. Errors name ``key``."""
+    with mapped(key), suppress(FileNotFoundError):
+        return entry.stat(follow_symlinks=False)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -503,14 +503,18 @@ def test_a_user_without_permission_is_denied(tmp_path):
         import os, sys
         from ckpt_backends.posix import open_posix
         from ckpt.errors import AccessDenied
-        open_posix(sys.argv[1], {}).put("step/x", [b"x"])
+        for key in ("step/x", "names/x"):
+            open_posix(sys.argv[1], {}).put(key, [b"x"])
+        open(sys.argv[1] + "/names/.x.0123456789ab.tmp", "x")
         os.chmod(sys.argv[1], 0o755)
+        os.chmod(sys.argv[1] + "/names", 0o744)  # Its names can be read, and nothing else
         os.setgroups([]); os.setgid(65534); os.setuid(65534)
         backend = open_posix(sys.argv[1], {})
         verbs = [
             lambda: backend.put("y", [b""]), lambda: backend.upload("y", 5), lambda: backend.delete("step/x"),
             lambda: backend.head("step/x"), lambda: backend.read_into("step/x", 0, memoryview(bytearray(1))),
             lambda: list(backend.list("")), lambda: list(backend.list("step/")),
+            lambda: list(backend.list("names/")), lambda: list(backend.unfinished("names/")),
         ]
         for verb in verbs:
             try:
@@ -529,7 +533,7 @@ def test_a_user_without_permission_is_denied(tmp_path):
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         assert done.stderr == ""
-        assert done.stdout.split() == ["denied"] * 7
+        assert done.stdout.split() == ["denied"] * 9
     finally:
         shutil.rmtree(folder)
 
