@@ -40,6 +40,7 @@ from ckpt.storage.registry import open_backend
 
 _BUFFERS: Final = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 _ALIASES: Final = {"state_dict": "model", "optim": "optimizer"}
+_MODEL: Final = "model"
 _WRAPPERS: Final = ("module.", "_orig_mod.")
 
 
@@ -193,6 +194,7 @@ class _Shaper:
     def __init__(self, done: Imported, plain: Sequence[str], names: Sequence[str] | None) -> None:
         self._done, self._plain, self._names = done, plain, names
         self._modules: dict[str, dict[str, Any]] = {}
+        self._taken: set[tuple[str, str]] = set()  # The parameters of optimizers, by module
 
     def shape(self, state: State) -> dict[str, Any]:
         for key in state:
@@ -311,32 +313,70 @@ class _Shaper:
     ) -> list[nn.Parameter]:
         """Return a parameter for each parameter of the optimizer ``name``.
 
-        If the names of the parameters are known and a module has all of them, these are the
-        module's tensors, which become parameters in the module too. Otherwise they are empty
-        parameters that belong to no module.
+        If a module can have all of these parameters, they are the module's tensors, which become
+        parameters in the module too. Otherwise they are empty parameters that belong to no module.
 
         Args:
             name: The name of the optimizer.
             value: The state dict of the optimizer.
             ids: The names or numbers of its parameters, in order.
         """
-        names, how = self._names_of(value, ids)
-        for module, entries in self._modules.items():
-            if names and all(isinstance(entries.get(each), torch.Tensor) for each in names):
-                for each in names:
-                    if not isinstance(entries[each], nn.Parameter):
-                        entries[each] = nn.Parameter(entries[each], requires_grad=False)
-                self._done.names[name] = f"optimizer of {len(ids)} parameters of {module!r}, {how}"
-                return [entries[each] for each in names]
-        self._done.names[name] = f"optimizer of {len(ids)} parameters, by place"
-        self._done.notes.append(
-            f"{name!r} names its parameters by number, and which they are in the model cannot be "
-            "determined: it loads only into an optimizer whose model is not in the state; "
-            "give --param-names FILE, a name on each line, as model.named_parameters() has them"
+        fitting, how = self._fitting(value, ids)
+        if not fitting:
+            self._done.names[name] = f"optimizer of {len(ids)} parameters, by place"
+            self._done.notes.append(
+                f"{name!r} names its parameters by number, and which they are in the model cannot "
+                "be determined: it loads only into an optimizer whose model is not in the state; "
+                "give --param-names FILE, a name on each line, as model.named_parameters() has them"
+            )
+            return [nn.Parameter(torch.empty(0), requires_grad=False) for _ in ids]
+        module = min(
+            fitting, key=lambda each: (self._is_taken(each, fitting[each]), each != _MODEL)
         )
-        return [nn.Parameter(torch.empty(0), requires_grad=False) for _ in ids]
+        if len(fitting) > 1:
+            self._done.notes.append(
+                f"{name!r} can be the optimizer of {' or '.join(map(repr, fitting))}, and is that "
+                f"of {module!r} now; --plain NAME leaves a module out"
+            )
+        names, entries = fitting[module], self._modules[module]
+        for each in names:
+            self._taken.add((module, each))
+            if not isinstance(entries[each], nn.Parameter):
+                entries[each] = nn.Parameter(entries[each], requires_grad=False)
+        self._done.names[name] = f"optimizer of {len(ids)} parameters of {module!r}, {how}"
+        return [entries[each] for each in names]
 
-    def _names_of(self, value: Mapping[str, Any], ids: list[Any]) -> tuple[list[str], str]:
+    def _is_taken(self, module: str, names: Sequence[str]) -> bool:
+        """Return True if another optimizer has one of the parameters ``names`` of a module."""
+        return any((module, each) in self._taken for each in names)
+
+    def _fitting(
+        self, value: Mapping[str, Any], ids: list[Any]
+    ) -> tuple[dict[str, list[str]], str]:
+        """Return the names of an optimizer's parameters in each module that can have all of them,
+        by module. Also return in words how they were found.
+
+        The arguments are those of ``_parameters``.
+        """
+        if given := self._names_of(value, ids):
+            names, how = given
+            return {
+                module: names
+                for module, entries in self._modules.items()
+                if names and all(isinstance(entries.get(each), torch.Tensor) for each in names)
+            }, how
+        found = {
+            module: _in_order(entries, ids, value["state"])
+            for module, entries in self._modules.items()
+        }
+        return {module: each for module, each in found.items() if each}, "by order and shape"
+
+    def _names_of(self, value: Mapping[str, Any], ids: list[Any]) -> tuple[list[str], str] | None:
+        """Return the names of an optimizer's parameters that the source or the user gives, and
+        where they are from; None if neither gives names.
+
+        The arguments are those of ``_parameters``.
+        """
         if all(isinstance(each, str) for each in ids):
             return self._clean([str(each) for each in ids]), "by name"
         groups = value["param_groups"]
@@ -344,17 +384,14 @@ class _Shaper:
             return self._clean(
                 [each for group in groups for each in group["param_names"]]
             ), "by name"
-        if self._names is not None:
-            if len(self._names) != len(ids):
-                raise ConfigError(
-                    f"--param-names has {len(self._names)} names, the optimizer has {len(ids)} "
-                    "parameters"
-                )
-            return self._clean(self._names), "by the names given"
-        for entries in self._modules.values():
-            if found := _in_order(entries, ids, value["state"]):
-                return found, "by order and shape"
-        return [], ""
+        if self._names is None:
+            return None
+        if len(self._names) != len(ids):
+            raise ConfigError(
+                f"--param-names has {len(self._names)} names, the optimizer has {len(ids)} "
+                "parameters"
+            )
+        return self._clean(self._names), "by the names given"
 
     def _clean(self, names: Sequence[str]) -> list[str]:
         """Return the names of parameters as the modules have them. A prefix of a wrapper, such as

@@ -283,6 +283,35 @@ def test_numbers_without_a_match_are_kept_by_place(cli: Cli) -> None:
     assert same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
 
 
+def test_the_optimizer_is_that_of_the_model_and_not_of_its_average(cli: Cli) -> None:
+    average = trained(seed=2)[0]
+    torch.save({"ema": average.state_dict(), **saved()}, "c.pt")
+    ran = cli("import", "c.pt", "runs", "--step", 7)
+    assert ran.code == 0, ran.err
+    assert "'optimizer' can be the optimizer of 'ema' or 'model'" in ran.err
+    ema = trained(seed=3)[0]
+    net, optimizer, _ = restored(7, ema=ema)
+    check(net, optimizer)
+    assert same(dict(ema.state_dict()), dict(average.state_dict()))
+
+
+def test_each_of_two_optimizers_is_that_of_a_network_of_its_own(cli: Cli) -> None:
+    pairs = {name: trained(seed=seed) for seed, name in enumerate(("maker", "critic"))}
+    nets = {name: net.state_dict() for name, (net, _) in pairs.items()}
+    torch.save(
+        nets | {f"{name}_optim": its.state_dict() for name, (_, its) in pairs.items()}, "c.pt"
+    )
+    assert cli("import", "c.pt", "runs", "--step", 1).code == 0
+    others = {name: trained(seed=3) for name in pairs}
+    state: dict[str, Any] = {name: net for name, (net, _) in others.items()}
+    state |= {f"{name}_optim": its for name, (_, its) in others.items()}
+    with CheckpointManager("runs") as manager:
+        manager.restore(state)
+    for name, (net, its) in pairs.items():
+        assert same(dict(others[name][0].state_dict()), dict(net.state_dict()))
+        assert same(others[name][1].state_dict()["state"], its.state_dict()["state"])
+
+
 def test_names_can_be_given(cli: Cli) -> None:
     """The optimizer got the parameters in another order than the model has them."""
     torch.manual_seed(0)
