@@ -88,8 +88,18 @@ def read_into_scratch(
 
 
 def write_file(path: str, state: dict[str, Any]) -> None:
-    """Write ``state`` to a file with ``torch.save``, and make the file durable."""
+    """Write ``state`` to a file with ``torch.save``, and make the file durable.
+
+    Raises:
+        OSError: The file cannot be written, such as for lack of room.
+    """
     with open(path, "wb") as file:
-        torch.save(state, file)
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:
+            # After a write has failed, the zip writer of torch fails too, and hides the first error
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         file.flush()
         os.fsync(file.fileno())

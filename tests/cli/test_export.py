@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from ckpt.storage.api import StorageBackend
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli, flip
 from tests.exchange.states import Net, odd_state, same, trained
+from tests.kit.disks import mount
+
+__all__ = ["mount"]
 
 ODD = odd_state()
 
@@ -430,6 +434,18 @@ def test_a_full_disk_is_told(cli: Cli, saved: Path, monkeypatch: pytest.MonkeyPa
     assert ran.code == 3
     assert "no space left" in ran.err
     assert os.listdir() == []
+
+
+def test_a_disk_that_is_full_before_the_file_ends_is_told(
+    cli: Cli, mount: Callable[[str], Path]
+) -> None:
+    place = mount("size=6m")  # It has room for the scratch file alone
+    with CheckpointManager("runs") as manager:
+        manager.save({"a": torch.ones(1 << 20)}, step=1)
+    ran = cli("export", "runs", place / "x.pt")
+    assert ran.code == 3, ran.err
+    assert "no space left" in ran.err
+    assert os.listdir(place) == []
 
 
 def test_another_format_of_the_same_net_is_the_same_net(cli: Cli, saved: Path) -> None:
