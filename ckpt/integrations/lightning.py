@@ -271,9 +271,12 @@ class CkptCheckpoint(ModelCheckpoint):
         If two steps have equal metrics, the newer step counts as better.
         """
         is_full = len(self.best_k_models) >= self.save_top_k > 0
-        if current is not None and is_full and current == self.kth_value:
-            return True
-        return super().check_monitor_top_k(trainer, current)
+        if current is None or not is_full:
+            return super().check_monitor_top_k(trainer, current)
+        kth = self.best_k_models[self.kth_best_model_path]
+        better = current >= kth if self.mode == "max" else current <= kth
+        # All ranks must get here and decide alike, also if the metric differs between them.
+        return trainer.strategy.reduce_boolean_decision(bool(better))
 
     # -- restoring ---------------------------------------------------------------------------------
 

@@ -176,6 +176,26 @@ def test_of_equal_scores_the_newest_is_kept_and_is_the_best(nets: Any, tmp_path:
     assert callback.best_model_path.endswith("#8")
 
 
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("agreed", [True, False])
+def test_all_ranks_decide_together_whether_an_equal_score_is_saved(
+    tmp_path: Path, mode: Any, *, agreed: bool
+) -> None:
+    """Otherwise a rank with an equal score leaves the others in their collective."""
+    callback = CkptCheckpoint(tmp_path, monitor="score", mode=mode, save_top_k=1)
+    callback.best_k_models = {"first": torch.tensor(1.0)}
+    callback.kth_best_model_path, callback.kth_value = "first", torch.tensor(1.0)
+    asked: list[bool] = []
+
+    def decide(own: bool) -> bool:
+        asked.append(own)
+        return agreed
+
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(reduce_boolean_decision=decide))
+    assert callback.check_monitor_top_k(trainer, torch.tensor(1.0)) == agreed
+    assert asked == [True]
+
+
 def test_a_tier_keeps_what_it_says_itself(nets: Any, tmp_path: Path) -> None:
     fit_with(nets, Tier(str(tmp_path), keep_last=3), [1.0, 2.0, 3.0, 4.0], save_last=True)
     assert steps(tmp_path) == [8, 12, 16]
