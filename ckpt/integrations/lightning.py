@@ -47,6 +47,7 @@ from ckpt.integrations.lightning_strategy import MODULE, CkptStrategy, mix_in
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import parse_folder
+from ckpt.pending import PendingSave
 from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Tiers, as_tiers, open_tiers, urls_of
@@ -153,6 +154,8 @@ class CkptCheckpoint(ModelCheckpoint):
         self._settings = settings
         self._manager: CheckpointManager | None = None
         self._best = ""
+        self._scores: dict[str, Tensor] = {}  # Of the best steps, and of those that they replaced
+        self._unsettled: dict[str, PendingSave] = {}  # Of the best steps, by path
         self._is_due = False  # Whether a save waits for a validation or for the epoch's end
         self._rng: dict[str, Any] | None = None  # The restored generators, until the first batch
 
@@ -238,8 +241,47 @@ class CkptCheckpoint(ModelCheckpoint):
     def _save_topk_checkpoint(
         self, trainer: Trainer, monitor_candidates: dict[str, Tensor]
     ) -> None:
+        self._forget_lost(trainer)
         super()._save_topk_checkpoint(trainer, monitor_candidates)
         self._save_last_checkpoint(trainer, monitor_candidates)
+
+    def _update_best_and_save(
+        self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]
+    ) -> None:
+        self._scores |= self.best_k_models
+        super()._update_best_and_save(current, trainer, monitor_candidates)
+        self._scores |= self.best_k_models
+
+    def _forget_lost(self, trainer: Trainer) -> None:
+        """Remove from the best steps those that a rank knows to be on no tier. The steps that they
+        have replaced take their places.
+
+        All ranks must call this, and all remove the same steps.
+        """
+        agreed, is_lost = trainer.strategy.reduce_boolean_decision, False
+        for path, pending in list(self._unsettled.items()):
+            is_over = pending.done()
+            if agreed(is_over and not _is_on_a_tier(pending), all=False):
+                is_lost = True
+                del self._scores[path], self._unsettled[path]
+            elif agreed(is_over):
+                del self._unsettled[path]
+        if is_lost:
+            self._rank_again()
+        if not self._unsettled:
+            self._scores = dict(self.best_k_models)
+
+    def _rank_again(self) -> None:
+        """Set the attributes of ``ModelCheckpoint`` about the best steps from ``_scores``."""
+        newest_first = reversed(self._scores)
+        ranked = sorted(newest_first, key=self._scores.__getitem__, reverse=self.mode == "max")
+        kept = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
+        self.best_k_models = {path: self._scores[path] for path in self._scores if path in kept}
+        self.best_model_path = kept[0] if kept else ""
+        self.best_model_score = self._scores[kept[0]] if kept else None
+        if len(kept) == self.save_top_k:
+            self.kth_best_model_path = kept[-1]
+            self.kth_value = self._scores[kept[-1]]
 
     def _save_last_checkpoint(
         self, trainer: Trainer, monitor_candidates: dict[str, Tensor]
@@ -258,7 +300,9 @@ class CkptCheckpoint(ModelCheckpoint):
         metric = trainer.callback_metrics.get(monitored)
         metrics = {} if metric is None else {monitored: metric}
         state = _state(strategy, _Carried(strategy.dump(trainer)))
-        self._manager.save_async(state, trainer.global_step, metrics=metrics)
+        pending = self._manager.save_async(state, trainer.global_step, metrics=metrics)
+        if filepath in self.best_k_models:
+            self._unsettled[filepath] = pending
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
 
@@ -360,6 +404,7 @@ class CkptCheckpoint(ModelCheckpoint):
         save.
         """
         super().load_state_dict(state_dict)
+        self._scores, self._unsettled = {}, {}
         if state_dict["dirpath"] != self.dirpath:
             self._best = ""
 
@@ -490,6 +535,7 @@ class CkptCheckpoint(ModelCheckpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the copies of snapshots, since the strategy moves the module to the CPU next."""
         super().on_train_end(trainer, pl_module)
+        self._forget_lost(trainer)
         if self._manager is not None:
             self._manager.fence()
 
@@ -540,6 +586,11 @@ def _state_of_model(strategy: Strategy, carried: _Carried) -> dict[str, Any]:
 
 
 _EVALUATED: Final = ("model", "lightning")  # The entries for validate, test and predict
+
+
+def _is_on_a_tier(pending: PendingSave) -> bool:
+    """Return True if some tier has the step of ``pending``, whose save is over."""
+    return any(pending.exception(tier=tier) is None for tier in pending.tiers)
 
 
 def _callbacks(trainer: Trainer) -> list[CkptCheckpoint]:

@@ -176,6 +176,58 @@ def test_of_equal_scores_the_newest_is_kept_and_is_the_best(nets: Any, tmp_path:
     assert callback.best_model_path.endswith("#8")
 
 
+@pytest.mark.parametrize(
+    ("scores", "policy", "kept", "best"),
+    [
+        ([1.0, 2.0, 3.0, 4.0], {}, [8], 8),
+        ([4.0, 3.0, 2.0, 1.0], {"mode": "max"}, [8], 8),
+        ([4.0, 3.0, 2.0, 5.0], {"save_top_k": 2}, [8, 16], 8),
+        ([2.0, 3.0, 1.0, 2.5], {"save_top_k": -1}, [8, 16], 16),
+    ],
+)
+def test_a_step_that_was_skipped_is_not_one_of_the_best(
+    nets: Any, tmp_path: Path, scores: list[float], policy: dict[str, Any], kept: Any, best: int
+) -> None:
+    """The tier takes every second step, and the saves of the other steps are skipped."""
+    callback = fit_with(nets, Tier(str(tmp_path), every=8, keep_last=9), scores, **policy)
+    assert steps(tmp_path) == kept
+    assert callback.best_model_path.endswith(f"#{best}")
+
+
+def test_a_step_whose_save_has_failed_is_not_one_of_the_best(nets: Any, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    tier = Tier(str(root), keep_last=9)
+    callback = CkptCheckpoint(tier, monitor="score", on_error="warn")
+
+    class Blocks(nets.Net):  # type: ignore[misc, name-defined]
+        def on_validation_epoch_end(self) -> None:
+            self.log("score", float(self.current_epoch))
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 0:
+                root.write_text("a file in the place of the folder")
+            elif self.current_epoch == 1:
+                assert callback._manager is not None
+                for pending in callback._manager._ledger.pending:
+                    pending.wait()
+                root.unlink()
+
+    nets.trainer(callback, epochs=3).fit(Blocks(), nets.Loader(), nets.validation())
+    assert steps(root) == [8]
+    assert callback.best_model_path.endswith("#8")
+    assert callback.best_model_score == 1.0
+
+
+def test_the_step_that_a_lost_one_had_replaced_is_the_best_again(nets: Any, tmp_path: Path) -> None:
+    callback = fit_with(nets, Tier(str(tmp_path), every=8, keep_last=9), [3.0, 2.0, 1.0])
+    assert steps(tmp_path) == [8]
+    assert callback.best_model_path.endswith("#8")
+    assert {path[-2:]: float(score) for path, score in callback.best_k_models.items()} == {
+        "#8": 2.0
+    }
+    assert (callback.best_model_score, callback.kth_value) == (2.0, 2.0)
+
+
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("agreed", [True, False])
 def test_all_ranks_decide_together_whether_an_equal_score_is_saved(
