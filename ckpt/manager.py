@@ -453,13 +453,13 @@ class CheckpointManager:
             self._restores += 1
             report = restorer.restore(state, None if step is None else step_of({}, step, last=None))
         if report is not None:
-            self.continue_from(StepRef(report.step, report.attempt))
+            self.continue_from(StepRef(report.step, report.attempt), sweeps=only is None)
             self._last_walk.forget()  # Loaded objects may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)
         return report
 
-    def continue_from(self, ref: StepRef) -> None:
+    def continue_from(self, ref: StepRef, *, sweeps: bool = True) -> None:
         """Note that the training continues from the state of ``ref``.
 
         If an earlier job has saved steps after ``ref``, this manager may save them again, provided
@@ -467,9 +467,14 @@ class CheckpointManager:
 
         This method is for integrations that load a step without ``restore``. All ranks must call it
         before their next save.
+
+        Args:
+            ref: The step.
+            sweeps: Whether other steps of earlier jobs are removed from memory now, and not at the
+                first commit. A caller that has looked at a part of ``ref`` may yet load another.
         """
         self._last_step = ref.step
-        self._saver.set_restored(ref)
+        self._saver.set_restored(ref, sweeps=sweeps)
 
     def steps(self) -> list[int]:
         """Return the committed steps on any tier, ascending.

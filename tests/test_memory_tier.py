@@ -143,6 +143,25 @@ def test_an_older_step_that_was_restored_stays_in_memory_until_there_is_a_new_on
         assert manager.steps() == [3]
 
 
+def test_a_look_at_a_part_of_a_step_removes_no_step_from_memory(near):
+    """Whoever looks may then restore another step than the newest one."""
+    tiers, _ = near
+    work(Path(tiers[1].url), 6, "kill")
+    with CheckpointManager([tiers[0], Tier(tiers[1].url, every=4)]) as manager:
+        assert manager.steps() == [4, 5, 6]
+        model = nn.Linear(300, 300)
+        for part in ("model", ["model/weight"]):
+            report = manager.restore({"model": model}, only=part)
+            assert report is not None
+            assert (report.step, manager.steps()) == (6, [4, 5, 6])
+        optimizer = torch.optim.AdamW(model.parameters())
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        manager.restore(state, 5)
+        manager.restore(state)
+        assert state["step"] == 6
+        assert manager.steps() == [4, 6], "a restore of the whole step frees the memory of others"
+
+
 def test_a_state_that_grows_takes_a_larger_slot_and_leaves_nothing_of_the_small_one(near):
     tiers, folder = near
     with CheckpointManager(tiers) as manager:

@@ -250,9 +250,11 @@ class Saver:
         self._untaken = None if names else step
         return names
 
-    def set_restored(self, ref: StepRef) -> None:
-        """Note that the job continues from ``ref``. Remove other steps of earlier jobs from the
-        tiers in memory (see ``TierWriter.sweep``).
+    def set_restored(self, ref: StepRef, *, sweeps: bool = True) -> None:
+        """Note that the job continues from ``ref``.
+
+        If ``sweeps`` is True, remove other steps of earlier jobs from the tiers in memory (see
+        ``TierWriter.sweep``). Otherwise the first commit of this job removes them.
         """
         self.steps.set_restored(ref)
         self._slot_steps.set_restored(ref)
@@ -262,7 +264,7 @@ class Saver:
                     writer.root.bring(ref)  # A node that lacks files of ``ref`` gets them now
             self._replicas.set_restored(ref)
         self.suspicions.forget()
-        for writer in self._writers:
+        for writer in self._writers if sweeps else ():
             writer.sweep(ref)
 
     def hand_over(
