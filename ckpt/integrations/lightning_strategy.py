@@ -61,6 +61,7 @@ class CkptStrategy(Strategy):
     readers: Sequence[Reader] = ()
     _shown: dict[str, Any] | None = None  # The module's tensors by name, during a dump
     _is_filled = False  # Whether a reader did the last load, in place
+    _restored: Mapping[str, Any] | None = None  # The module's tensors, until hooks have seen them
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -68,7 +69,15 @@ class CkptStrategy(Strategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        return super().lightning_restore_optimizer and not self._is_filled
+        if not self._is_filled:
+            return super().lightning_restore_optimizer
+        assert self.lightning_module is not None
+        if _OPTIMIZERS in self.lightning_module.trainer._checkpoint_connector._loaded_checkpoint:
+            raise ConfigError(
+                "an on_load_checkpoint hook has set checkpoint['optimizer_states'], but ckpt has "
+                "restored the optimizers themselves: change the optimizers in on_train_start"
+            )
+        return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._shown is None:
@@ -99,7 +108,13 @@ class CkptStrategy(Strategy):
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._is_filled:
+        """Load the module's state from ``checkpoint``.
+
+        If a reader has filled the module, this loads only what a hook ``on_load_checkpoint`` has
+        changed.
+        """
+        restored, self._restored = self._restored, None
+        if restored is None or _differ(restored, checkpoint[MODULE]):
             super().load_model_state_dict(checkpoint, strict)
 
     def load_checkpoint(
@@ -110,13 +125,15 @@ class CkptStrategy(Strategy):
         for reader in self.readers:
             if (which := reader.which(path)) is not None:
                 self._is_filled = True
-                return reader.load(trainer, which)
+                found = reader.load(trainer, which)
+                self._restored = dict(found.get(MODULE, {}))
+                return found
         if path.startswith(f"{SCHEME}://") or _holds_steps(path):
             raise ConfigError(
                 f"ckpt_path={path!r} is not below the folder of a CkptCheckpoint of this trainer: "
                 f"give the callback that folder as dirpath"
             )
-        self._is_filled = False
+        self._is_filled, self._restored = False, None
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def dump(self, trainer: Trainer) -> dict[str, Any]:
@@ -134,7 +151,7 @@ class CkptStrategy(Strategy):
         finally:
             self._shown = None
         module, _ = found.pop(MODULE), found.pop(_OPTIMIZERS)
-        if module.keys() != shown.keys() or any(module[name] is not shown[name] for name in shown):
+        if _differ(shown, module):
             raise ConfigError(
                 "an on_save_checkpoint hook has changed checkpoint['state_dict'], but ckpt saves "
                 "the module itself: put what the hook makes under another key of the checkpoint"
@@ -158,6 +175,11 @@ def mix_in(strategy: Strategy, readers: Sequence[Reader]) -> None:
         strategy.__class__ = kind  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(strategy, CkptStrategy)
     strategy.readers = readers
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return True unless both have the same objects under the same names."""
+    return one.keys() != other.keys() or any(one[name] is not other[name] for name in one)
 
 
 @functools.cache

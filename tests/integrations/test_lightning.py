@@ -463,6 +463,39 @@ def test_a_hook_adds_to_the_checkpoint_and_gets_it_back(nets: Any, tmp_path: Pat
     assert torch.equal(net.weights["net.0.weight"], net.net[0].weight)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_hook_changes_the_weights_that_were_restored(
+    nets: Any, tmp_path: Path, *, whole: bool
+) -> None:
+    """It may change an entry or replace the dict, as with a plain checkpoint."""
+
+    class Changes(nets.Net):  # type: ignore[misc, name-defined]
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            changed = {"net.0.bias": torch.full((16,), 7.0)}
+            if whole:
+                checkpoint["state_dict"] = {**checkpoint["state_dict"], **changed}
+            else:
+                checkpoint["state_dict"].update(changed)
+
+    trained = nets.Net()
+    nets.fit(trained, CkptCheckpoint(tmp_path))
+    net = Changes()
+    assert nets.fit(net, CkptCheckpoint(tmp_path), "last") == {}
+    assert net.net[0].bias.tolist() == [7.0] * 16
+    assert torch.equal(net.net[0].weight, trained.net[0].weight)
+
+
+def test_a_hook_that_sets_the_states_of_optimizers_is_refused(nets: Any, tmp_path: Path) -> None:
+    class Resets(nets.Net):  # type: ignore[misc, name-defined]
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["optimizer_states"] = []
+
+    nets.fit(Resets(), CkptCheckpoint(tmp_path))
+    with pytest.raises(ConfigError, match="on_load_checkpoint hook has set"):
+        nets.fit(Resets(), CkptCheckpoint(tmp_path), "last")
+    nets.trainer(CkptCheckpoint(tmp_path)).validate(Resets(), nets.validation(), ckpt_path="last")
+
+
 def test_hyper_parameters_that_only_pickle_could_save_are_left_out(
     nets: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
