@@ -46,7 +46,7 @@ from ckpt.integrations.lightning_paths import BEST, NEWEST, Candidate, path_of, 
 from ckpt.integrations.lightning_strategy import MODULE, CkptStrategy, mix_in
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
-from ckpt.model.keys import parse_folder
+from ckpt.model.keys import StepRef, parse_folder
 from ckpt.pending import PendingSave
 from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.registry import open_backend
@@ -177,13 +177,13 @@ class CkptCheckpoint(ModelCheckpoint):
     def _path(self, step: int | str) -> str:
         return path_of(self.root, step)
 
-    def which(self, path: str) -> int | str | None:
+    def which(self, path: str) -> int | str | StepRef | None:
         """Return the step in this callback's folder that ``path`` means.
 
         Returns:
             The number of the step, "newest" or "best". The result for the folder itself is
-            "newest". None if ``path`` is neither the folder, nor the folder of a step in it, nor a
-            ``ckpt://`` path of it.
+            "newest", and that for the folder of a step is the attempt at the step. None if ``path``
+            is neither the folder, nor the folder of a step in it, nor a ``ckpt://`` path of it.
 
         Raises:
             ConfigError: ``path`` is a ``ckpt://`` path of the folder, and its text after ``#``
@@ -196,8 +196,7 @@ class CkptCheckpoint(ModelCheckpoint):
         if folder == self.root:
             return NEWEST
         parent, _, name = folder.rpartition("/")
-        ref = parse_folder(name) if parent == self.root else None
-        return ref.step if ref else None
+        return parse_folder(name) if parent == self.root else None
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """Return a set with the path of this callback's newest step, if no other ``CkptCheckpoint``
@@ -324,7 +323,7 @@ class CkptCheckpoint(ModelCheckpoint):
 
     # -- restoring ---------------------------------------------------------------------------------
 
-    def load(self, trainer: Trainer, which: int | str) -> dict[str, Any]:
+    def load(self, trainer: Trainer, which: int | str | StepRef) -> dict[str, Any]:
         """Restore the module from a step, and in ``fit`` also the optimizers and generators.
 
         Returns:
@@ -332,13 +331,17 @@ class CkptCheckpoint(ModelCheckpoint):
             no step, the checkpoint is false in a boolean context.
 
         Raises:
-            ConfigError: ``which`` is "best", and no step has the metric.
+            ConfigError: ``which`` is "best", and no step has the metric. Or ``which`` is an
+                attempt, and the restore has taken another attempt at the step.
             CkptError: See ``CheckpointManager.restore``.
         """
         assert self._manager is not None
         strategy, module = trainer.strategy, trainer.lightning_module
         if which == BEST:
             which = self._agreed_best_step(trainer)
+        asked: StepRef | None = None
+        if isinstance(which, StepRef):
+            asked, which = which, which.step
         step = None if which == NEWEST else int(which)
         carried, trains = _Carried({}), trainer.state.fn == TrainerFn.FITTING
         report = self._manager.restore(
@@ -350,6 +353,12 @@ class CkptCheckpoint(ModelCheckpoint):
         if report is None:
             _log.warning("ckpt: there is no checkpoint in %s: nothing is restored", self.root)
             return _Nothing({"pytorch-lightning_version": lightning.__version__})
+        if asked is not None and asked.attempt != report.attempt:
+            restored = StepRef(report.step, report.attempt)
+            raise ConfigError(
+                f"ckpt_path names {asked.folder} in {self.root}, but a restore of that step takes "
+                f"{restored.folder}: remove that folder first, or give its path"
+            )
         if trains:
             self._rng = RngState().state_dict()
             self._last_global_step_saved = report.step
@@ -374,8 +383,9 @@ class CkptCheckpoint(ModelCheckpoint):
     def _best_step(self) -> int:
         """Return the number of the step with the best metric on the tiers.
 
-        If several steps have the best metric, return the newest of them. This is called only if
-        this process has saved no step itself.
+        If several steps have the best metric, return the newest of them. Of several attempts at a
+        step, the youngest counts, since a restore takes that one. This is called only if this
+        process has saved no step itself.
 
         Raises:
             ConfigError: No step has the metric.
@@ -386,10 +396,14 @@ class CkptCheckpoint(ModelCheckpoint):
         finally:
             for tier in tiers:
                 tier.backend.close()
+        whole = [held for held in found if held.state == "committed"]
+        by_age = sorted(whole, key=lambda held: held.created_at)
+        youngest = {held.ref.step: held.ref for held in by_age}
         values = {
             held.ref.step: held.metrics[metric]
-            for held in found
-            if held.state == "committed" and math.isfinite(held.metrics.get(metric, math.nan))
+            for held in whole
+            if held.ref == youngest[held.ref.step]
+            and math.isfinite(held.metrics.get(metric, math.nan))
         }
         if not values:
             raise ConfigError(

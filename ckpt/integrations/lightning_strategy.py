@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from ckpt.errors import ConfigError, UnsupportedValue
 from ckpt.integrations.tested import warn_once
-from ckpt.model.keys import parse_folder
+from ckpt.model.keys import StepRef, parse_folder
 from ckpt.model.values import to_json
 
 SCHEME: Final = "ckpt"
@@ -36,13 +36,13 @@ _OPTIMIZERS: Final = "optimizer_states"
 class Reader(Protocol):
     """An object that restores the checkpoints of a folder, such as ``CkptCheckpoint``."""
 
-    def which(self, path: str) -> int | str | None:
-        """Return the step that ``path`` means; None if ``path`` is not the reader's folder, and
-        names no step of it.
+    def which(self, path: str) -> int | str | StepRef | None:
+        """Return the step or attempt that ``path`` means; None if ``path`` is not the reader's
+        folder, and names no step of it.
         """
         ...
 
-    def load(self, trainer: Trainer, which: int | str) -> dict[str, Any]:
+    def load(self, trainer: Trainer, which: int | str | StepRef) -> dict[str, Any]:
         """Fill the trainer's module and optimizers, and return a checkpoint for Lightning."""
         ...
 

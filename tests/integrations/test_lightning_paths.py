@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ckpt import CheckpointManager
+from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import ConfigError
 from ckpt.integrations.lightning import CkptCheckpoint
 
@@ -57,6 +61,40 @@ def test_a_path_without_a_word_is_the_newest_step(tmp_path: Path) -> None:
         assert callback.which(path) == "newest"
     assert callback.which(f"ckpt://{tmp_path}#12") == 12
     assert callback.which(f"ckpt://{tmp_path}#best") == "best"
+
+
+def test_of_several_attempts_at_a_step_the_youngest_decides_whether_it_is_the_best(
+    tmp_path: Path,
+) -> None:
+    """A restore of the step takes that attempt."""
+    for number, (attempt, loss) in enumerate((("a" * 12, 1.0), ("b" * 12, 9.0))):
+        coordinator = SingleCoordinator()
+        coordinator.attempt = attempt
+        with CheckpointManager(tmp_path / str(number), coordinator=coordinator) as manager:
+            manager.save({"number": number}, 4, metrics={"val_loss": loss})
+            manager.save({"number": number}, 8, metrics={"val_loss": 5.0})
+        shutil.copytree(tmp_path / str(number), tmp_path / "both", dirs_exist_ok=True)
+    assert len(list((tmp_path / "both").glob("step-000000004.*"))) == 2
+    assert CkptCheckpoint(tmp_path / "both", monitor="val_loss")._best_step() == 8
+    assert CkptCheckpoint(tmp_path / "both", monitor="val_loss", mode="max")._best_step() == 4
+
+
+def test_the_folder_of_an_older_attempt_is_refused(nets: Any, tmp_path: Path) -> None:
+    """A restore takes the younger attempt at the step."""
+    for root in ("older", "younger"):
+        nets.fit(nets.Net(), CkptCheckpoint(tmp_path / root))
+        nets.only_step(tmp_path / root, 8, tmp_path / "both")
+    for root in ("younger", "older"):
+        (step,) = (tmp_path / root).glob("step-*")
+        path = str(tmp_path / "both" / step.name)
+        with (
+            nullcontext()
+            if root == "younger"
+            else pytest.raises(
+                ConfigError, match=f"names {step.name} .* a restore of that step takes"
+            )
+        ):
+            assert nets.fit(nets.Net(), CkptCheckpoint(tmp_path / "both"), path) == {}
 
 
 def test_a_path_without_a_step_says_how_to_get_one(nets: Any, tmp_path: Path) -> None:
