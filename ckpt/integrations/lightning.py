@@ -292,6 +292,8 @@ class CkptCheckpoint(ModelCheckpoint):
                 self._save_checkpoint(trainer, self.last_model_path)
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        if getattr(trainer, "fast_dev_run", False):  # Lightning does not check it in on_train_end
+            return
         assert self._manager is not None
         strategy = trainer.strategy
         assert isinstance(strategy, CkptStrategy)

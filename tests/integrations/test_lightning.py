@@ -248,6 +248,14 @@ def test_all_ranks_decide_together_whether_an_equal_score_is_saved(
     assert asked == [True]
 
 
+@pytest.mark.parametrize("policy", [{}, {"monitor": "val_loss"}, {"every_n_train_steps": 1}])
+def test_a_fast_dev_run_saves_nothing(nets: Any, tmp_path: Path, policy: dict[str, Any]) -> None:
+    callback = CkptCheckpoint(tmp_path, save_last=True, **policy)
+    trainer = nets.trainer(callback, fast_dev_run=True)
+    trainer.fit(nets.Net(), nets.Loader(), nets.validation())
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_tier_keeps_what_it_says_itself(nets: Any, tmp_path: Path) -> None:
     fit_with(nets, Tier(str(tmp_path), keep_last=3), [1.0, 2.0, 3.0, 4.0], save_last=True)
     assert steps(tmp_path) == [8, 12, 16]
