@@ -20,7 +20,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import Any, Final
 
 from torch import nn
@@ -38,7 +37,7 @@ from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.config import Mode, SaveConfig, Tier
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
 from ckpt.events import Event, Observer, SaveCommitted
-from ckpt.integrations.all_ranks import of_all
+from ckpt.integrations.all_ranks import of_all, of_first
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.integrations.trainer_folder import (
     Kept,
@@ -305,9 +304,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         assert self._ckpt_run is not None
         manager = self._ckpt_run.manager
-        held = [[step for step in manager.steps() if step < damaged.step]]
-        import_module("accelerate.utils").broadcast_object_list(held)
-        for step in reversed(held[0]):
+        held = of_first("cannot list the steps", manager.steps)
+        for step in reversed([step for step in held if step < damaged.step]):
             try:
                 self._ckpt_restore_text(manager, step)
             except NoCheckpoint:

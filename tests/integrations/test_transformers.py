@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -624,3 +625,27 @@ def test_a_plain_trainer_refuses_our_folder(tmp_path: Path) -> None:
     interrupted(tmp_path, 5)
     with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
         trainer(tmp_path, kind=Trainer).train(resume_from_checkpoint=True)
+
+
+def test_only_the_first_rank_lists_the_steps_before_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that cannot list its tiers must not leave the others in a collective."""
+    asked: list[str] = []
+
+    def of_first(failure: str, look: Any) -> list[int]:
+        asked.append(failure)
+        return [10, 20]  # Of the first rank; this rank does not look
+
+    monkeypatch.setattr(door, "of_first", of_first)
+    manager = SimpleNamespace(steps=lambda: pytest.fail("another rank has listed the steps"))
+    restored: list[int] = []
+    trained: Any = SimpleNamespace(
+        args=SimpleNamespace(output_dir=str(tmp_path)),
+        _ckpt_run=SimpleNamespace(manager=manager),
+        _ckpt_restore_text=lambda _, step: restored.append(step),
+    )
+    damaged = door._StepDamaged(30, NoCheckpoint(str(tmp_path)))
+    found = door.CkptTrainerMixin._ckpt_before(trained, damaged)
+    assert (found, restored) == (str(tmp_path / "checkpoint-20"), [20])
+    assert asked == ["cannot list the steps"]
