@@ -20,6 +20,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Final
 
 from torch import nn
@@ -233,7 +234,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def _ckpt_write_text(
         self, manager: CheckpointManager, step: int, text: str, asked: str | None = None
     ) -> None:
-        """Write the folder of ``step``, and remove the folders of steps that the tiers no longer
+        """Write the folder of ``step``, and remove the folders of steps that the tiers of no node
         have.
 
         All ranks must call this. If the call fails on one rank, it fails on all ranks.
@@ -247,13 +248,16 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         Raises:
             ConfigError: The tiers have a step after ``asked``. No folder was changed.
         """
+        # The node of this rank may have tiers of its own, and lack even the step itself.
+        held = of_all("cannot list the steps", manager.steps)
+        keep = {step, *chain.from_iterable(held)}
 
         def write() -> None:
             if asked is not None:
                 self._ckpt_check_history(manager, asked)
             if self.is_local_process_zero():
                 write_folder(self.args.output_dir, step, text)
-                remove_folders(self.args.output_dir, keep=set(manager.steps()))
+                remove_folders(self.args.output_dir, keep=keep)
 
         of_all(f"could not write the folder of step {step}", write)
         self.accelerator.wait_for_everyone()  # ``of_all`` only waits with torch.distributed

@@ -649,3 +649,24 @@ def test_only_the_first_rank_lists_the_steps_before_a_damaged_one(
     found = door.CkptTrainerMixin._ckpt_before(trained, damaged)
     assert (found, restored) == (str(tmp_path / "checkpoint-20"), [20])
     assert asked == ["cannot list the steps"]
+
+
+def test_a_folder_whose_step_is_on_the_tiers_of_another_node_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new node has no step on its own tiers, and gets the files of a step from other nodes."""
+
+    def of_all(_: str, look: Any) -> list[Any]:
+        return [look(), [10]]  # The other rank has step 10
+
+    for step in (10, 15):
+        trainer_folder.write_folder(str(tmp_path), step, "{}")
+    monkeypatch.setattr(door, "of_all", of_all)
+    trained: Any = SimpleNamespace(
+        args=SimpleNamespace(output_dir=str(tmp_path)),
+        accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
+        is_local_process_zero=lambda: True,
+    )
+    manager: Any = SimpleNamespace(steps=list)
+    door.CkptTrainerMixin._ckpt_write_text(trained, manager, 20, "{}")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20"]
