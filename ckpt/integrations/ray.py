@@ -27,7 +27,14 @@ from typing import Any, Final, Self
 import ray.train  # pyright: ignore[reportMissingImports]
 
 from ckpt.checks import is_number
-from ckpt.errors import CkptError, ConfigError, NoCheckpoint, RestoreError, SaveSkipped
+from ckpt.errors import (
+    CkptError,
+    ConfigError,
+    NoCheckpoint,
+    RestoreError,
+    SaveSkipped,
+    TierBehind,
+)
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.pending import PendingSave
@@ -161,8 +168,9 @@ class RayCheckpoints:
         """Report ``metrics`` to Ray, and save ``state`` in the background if it is given.
 
         All workers must make the same calls, as with ``ray.train.report``. Ray gets the checkpoint
-        with these metrics as soon as the step is durable. If the save is skipped, Ray gets only the
-        metrics. If a save fails, Ray ends the run or restarts the workers, as ``FailureConfig``
+        with these metrics as soon as the step is durable. If this worker skips the save, Ray gets
+        only the metrics. If another worker skips it, that counts as a failure, since Ray takes no
+        report back. If a save fails, Ray ends the run or restarts the workers, as ``FailureConfig``
         says.
 
         Args:
@@ -248,9 +256,13 @@ class RayCheckpoints:
 def _refer(pending: PendingSave, root: str, run: Any, name: str) -> Any:
     """Wait until the step of ``pending`` is durable, and return a reference to it.
 
+    A farther tier that is behind may have given up the step. Then a nearer tier has it.
+
     Ray calls this in the background. The reference is the folder ``name`` of ``run``.
     """
-    pending.result()
+    error = pending.exception()
+    if error is not None and not isinstance(error, TierBehind):  # A nearer tier has that step
+        raise error
     folder = posixpath.join(run.path, name)
     run.filesystem.create_dir(folder)
     with run.filesystem.open_output_stream(posixpath.join(folder, REFERENCE)) as file:

@@ -179,7 +179,9 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
 
     def _wait_for_saving(self) -> None:
         pending, self.save_future = self.save_future, None
-        pending.result()
+        pending.wait()
+        if pending.unreported is not None:  # Other errors were raised or logged
+            pending.result()
 
     def _maybe_wait_for_staging(self) -> None:
         """Do nothing, since the fence holds each optimizer's step until its tensors are copied."""

@@ -17,9 +17,10 @@ pytest.importorskip("ray.train", reason="Ray Train is not installed")
 import ray.train
 from pyarrow import fs
 
-from ckpt.errors import ConfigError, RestoreError
+from ckpt.errors import ConfigError, OutOfSpace, RestoreError, TierBehind
 from ckpt.integrations import ray as door
 from ckpt.integrations.ray import RayCheckpoints, run_root
+from ckpt.pending import SaveRecord
 from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -197,3 +198,15 @@ def test_a_reference_is_read_to_a_bound(tmp_path: Path) -> None:
     (tmp_path / "ckpt.json").write_text('{"root": "runs", ' + " " * (64 << 10) + '"step": 7}')
     with pytest.raises(RestoreError, match="is damaged"):
         door._read(ray.train.Checkpoint(str(tmp_path), fs.LocalFileSystem()))
+
+
+def test_a_step_that_a_farther_tier_has_given_up_is_reported(tmp_path: Path) -> None:
+    """A nearer tier has the step. Other errors end the run."""
+    run = SimpleNamespace(path=str(tmp_path), filesystem=fs.LocalFileSystem())
+    pending = SaveRecord(7, 0, None, began=0.0)
+    pending.finish(TierBehind(7), reported=True)
+    found = door._refer(pending, "s3://bucket/run", run, "checkpoint_1")
+    assert door._read(found) == ("s3://bucket/run", 7)
+    pending.finish(OutOfSpace("rank-00000.safetensors"))
+    with pytest.raises(OutOfSpace):
+        door._refer(pending, "s3://bucket/run", run, "checkpoint_2")

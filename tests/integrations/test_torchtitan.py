@@ -11,8 +11,9 @@ import os
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer
 
 import ckpt
-from ckpt.errors import ConfigError, RestoreError
+from ckpt.errors import CkptError, ConfigError, RestoreError
 from ckpt.integrations import torchtitan as door
 from ckpt.integrations.torchtitan import CkptManager
 from tests import processes, servers
@@ -479,3 +480,18 @@ def test_two_ranks_of_fsdp2_killed_in_mid_save_have_the_losses_of_their_own_mana
         resumed = json.loads((folder / f"resumed-{rank}.json").read_text())
         assert len(whole) == 7
         assert resumed == {step: loss for step, loss in whole.items() if int(step) > 4}
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_waiting_raises_only_errors_that_end_the_training(tmp_path: Path, on_error: Any) -> None:
+    """A skipped save, and with ``on_error="warn"`` a save that has failed, were logged."""
+    root = tmp_path / "root"
+    manager = ckpt.CheckpointManager(ckpt.Tier(str(root), every=2), on_error=on_error)
+    root.write_text("a file in the place of the folder")
+    for step in (1, 2):
+        job: Any = SimpleNamespace(save_future=manager.save_async({"step": step}, step))
+        fails = on_error == "raise" and step == 2
+        with pytest.raises(CkptError, match=str(root)) if fails else nullcontext():
+            CkptManager._wait_for_saving(job)
+        assert job.save_future is None
+    manager.close()
