@@ -313,8 +313,11 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
             fault, state = error, {"state": Failed(error)}
         try:
-            manager.save(state, step if self._own_step is None else self._own_step)
-            self._note_saved(step)
+            if self._own_step is not None:
+                step = self._own_step  # A cached plan has the step of an earlier save
+            pending = manager.save(state, step)
+            if any(pending.exception(tier=tier) is None for tier in pending.tiers):
+                self._note_saved(step)
         except (HistoryHidden, StepExists) as error:
             error.add_note(_WAY_BACK)
             raise

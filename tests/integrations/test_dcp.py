@@ -42,9 +42,11 @@ from ckpt.errors import (
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from ckpt.model.keys import OWNER
 from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import Raise, Rule
 from tests.integrations.workers.dcp import build as trained_as_sharded
 from tests.integrations.workers.dcp import state_of, total
 from tests.kit.pages import block
+from tests.kit.stores import faulty
 from tests.kit.worlds import world
 from tests.processes import run
 
@@ -365,6 +367,42 @@ def test_a_run_goes_back_after_the_reader(tmp_path, monkeypatch, caplog, keeps):
     assert "holds step 20, and this job continues from step 10" in caplog.text
     dcp.load(target, storage_reader=(newest := CkptReader(tmp_path)))
     assert (newest.step, newest.latest_step()) == (21, 21)
+
+
+def test_a_step_that_was_saved_with_a_cached_plan_is_not_saved_again(tmp_path):
+    class Planner(DefaultSavePlanner):
+        """DCP caches plans by the name of this class, and other tests must not find them."""
+
+    with_steps(tmp_path, 10, 20)
+    reader = CkptReader(tmp_path, step=10)
+    dcp.load({"t": torch.zeros(2, dtype=torch.int64)}, storage_reader=reader)
+    writer = CkptWriter(tmp_path, after=reader)
+    for step in (15, 17):  # The plan of step 17 is the cached one of step 15
+        planner = Planner(enable_plan_caching=True)
+        state = {"t": torch.full((2,), step)}
+        dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer, planner=planner)
+    writer.close()
+    writer = CkptWriter(tmp_path, after=reader)
+    assert isinstance(error_of(lambda: save_step(writer, 17)), StepExists)
+    save_step(writer, 18)
+    writer.close()
+
+
+def test_a_save_that_has_failed_does_not_end_the_way_back(tmp_path, monkeypatch):
+    with_steps(tmp_path, 10, 12, 20)
+    reader = CkptReader(tmp_path, step=10)
+    dcp.load({"t": torch.zeros(2, dtype=torch.int64)}, storage_reader=reader)
+    with monkeypatch.context() as patch:
+        faulty(patch, tmp_path, [Rule(verb="upload", key="safetensors", fault=Raise(OutOfSpace))])
+        failing = CkptWriter(tmp_path, after=reader, on_error="warn")
+        save_step(failing, 15)
+        failing.close()
+    writer = CkptWriter(tmp_path, after=reader)
+    for step in (12, 15):
+        save_step(writer, step)
+    writer.close()
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.steps() == [10, 12, 15, 20]
 
 
 def test_a_reader_that_has_loaded_the_newest_step_gives_no_warning(tmp_path, caplog):
