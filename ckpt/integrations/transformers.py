@@ -333,12 +333,14 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         step, before = self.state.global_step, self.state.best_model_checkpoint
         if run.saved == step:  # A callback has asked for this step, so it is already saved
             if self.state.best_global_step == step:
+                run.bests.append(before)
                 self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
                 run.manager.add_metrics(step, {BEST_STEP: float(step)})
             return
         self.store_flos()
         metrics = self._ckpt_metrics[1] if self._ckpt_metrics[0] == step else {}
         if self.state.best_global_step == step:
+            run.bests.append(before)
             self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
             metrics = {**metrics, BEST_STEP: float(step)}
         text = self._ckpt_text()
@@ -418,7 +420,19 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         assert self._ckpt_run is not None
         self._ckpt_run.finish()  # After this, the trainer needs all folders and the best model
         self.accelerator.wait_for_everyone()
+        # A rank that skips a save by itself has another best step than the others.
+        best = of_first("cannot find the best checkpoint", self._ckpt_best)
+        self.state.best_model_checkpoint = best
         return super()._finalize_training(*args, **options)
+
+    def _ckpt_best(self) -> str | None:
+        """Return the folder of the best checkpoint, or of the best one before it if it has none,
+        since its save was skipped or has failed.
+        """
+        assert self._ckpt_run is not None
+        best: str | None = self.state.best_model_checkpoint
+        there = [each for each in (*self._ckpt_run.bests, best) if each and os.path.isdir(each)]
+        return there[-1] if there else best
 
     def _load_best_model(self) -> None:
         step = pointed_step(self.state.best_model_checkpoint)
@@ -488,6 +502,7 @@ class _Run:
         manager: The manager of the saves.
         falls_back: Whether the run may resume from an earlier step if the step is damaged.
         saved: The number of the last step that was saved; None before the first save.
+        bests: The folders of the best checkpoints before the present one, oldest first.
     """
 
     manager: CheckpointManager
@@ -498,6 +513,7 @@ class _Run:
         self._output_dir, self._kept, self._writes = output_dir, kept, writes
         self._texts: dict[int, tuple[str, str | None]] = {}
         self._pending: list[Any] = []
+        self.bests: list[str | None] = []
 
     def expect(self, step: int, text: str, best: str | None) -> None:
         """Keep the text for the folder of ``step``, which is written once the step is committed.

@@ -670,3 +670,40 @@ def test_a_folder_whose_step_is_on_the_tiers_of_another_node_stays(
     manager: Any = SimpleNamespace(steps=list)
     door.CkptTrainerMixin._ckpt_write_text(trained, manager, 20, "{}")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20"]
+
+
+def test_the_best_model_is_that_of_a_step_that_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save of the best step, 30, has failed, or was skipped by another rank."""
+    folders_of = [trainer_folder.folder_of(str(tmp_path), step) for step in (10, 20, 30)]
+    trainer_folder.write_folder(str(tmp_path), 20, "{}")
+    run = door._Run(str(tmp_path), trainer_folder.Kept.of(None, has_best=True), writes=True)
+    run.bests = [None, *folders_of[:2]]
+    trained: Any = SimpleNamespace(
+        _ckpt_run=run, state=SimpleNamespace(best_model_checkpoint=folders_of[2])
+    )
+    assert door.CkptTrainerMixin._ckpt_best(trained) == folders_of[1]
+    trainer_folder.write_folder(str(tmp_path), 30, "{}")
+    assert door.CkptTrainerMixin._ckpt_best(trained) == folders_of[2]
+
+
+def test_all_ranks_load_the_best_model_of_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that skips a save does not take that step for the best one."""
+    monkeypatch.setattr(door, "of_first", lambda *_: "checkpoint-10")
+    trained: Any = object.__new__(door.CkptTrainerMixin)
+    trained.state = SimpleNamespace(best_model_checkpoint=None)
+    trained._ckpt_run = SimpleNamespace(finish=lambda: None)
+    trained.accelerator = SimpleNamespace(wait_for_everyone=lambda: None)
+    finalized: list[Any] = []
+
+    class Base:
+        def _finalize_training(self) -> None:
+            finalized.append(trained.state.best_model_checkpoint)
+
+    class Both(door.CkptTrainerMixin, Base):  # type: ignore[misc]
+        pass
+
+    trained.__class__ = Both
+    trained._finalize_training()
+    assert finalized == ["checkpoint-10"]
