@@ -5,6 +5,7 @@ The others go on to the next tier, and learn of it there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,18 +16,20 @@ from ckpt.coordination.api import Coordinator
 from ckpt.errors import CkptError, PeerFailed, TensorChanged
 from ckpt.save.active_save import ActiveSave
 from ckpt.save.saver import Saver
+from ckpt.save.tier_writer import TierWriter
 from tests.coordination.world import World
 
 
 def test_the_others_do_not_wait_for_it_on_the_next_tier(tmp_path: Path, monkeypatch) -> None:
     stream = Saver._stream
 
-    def changed(self: Saver, save: ActiveSave) -> None:
+    def changed(self: Saver, writers: Sequence[TierWriter], save: ActiveSave) -> None:
         def raises() -> None:
             raise TensorChanged("x", save.job.ref.step)
 
         bad = save.job.ref.step == 1 and self._writers[0]._coordinator.rank == 1
-        stream(self, replace(save, job=replace(save.job, confirm=raises)) if bad else save)
+        job = replace(save.job, confirm=raises) if bad else save.job
+        stream(self, writers, replace(save, job=job))
 
     monkeypatch.setattr(Saver, "_stream", changed)
     tiers: list[str | Tier] = [

@@ -281,7 +281,9 @@ class Saver:
         outcome = SaveOutcome(pending, self._reports, self.slots.nbytes)
         job = self.suspicions.scanned(job, trained)
         save = ActiveSave(job, snapshot, slot, outcome, trained)
-        stream, stage = Once(partial(self._stream, save)), Once(save.copy_late)
+        # While the save waits for its turn, a later step may be announced as the last one.
+        writers = self.writers_of(job.ref.step)
+        stream, stage = Once(partial(self._stream, writers, save)), Once(save.copy_late)
         return HandOver(save, self._streamer, self._copier, stream, stage)
 
     def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
@@ -416,14 +418,17 @@ class Saver:
 
     # -- on the streaming thread, and on those of the queues ---------------------------------------
 
-    def _stream(self, save: ActiveSave) -> None:
-        """Commit a save to the tiers in memory, and then to the nearest durable tier. Farther tiers
-        follow by their queues.
+    def _stream(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
+        """Commit a save to the tiers in memory among those of ``writers``, and then to the nearest
+        durable tier. Farther tiers follow by their queues.
 
         All ranks see the same outcome on every tier, because they get the same verdicts.
         """
         self.steps.begin_image(save.job.ref)
-        self._serve(self.writers_of(save.job.ref.step), save)
+        try:
+            self._serve(writers, save)
+        except BaseException as error:  # noqa: BLE001 - no caller reads the future of this call
+            self._miss(writers, save, error)
 
     def _serve(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
         """Write the image to the tier of the first of ``writers``: when the queue of the tier

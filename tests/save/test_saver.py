@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import uuid
 from pathlib import Path
 
@@ -12,17 +14,18 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckpt.storage.tiers
-from ckpt import CheckpointManager
+from ckpt import CheckpointManager, Tier
 from ckpt.catalog.verify import verify_step
 from ckpt.errors import CkptError, OutOfSpace, TransientStorageError
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import OWNER, parse_folder
 from ckpt.pipeline.workers import Workers
+from ckpt.save.suspicion import Suspicions
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
 from ckpt.storage.testing.faulty import Verb
 from tests.adapters.saving import bits
-from tests.kit.stores import faulty
+from tests.kit.stores import faulty, whole
 
 KNOWN = [
     name
@@ -155,3 +158,36 @@ def test_a_store_that_failed_at_the_first_save_may_serve_the_second(
             manager.save({"x": torch.ones(3)}, 1)
             manager.save({"x": torch.ones(3)}, 2)
             assert manager.steps() == [1, 2], verb
+
+
+def test_a_save_that_waits_for_the_streaming_thread_keeps_its_tiers_when_a_later_one_is_the_last(
+    tmp_path: Path,
+) -> None:
+    """The tier takes both steps only because each was the last step when it was saved."""
+    state, gate = {"x": torch.ones(3)}, threading.Event()
+    manager = CheckpointManager(Tier(str(tmp_path), every=10**9))
+    stop = manager.on_stop_request()
+    manager.request_stop()
+    last = next(step for step in itertools.count(1) if stop.requested(step))
+    manager._saver._streamer.submit(gate.wait)
+    saves = [manager.save_async(state, step) for step in (last, last + 1)]
+    gate.set()
+    for save in saves:
+        save.result(60)
+    manager.close()
+    assert whole(tmp_path) == [last, last + 1]
+
+
+def test_an_error_that_nobody_expects_on_the_streaming_thread_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise LookupError("of no tier")
+
+    manager = CheckpointManager(tmp_path, slots=1)
+    monkeypatch.setattr(Suspicions, "examine", fail)
+    with pytest.raises(CkptError, match="of no tier"):
+        manager.save_async({"x": torch.ones(3)}, 1).result(60)
+    monkeypatch.undo()
+    manager.save_async({"x": torch.ones(3)}, 2).result(60)
+    manager.close()

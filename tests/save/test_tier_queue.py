@@ -252,8 +252,8 @@ def test_a_step_that_no_nearer_tier_takes_is_served_in_the_order_of_all_ranks(
             begun[writer._coordinator.rank][job.ref.step].set()
         return commit(writer, job, **how)
 
-    def streamed(saver, save):
-        stream(saver, save)
+    def streamed(saver, writers, save):
+        stream(saver, writers, save)
         step = save.job.ref.step
         begun[saver._writers[0]._coordinator.rank][step].set() if step == 3 else None
 
