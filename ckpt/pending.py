@@ -11,7 +11,14 @@ from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any, Final
 
 from ckpt.checks import is_number
-from ckpt.errors import CkptError, ConfigError, SaveSkipped, StepsMissing, StorageError
+from ckpt.errors import (
+    CkptError,
+    ConfigError,
+    SaveSkipped,
+    StepsMissing,
+    StorageError,
+    TierBehind,
+)
 from ckpt.locks import Condition
 
 if TYPE_CHECKING:
@@ -205,14 +212,15 @@ class SaveRecord(PendingSave):
 
         Returns:
             True if the save has yet to end on other tiers. Otherwise the first error that fails the
-            save, or None.
+            save, or None. An error that only skips the save is returned if there is no other one.
         """
         with self._changed:
             self._ends[tier] = error
             self._left.discard(tier)
             if error is not None and required:
                 self._refused[tier] = error
-            first = next(iter(self._refused.values()), None)
+            # No later call raises an error that only skips the save, so it must hide no other.
+            first = min(self._refused.values(), key=_skips, default=None)
             # If ``close`` has given the save up, its error stays.
             if not self._finished:
                 self._error = first
@@ -246,6 +254,10 @@ class SaveRecord(PendingSave):
         """
         with self._changed:
             return {**self._refused, **dict.fromkeys(sorted(self._left))}
+
+
+def _skips(error: CkptError) -> bool:
+    return isinstance(error, SaveSkipped | TierBehind)
 
 
 def check_timeout(timeout: float | None, hint: str = "") -> None:
