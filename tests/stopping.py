@@ -305,6 +305,7 @@ def wrong_calls(root: Path) -> None:
         refused("above 0", lambda: manager.on_signals(grace_seconds=0))
         refused("not a signal", lambda: manager.on_signals(signal.SIGKILL))
         refused("not a signal", lambda: manager.on_signals(4711))
+        refused("not a signal", lambda: manager.on_signals(signal.SIGRTMIN + 1))  # has no name
         thread = threading.Thread(target=lambda: refused("main thread", manager.on_signals))
         thread.start()
         thread.join()

@@ -375,7 +375,8 @@ def _check(signals: tuple[int, ...], grace_seconds: float) -> None:
             "closed"
         )
     for signum in signals:
-        if signum not in signal.valid_signals() or signum in (signal.SIGKILL, signal.SIGSTOP):
+        # Most real-time signals have no name, and so are no `signal.Signals`.
+        if signum not in set(signal.Signals) or signum in (signal.SIGKILL, signal.SIGSTOP):
             raise ConfigError(
                 f"{signum!r} is not a signal that can be handled: take signal.SIGTERM, for instance"
             )
