@@ -505,6 +505,7 @@ class CheckpointManager:
         Raises:
             ConfigError: The call is not in the main thread, an argument is invalid, or a manager
                 already listens for a stop.
+            ThreadLimit: The system starts no more threads.
         """
         self._check_open()
         if self._stop is not None:
@@ -524,6 +525,9 @@ class CheckpointManager:
         Unlike ``on_signals``, this need not be called in the main thread. After ``on_signals`` it
         is not needed, and returns the same object. ``requested(step)`` of the returned object works
         as after ``on_signals``.
+
+        Raises:
+            ThreadLimit: The system starts no more threads.
         """
         self._check_open()
         if self._stop is None:

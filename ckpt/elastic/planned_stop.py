@@ -165,8 +165,15 @@ class StopSignals:
         Raises:
             ConfigError: ``signals`` is not empty, and the call is not in the main thread, an
                 argument is not valid, or another object handles signals already.
+            ThreadLimit: The system starts no more threads.
         """
         _check(signals, grace_seconds)
+        # All threads start now, since the system may start no more when a signal arrives.
+        self._watcher = Workers("stop", 1).started()
+        self._agreer = Workers("stop-agree", 1).started()
+        self._listener = Workers("stop-hear", 1)
+        if coordinator.world_size > 1:
+            self._listener.start()
         self.signal: signal.Signals | None = None
         self._signals, self._grace, self._reraise, self._owner = (
             signals,
@@ -184,10 +191,9 @@ class StopSignals:
         os.set_blocking(self._mouth, False)  # A handler must never wait
         self._earlier: dict[int, Any] = {}
         self._wakes = False
-        self._workers = Workers("stop", 3)
-        self._workers.submit(self._watch)
+        self._watcher.submit(self._watch)
         if coordinator.world_size > 1:
-            self._workers.submit(self._listen)
+            self._listener.submit(self._listen)
         if signals:
             self._install()
 
@@ -240,7 +246,8 @@ class StopSignals:
             self._last.part()
         finally:
             os.write(self._mouth, bytes([_CLOSE]))
-            self._workers.close()
+            for workers in (self._watcher, self._agreer, self._listener):
+                workers.close()
             self.uninstall()  # The threads are closed first, since a restored handler may raise
             while self.signal is None and (late := self._next(0)) != -1:
                 self.signal = signal.Signals(late) if late in self._signals else None
@@ -314,7 +321,7 @@ class StopSignals:
                 what = self.signal.name if self.signal else "a stop was requested"
                 _log.warning("ckpt: %s: all ranks stop after the same step", what)
                 # The job's store may hang. This thread goes on to watch the grace time.
-                self._workers.submit(self._agree)
+                self._agreer.submit(self._agree)
         is_grace = grace_ends <= time.monotonic()
         self._end(f"the grace time of {self._grace:g} s is over" if is_grace else _OVER)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from datetime import UTC, datetime, timedelta, timezone
@@ -13,7 +14,7 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.elastic.planned_stop import as_deadline
-from ckpt.errors import ConfigError, ManagerClosed
+from ckpt.errors import ConfigError, ManagerClosed, ThreadLimit
 from tests.coordination.world import World
 from tests.kit.stores import whole
 
@@ -55,6 +56,40 @@ def test_a_request_without_a_deadline_and_then_none_is_waited_for(tmp_path: Path
 def manager_is_quiet() -> bool:
     """Return whether no thread of a planned stop is left."""
     return not [each for each in threading.enumerate() if each.name.startswith("ckpt-stop")]
+
+
+def few_threads(patch: pytest.MonkeyPatch, count: int) -> None:
+    """Let the system start ``count`` more threads."""
+    left, start = [None] * count, threading.Thread.start
+
+    def start_one(self: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(self)
+
+    patch.setattr(threading.Thread, "start", start_one)
+
+
+def test_a_stop_needs_no_new_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        stop = manager.on_stop_request()
+        with monkeypatch.context() as patch:
+            few_threads(patch, 0)
+            manager.request_stop()
+            assert any(stop.requested(step) for step in itertools.count())
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_ranks_without_a_thread_for_a_stop_are_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    with CheckpointManager(tmp_path, coordinator=World(2).coordinator(0)) as manager:
+        with monkeypatch.context() as patch:
+            few_threads(patch, count)
+            with pytest.raises(ThreadLimit):
+                manager.on_stop_request()
+        manager.on_stop_request()
 
 
 def test_wrong_calls_change_nothing(tmp_path: Path) -> None:
