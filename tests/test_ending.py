@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,6 +303,34 @@ def test_a_module_whose_first_line_is_a_function_is_read_without_warnings(tmp_pa
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "<unknown>" not in done.stderr
+
+
+def test_a_method_that_is_named_like_an_exit_ends_no_process() -> None:
+    process = SimpleNamespace(kill=int)
+    try:
+        fail()
+    except ValueError as error:
+        process.kill()
+        SimpleNamespace(kill=int).kill()
+        found = ending_error.is_handled(error, sys._getframe())
+    assert found
+
+
+def test_a_clause_that_may_exit_does_not_handle_its_error() -> None:
+    found: list[bool] = []
+    try:
+        fail()
+    except ValueError as error:
+        found += [ending_error.is_handled(error, sys._getframe())]
+        if not found:
+            exit(1)
+    try:
+        fail()
+    except ValueError as error:
+        found += [ending_error.is_handled(error, sys._getframe())]
+        if not found:
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert found == [False, False]
 
 
 def test_each_file_on_the_stack_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

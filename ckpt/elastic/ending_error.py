@@ -20,6 +20,10 @@ from types import FrameType
 from typing import Final
 
 _EXITS: Final = frozenset({"exit", "_exit", "quit", "abort", "raise_signal", "kill"})
+_MODULES: Final = frozenset({"os", "signal", "sys"})
+"""The modules whose functions in ``_EXITS`` end the process. Methods of other objects may have the
+same names.
+"""
 _WITH_EXIT: Final = opmap["WITH_EXCEPT_START"]
 """The instruction that calls ``__exit__`` for an error."""
 
@@ -146,13 +150,18 @@ def _holds(body: list[ast.stmt], line: int) -> bool:
 
 def _goes_on(body: list[ast.stmt]) -> bool:
     """Return True if ``body``, the statements of a clause, contains ``raise`` or the call of a
-    function with a name in ``_EXITS``. Functions that are defined inside do not count.
+    function with a name in ``_EXITS``, either by its bare name or as a member of one of
+    ``_MODULES``. Functions that are defined inside do not count.
     """
     for node in _of_this_frame(ast.Module(body, [])):
         if isinstance(node, ast.Raise):
             return True
         if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name in _EXITS:
-                return True
+            match node.func:
+                case ast.Name(name) if name in _EXITS:
+                    return True
+                case ast.Attribute(ast.Name(module), name) if module in _MODULES and name in _EXITS:
+                    return True
+                case _:
+                    pass
     return False
