@@ -23,8 +23,8 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PendingSave
-from ckpt.coordination.abort_reason import Aborted
-from ckpt.coordination.commit_state_machine import Bounds, Durable, Failed
+from ckpt.coordination.abort_reason import Aborted, rebuild
+from ckpt.coordination.commit_state_machine import Bounds, Durable, Failed, encode
 from ckpt.coordination.committer import Committer, SharedStore
 from ckpt.coordination.leaving import Leaving, who_left
 from ckpt.elastic import ending_error
@@ -563,6 +563,30 @@ def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out
     assert who_left(world.coordinator(0)).rank == 1  # type: ignore[union-attr]
 
 
+def test_a_second_rank_that_leaves_is_not_waited_for_either() -> None:
+    """The first one has voted before."""
+    world = World(3)
+    ref = StepRef(1, "abc123")
+
+    def vote(rank: int) -> Durable:
+        return Durable(FragmentRef(f"rank-{rank:05}.json", rank, 1, "x"))
+
+    first, second = (Leaving(world.coordinator(rank)) for rank in (1, 2))
+    first.post(f"save/{ref.folder}", encode(vote(1)))
+    first.leave("ValueError: first")
+    second.leave("ValueError: second")
+    committer = Committer(
+        world.coordinator(0),
+        SharedStore(open_backend("memory://both")),
+        name="save",
+        bounds=Bounds(3600, 0.05),
+    )
+    verdict = committer.commit(ref, vote(0))
+    assert isinstance(verdict, Aborted), verdict
+    assert "rank 2" in str(rebuild(verdict, 1)), rebuild(verdict, 1)
+    assert "it has ended: ValueError: second" in str(verdict)
+
+
 def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
     world = World(2)
     ref = StepRef(1, "abc123")
@@ -574,8 +598,6 @@ def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
 
         def verdict(self, subject: str, *, timeout: float) -> bytes | None:
             if subject == "gone":
-                from ckpt.coordination.commit_state_machine import encode
-
                 self.world.messages[f"save/{ref.folder}", 1] = encode(Failed("its own reason"))
             return super().verdict(subject, timeout=timeout)
 

@@ -46,7 +46,7 @@ from ckpt.coordination.commit_state_machine import (
     decode_vote,
     encode,
 )
-from ckpt.coordination.leaving import who_left
+from ckpt.coordination.leaving import who_has_left
 from ckpt.errors import (
     CkptError,
     CommitError,
@@ -326,11 +326,11 @@ class _Commit:
                 return VotesArrived({rank: _vote_of(data) for rank, data in votes.items()})
             if (outcome := self._outcome(0.0)).verdict is not None:
                 return outcome
-            if (gone := who_left(self._coordinator)) is not None and gone.rank in ranks:
-                # The rank posts nothing more, but it may have posted its vote just before it left.
-                last = self._coordinator.collect(self._subject, {gone.rank}, timeout=0.0)
-                vote = _vote_of(last[gone.rank]) if last else Failed(f"it has ended: {gone.reason}")
-                return VotesArrived({gone.rank: vote})
+            if gone := who_has_left(self._coordinator, ranks):
+                # They post nothing more, but they may have posted votes just before they left.
+                last = self._coordinator.collect(self._subject, set(gone), timeout=0.0)
+                ended = {rank: Failed(f"it has ended: {why}") for rank, why in gone.items()}
+                return VotesArrived(ended | {rank: _vote_of(data) for rank, data in last.items()})
 
     def _merge(self, fragments: tuple[FragmentRef, ...]) -> Event:
         try:

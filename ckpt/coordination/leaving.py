@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Final, TypeVar
 
@@ -39,7 +39,7 @@ def reason_of(error: BaseException | None) -> str:
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """The first rank that has left the exchanges of the job, and its reason."""
+    """A rank that has left the exchanges of the job, and its reason."""
 
     rank: int
     reason: str
@@ -76,8 +76,11 @@ class Leaving:
         The call raises no ``CkptError``.
         """
         self._left.set()
+        gone = encode_json(Gone(self.rank, reason))
         with suppress(CkptError):
-            self._whole.set_once(_SUBJECT, encode_json(Gone(self.rank, reason)))
+            # The verdict names only the first rank that leaves. Its existence is cheap to check.
+            self._whole.post(_SUBJECT, gone)
+            self._whole.set_once(_SUBJECT, gone)
 
     def post(self, subject: str, message: bytes) -> None:
         self._check()
@@ -128,3 +131,16 @@ def who_left(coordinator: Coordinator) -> Gone | None:
     """
     message = coordinator.verdict(_SUBJECT, timeout=0.0)
     return None if message is None else _decoder.decode(message)
+
+
+def who_has_left(coordinator: Coordinator, ranks: Collection[int]) -> dict[int, str]:
+    """Return which of ``ranks`` have left the exchanges of the job: rank -> reason.
+
+    The call costs one request to the job's store as long as no rank of the job has left.
+    """
+    first = who_left(coordinator)
+    if first is None:
+        return {}
+    found = {first.rank: first.reason} if first.rank in ranks else {}
+    messages = coordinator.collect(_SUBJECT, set(ranks), timeout=0.0)
+    return found | {rank: _decoder.decode(message).reason for rank, message in messages.items()}
