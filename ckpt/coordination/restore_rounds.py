@@ -12,10 +12,12 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Final, TypeVar, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, leader_decides
 from ckpt.coordination.json_message import encode_json
+from ckpt.coordination.long_message import drop, receive, send
 from ckpt.errors import CkptError, RestoreError, StorageError
 from ckpt.plan.fallback import is_damage
 
@@ -25,6 +27,11 @@ _GRACE_SECONDS: Final = 60.0
 _PARTED_SECONDS: Final = 10.0
 """How many seconds the leader waits for more answers, once a rank has answered ``parted``."""
 _GRAVITY: Final = {"ok": 0, "damaged": 1, "parted": 2, "stop": 3}
+
+_LONG_BYTES: Final = 1 << 20
+"""Names are sent apart from their answer if their JSON is longer than this."""
+_SENT_SECONDS: Final = 30.0
+"""How many seconds to wait for names that were sent before their answer."""
 
 T = TypeVar("T")
 
@@ -47,15 +54,19 @@ class _Answer(msgspec.Struct, frozen=True):
         outcome: ``ok``, ``damaged`` (try the next step), ``parted`` (the rank has lost the
             connection to another rank, which may report the cause) or ``stop`` (end the restore).
         reason: Why the outcome is not ``ok``.
-        names: The names that the rank reports (see `RestoreRounds.do`).
+        names: The names that the rank reports (see `RestoreRounds.do`), unless they are long.
+        nbytes: The size of the JSON of long names, which the rank has sent as a long message; 0 if
+            ``names`` has all names. An expert-parallel job has names for more than one request.
     """
 
     outcome: str
     reason: str = ""
     names: tuple[str, ...] = ()
+    nbytes: int = 0
 
 
 _decoder: Final = msgspec.json.Decoder(_Answer)
+_names_decoder: Final = msgspec.json.Decoder(tuple[str, ...])
 
 
 class RestoreRounds:
@@ -157,11 +168,38 @@ class RestoreRounds:
 
     def _poll(self, subject: str, step: int, mine: _Answer) -> _Answer:
         """Post the answer of this rank, and return the worst answer of all ranks on each rank."""
-        self._coordinator.post(subject, encode_json(mine))
+        own, shared = f"{subject}/names", f"{subject}/shared"
+        short, pieces = self._send(own, mine)
+        self._coordinator.post(subject, encode_json(short))
         wait = Wait(self._patience + _GRACE_SECONDS, "the end of the restore", step)
-        return leader_decides(
-            self._coordinator, subject, lambda: self._worst(subject, step), wait, _Answer
+
+        def decide() -> _Answer:
+            return self._send(shared, self._worst(subject, step))[0]
+
+        answer = leader_decides(self._coordinator, subject, decide, wait, _Answer)
+        drop(self._coordinator, own, pieces)
+        return self._received(shared, LEADER, answer)
+
+    def _send(self, subject: str, answer: _Answer) -> tuple[_Answer, int]:
+        """If the names of ``answer`` are long, send them on ``subject``.
+
+        Returns:
+            The answer as it is to be posted, and the number of pieces that were sent.
+        """
+        names = encode_json(answer.names)
+        if len(names) <= _LONG_BYTES:
+            return answer, 0
+        pieces = send(self._coordinator, subject, names)
+        return replace(answer, names=(), nbytes=len(names)), pieces
+
+    def _received(self, subject: str, rank: int, answer: _Answer) -> _Answer:
+        """Return ``answer`` of ``rank`` with its names, which may be sent on ``subject``."""
+        if not answer.nbytes:
+            return answer
+        names = receive(
+            self._coordinator, subject, rank, limit=answer.nbytes, timeout=_SENT_SECONDS
         )
+        return replace(answer, names=_names_decoder.decode(names), nbytes=0)
 
     def _worst(self, subject: str, step: int) -> _Answer:
         missing = set(range(self._coordinator.world_size))
@@ -181,7 +219,7 @@ class RestoreRounds:
                 return _Answer("stop", f"step {step}: {late}")
             for rank, data in messages.items():
                 missing.discard(rank)
-                answer = _decoder.decode(data)
+                answer = self._received(f"{subject}/names", rank, _decoder.decode(data))
                 shared = set(answer.names) if shared is None else common(shared, set(answer.names))
                 if _GRAVITY[answer.outcome] > _GRAVITY[worst.outcome]:
                     where = f"rank {rank}: " if self._coordinator.world_size > 1 else ""

@@ -6,10 +6,13 @@ If one rank fails, all ranks soon get an error with the cause.
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
+from ckpt.adapters.torch_store import TorchStoreCoordinator
 from ckpt.coordination import restore_rounds
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.restore_rounds import Damaged, Parted, RestoreRounds, common
@@ -74,6 +77,20 @@ def test_nobody_waits_long_for_a_dead_rank_once_one_has_failed(
 
 def test_a_work_without_a_result_succeeds() -> None:
     assert outcome(dict.fromkeys(range(3))) == dict.fromkeys(range(3))
+
+
+def test_more_names_than_one_request_can_hold_are_told() -> None:
+    """torch's store closes the connection of a client that sends more than 8 MiB at once."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = [f"{number:060}" for number in range(200_000)]
+
+    def run(rank: int) -> tuple[None, tuple[str, ...]]:
+        coordinator = TorchStoreCoordinator((rank, 2), "names", store=store)
+        rounds = RestoreRounds(coordinator, subject="x", patience=60)
+        return rounds.do("fit", 7, lambda: None, lambda _: (*shared, f"only on {rank}"))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, range(2))) == [(None, tuple(shared))] * 2
 
 
 def test_a_choice_may_be_zero() -> None:
