@@ -76,7 +76,8 @@ class Backfill:
 
     def close(self) -> None:
         """Wait until the backfill has copied its steps or has failed to copy them. A failure is
-        only logged. If the backfill has not begun, do not wait.
+        only logged. If the backfill has not begun, do not wait. After a planned stop, whose grace
+        time may be short, wait only for the copy of the step that is under way.
 
         From now on, the backfill does not wait for saves of the running job. It gives up a request
         after the usual number of tries, and no longer repeats it for ``commit_timeout_seconds``.
@@ -127,11 +128,10 @@ class Backfill:
         try:
             going = self._retry.call(partial(copier.lacking, line, self._config.backlog))
             if going:
-                steps = ", ".join(str(held.ref.step) for held in going)
                 _log.info(
                     "ckpt: of the job before, %s lacks steps %s: they follow from %s",
                     far,
-                    steps,
+                    _numbers(going),
                     near,
                 )
                 writer.claim()
@@ -140,8 +140,16 @@ class Backfill:
                 "ckpt: what the job before left on %s is not taken to %s: %s", near, far, error
             )
             return
-        for held in going:
+        for index, held in enumerate(going):
             self._steps.wait_idle(far, self._hurry)
+            if self._hurry.is_set() and self._steps.last_step is not None:
+                _log.warning(
+                    "ckpt: steps %s of the job before are not taken to %s: a planned stop ends "
+                    "this job",
+                    _numbers(going[index:]),
+                    far,
+                )
+                return
             self._take(copier, held)
             writer.prune_later()
 
@@ -166,3 +174,7 @@ class Backfill:
             size(report.copied_bytes),
             time.perf_counter() - began,
         )
+
+
+def _numbers(steps: Sequence[StoredStep]) -> str:
+    return ", ".join(str(held.ref.step) for held in steps)

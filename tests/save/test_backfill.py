@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 import threading
@@ -21,7 +22,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
 from tests.coordination.world import World, WorldCoordinator
 from tests.kit.states import IMAGE, state
-from tests.kit.stores import Gated, faulty, whole
+from tests.kit.stores import Gated, faulty, whole, wrap_stores
 
 
 def left_by_a_job(near: Tier | Path, *steps: int) -> None:
@@ -243,3 +244,38 @@ def test_what_was_evicted_while_it_was_on_its_way_is_not_listed(near, far, monke
     assert whole(far) == [2, 3]
     assert not list(far.glob("step-000000001.*/manifest.json"))
     assert "step 1 of the job before is not taken to" in caplog.text
+
+
+class Newest(Gated):
+    """A store at whose gate only files of step 3 wait."""
+
+    def __init__(self, url):
+        super().__init__(url)
+        self.begun = threading.Event()
+
+    def upload(self, key, size):
+        if key.startswith("step-000000003."):
+            self.begun.set()
+            assert self.open.wait(60)
+        return self.inner.upload(key, size)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_planned_stop_waits_for_the_copy_under_way_only(near, far, monkeypatch, caplog, stops):
+    left_by_a_job(near, 1, 2, 3)
+    store = Newest(str(far))
+    wrap_stores(monkeypatch, lambda url, found: store if url == str(far) else found)
+    with CheckpointManager([near, far]) as manager:
+        manager.restore(state(0))
+        backfill = manager._saver._backfill
+        assert backfill is not None
+        store.open = backfill._hurry  # ``close`` opens the gate
+        last = 4
+        if stops:
+            stop = manager.on_stop_request()
+            manager.request_stop()
+            last = next(step for step in itertools.count(4) if stop.requested(step))
+        manager.save(state(last), last)
+        assert store.begun.wait(60)
+    assert whole(far) == ([3, last] if stops else [1, 2, 3, last])
+    assert ("steps 2, 1 of the job before are not taken to" in caplog.text) == stops
