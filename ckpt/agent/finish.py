@@ -278,14 +278,25 @@ class Finish:
                     discard(backend, cut)
 
     def _finish_commit(self, root: _Root) -> None:
-        """Put the manifest of the newest step of the job, if the step lacks only its manifest."""
+        """Put the manifest of the newest step of the job, if the step lacks only its manifest.
+
+        Raises:
+            CommitError: The trainer still owns the root and lives, so it may yet commit the step.
+            RootInUse: Another job has taken the root.
+        """
         backend = root.tier.backend
         own = attempts_of(backend, self._me.attempt)
         if not own or is_committed(backend, own[0]):
             return
         try:
             finalize(backend, own[0], workers=self._workers)
-        except RootInUse:
+        except RootInUse as error:
+            owner = read_owner(backend)
+            if owner is not None and owner.attempt == self._me.attempt:
+                raise CommitError(
+                    f"step {own[0].step} on {root.tier.url} waits for the trainer, which has not "
+                    "left this root to the agent yet"
+                ) from error
             raise
         except (CommitError, IntegrityError):
             return  # The step lacks files, or its save was aborted

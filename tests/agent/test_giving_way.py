@@ -288,6 +288,23 @@ def test_a_save_that_lacks_only_its_manifest_is_finished(tmp_path: Path, dead: J
     assert steps(tmp_path / "far") == [1, 2, 3]
 
 
+def test_a_root_that_its_own_trainer_still_holds_is_tried_again(tmp_path: Path, dead: Job) -> None:
+    """The trainer detaches, and the far store is slow to take its record."""
+    [newest] = (tmp_path / "near").glob("step-000000003.*")
+    shutil.copytree(newest, tmp_path / "far" / newest.name)
+    (tmp_path / "far" / newest.name / "manifest.json").unlink()
+    record = tmp_path / "far" / OWNER
+    trainer = Owner.here(dead.owner.attempt)
+    record.write_bytes(msgspec.json.encode(trainer))
+    ended, _ = finish(dead)
+    assert ended.outcome == "failed"
+    assert "waits for the trainer" in ended.error
+    record.write_bytes(msgspec.json.encode(msgspec.structs.replace(trainer, pid=NO_PROCESS)))
+    assert finish(dead)[0] == Ended("done")
+    assert steps(tmp_path / "far") == [1, 2, 3]
+    assert steps(tmp_path / "farther") == [1, 2, 3]
+
+
 @pytest.mark.parametrize("part", ["rank-00000.json", "rank-00000.safetensors"])
 def test_a_save_that_lacks_a_part_is_never_committed(tmp_path: Path, dead: Job, part) -> None:
     [folder] = (tmp_path / "near").glob("step-000000003.*")
