@@ -40,7 +40,18 @@ from ckpt.catalog.transfer_by_rank import (
     noted_ends,
 )
 from ckpt.catalog.verify import Meter, StepFolder
-from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse
+from ckpt.errors import (
+    AccessDenied,
+    CkptError,
+    CommitError,
+    IntegrityError,
+    LinkRefused,
+    OutOfSpace,
+    RootInUse,
+    RootLost,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.model.keys import StepRef, fragment_name, whole_ranks
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import rank_list
@@ -151,16 +162,19 @@ class NodeParts:
             _log.info("ckpt: %s", why)
 
     def _try(self, parts: Iterable[_Part]) -> dict[StepRef, CkptError]:
-        """Call ``_bring`` for each of ``parts``, one after the other. Return the ``CommitError`` or
-        the ``IntegrityError`` of each step for which it fails. Any other error is raised.
+        """Call ``_bring`` for each of ``parts``, one after the other. Return the error of each step
+        for which it fails. An error is raised instead if it concerns the whole store or root: a
+        store is full, denies access or does not answer, or a root is lost or has another owner.
         """
         failed: dict[StepRef, CkptError] = {}
         for part in parts:
             try:
                 self._bring(part)
-            except RootInUse:
-                raise  # The other job has taken the root, and no further step may be tried
-            except (CommitError, IntegrityError) as error:
+            except LinkRefused as error:  # It concerns a single object
+                failed[part.stored.ref] = error
+            except (RootInUse, AccessDenied, OutOfSpace, RootLost, TransientStorageError):
+                raise
+            except (CommitError, IntegrityError, StorageError) as error:
                 failed[part.stored.ref] = error
         return failed
 

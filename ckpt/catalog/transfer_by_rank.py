@@ -200,8 +200,9 @@ def copy_rank(
         True if the files were copied, and False if the destination already had them.
 
     Raises:
-        IntegrityError, ObjectNotFound: No source has the files intact. This is the error of the
-            first source.
+        IntegrityError: The files are damaged on some source, and intact on none. This is the error
+            of the first source with damaged files.
+        ObjectNotFound: No source has the files.
         StorageError: The destination has failed, or a source cannot be read, for example because it
             does not answer. No further source is tried.
     """
@@ -213,7 +214,8 @@ def copy_rank(
                 return False
             encoding = part.write_data(folder, on_bytes)
         except (IntegrityError, ObjectNotFound) as error:
-            first = first or error
+            if first is None or isinstance(first, ObjectNotFound):
+                first = error
             continue
         part.put_fragment(folder, encoding)
         return True

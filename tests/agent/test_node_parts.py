@@ -6,15 +6,42 @@ from typing import Any
 import pytest
 
 from ckpt.agent.node_parts import NodeParts
-from ckpt.errors import CommitError, RootInUse
+from ckpt.errors import (
+    AccessDenied,
+    ChecksumMismatch,
+    CkptError,
+    CommitError,
+    LinkRefused,
+    ObjectNotFound,
+    OutOfSpace,
+    RootInUse,
+    RootLost,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.model.keys import StepRef
 
+OF_THE_STORE = [
+    RootInUse("/far", "another job"),
+    RootLost(""),
+    AccessDenied("step", "no credentials"),
+    OutOfSpace("step"),
+    TransientStorageError("step", "no answer"),
+]
+OF_ONE_STEP = [
+    CommitError("a part lacks"),
+    ChecksumMismatch("step", 0, 1),
+    StorageError("step", "it is being cleared away"),
+    ObjectNotFound("step"),
+    LinkRefused("step"),
+]
 
-@pytest.mark.parametrize("error", [RootInUse("/far", "another job"), CommitError("a part lacks")])
-def test_no_further_step_is_tried_on_a_root_that_another_job_has_taken(
-    monkeypatch: pytest.MonkeyPatch, error: CommitError
+
+@pytest.mark.parametrize("error", [*OF_THE_STORE, *OF_ONE_STEP])
+def test_an_error_of_one_step_keeps_no_further_step_from_being_tried(
+    monkeypatch: pytest.MonkeyPatch, error: CkptError
 ) -> None:
-    """Of other errors, each concerns one step only."""
+    """An error of the whole store, or of a root that another job has taken, ends the work."""
     parts: Any = [
         SimpleNamespace(stored=SimpleNamespace(ref=StepRef(step, "a" * 12))) for step in (3, 2)
     ]
@@ -26,8 +53,8 @@ def test_no_further_step_is_tried_on_a_root_that_another_job_has_taken(
 
     monkeypatch.setattr(NodeParts, "_bring", bring)
     own = object.__new__(NodeParts)
-    if isinstance(error, RootInUse):
-        with pytest.raises(RootInUse):
+    if error in OF_THE_STORE:
+        with pytest.raises(type(error)):
             own._try(parts)
         assert tried == [3]
     else:
