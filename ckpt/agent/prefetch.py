@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt.catalog.index import committed, own_objects, read_manifest
+from ckpt.catalog.index import committed, own_objects
 from ckpt.catalog.inventory import Inventory
+from ckpt.catalog.tiered_reader import TieredReader
 from ckpt.catalog.transfer import fetch_step, has_codec
 from ckpt.catalog.verify import OnProgress, StepFolder
 from ckpt.coordination.owner import Owner, read_owner
@@ -72,7 +73,7 @@ def prefetch(
     Raises:
         RootInUse: The owner of a tier is alive, or another job has taken the root meanwhile.
         OutOfSpace: A tier has no room for the step, or has filled up during the copy.
-        IntegrityError: The step is damaged on ``far``.
+        IntegrityError: The step is damaged on ``far``, and intact on no nearer tier.
         StorageError: A store has failed.
     """
     done: list[Prefetched] = []
@@ -100,10 +101,12 @@ def _fill(
     """
     owner = read_owner(tier.backend)
     _check_owner(tier, owner)
-    _check_room(tier, read_manifest(sources[0], ref), ref)
+    folder = StepFolder(tier.backend, ref, workers)
+    origin = TieredReader(sources, ref, retry=folder.retry)
+    _check_room(tier, origin.whole(lambda found: origin.filled(found, None)).manifest, ref)
     report = fetch_step(
         sources,
-        StepFolder(tier.backend, ref, workers),
+        folder,
         on_progress=on_progress,
         codec=tier.tier.codec,
         confirm=partial(_check_owner, tier, owner),

@@ -109,6 +109,18 @@ def test_a_newest_step_that_is_damaged_is_passed_over(tmp_path: Path, far: Path,
     assert whole(tmp_path / "near") == [1]
 
 
+@pytest.mark.parametrize("part", ["manifest", "fragment", "data"])
+def test_damage_on_a_nearer_tier_keeps_the_newest_step_from_no_other(
+    tmp_path: Path, far: Path, cli: Cli, part: str
+) -> None:
+    near, second = tmp_path / "near", tmp_path / "second"
+    assert cli("agent", "prefetch", far, "--to", near).code == 0
+    flip(files(near, 2)[part])
+    ran = cli("agent", "prefetch", far, "--to", near, "--to", second)
+    assert ran.code == 0, ran.err
+    assert whole(second) == [2]
+
+
 def test_a_disk_without_room_gets_nothing(tmp_path: Path, far: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
