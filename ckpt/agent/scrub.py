@@ -23,7 +23,7 @@ from ckpt.catalog.mending import mend_step
 from ckpt.catalog.transfer_by_rank import copy_rank
 from ckpt.catalog.verify import Fault, StepFolder, VerifyReport, verify_step
 from ckpt.coordination.api import LEADER
-from ckpt.errors import CkptError, RootInUse
+from ckpt.errors import AccessDenied, CkptError, LinkRefused, RootInUse, TransientStorageError
 from ckpt.model.keys import StepRef, rank_of
 from ckpt.observe.journal import note_verified
 from ckpt.pipeline.pace import Pace
@@ -66,7 +66,9 @@ class Scrub:
         self._workers, self._report = workers, report
         self._pace = Pace(order.job.scrub_mb_per_s)
         self._errors: dict[str, str] = {}
-        """The error of each tier that cannot be verified, by the URL of the tier."""
+        """The first error of each tier that cannot be verified as a whole, by the tier's URL."""
+        self._silent: set[str] = set()
+        """The URLs of the tiers that do not answer or deny access. They are not asked again."""
         self._tiers: list[OpenTier] = []
         for index, given in enumerate(order.job.open_as()):
             try:
@@ -93,7 +95,7 @@ class Scrub:
             if not tier.in_memory and self._verifies(tier):
                 self._attempt(tier, partial(self._find, tier, there))
         for ref, root in sorted(there, key=lambda one: (-one[0].step, one[1].tier.index)):
-            if root.tier.url not in self._errors:
+            if root.tier.url not in self._silent:
                 self._attempt(root.tier, partial(self._scrub, root, ref))
         if self._errors:
             return Ended("failed", next(iter(self._errors.values())))
@@ -108,14 +110,18 @@ class Scrub:
 
     def _attempt(self, tier: OpenTier, work: Callable[[], None]) -> None:
         """Call ``work``, and note its ``CkptError`` for ``tier`` instead of raising it. Other tiers
-        can then still be verified.
+        can then still be verified, and so can other steps of the tier, unless the tier does not
+        answer or denies access.
         """
         try:
             work()
         except RootInUse as error:  # The agent of the job that owns the root verifies it
             _log.info("ckpt: %s is not verified: %s", tier.url, error)
         except CkptError as error:
-            self._errors[tier.url] = str(error)
+            self._errors.setdefault(tier.url, str(error))
+            stops = isinstance(error, AccessDenied | TransientStorageError)
+            if stops and not isinstance(error, LinkRefused):
+                self._silent.add(tier.url)
 
     def _find(self, tier: OpenTier, due: list[tuple[StepRef, _Root]]) -> None:
         """Append to ``due`` each step of ``tier`` that must be verified now, with the tier's root.

@@ -35,7 +35,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from tests.agent.conftest import await_state, holders, job_of
 from tests.cli.conftest import Cli, cli
-from tests.kit.damage import cut, data_of, flip, folder_of, look
+from tests.kit.damage import cut, data_of, flip, folder_of, look, sealed
 from tests.kit.waiting import until
 from tests.kit.worlds import run_code
 
@@ -156,6 +156,18 @@ def test_a_store_that_is_away_costs_no_other(tiers, monkeypatch) -> None:
     ended, reported = one_round(job)
     assert ended == Ended("done")
     assert look(tiers[0]).intact
+
+
+def test_a_step_in_a_later_format_keeps_no_older_step_from_being_verified(tiers) -> None:
+    job = dead_job(tiers[:1])
+    with CheckpointManager(tiers[:1]) as manager:
+        manager.save(state(2), 2)
+    [manifest] = Path(tiers[0].url).glob("step-000000002.*/manifest.json")
+    manifest.write_bytes(sealed({"format": 9}))
+    ended, reported = one_round(job)
+    assert ended.outcome == "failed"
+    assert "upgrade with pip" in ended.error
+    assert [(one.step, one.damage) for one in reported] == [(1, "")]
 
 
 def test_a_root_of_another_job_is_left_alone(tiers) -> None:
