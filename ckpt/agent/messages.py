@@ -71,6 +71,9 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         before: The attempts that owned the roots of the job when the job started.
         here: The ranks on this node, if nodes have tiers of their own. Empty if this node's agent
             sees the files of all ranks.
+        roots: The locations of the tiers, in the order of ``tiers``, by which the agent compares
+            jobs. Symbolic links are resolved, so the agent asks no file system, which may not
+            answer. Empty if the URLs are to be compared.
     """
 
     owner: Owner
@@ -82,6 +85,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     scrub_mb_per_s: float = 0.0
     before: tuple[str, ...] = ()
     here: tuple[int, ...] = ()
+    roots: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Job({self.owner})"
@@ -382,6 +386,11 @@ def fields_of(tier: Tier, url: str) -> dict[str, Any]:
 def urls_of(job: Job) -> tuple[str, ...]:
     """Return the URLs of the tiers of a job, nearest first."""
     return tuple(str(fields["url"]) for fields in job.tiers)
+
+
+def roots_of(job: Job) -> tuple[str, ...]:
+    """Return the locations of the tiers of a job, by which jobs are compared."""
+    return job.roots or urls_of(job)
 
 
 def _tier(fields: dict[str, Any]) -> Tier:

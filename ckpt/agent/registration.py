@@ -17,7 +17,7 @@ import msgspec
 from ckpt.agent.client import Connection, connect, reach_and_ask
 from ckpt.agent.copy_client import AgentCopier
 from ckpt.agent.folder import AgentFolder
-from ckpt.agent.messages import Detach, Forget, Job, fields_of
+from ckpt.agent.messages import Detach, Forget, Job, fields_of, urls_of
 from ckpt.agent.reports import Verified
 from ckpt.config import AgentMode, SaveConfig, agent_folder, environment_for_agent
 from ckpt.coordination.api import LEADER, Coordinator
@@ -29,7 +29,7 @@ from ckpt.errors import AgentError, CkptError, ConfigError
 from ckpt.events import Event, StepVerified
 from ckpt.pipeline.workers import Workers
 from ckpt.processes import Process
-from ckpt.storage.places import is_folder
+from ckpt.storage.places import is_folder, resolved
 from ckpt.storage.registry import scheme_of
 from ckpt.storage.tiers import Nodes, OpenTier
 
@@ -210,7 +210,9 @@ def register(
             job = _job(me, ranks, tiers, config)
             if nodes is not None:
                 job = _of_node(job, nodes, coordinator.rank, tiers)
-            job = msgspec.structs.replace(job, before=_owners_of(tiers))
+            # The trainer resolves the links, since it uses these file systems in any case.
+            roots = tuple(resolved(url) for url in urls_of(job))
+            job = msgspec.structs.replace(job, before=_owners_of(tiers), roots=roots)
             made = Registration(job, copier, notify)
         except CkptError as error:
             return str(error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from ckpt.agent.messages import Job, ScrubStatus, urls_of
+from ckpt.agent.messages import Job, ScrubStatus, roots_of
 from ckpt.agent.reports import Ended, Order, Report, Verified, Verifying
 from ckpt.agent.worker import Worker, Workplace
 from ckpt.errors.sanitize import redact
@@ -95,8 +95,8 @@ class Rounds:
             self._rounds.pop(attempt, None)
 
     def jobs(self) -> dict[str, tuple[str, ...]]:
-        """Return the URLs of the tiers of each job, by the job's attempt."""
-        return {name: urls_of(each.job) for name, each in self._rounds.items()}
+        """Return the locations of the tiers of each job, by the job's attempt."""
+        return {name: roots_of(each.job) for name, each in self._rounds.items()}
 
     def due_in(self) -> float | None:
         """Return in how many seconds the next round begins. Return None if there is no job, or if a

@@ -314,8 +314,8 @@ class Agent:
         self._rounds.cancel()
         self._rounds.forget(
             attempt
-            for attempt, urls in self._rounds.jobs().items()
-            if attempt != watched.attempt and share_a_root(urls, watched.urls)
+            for attempt, roots in self._rounds.jobs().items()
+            if attempt != watched.attempt and share_a_root(roots, watched.roots)
         )
         self._rounds.add(job)
         for other in self._jobs:  # The new job must not wait for the worker of an earlier one

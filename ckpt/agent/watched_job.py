@@ -13,13 +13,13 @@ from functools import partial
 from selectors import EVENT_READ
 from typing import Final
 
-from ckpt.agent.messages import Job, JobStatus, urls_of
+from ckpt.agent.messages import Job, JobStatus, roots_of, urls_of
 from ckpt.agent.reports import Copied, Copying, Ended, Order, Report
 from ckpt.agent.worker import Worker, Workplace
 from ckpt.errors import AgentError
 from ckpt.errors.sanitize import redact
 from ckpt.processes import Process
-from ckpt.storage.places import relation
+from ckpt.storage.places import is_spelling_of, without_query
 
 _FIRST_PAUSE_SECONDS: Final = 5.0
 _MOST_PAUSE_SECONDS: Final = 600.0
@@ -45,7 +45,7 @@ class WatchedJob:
         """Watch the processes of ``job`` from now on. Raises ``AgentError`` if that fails."""
         self.job, self._where, self._on_death = job, where, on_death
         self.attempt = job.owner.attempt
-        self.urls = urls_of(job)
+        self.urls, self.roots = urls_of(job), roots_of(job)
         self._processes = _descriptors(job.processes)
         for process in self._processes:
             where.selector.register(process, EVENT_READ, partial(self._end_process, process))
@@ -103,7 +103,7 @@ class WatchedJob:
 
     def meets(self, other: WatchedJob) -> bool:
         """Return True if the two jobs have a root in common."""
-        return share_a_root(self.urls, other.urls)
+        return share_a_root(self.roots, other.roots)
 
     def end(self) -> None:
         """Record that the trainer has ended or detached. A worker for the job may start at once."""
@@ -203,8 +203,13 @@ class WatchedJob:
 
 
 def share_a_root(some: Sequence[str], others: Sequence[str]) -> bool:
-    """Return True if a URL of ``some`` and a URL of ``others`` name the same root."""
-    return any(relation(one, two) == "same" for one in some for two in others)
+    """Return True if a URL of ``some`` and a URL of ``others`` name the same root.
+
+    Symbolic links are not resolved. So the call does not wait if a file system does not answer.
+    """
+    return any(
+        is_spelling_of(without_query(one), without_query(two)) for one in some for two in others
+    )
 
 
 def end_with_parent(parent: int) -> None:

@@ -55,6 +55,13 @@ def relation(one: str, two: str) -> Relation:
     return "around" if there.startswith(here) else "apart"
 
 
+def resolved(url: str) -> str:
+    """Return a spelling of ``url`` that is the same for all URLs of one location. Symbolic links in
+    the path of a folder are resolved, and the query of an object store's URL is left out.
+    """
+    return _canonical(without_query(url))
+
+
 def is_spelling_of(url: str, other: str, *, follows_links: bool = False) -> bool:
     """Return True if two URLs name one location.
 

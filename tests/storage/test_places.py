@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.storage.places import is_folder, is_missing, is_object_store, relation
+from ckpt.storage.places import is_folder, is_missing, is_object_store, relation, resolved
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,14 @@ def test_a_link_is_the_place_it_points_to(tmp_path: Path) -> None:
     os.symlink(tmp_path / "real", tmp_path / "link")
     assert relation(str(tmp_path / "link"), str(tmp_path / "real")) == "same"
     assert relation(str(tmp_path / "link" / "a"), str(tmp_path / "real")) == "inside"
+
+
+def test_urls_of_one_location_are_resolved_to_one_spelling(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    os.symlink(tmp_path / "real", tmp_path / "link")
+    assert resolved(f"{tmp_path}/link/a") == resolved(f"file://{tmp_path}/real/a/")
+    assert resolved("gs://bucket/run") == resolved("GCS://bucket/run/?project=p")
+    assert resolved(f"{tmp_path}/link/a") != resolved(f"{tmp_path}/link/b")
 
 
 def test_a_folder_that_exists_is_not_missing_whatever_its_spelling(tmp_path: Path) -> None:
