@@ -18,9 +18,9 @@ from functools import partial
 from typing import Self
 
 from ckpt.agent.reports import Ended, OnReport, Order, Verified, Verifying, at_intervals
-from ckpt.catalog.index import committed, is_committed
+from ckpt.catalog.index import committed, is_committed, read_packed
 from ckpt.catalog.mending import mend_step
-from ckpt.catalog.transfer_by_rank import copy_rank
+from ckpt.catalog.transfer_by_rank import mend_rank
 from ckpt.catalog.verify import Fault, StepFolder, VerifyReport, verify_step
 from ckpt.coordination.api import LEADER
 from ckpt.errors import AccessDenied, CkptError, LinkRefused, RootInUse, TransientStorageError
@@ -222,13 +222,17 @@ class Scrub:
         not mended. Return and raise the same as ``_mend``.
         """
         others, folder = self._others(root, ref), StepFolder(root.tier.backend, ref, self._workers)
-        why = ""
+        why, codec = "", root.tier.tier.codec
         keys = {fault.key for fault in faults} - {ref.manifest}
-        for rank in {rank_of(key.rpartition("/")[2]) for key in keys}:
+        ranks = {rank_of(key.rpartition("/")[2]) for key in keys}
+        try:
+            named = read_packed(folder.backend, ref)[0].fragments if ranks else ()
+        except CkptError as error:
+            return str(error)
+        for fragment in (each for each in named if each.rank in ranks):
             root.claim.confirm_removal()
-            codec, spend = root.tier.tier.codec, self._pace.spend
             try:
-                copy_rank(others, folder, rank, codec, spend, is_damaged=True)
+                mend_rank(others, folder, fragment, codec, self._pace.spend)
             except CkptError as error:
                 why = why or str(error)
         return why

@@ -22,24 +22,42 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from typing import TypeVar
 
 import msgspec
 
 from ckpt.catalog.finalize import read_fragments
-from ckpt.catalog.index import own_objects, read_packed
+from ckpt.catalog.index import is_committed, own_objects, read_packed
 from ckpt.catalog.transfer import Recoding, check_files, commit_copy
 from ckpt.catalog.verify import StepFolder, size_faults
 from ckpt.codec.registry import NO_CODEC, encoder_of
-from ckpt.coordination.claim_marker import claim_rank_to_bring, is_marker_to_bring
-from ckpt.errors import CkptError, CommitError, IntegrityError, ManifestCorrupt, ObjectNotFound
+from ckpt.coordination.claim_marker import (
+    claim_rank_to_bring,
+    clear_away,
+    is_marker_to_bring,
+)
+from ckpt.errors import (
+    CkptError,
+    CommitError,
+    IntegrityError,
+    ManifestCorrupt,
+    ObjectNotFound,
+    StorageError,
+)
+from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import fragment_name, marked_rank, noted_rank
-from ckpt.model.manifest import Encoding, Manifest, StoredFile
+from ckpt.model.manifest import Encoding, FragmentRef, Manifest, StoredFile
 from ckpt.model.packed import read_fragment
+from ckpt.pipeline.encoded_writer import widths_of
 from ckpt.pipeline.image_writer import ImageWrite, OnBytes
 from ckpt.pipeline.stored_image import StoredImage
+from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
 from ckpt.storage.api import StorageBackend
+
+T = TypeVar("T")
 
 
 def note_ends(folder: StepFolder, ranks: Collection[int]) -> None:
@@ -120,7 +138,7 @@ class RankPart:
             encoding = next(iter(read_fragment(data, key=key).encoded), None)
         except (ObjectNotFound, IntegrityError):
             return False
-        if data != self._fragment(encoding):
+        if data != self.fragment(encoding):
             return False
         return self._part.file is None or not size_faults(
             folder, [self._recoding.stored(self._stored(), encoding)]
@@ -139,10 +157,7 @@ class RankPart:
         """
         if self._part.file is None:
             return None
-        stored = self._stored()
-        for fault in size_faults(self._source, [stored]):
-            raise fault.error()
-        image = StoredImage.of(self._source.backend, stored, self._source.retry)
+        stored, image = self._stored(), self._image()
         write = ImageWrite(
             source=image,
             chunks=image.lengths,
@@ -154,12 +169,39 @@ class RankPart:
         )
         return self._recoding.write(write, stored, folder.backend).encoding
 
+    def encoding(self, workers: Workers, on_bytes: OnBytes) -> Encoding | None:
+        """Return what ``write_data`` would return, and write nothing. If the other stores have a
+        codec, the data file is read and encoded. Raises the errors of ``write_data`` that concern
+        the source.
+        """
+        encoder = self._recoding.encoder
+        if self._part.file is None or encoder is None:
+            return None
+        image, encode = self._image(), encoder.encode
+        starts = list(accumulate(image.lengths, initial=0))
+
+        def encoded_length(start: int, end: int, width: int) -> int:
+            nbytes = sum(piece.nbytes for piece in encode(image.view(start, end), width))
+            on_bytes(end - start)
+            return nbytes
+
+        widths = widths_of(image.lengths, self._part.tensors)
+        lengths = workers.run_all(
+            partial(encoded_length, *of) for of in zip(starts[:-1], starts[1:], widths, strict=True)
+        )
+        return Encoding(self._rank, encoder.codec, tuple(lengths)) if lengths else None
+
+    @property
+    def data_name(self) -> str:
+        """Return the name of the data file on the other stores."""
+        return self._recoding.name(self._rank)
+
     def put_fragment(self, folder: StepFolder, encoding: Encoding | None) -> None:
         """Put the fragment on the store of ``folder``. Call this after ``write_data``.
 
         ``encoding`` is the result of ``write_data``.
         """
-        key, data = folder.ref.key(self._name), self._fragment(encoding)
+        key, data = folder.ref.key(self._name), self.fragment(encoding)
         folder.retry.call(partial(folder.backend.put, key, [data]))
 
     def _stored(self) -> StoredFile:
@@ -167,7 +209,14 @@ class RankPart:
         encoding = next(iter(self._part.encoded), None)
         return StoredFile.of(self._source.ref, self._part.file, encoding)
 
-    def _fragment(self, encoding: Encoding | None) -> bytes:
+    def _image(self) -> StoredImage:
+        """Return the data file at the source. Raises ``IntegrityError`` if its size is wrong."""
+        stored = self._stored()
+        for fault in size_faults(self._source, [stored]):
+            raise fault.error()
+        return StoredImage.of(self._source.backend, stored, self._source.retry)
+
+    def fragment(self, encoding: Encoding | None) -> bytes:
         """Return the bytes of the fragment for another store, where the data file has ``encoding``.
 
         The result has the bytes of the source if neither store encodes the data file.
@@ -183,8 +232,6 @@ def copy_rank(
     rank: int,
     codec: str,
     on_bytes: OnBytes,
-    *,
-    is_damaged: bool = False,
 ) -> bool:
     """Copy the files of one rank from the first of ``sources`` that has them intact.
 
@@ -194,7 +241,6 @@ def copy_rank(
         rank: The rank.
         codec: The codec of the destination.
         on_bytes: Called with the number of bytes just written.
-        is_damaged: Whether to replace files that the destination already has.
 
     Returns:
         True if the files were copied, and False if the destination already had them.
@@ -206,19 +252,92 @@ def copy_rank(
         StorageError: The destination has failed, or a source cannot be read, for example because it
             does not answer. No further source is tried.
     """
+
+    def copy(part: RankPart) -> bool:
+        if part.is_at(folder):
+            return False
+        part.put_fragment(folder, part.write_data(folder, on_bytes))
+        return True
+
+    return _from_first(sources, folder, rank, codec, copy)
+
+
+def mend_rank(
+    sources: Sequence[StorageBackend],
+    folder: StepFolder,
+    named: FragmentRef,
+    codec: str,
+    on_bytes: OnBytes,
+) -> None:
+    """Replace the files of one rank of a committed step by files of the first of ``sources`` that
+    has them intact. The manifest and an intact fragment stay as they are.
+
+    If the files of a source do not become those that the manifest and the fragment describe,
+    nothing is written. This may happen if the codec or its version has changed. If another process
+    removes the step meanwhile, the new files are removed again.
+
+    Args:
+        sources: Other stores that have the step, nearest first.
+        folder: The folder of the step where a file of the rank is damaged.
+        named: The reference that the manifest there has for the fragment of the rank.
+        codec: The codec of the store of ``folder``.
+        on_bytes: Called with the number of bytes just encoded for a comparison, or just written.
+
+    Raises:
+        IntegrityError, ObjectNotFound: No source has the files intact, or the files do not become
+            those that the manifest describes.
+        StorageError: A store has failed.
+    """
+    ref, backend = folder.ref, folder.backend
+    key = ref.key(named.name)
+
+    def mend(part: RankPart) -> None:
+        encoding = part.encoding(folder.workers, on_bytes)
+        there = _intact_fragment(folder, named)
+        if there is not None:
+            alike = encoding == next(iter(read_fragment(there, key=key).encoded), None)
+        else:
+            alike = checksum(part.fragment(encoding)) == named.checksum
+        if not alike:
+            raise IntegrityError(
+                f"{key!r} on {backend.url}: the rank's files cannot be written again as the "
+                "manifest describes them, since the codec or its version has changed"
+            )
+        part.write_data(folder, on_bytes)
+        if there is None:
+            part.put_fragment(folder, encoding)
+        if not is_committed(backend, ref):  # The step was removed meanwhile
+            clear_away(backend, ref, key, ref.key(part.data_name))
+
+    _from_first(sources, folder, named.rank, codec, mend)
+
+
+def _intact_fragment(folder: StepFolder, named: FragmentRef) -> bytes | None:
+    """Return the bytes of a fragment, or None if it is missing or is not the one of ``named``."""
+    try:
+        data = folder.read(folder.ref.key(named.name), limit=named.size)
+    except StorageError:
+        return None
+    return data if checksum(data) == named.checksum else None
+
+
+def _from_first(
+    sources: Sequence[StorageBackend],
+    folder: StepFolder,
+    rank: int,
+    codec: str,
+    work: Callable[[RankPart], T],
+) -> T:
+    """Call ``work`` with the files of a rank on each of ``sources``, until a source has them
+    intact. Return the result of ``work``. Raises the errors of ``copy_rank``.
+    """
     first: CkptError | None = None
     for source in sources:
         try:
-            part = RankPart(replace(folder, backend=source), rank, codec)
-            if not is_damaged and part.is_at(folder):
-                return False
-            encoding = part.write_data(folder, on_bytes)
+            return work(RankPart(replace(folder, backend=source), rank, codec))
         except (IntegrityError, ObjectNotFound) as error:
             if first is None or isinstance(first, ObjectNotFound):
                 first = error
-            continue
-        part.put_fragment(folder, encoding)
-        return True
     raise first or ObjectNotFound(folder.ref.key(fragment_name(rank)))
 
 

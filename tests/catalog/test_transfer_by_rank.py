@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.catalog.transfer_by_rank import copy_rank
-from ckpt.catalog.verify import StepFolder
+from ckpt.catalog.index import own_objects, read_packed
+from ckpt.catalog.transfer import fetch_step
+from ckpt.catalog.transfer_by_rank import copy_rank, mend_rank
+from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.codec.registry import NO_CODEC
 from ckpt.errors import IntegrityError, ObjectNotFound
 from ckpt.pipeline.workers import Workers
@@ -44,3 +46,62 @@ def test_damage_on_one_source_is_reported_although_another_lacks_the_files(
         flip(tmp_path / "far" / written.ref.key("rank-00001.safetensors"))
         with pytest.raises(IntegrityError):
             copy_rank([near, far], folder, 1, NO_CODEC, lambda _: None)
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd:1"])
+@pytest.mark.parametrize("part", ["rank-00001.json", "rank-00001.*[!n]"])
+def test_a_damaged_file_of_a_rank_is_replaced_as_the_manifest_describes_it(
+    tmp_path: Path, codec: str, part: str
+) -> None:
+    far, near = (open_backend(str(tmp_path / name)) for name in ("far", "near"))
+    ref = write_checkpoint(far, 7, {"x": np.arange(60_000.0)}, world_size=2).ref
+    with Workers("test", 2) as workers:
+        folder = StepFolder(near, ref, workers)
+        fetch_step([far], folder, codec=codec)
+        [damaged] = (tmp_path / "near" / ref.folder).glob(part)
+        before = damaged.read_bytes()
+        flip(damaged)
+        named = read_packed(near, ref)[0].fragments[1]
+        mend_rank([far], folder, named, codec, lambda _: None)
+        assert damaged.read_bytes() == before
+        assert verify_step(near, ref, workers=workers).intact
+
+
+@pytest.mark.parametrize("part", ["rank-00001.json", "rank-00001.encoded"])
+def test_files_that_another_encoder_would_write_are_left_as_they_are(
+    tmp_path: Path, part: str
+) -> None:
+    """One damaged chunk is better than a file whose chunks are not where the fragment says."""
+    far, near = (open_backend(str(tmp_path / name)) for name in ("far", "near"))
+    ref = write_checkpoint(far, 7, {"x": np.arange(60_000.0)}, world_size=2).ref
+    with Workers("test", 2) as workers:
+        folder = StepFolder(near, ref, workers)
+        fetch_step([far], folder, codec="zstd:1")
+        flip(tmp_path / "near" / ref.key(part))
+        before = contents(tmp_path / "near")
+        named = read_packed(near, ref)[0].fragments[1]
+        with pytest.raises(IntegrityError, match="codec or its version has changed"):
+            mend_rank([far], folder, named, "zstd:12", lambda _: None)
+    assert contents(tmp_path / "near") == before
+
+
+def test_nothing_is_left_of_a_step_that_is_removed_while_a_rank_is_mended(tmp_path: Path) -> None:
+    far, near = (open_backend(str(tmp_path / name)) for name in ("far", "near"))
+    ref = write_checkpoint(far, 7, {"x": ARRAY}, world_size=2).ref
+    with Workers("test", 2) as workers:
+        folder = StepFolder(near, ref, workers)
+        fetch_step([far], folder)
+        named = read_packed(near, ref)[0].fragments[1]
+        flip(tmp_path / "near" / ref.key("rank-00001.safetensors"))
+
+        def remove(_: int) -> None:
+            for info in own_objects(near, ref):
+                near.delete(info.key)
+
+        mend_rank([far], folder, named, NO_CODEC, remove)
+    assert contents(tmp_path / "near") == {}
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Return the files of the steps on a store."""
+    return {str(path): path.read_bytes() for path in root.glob("step-*/*")}
