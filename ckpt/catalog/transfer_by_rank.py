@@ -361,13 +361,19 @@ def copy_part(
 
     Raises:
         IntegrityError: The source does not have the files intact.
-        StorageError: A store has failed, or the step is being removed at the destination.
+        StorageError: A store has failed, or the step is being removed at the destination, or a file
+            was removed there.
     """
-    _, packed = read_packed(source, folder.ref)
+    manifest, packed = read_packed(source, folder.ref)
+    part = msgspec.structs.replace(
+        manifest,
+        files=tuple(file for file in manifest.files if file.rank in ranks),
+        fragments=tuple(named for named in manifest.fragments if named.rank in ranks),
+    )
     for rank in sorted(ranks):
         confirm()
         copy_rank([source], folder, rank, NO_CODEC, on_bytes)
-    commit_copy(folder, packed, look=confirm)
+    commit_copy(folder, packed, look=partial(check_files, folder, part, confirm))
 
 
 def commit_parts(folder: StepFolder, known: Manifest, confirm: Callable[[], object]) -> None:

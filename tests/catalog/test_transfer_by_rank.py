@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.catalog.index import own_objects, read_packed
+from ckpt.catalog.index import is_committed, own_objects, read_packed
 from ckpt.catalog.transfer import fetch_step
-from ckpt.catalog.transfer_by_rank import copy_rank, mend_rank
+from ckpt.catalog.transfer_by_rank import copy_part, copy_rank, mend_rank
 from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.codec.registry import NO_CODEC
-from ckpt.errors import IntegrityError, ObjectNotFound
+from ckpt.errors import IntegrityError, ObjectNotFound, StorageError
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from tests.checkpoints import write_checkpoint
@@ -100,6 +100,22 @@ def test_nothing_is_left_of_a_step_that_is_removed_while_a_rank_is_mended(tmp_pa
 
         mend_rank([far], folder, named, NO_CODEC, remove)
     assert contents(tmp_path / "near") == {}
+
+
+@pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000.safetensors"])
+def test_a_part_whose_files_another_process_has_removed_is_not_committed(
+    tmp_path: Path, name: str
+) -> None:
+    near, there = (open_backend(str(tmp_path / name)) for name in ("near", "there"))
+    ref = write_checkpoint(near, 7, {"x": ARRAY}, world_size=3).ref
+    with Workers("test", 2) as workers:
+        folder = StepFolder(there, ref, workers)
+        with pytest.raises(StorageError):
+            copy_part(near, folder, {0, 1}, lambda _: None, lambda: there.delete(ref.key(name)))
+        assert not is_committed(there, ref)
+        copy_part(near, folder, {0, 1}, lambda _: None, lambda: None)
+        assert is_committed(there, ref)
+        assert verify_step(there, ref, workers=workers, ranks={0, 1}).intact
 
 
 def contents(root: Path) -> dict[str, bytes]:
