@@ -189,11 +189,9 @@ class ZeroModel(ModuleStandIn):
         """Return the named buffers of the engine's module."""
         return self._zero.engine.module.named_buffers(*args, **options)  # type: ignore[no-any-return]
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load ``state_dict`` into the engine's module. ckpt calls this for extra states only."""
-        return self._zero.engine.module.load_state_dict(state_dict, strict=strict, assign=assign)
+    def keyed_by(self) -> nn.Module:
+        """Return the engine's module."""
+        return self._zero.engine.module  # type: ignore[no-any-return]
 
     def settle(self) -> None:
         """Compute the 16-bit weights from the master weights. All ranks must call this."""

@@ -43,7 +43,7 @@ from ckpt.adapters.walk.objects import (
     look_again,
     walk_objects,
 )
-from ckpt.adapters.walk.stand_in import Checked, Refilled, StandIn
+from ckpt.adapters.walk.stand_in import Checked, ModuleStandIn, Refilled, StandIn
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, join
@@ -118,7 +118,9 @@ class _Match:
         matched.actions += [value.settle for value in self._restored if isinstance(value, StandIn)]
         matched.actions.append(forget_copies)
         matched.uninitialised = tuple(
-            name for path, module in modules for name in self._all.real.left_out(path, module)
+            name
+            for path, module in modules
+            for name in self._all.real.left_out(path, _keyed_by(module))
         )
         return matched
 
@@ -363,7 +365,12 @@ def _match_module(match: Matching, module: nn.Module, node: Node, path: str, sou
             match.claim(name, there)
             fill_tensor(match, name, there, Part(name, entry.piece).all_of(entry.value), found)
     if extra:
-        match.actions.append(partial(_load_extra, module, path, extra))
+        match.actions.append(partial(_load_extra, _keyed_by(module), path, extra))
+
+
+def _keyed_by(module: nn.Module) -> nn.Module:
+    """Return the module in whose state dict the items of ``module`` have their keys."""
+    return module.keyed_by() if isinstance(module, ModuleStandIn) else module
 
 
 def _load_extra(module: nn.Module, path: str, extra: dict[str, Callable[[], Any]]) -> None:

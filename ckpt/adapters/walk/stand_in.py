@@ -77,6 +77,10 @@ class ModuleStandIn(nn.Module, StandIn):
         object as in the last call if nothing has changed.
         """
 
+    def keyed_by(self) -> nn.Module:
+        """Return the module in whose state dict the items have their keys (``Entry.key``)."""
+        return self
+
 
 class OptimizerStandIn(Optimizer, StandIn):
     """The base class of objects that stand for an optimizer.

@@ -51,6 +51,10 @@ class _Trainable(ModuleStandIn):
     def settle(self) -> None:
         """Do nothing, since a restore fills the model's own tensors."""
 
+    def keyed_by(self) -> nn.Module:
+        """Return the model."""
+        return self.model
+
     def items(self, path: str) -> ModuleItems:
         """Return the items of the model to save. They depend on which parameters require a gradient
         now.

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as lrs
 
+import ckpt
 from ckpt import CheckpointManager
 from ckpt.errors import EntryMissing, EntryUnexpected, RestoreError
 from tests.adapters.saving import (
@@ -87,6 +88,25 @@ def test_extra_state_comes_back(extra: Any, nested: bool) -> None:
     source, target = build(extra), build("before")
     round_trip({"m": source}, {"m": target})
     assert_same((target[1] if nested else target).extra, extra)  # type: ignore[index, union-attr]
+
+
+def test_extra_state_of_the_trained_part_comes_back() -> None:
+    source, target = nn.Sequential(Counts(3)), nn.Sequential(Counts(0))
+    round_trip({"m": ckpt.trainable(source)}, {"m": ckpt.trainable(target)})
+    assert target[0].extra == 3
+
+
+def test_the_report_names_the_trained_part_s_meta_tensors_like_the_model_s() -> None:
+    def build(device: str) -> nn.Module:
+        model = nn.Sequential(
+            nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False, device=device)
+        )
+        model[1].requires_grad_(False)
+        return model
+
+    root = saved({"m": ckpt.trainable(build("cpu"))})
+    report = restored(root, {"m": ckpt.trainable(build("meta"))})
+    assert report.uninitialised == ("m/1.weight",)
 
 
 class Versioned(nn.Module):
