@@ -31,7 +31,7 @@ from ckpt.adapters.tensors.adapted import adapted
 from ckpt.adapters.tensors.gathered import forget_copies, release
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.tensors.per_rank import PerRank
-from ckpt.adapters.tensors.sharded import as_source
+from ckpt.adapters.tensors.sharded import as_source, is_fsdp1
 from ckpt.adapters.torch_private import with_versions
 from ckpt.adapters.walk.collect import find_parameters
 from ckpt.adapters.walk.items import Part
@@ -49,6 +49,7 @@ from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, join
 
 _LIVE: Final = ("module", "optimizer", "object", "per_rank", "subclass")
+_EXTRA: Final = "_extra_state"  # The last part of the key under which torch saves extra state
 
 
 def match(
@@ -377,7 +378,14 @@ def _load_extra(module: nn.Module, path: str, extra: dict[str, Callable[[], Any]
     """Load the extra state of ``module``, together with the present versions of its modules.
 
     Without the versions, a module would assume that its tensors, which the restore has filled, are
-    from an old version, and convert them.
+    from an old version, and convert them. If any part of ``module`` is wrapped in FSDP1, each
+    module gets its extra state directly, since the hooks of FSDP1 would change the keys once more.
     """
     loaded = {key: made() for key, made in extra.items()}
-    module.load_state_dict(with_versions(loaded, raw_state(path, module)), strict=False)
+    if is_fsdp1(module):
+        for key in [each for each in loaded if each.rpartition(".")[2] == _EXTRA]:
+            owner, value = module.get_submodule(key.rpartition(".")[0]), loaded.pop(key)
+            if type(owner).set_extra_state is not nn.Module.set_extra_state:
+                owner.set_extra_state(value)
+    if loaded:
+        module.load_state_dict(with_versions(loaded, raw_state(path, module)), strict=False)

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as lrs
 
 import ckpt
 from ckpt import CheckpointManager
 from ckpt.errors import EntryMissing, EntryUnexpected, RestoreError
+from tests.adapters.ranks import rank_of
 from tests.adapters.saving import (
     assert_same,
     bits,
@@ -134,6 +136,20 @@ def test_extra_state_of_one_module_resets_nothing_of_another() -> None:
     round_trip({"m": source}, {"m": target})
     assert_same(target[0].mean, source[0].mean)  # type: ignore[union-attr]
     assert target[1].extra == 3
+
+
+@pytest.mark.filterwarnings("ignore")  # about the CPU, deprecations, and one rank
+@pytest.mark.parametrize("named", [True, False])
+def test_extra_state_inside_of_fsdp1_comes_back(named: bool) -> None:
+    def build(seed: int, extra: int) -> FSDP:
+        net = nn.Sequential(Versioned(seed), Counts(extra), nn.Linear(2, 2))
+        return FSDP(net, use_orig_params=named, device_id=torch.device("cpu"))
+
+    with rank_of(0, 1):
+        source, target = build(5, 3), build(7, 0)
+        round_trip({"m": source}, {"m": target})
+    assert target[1].extra == 3
+    assert_same(target[0].mean, source[0].mean)
 
 
 class Holder:
