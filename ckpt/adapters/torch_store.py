@@ -100,10 +100,7 @@ class TorchStoreCoordinator:
         store: Store | None = None,
     ) -> None:
         self.rank, self.world_size = group or (dist.get_rank(), dist.get_world_size())
-        # The store of torchrun may outlive a restart of the ranks, so the keys contain the number
-        # of the restart, which torchrun gives in this variable.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # noqa: TID251
-        self._prefix = f"ckpt/{restart}/{name or next(_serial)}"
+        self._prefix = f"ckpt/{_restart(store)}/{name or next(_serial)}"
         # On the rank that serves the store, this reference keeps the server alive.
         self._base = store
         self._store: Store = PrefixStore(self._prefix, _own_connection(store))
@@ -236,6 +233,20 @@ class TorchStoreCoordinator:
             time.sleep(min(pause, left))
             pause = min(_GROWTH * pause, longest)
         return True
+
+
+def _restart(given: Store | None) -> str:
+    """Return the number of the restart of the ranks for the keys in the store, or "0" if no earlier
+    keys can be in the store. ``given`` is the store that the coordinator was given, if any.
+
+    The agent's store outlives a restart of the ranks. The number is the agent's own: an agent does
+    not count the restarts for which no worker of its own has failed. So ranks on several nodes may
+    have different numbers, and the number is used only where it is necessary.
+    """
+    # Torchrun sets these variables for its workers.
+    variables = os.environ  # noqa: TID251
+    is_of_agent = given is None and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return variables.get("TORCHELASTIC_RESTART_COUNT", "0") if is_of_agent else "0"
 
 
 def _own_connection(base: Store | None) -> Store:

@@ -27,6 +27,17 @@ def coordinator() -> Iterator[TorchStoreCoordinator]:
         dist.destroy_process_group()
 
 
+@pytest.fixture
+def shared() -> Iterator[dist.HashStore]:
+    """The store of the default process group, in this process."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield store
+    finally:
+        dist.destroy_process_group()
+
+
 class Forgetful(Wrapped):
     """A store that deletes a value right after it was seen, as a faster rank does."""
 
@@ -83,3 +94,32 @@ def test_the_first_verdict_stands_and_looking_does_not_make_one(
     assert coordinator.set_once("x", b"yes") == b"yes"
     assert coordinator.clone().set_once("x", b"no") == b"yes"
     assert coordinator.verdict("x", timeout=0) == coordinator.verdict("x", timeout=1) == b"yes"
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_ranks_whose_agents_have_restarted_them_unequally_often_agree(
+    shared: dist.HashStore, monkeypatch: pytest.MonkeyPatch, is_given: bool
+) -> None:
+    """An agent whose workers were healthy restarts them without counting it."""
+    # A store that was given is the job's own, whatever torchrun has.
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(is_given))
+
+    def attempt(rank: int, restarts: int) -> str:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        store = shared if is_given else None
+        return TorchStoreCoordinator((rank, 2), "x", store=store).attempt
+
+    assert attempt(0, 0) == attempt(1, 1)
+
+
+@pytest.mark.usefixtures("shared")
+def test_a_restart_over_the_store_of_the_agent_is_another_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+
+    def attempt(restarts: int) -> str:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        return TorchStoreCoordinator((0, 1), "x").attempt
+
+    assert attempt(0) != attempt(1)
