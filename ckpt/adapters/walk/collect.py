@@ -272,7 +272,8 @@ class _Walk:
         if is_stateful(value):
             with asked(path, value):
                 kept = value.state_dict()  # type: ignore[attr-defined]
-            before, self._is_remade = self._is_remade, not declares_state(value)
+            before = self._is_remade
+            self._is_remade = before or not declares_state(value)
             hook = self.made if self._is_remade else self.other
             try:
                 return {"$": "object", "v": encode(kept, path, hook)}
@@ -285,12 +286,19 @@ class _Walk:
         """Return the node of a value that is not plain, and that a restore must make itself.
 
         This is so for values inside of a ``state_dict()``, for example. ``encode`` calls this
-        method for them in place of ``other``. The method refuses a wrapper tensor, since a restore
-        cannot make one.
+        method for them in place of ``other``. The method refuses a wrapper tensor, a module, an
+        optimizer and a ``PerRank`` value, since a restore cannot make one.
         """
         if is_wrapper(value):
             kind = f"{kind_of(value)} that a restore would have to make"
             raise UnsupportedValue(path, kind, _REMADE)
+        if isinstance(value, nn.Module | Optimizer) and not declares_state(value):
+            kind = "module" if isinstance(value, nn.Module) else "optimizer"
+            raise UnsupportedValue(
+                path, f"{kind} in a state_dict()", "give its own state_dict() there"
+            )
+        if isinstance(value, PerRank):
+            raise UnsupportedValue(path, "PerRank in a state_dict()", _REMADE)
         return self.other(value, path)
 
     # -- tensors alone -----------------------------------------------------------------------------
@@ -438,7 +446,8 @@ class _Walk:
         """Register the tensors of an optimizer's state. Return their names, and the wrapper tensors
         among them.
         """
-        late = self._optimizers.holds(optimizer)
+        # The fence does not hold an optimizer that is inside of an object of the state.
+        late = optimizer in self._optimizers.all and self._optimizers.holds(optimizer)
         known = self._last_walk.optimizers.get(path)
         if known is not None and known.is_of(keeper, self._parameters, now, self._choice):
             wrappers = in_optimizer(path, known)

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.distributed.checkpoint.stateful import Stateful
 
 from ckpt import CheckpointManager, PerRank
 from ckpt.adapters.walk.collect import collect
@@ -643,19 +644,58 @@ def test_a_dict_comes_back_in_the_order_it_was_saved_in() -> None:
     assert list(target["d"]["a"]) == ["y", "b"]
 
 
-def test_a_module_hidden_in_a_state_dict_is_refused_with_its_path() -> None:
-    class Hides:
-        def state_dict(self) -> dict[str, Any]:
-            return {"inner": nn.Linear(1, 1)}
+LAYER = nn.Linear(1, 1)
 
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            raise AssertionError
 
+class Hides:
+    """An object with one value in its ``state_dict()``."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+class Declares(Hides, Stateful):
+    """The same, filled in place."""
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        (nn.Linear(1, 1), "x/inner"),
+        (LAYER, "x/inner"),
+        (torch.optim.SGD(LAYER.parameters(), 0.1), "x/inner"),
+        (PerRank([3]), "x/inner"),
+        (Declares(PerRank([3])), "x/inner/inner"),
+    ],
+    ids=["module", "module-of-the-state", "optimizer", "per-rank", "nested"],
+)
+def test_what_a_state_dict_would_not_get_back_is_refused_with_its_path(
+    value: object, where: str
+) -> None:
     with (
         CheckpointManager(new_root()) as manager,
-        pytest.raises(UnsupportedValue, match="'x/inner'"),
+        pytest.raises(UnsupportedValue, match=r"in a state_dict\(\)") as refused,
     ):
-        manager.save_async({"x": Hides()}, 0)
+        manager.save_async({"m": LAYER, "x": Hides(value)}, 0)
+    assert refused.value.name == where
+
+
+def test_the_state_of_an_optimizer_that_no_fence_holds_is_copied_at_once() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9)
+    layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    hidden = collect({"m": layer, "x": Declares(optimizer)}, rank=0)
+    assert not any(item.late for item in hidden.held)
+    assert optimizer not in hidden.optimizers
+    seen = collect({"m": layer, "o": optimizer}, rank=0)
+    assert all(item.late for item in seen.held)
 
 
 def test_complex128_may_stand_beside_any_other_dtype() -> None:
