@@ -26,7 +26,9 @@ from ckpt.adapters.tensors.zero import keeper_of
 from ckpt.adapters.walk.items import Part
 from ckpt.adapters.walk.modules import (
     PLACELESS,
+    PLACING,
     fits,
+    is_on_device,
     new_state,
     part_groups,
     placeless,
@@ -307,10 +309,15 @@ class _Loader:
     def _held(self, each: _Found, key: object, held: Any, saved: Tensor) -> Source:
         """Return the tensor that is filled with the saved value ``saved``: the present value
         ``held`` if it has the right dtype and shape, else a new tensor.
+
+        A present ``step`` is not filled if the saved settings, which replace those of the group,
+        place it on another device.
         """
         if self._match.selection.cast:
             saved = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
-        if fits(held, saved, each.part.piece) and not is_meta(held):
+        group = self._restored_group(each)
+        moves = key == "step" and is_on_device(key, group) != is_on_device(key, each.group)
+        if fits(held, saved, each.part.piece) and not is_meta(held) and not moves:
             kept: Source = held
             return kept
         parameter = self._match.real.like(each.name, each.parameter)
@@ -318,7 +325,16 @@ class _Loader:
             return self._optimizer.new_state(
                 parameter, key, getattr(torch, saved.dtype), saved.shape
             )
-        return new_state(parameter, each.group, key, saved, each.part.piece)
+        return new_state(parameter, group, key, saved, each.part.piece)
+
+    def _restored_group(self, each: _Found) -> Mapping[str, Any]:
+        """Return the parameter group of a part, with those settings after the restore that place
+        ``step``.
+        """
+        if each.saved is None or not self._match.takes(f"{self._path}/param_groups"):
+            return each.group
+        settings = each.saved.settings
+        return {**each.group, **{key: settings[key] for key in PLACING if key in settings}}
 
     def _wrapper(self, each: _Found, key: object, held: Any) -> Source:
         """Return the tensor that is filled with a saved wrapper tensor (see ``tensors.wrapped``).

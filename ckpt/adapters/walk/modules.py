@@ -45,6 +45,8 @@ PLACELESS: Final = "~param/"
 OWN_STATE: Final = (
     "put an object into the state whose state_dict() and load_state_dict() call the optimizer's own"
 )
+PLACING: Final = ("capturable", "fused")
+"""The settings of a parameter group that place ``step`` on the device of the parameter."""
 _WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -420,7 +422,7 @@ def new_state(
 
     Args:
         parameter: The parameter that the value belongs to.
-        group: The parameter group of the parameter.
+        group: The settings that the parameter group of the parameter has when the value is used.
         key: The key of the value in the state of the parameter.
         saved: The tensor in the checkpoint.
         piece: The piece of the saved parameter that ``parameter`` holds; None if it holds all.
@@ -441,5 +443,13 @@ def new_state(
             f"{saved.name!r} has another shape than its sharded parameter: take one optimizer "
             "step before restoring, so that its layout is known"
         )
-    on_device = key != "step" or group.get("capturable") or group.get("fused")
-    return torch.empty(saved.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+    device = parameter.device if is_on_device(key, group) else "cpu"
+    return torch.empty(saved.shape, dtype=dtype, device=device)
+
+
+def is_on_device(key: object, group: Mapping[str, Any]) -> bool:
+    """Return True if the value ``key`` of an optimizer's state is on the device of its parameter.
+    This is so unless the value is ``step``, and the parameter group ``group`` is neither capturable
+    nor fused.
+    """
+    return key != "step" or any(group.get(setting) for setting in PLACING)

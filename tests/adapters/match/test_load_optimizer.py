@@ -1,0 +1,61 @@
+"""Where the restored values of an optimizer's state are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt.adapters.match import load_optimizer
+from ckpt.adapters.walk.modules import new_state
+from tests.adapters.saving import restored, saved
+
+
+def adam(*, fused: bool, steps: int) -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1, fused=fused)
+    for _ in range(steps):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def step_of(state: dict[str, Any]) -> torch.Tensor:
+    found = state["optimizer"].state[state["model"].weight]["step"]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("takes_groups", [False, True])
+def test_a_new_step_is_where_the_settings_after_the_restore_want_it(
+    monkeypatch: pytest.MonkeyPatch, fused: bool, takes_groups: bool
+) -> None:
+    root = saved(adam(fused=fused, steps=3))
+    seen: list[Any] = []
+
+    def noted(parameter: torch.Tensor, group: Mapping[str, Any], *rest: Any) -> torch.Tensor:
+        seen.append(group["fused"])
+        return new_state(parameter, group, *rest)
+
+    monkeypatch.setattr(load_optimizer, "new_state", noted)
+    target = adam(fused=not fused, steps=0)
+    only = None if takes_groups else ["model", "optimizer/model"]
+    restored(root, target, only=only)
+    wanted = fused if takes_groups else not fused
+    assert target["optimizer"].param_groups[0]["fused"] == wanted
+    assert set(seen) == {wanted}
+    assert step_of(target) == 3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_held_step_is_filled_in_place_unless_the_settings_move_it(fused: bool) -> None:
+    root = saved(adam(fused=True, steps=3))
+    target = adam(fused=fused, steps=1)
+    before = step_of(target)
+    restored(root, target)
+    assert (step_of(target) is before) == fused
+    assert step_of(target) == 3
