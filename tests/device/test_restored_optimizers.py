@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,6 +47,28 @@ def test_training_goes_on_after_a_restore_that_changes_where_step_is(
     with CheckpointManager(root) as manager:
         manager.save(state, 1)
         manager.restore(target, 1)
+    step(state)
+    step(target)
+    assert torch.equal(state["model"].weight, target["model"].weight)
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)
+
+
+def test_tensors_in_lists_of_the_state_are_on_the_device_of_their_parameter(
+    root: str, place: torch.device
+) -> None:
+    state = trained(place, 3, torch.optim.LBFGS, max_iter=3)
+    target = trained(place, 0, torch.optim.LBFGS, max_iter=3)
+    with CheckpointManager(root) as manager:
+        manager.save(state, 1)
+        manager.restore(target, 1)
+    assert {each.device for each in tensors(dict(target["optimizer"].state))} == {place}
     step(state)
     step(target)
     assert torch.equal(state["model"].weight, target["model"].weight)

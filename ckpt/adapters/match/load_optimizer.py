@@ -297,8 +297,14 @@ class _Loader:
             else:
                 makers[key] = match.values.order(node)
 
+        group = self._restored_group(each)
+
         def apply() -> None:
-            fresh.update({key: made() for key, made in makers.items()})
+            # A parameter on the meta device is real by now, if the restore fills it.
+            made = {key: make() for key, make in makers.items()}
+            if isinstance(each.parameter, torch.Tensor) and not is_meta(each.parameter):
+                made = placed(made, group, each.parameter.device)
+            fresh.update(made)
             if fresh:
                 self._keeper.state[each.parameter] = fresh
             else:
@@ -372,6 +378,23 @@ class _Loader:
         weight = self._match.saved.tensors.get(each.weight)
         alike = weight is not None and (weight.dtype, weight.shape) == (saved.dtype, saved.shape)
         return str(each.parameter.dtype).removeprefix("torch.") if alike else saved.dtype
+
+
+def placed(value: Any, group: Mapping[str, Any], device: torch.device) -> Any:
+    """Return a value of an optimizer's state with all tensors inside of it on ``device``, the
+    device of the parameter, as torch's own ``load_state_dict`` does.
+
+    The call moves the tensors in lists, tuples and dicts, and changes dicts in place. It moves a
+    ``step`` in a dict only if ``group``, the parameter group, places it on the device.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        for key in [key for key in value if is_on_device(key, group)]:
+            value[key] = placed(value[key], group, device)
+    if type(value) in (list, tuple):
+        return type(value)(placed(item, group, device) for item in value)
+    return value
 
 
 def _without_names(settings: Node) -> Node:

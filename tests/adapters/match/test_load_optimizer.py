@@ -11,7 +11,7 @@ from torch import nn
 
 from ckpt.adapters.match import load_optimizer
 from ckpt.adapters.walk.modules import new_state
-from tests.adapters.saving import restored, saved
+from tests.adapters.saving import assert_same, restored, saved
 
 
 def adam(*, fused: bool, steps: int) -> dict[str, Any]:
@@ -59,3 +59,35 @@ def test_a_held_step_is_filled_in_place_unless_the_settings_move_it(fused: bool)
     restored(root, target)
     assert (step_of(target) is before) == fused
     assert step_of(target) == 3
+
+
+def test_tensors_inside_of_lists_go_to_the_device_of_the_parameter() -> None:
+    value = {"dirs": [torch.ones(2), (torch.ones(1), None, 3)], "in": {"step": torch.ones(())}}
+    meta = torch.device("meta")
+    moved = load_optimizer.placed(value, {}, meta)
+    assert moved["dirs"][0].device == moved["dirs"][1][0].device == meta
+    assert moved["dirs"][1][1:] == (None, 3)
+    assert moved["in"]["step"].device.type == "cpu"
+    assert load_optimizer.placed(value, {"fused": True}, meta)["in"]["step"].device == meta
+
+
+def test_lists_of_a_meta_parameter_that_becomes_real_keep_their_values() -> None:
+    def state(device: str) -> dict[str, Any]:
+        model = nn.Linear(2, 2, device=device)
+        optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+        return {"model": model, "optimizer": optimizer}
+
+    source, target = state("cpu"), state("meta")
+
+    def closure() -> torch.Tensor:
+        source["optimizer"].zero_grad()
+        loss = (source["model"](torch.ones(2)) ** 2).sum()
+        loss.backward()
+        return loss  # type: ignore[no-any-return]
+
+    source["optimizer"].step(closure)
+    restored(saved(source), target)
+    (kept,) = source["optimizer"].state.values()
+    (found,) = target["optimizer"].state.values()
+    assert len(kept["old_dirs"]) > 0
+    assert_same(found["old_dirs"], kept["old_dirs"])
