@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, Literal, get_args
 
 import msgspec
@@ -440,15 +440,20 @@ class _Taking:
 
     Thread safety:
         One thread at a time.
-
-    Attributes:
-        sink: The tensors of the state.
     """
 
     def __init__(self, fit: _Fit, origin: TieredReader, workers: Workers) -> None:
         self._fit, self._origin, self._workers = fit, origin, workers
         self._nbytes = Counter({fit.found.position: 0})
-        self.sink = TensorSink(fit.matched.wanted, fit.matched.targets)
+
+    @cached_property
+    def sink(self) -> TensorSink:
+        """The tensors of the state.
+
+        ``cached`` takes it first, in work that all ranks do together, so that they all learn of an
+        error.
+        """
+        return TensorSink(self._fit.matched.wanted, self._fit.matched.targets)
 
     def cached(self, plan: RestorePlan) -> RestorePlan:
         """Fill the caches. Return ``plan`` without the chunks that were copied to the state while

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt.adapters.match.broadcast as broadcast
+import ckpt.adapters.match.sink as sink
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, PerRank, Tier
 from ckpt.adapters.match.sink import TensorSink
@@ -158,6 +159,17 @@ def failing(folder: Path, what: str, hurt: Callable[[], Callable[[], None]]) -> 
     same(contents(state), contents(saved))
 
 
+def building() -> Callable[[], None]:
+    """Make an error of the device stop the sink from being built."""
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no device")
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(sink, "refuse_capture", broken)
+    return patch.undo
+
+
 def placing() -> Callable[[], None]:
     """Make the sink fail in the second round or so."""
     place, calls = TensorSink.place, []
@@ -256,6 +268,7 @@ def main() -> None:
     if dist.get_world_size() == 4:
         shared(folder, "hsdp")
     shared(folder, "fsdp")
+    failing(folder, "no device", building)
     failing(folder, "no place", placing)
     failing(folder, "not arrived as it was sent", sending)
     damaged(folder)
