@@ -12,8 +12,8 @@ read.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.coordination.restore_rounds import Parted
-from ckpt.errors import CkptError, RestoreError
+from ckpt.errors import RestoreError
 from ckpt.model.checksum import checksum
 from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.workers import Workers
@@ -100,7 +100,7 @@ class Broadcast:
                 may then have been overwritten.
         """
         try:
-            agree("meet", self._meet)
+            agree("meet", partial(self._collective, self._meet))
             with Workers("share", 1) as reader:
                 for number in range(self._rounds + 1):
                     agree(f"round/{number}", partial(self._round, number, reader))
@@ -111,17 +111,16 @@ class Broadcast:
         """Exchange the keys of the chunks that the ranks want, decide which ranks share which
         chunks, and make a process group for each set of ranks that share chunks.
         """
-        with self._collective():
-            world = dist.new_group(backend="gloo", timeout=TIMEOUT)
-            self._groups.append(world)
-            wanted = _gather(np.array(list(self._reads), dtype=np.int64), world)
-            sizes = {key: read.nbytes for key, read in self._reads.items()}
-            shares = share(sizes, wanted, worth_bytes=WORTH_BYTES, parcel_bytes=PARCEL_BYTES)
-            most = torch.tensor([max(shares.rounds, 1)], device="cpu")
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world)
-            for group in shares.groups:
-                everybody = len(group.ranks) == dist.get_world_size()
-                self._loads.append((group, world if everybody else self._group(group.ranks)))
+        world = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._groups.append(world)
+        wanted = _gather(np.array(list(self._reads), dtype=np.int64), world)
+        sizes = {key: read.nbytes for key, read in self._reads.items()}
+        shares = share(sizes, wanted, worth_bytes=WORTH_BYTES, parcel_bytes=PARCEL_BYTES)
+        most = torch.tensor([max(shares.rounds, 1)], device="cpu")
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world)
+        for group in shares.groups:
+            everybody = len(group.ranks) == dist.get_world_size()
+            self._loads.append((group, world if everybody else self._group(group.ranks)))
         self._alone, self._rounds = shares.alone, int(most.item())
 
     def _group(self, ranks: Sequence[int]) -> Any:
@@ -137,10 +136,7 @@ class Broadcast:
         """
         reading = reader.submit(self._fill, number) if number < self._rounds else None
         if number:
-            with self._collective():
-                for group, process_group in self._loads:
-                    if number <= len(group.rounds):
-                        self._exchange(group.rounds[number - 1], process_group)
+            self._collective(partial(self._exchange_round, number - 1))
         if reading is not None:
             reading.result()
 
@@ -172,6 +168,12 @@ class Broadcast:
         self.read_bytes += part.read_bytes
 
     # -- sending -----------------------------------------------------------------------------------
+
+    def _exchange_round(self, number: int) -> None:
+        """Exchange the parcels of round ``number``."""
+        for group, process_group in self._loads:
+            if number < len(group.rounds):
+                self._exchange(group.rounds[number], process_group)
 
     def _exchange(self, parcels: Sequence[Parcel], process_group: Any) -> None:
         """Broadcast each of ``parcels`` from its reader in ``process_group``, and copy its chunks
@@ -245,19 +247,19 @@ class Broadcast:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    @contextmanager
-    def _collective(self) -> Generator[None]:
-        """Return a context manager that destroys the process groups if the block raises a
-        ``CkptError`` or a ``RuntimeError``, so that no other rank waits for this rank in a
-        collective. It replaces a ``RuntimeError`` with ``Parted``.
+    def _collective(self, work: Callable[[], None]) -> None:
+        """Call ``work``. If it raises an error, destroy the process groups, so that no other rank
+        waits for this rank in a collective. ``Parted`` replaces a ``RuntimeError``.
         """
         try:
-            yield
-        except CkptError:
+            work()
+        except Exception as error:
+            # The connections of a process group end when nothing refers to it any more, and the
+            # frames of the error do.
+            traceback.clear_frames(error.__traceback__)
             self._part()
-            raise
-        except RuntimeError as error:
-            self._part()
+            if not isinstance(error, RuntimeError):
+                raise
             first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             raise Parted(f"it could not share with others what it read: {first}") from error
 

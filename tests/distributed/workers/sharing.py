@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, PerRank, Tier
 from ckpt.adapters.match.sink import TensorSink
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
+from ckpt.storage.api import aligned_memory
 
 WIDTH = 256
 
@@ -170,6 +172,19 @@ def building() -> Callable[[], None]:
     return patch.undo
 
 
+def mapping() -> Callable[[], None]:
+    """Make the memory for what another rank sends fail."""
+
+    def broken(nbytes: int) -> memoryview:
+        if threading.current_thread() is threading.main_thread():
+            raise OSError("no memory")
+        return aligned_memory(nbytes)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(broadcast, "aligned_memory", broken)
+    return patch.undo
+
+
 def placing() -> Callable[[], None]:
     """Make the sink fail in the second round or so."""
     place, calls = TensorSink.place, []
@@ -269,6 +284,7 @@ def main() -> None:
         shared(folder, "hsdp")
     shared(folder, "fsdp")
     failing(folder, "no device", building)
+    failing(folder, "no memory", mapping)
     failing(folder, "no place", placing)
     failing(folder, "not arrived as it was sent", sending)
     damaged(folder)
