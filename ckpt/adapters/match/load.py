@@ -291,11 +291,12 @@ class _Match:
         put: Callable[[Any], None],
     ) -> None:
         self._all.expect(node, path, "array", "tensor")
-        if target.flags.c_contiguous and target.flags.writeable:
-            self._all.want(path, source, torch.from_numpy(target).reshape(target.shape), node["n"])
-        else:
-            made = self._all.values.order(node)
-            self._actions.append(lambda: put(made()))
+        held = target
+        if not (target.flags.c_contiguous and target.flags.writeable):
+            held = np.empty(target.shape, target.dtype)
+            if node["n"] in self._saved.tensors:
+                self._actions.append(lambda: put(held))
+        self._all.want(path, source, torch.from_numpy(held).reshape(held.shape), node["n"])
 
     def _per_rank(self, target: PerRank, node: Node, path: str, at: str) -> None:
         """Match a ``PerRank`` value with the value at the path ``at`` of the checkpoint. In an

@@ -26,7 +26,7 @@ from ckpt import CheckpointManager, PerRank
 from ckpt.adapters.walk.collect import collect
 from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.segments import Held, Segment
-from ckpt.errors import FormatUnsupported, UnsupportedValue
+from ckpt.errors import DtypeMismatch, FormatUnsupported, ShapeMismatch, UnsupportedValue
 from ckpt.model.dtype import DTYPES
 from ckpt.model.values import LARGE
 from tests.adapters.saving import (
@@ -277,6 +277,26 @@ def test_a_non_contiguous_array_target_is_replaced_by_its_value() -> None:
     target = {"a": np.zeros((4, 6)).T}
     want = np.arange(24.0).reshape(6, 4)
     assert np.array_equal(round_trip({"a": want}, target)["a"], want)
+
+
+def fixed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("target", [np.zeros((4, 4))[:, ::2], fixed(np.zeros((4, 2)))])
+def test_an_array_that_is_replaced_keeps_its_shape_and_dtype(
+    target: np.ndarray[Any, Any],
+) -> None:
+    before = {"a": target}
+    with pytest.raises(ShapeMismatch):
+        round_trip({"a": np.ones(9)}, before)
+    with pytest.raises(DtypeMismatch):
+        round_trip({"a": np.ones((4, 2), "i8")}, before)
+    assert before["a"] is target
+    want = np.arange(8.0).reshape(4, 2)
+    assert np.array_equal(round_trip({"a": want}, before)["a"], want)
+    assert np.array_equal(target, np.zeros((4, 2)))
 
 
 def test_a_memory_map_is_an_array_like_any_other(tmp_path: Path) -> None:
