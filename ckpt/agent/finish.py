@@ -173,6 +173,7 @@ class Finish:
             for root in self._on_node:
                 self._attempt(partial(self._fill_node, root, newest))
                 self._attempt(partial(self._prune_node, root, newest))
+        self._attempt(parts.check_newer)
         if LEADER not in self._job.here or self._superseded:
             return
         if not (living := parts.lacks_ends()):

@@ -10,8 +10,8 @@ parts on the shared tier puts the manifest. In this module, to bring a step is t
 
 The newest step may differ from node to node, since the ranks may have been killed when only some
 nodes had the manifest. So an agent also copies its part of a step for which another agent has put a
-note. Only an agent whose node has the manifest commits, because the manifest proves that the save
-was committed.
+note, and tries again for some time if its node has a newer part without the manifest. Only an agent
+whose node has the manifest commits, because the manifest proves that the save was committed.
 
 A node may be lost together with its agent. Then the ranks of that node get no notes, or their files
 do not arrive. If this node is a buddy of the lost node and has copies of these files, the agent of
@@ -64,6 +64,8 @@ _log = logging.getLogger("ckpt")
 _PATIENCE_SECONDS: Final = 10.0
 """How long one try at a step waits for the agents of other nodes. The agent tries again later."""
 _LOOK_SECONDS: Final = 0.5
+_WAIT_SECONDS: Final = 3600.0
+"""How long after it was written a part without a manifest keeps the agent from ending its work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,30 @@ class NodeParts:
             except (CommitError, IntegrityError, StorageError) as error:
                 failed[part.stored.ref] = error
         return failed
+
+    def check_newer(self) -> None:
+        """Check that no other node is likely to bring a newer step than the shared tier has, of
+        which this node has its part without the manifest.
+
+        The other node brings such a step once its ranks have ended, and needs this node's part. A
+        node that is lost never does, so a part counts only in the hour after it was written.
+
+        Raises:
+            CommitError: This node has such a part, and must try again later.
+        """
+        newest, since = self.newest(), time.time() - _WAIT_SECONDS
+        if newest is None:  # There is no folder in which nodes note that their ranks have ended
+            return
+        for ref, part in self._parts().items():
+            is_recent = (part.stored.touched or 0) > since
+            if ref.step <= newest.step or not is_recent or part.is_committed:
+                continue
+            if self.may_be_whole(ref):
+                missing = rank_list(self._unsettled(self._folder(newest)) or self._ranks)
+                raise CommitError(
+                    f"step {ref.step} may be a checkpoint on another node: it waits for the agents "
+                    f"of rank(s) {missing}"
+                )
 
     def newest(self) -> StepRef | None:
         """Return the newest step of the job that is a checkpoint on the shared tier, or None."""

@@ -1,11 +1,21 @@
+"""The agent of one node, and the shared tier on which it meets the agents of the others."""
+
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from ckpt import Tier
+from ckpt.agent.finish import Finish
+from ckpt.agent.messages import Job, fields_of
 from ckpt.agent.node_parts import NodeParts
+from ckpt.agent.reports import Ended
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
@@ -20,6 +30,9 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.keys import StepRef
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.registry import open_backend
+from tests.checkpoints import DEAD, own, write_checkpoint
 
 OF_THE_STORE = [
     RootInUse("/far", "another job"),
@@ -59,3 +72,55 @@ def test_an_error_of_one_step_keeps_no_further_step_from_being_tried(
         assert tried == [3]
     else:
         assert own._try(parts) == {part.stored.ref: error for part in parts}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Job:
+    """The job of two nodes has committed step 1 on the shared tier, and was killed at step 2. The
+    node of rank 1 has its part of step 2 without the manifest.
+    """
+    tiers = [Tier(str(tmp_path / "node"), local=True), Tier(str(tmp_path / "shared"))]
+    stores = [open_backend(tier.url) for tier in tiers]
+    for store in stores:
+        own(store, DEAD)
+    arrays = {"x": np.ones((8, 16))}
+    write_checkpoint(stores[1], 1, arrays, world_size=2)
+    ref = write_checkpoint(stores[0], 2, arrays, world_size=2, commit=False).ref
+    for file in (tmp_path / "node" / ref.folder).glob("rank-00000.*"):
+        file.unlink()
+    return Job(
+        owner=DEAD,
+        processes=(),
+        ranks=2,
+        tiers=tuple(fields_of(tier, tier.url) for tier in tiers),
+        backlog=4,
+        environment={},
+        here=(1,),
+    )
+
+
+def finish(job: Job) -> Ended:
+    with Workers("test", 2) as workers, Finish(job, workers, lambda _: None) as finishing:
+        return finishing.run()
+
+
+def test_a_part_without_a_manifest_waits_until_no_other_node_can_have_the_manifest(
+    tmp_path: Path, node: Job
+) -> None:
+    """The other node may have committed the step, and its ranks end later."""
+    ended = finish(node)
+    assert ended.outcome == "failed"
+    assert "step 2 may be a checkpoint on another node" in ended.error
+    assert "rank(s) 0" in ended.error
+    shared = open_backend(str(tmp_path / "shared"))
+    shared.put(StepRef(1, DEAD.attempt).end_note(0), [b""])  # and for no later step
+    assert finish(node) == Ended("done")
+
+
+def test_a_part_without_a_manifest_does_not_wait_forever_for_a_lost_node(
+    tmp_path: Path, node: Job
+) -> None:
+    before = time.time() - 2 * 3600
+    for file in (tmp_path / "node").glob("step-000000002.*/*"):
+        os.utime(file, (before, before))
+    assert finish(node) == Ended("done")
