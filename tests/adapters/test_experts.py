@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckpt import declare_part
-from ckpt.errors import ConfigError, ReplicasDiverged
+from ckpt.adapters.walk.collect import collect
+from ckpt.errors import ConfigError, ReplicasDiverged, UnsupportedValue
+from ckpt.model.patterns import Patterns
 from tests.adapters.ranks import rank_of
 from tests.adapters.worlds import restore, save_ranks
 
@@ -149,3 +151,21 @@ def test_a_part_that_is_not_inside_the_whole_is_refused() -> None:
     net.experts = part
     with pytest.raises(ConfigError, match=r"call it again"):
         save_ranks(1, lambda rank: {"model": net})
+
+
+def test_a_part_that_two_modules_of_a_state_hold_is_refused_by_name() -> None:
+    net = nn.ModuleDict({"inner": as_declared(0, 2, None)})
+    for state in (
+        {"model": net, "own": net["inner"]},
+        {"model": net["inner"], "own": net["inner"]},
+    ):
+        with pytest.raises(UnsupportedValue, match="only one of the two") as refused:
+            collect(state, rank=0)
+        assert refused.value.name == "own/experts"
+        found = collect(state, rank=0, patterns=Patterns(exclude=("own/experts",)))
+        assert "own/router" in found.tied
+
+
+def test_a_whole_parameter_that_two_modules_of_a_state_hold_is_tied() -> None:
+    net = nn.ModuleDict({"inner": Router(1.0)})
+    assert set(collect({"model": net, "own": net["inner"]}, rank=0).tied) == {"own/router"}

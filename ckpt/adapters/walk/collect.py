@@ -34,7 +34,7 @@ from ckpt.adapters.tensors.wrapped import apart, is_wrapper, kind_of
 from ckpt.adapters.tensors.zero import Keeper, keeper_of
 from ckpt.adapters.walk.advice import advice_for
 from ckpt.adapters.walk.choice import Choice
-from ckpt.adapters.walk.items import Part
+from ckpt.adapters.walk.items import ModuleItems, Part
 from ckpt.adapters.walk.last_walk import LastWalk, OptimizerItems, Structure
 from ckpt.adapters.walk.modules import (
     Parameters,
@@ -240,6 +240,7 @@ class _Walk:
         self._parameters, self._rank, self._last_walk = parameters, rank, last_walk
         self._owned = optimizers.owned()
         self._is_remade = False  # True inside of an object to which a restore may give new tensors
+        self._modules: list[tuple[str, ModuleItems]] = []  # Those of the walk so far
         self._alone = False  # True inside of a PerRank value, whose tensors no other rank has
 
     def other(self, value: object, path: str) -> Node:
@@ -393,6 +394,7 @@ class _Walk:
             raise UnsupportedValue(
                 path, "module in a state_dict()", "give its own state_dict() there"
             )
+        self._check_pieces(items, path)
         values = {
             entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.made)
             for entry in items.others
@@ -420,6 +422,31 @@ class _Walk:
         self._registry.add_segment(path, key, wrappers.tensors, named)
         left = {"left": dict.fromkeys(items.left, True)} if items.left else {}
         return {"$": "module", "values": values, **left}
+
+    def _check_pieces(self, items: ModuleItems, path: str) -> None:
+        """Raise ``UnsupportedValue`` if an earlier module of the walk has saved the same piece of a
+        larger tensor.
+
+        Pieces of two modules are not tied, since a rank that holds no element of a tensor cannot
+        see whether they are. A restore into the same state would fail.
+        """
+        for at, earlier in self._modules:
+            if both := items.pieced & earlier.pieced:
+                here, there = self._names(path, items, both), self._names(at, earlier, both)
+                if here and there:
+                    raise UnsupportedValue(
+                        here[0],
+                        f"part of a larger tensor that the state also has as {there[0]!r}",
+                        "put only one of the two modules into the state",
+                    )
+        self._modules.append((path, items))
+
+    def _names(self, path: str, items: ModuleItems, tensors: Collection[int]) -> list[str]:
+        """Return the names to save of those items of the module at ``path`` whose identities are in
+        ``tensors``.
+        """
+        names = [f"{path}/{entry.fqn}" for entry in items.held if id(entry.value) in tensors]
+        return list(filter(self._choice.takes, names))
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> Node:
         if self._alone:

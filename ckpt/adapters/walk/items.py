@@ -99,6 +99,7 @@ class ModuleItems:
         held: The entries whose values are tensors.
         tensors: The values of ``held``.
         others: The entries whose values are no tensors.
+        pieced: The identity of each tensor that holds pieces of larger tensors.
         left: The canonical names of the items that are not saved.
     """
 
@@ -108,6 +109,7 @@ class ModuleItems:
     held: tuple[Entry, ...] = field(init=False)
     tensors: tuple[Source, ...] = field(init=False)
     others: tuple[Entry, ...] = field(init=False)
+    pieced: frozenset[int] = field(init=False)
     left: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -116,3 +118,5 @@ class ModuleItems:
         object.__setattr__(self, "held", held)
         object.__setattr__(self, "tensors", tuple(entry.value for entry in held))
         object.__setattr__(self, "others", others)
+        pieced = frozenset(id(entry.value) for entry in held if entry.piece is not None)
+        object.__setattr__(self, "pieced", pieced)
