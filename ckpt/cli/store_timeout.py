@@ -2,13 +2,15 @@
 
 A command opens each store as a `Watched` store, which records since when an answer of the store is
 due. If no answer comes for two seconds, a line on standard error says so. The first requests of a
-command to a store (``Watched.ask``) fail if the store does not answer for ``--timeout`` seconds.
+command to a store (``Watched.ask``) fail if the store does not answer for ``--timeout`` seconds,
+and so does opening a folder whose file system does not answer.
 This limit does not apply to the data that a command transfers afterwards, because a transfer may be
 slow for good reasons. Only the retries of the backend and of the pipeline limit such a transfer.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -21,6 +23,7 @@ from ckpt.cli import output
 from ckpt.errors import ConfigError, StorageError, TransientStorageError, placed
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import Capabilities, StorageBackend, Upload
+from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.registry import open_backend
 
 T = TypeVar("T")
@@ -45,8 +48,43 @@ def open_watched(url: str, options: Mapping[str, object] | None, timeout: float)
         url: The URL of the store.
         options: The options of the backend.
         timeout: The value of ``--timeout`` in seconds.
+
+    Raises:
+        ConfigError: ``timeout`` is negative or nan, or the backend refuses the URL or the options.
+        TransientStorageError: The folder ``url`` could not be opened within ``--timeout`` seconds.
     """
-    return watch(open_backend(url, options), timeout)
+    _check(timeout)
+    return watch(
+        _opened(url, options, timeout) if is_folder(url) else open_backend(url, options), timeout
+    )
+
+
+def _opened(url: str, options: Mapping[str, object] | None, timeout: float) -> StorageBackend:
+    """Open a folder on a thread of its own. Opening it already waits for its file system, which may
+    be on a server that does not answer. The backends of other stores send no request yet.
+    """
+    future = Workers("open", 1).submit(open_backend, url, options)  # Not closed, as in ``ask``
+    wait([future], min(timeout, SILENT_SECONDS))
+    root = os.path.abspath(local_path(url))
+    if not future.done() and timeout > SILENT_SECONDS:
+        output.warn(f"{root} has not answered yet; {_given_up(timeout)}")
+        wait([future], min(timeout - SILENT_SECONDS, threading.TIMEOUT_MAX))
+    if not future.done():
+        raise placed(TransientStorageError("", _late(timeout)), root)
+    return future.result()
+
+
+def _check(timeout: float) -> None:
+    if not timeout >= 0:
+        raise ConfigError(f"--timeout {timeout}: give a number of seconds, such as 10")
+
+
+def _given_up(timeout: float) -> str:
+    return f"it is given up after {timeout:g} s (--timeout)"
+
+
+def _late(timeout: float) -> str:
+    return f"no answer within {timeout:g} s (--timeout)"
 
 
 def watch(backend: StorageBackend, timeout: float) -> Watched:
@@ -57,8 +95,7 @@ def watch(backend: StorageBackend, timeout: float) -> Watched:
     Raises:
         ConfigError: ``timeout`` is negative or nan.
     """
-    if not timeout >= 0:
-        raise ConfigError(f"--timeout {timeout}: give a number of seconds, such as 10")
+    _check(timeout)
     extras = {name: _passed_on(name) for name in _EXTRAS if hasattr(backend, name)}
     return cast("Watched", type("Watched", (Watched,), extras)(backend, timeout))
 
@@ -110,7 +147,7 @@ class Watched:
         future = Workers("ask", 1).submit(work)  # Not closed, as the thread may go on waiting
         while not future.done():
             silent = self.silent_seconds
-            self.note(f"has not answered yet; it is given up after {self._timeout:g} s (--timeout)")
+            self.note(f"has not answered yet; {_given_up(self._timeout)}")
             if silent >= self._timeout:
                 raise self._give_up()
             due = SILENT_SECONDS if silent < SILENT_SECONDS else self._timeout
@@ -149,7 +186,7 @@ class Watched:
         with self._lock:
             if self._gone is None:
                 why = f"; {self._failure.detail}" if self._failure and self._failure.detail else ""
-                late = f"no answer within {self._timeout:g} s (--timeout){why}"
+                late = f"{_late(self._timeout)}{why}"
                 self._gone = placed(TransientStorageError("", late), self.url)
             return self._gone
 

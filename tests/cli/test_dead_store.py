@@ -15,7 +15,7 @@ from ckpt.storage.api import ObjectInfo, StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend
 from tests.checkpoints import Written
-from tests.cli.conftest import Cli, data_file
+from tests.cli.conftest import Cli, Ran, data_file
 from tests.kit.stores import wrap_stores
 from tests.servers import free_port
 
@@ -120,6 +120,35 @@ def test_restore_ends_though_a_store_that_was_given_up_has_still_not_answered(
         over.set()
     assert ran.code == 0
     assert "step 300 is intact" in ran.out
+
+
+def test_a_folder_on_a_dead_server_is_given_up_while_it_is_opened(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over, ran = threading.Event(), list[Ran]()
+
+    def on_network(path: str) -> bool:
+        if path.endswith("far"):
+            over.wait()
+        return False
+
+    monkeypatch.setattr("ckpt_backends.posix.on_network", on_network)
+    monkeypatch.setattr("ckpt.cli.store_timeout.SILENT_SECONDS", 0.1)
+    far = Path("far").absolute()
+    command = threading.Thread(
+        target=lambda: ran.append(cli("ls", "runs", far, "--timeout", "1.5")), daemon=True
+    )
+    command.start()
+    try:
+        command.join(60)
+        assert ran, "the command still waits"
+    finally:
+        over.set()
+        command.join()
+    assert ran[0].code == 0
+    assert "300" in ran[0].out
+    assert WAITED.replace(DEAD, str(far)) in ran[0].err
+    assert GIVEN_UP.replace(DEAD, str(far)) in ran[0].err
 
 
 @pytest.mark.parametrize("call", ["verify", "copy runs there", "restore --to there"])
