@@ -34,6 +34,12 @@ from ckpt.storage.tiers import OpenTier, open_tiers
 ONE, TWO = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 
 
+@pytest.fixture(autouse=True)
+def no_ended_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget which attempts other tests have ended in this process."""
+    monkeypatch.setattr("ckpt.coordination.owner._ended", set[str]())
+
+
 def attempt(
     root: Path,
     step: int,
