@@ -144,7 +144,7 @@ def test_an_older_step_that_was_restored_stays_in_memory_until_there_is_a_new_on
 
 
 def test_a_look_at_a_part_of_a_step_removes_no_step_from_memory(near):
-    """Whoever looks may then restore another step than the newest one."""
+    """The caller may then restore another step than the newest one."""
     tiers, _ = near
     work(Path(tiers[1].url), 6, "kill")
     with CheckpointManager([tiers[0], Tier(tiers[1].url, every=4)]) as manager:

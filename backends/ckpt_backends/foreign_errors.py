@@ -45,6 +45,9 @@ _BY_CODE: Final[Mapping[str, type[StorageError]]] = {
     "StorageFull": OutOfSpace,
     "XMinioStorageFull": OutOfSpace,
     "InternalError": TransientStorageError,
+    # If the reply to the end of an upload is lost, a server may still be at work on that request
+    # when the next one arrives, and then not find the parts.
+    "InvalidPart": TransientStorageError,
     "RequestTimeout": TransientStorageError,
     "ServiceUnavailable": TransientStorageError,
     "SlowDown": TransientStorageError,

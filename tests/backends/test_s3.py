@@ -9,6 +9,7 @@ import zlib
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from botocore.loaders import JSONFileLoader
 
 from bench.proxy import Proxy
@@ -211,6 +212,27 @@ def test_a_lost_reply_to_the_last_request_is_no_failure(moto):
     losing(moto, "complete_multipart_upload", TimeoutError())
     data = payload(20 << 20)
     store(moto, "key", data)
+    assert fetch(moto, "key") == data
+
+
+def test_a_completion_that_does_not_find_the_parts_may_be_repeated(moto):
+    """The server may still be at work on an earlier request, whose reply was lost."""
+    data = payload(20 << 20)
+    upload = moto.upload("key", len(data))
+    send(upload, memoryview(data))
+    real, failures = moto._fs.call_s3, [1]
+
+    def call_s3(name, **arguments):
+        if name == "complete_multipart_upload" and failures:
+            failures.clear()
+            answer = {"Error": {"Code": "InvalidPart"}, "ResponseMetadata": {"HTTPStatusCode": 400}}
+            raise ClientError(answer, name)
+        return real(name, **arguments)
+
+    moto._fs.call_s3 = call_s3
+    with pytest.raises(TransientStorageError, match="InvalidPart"):
+        upload.finish()
+    assert upload.finish().size == len(data)
     assert fetch(moto, "key") == data
 
 

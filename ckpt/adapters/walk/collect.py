@@ -64,8 +64,8 @@ from ckpt.model.values import Node, check_name, encode, join
 
 _log = logging.getLogger("ckpt")
 _REMADE: Final = (
-    "let its class inherit from torch.distributed.checkpoint.stateful.Stateful, or put them into "
-    "the state itself"
+    "let the class of the object inherit from torch.distributed.checkpoint.stateful.Stateful, or "
+    "put the value into the state itself"
 )
 
 
