@@ -39,7 +39,23 @@ def on_network(path: str) -> bool:
     machines may see too. File systems of FUSE count as network file systems.
     """
     kind = kind_of(path)
-    return kind in _NETWORK or kind.startswith("fuse.")
+    return kind in _NETWORK or _is_fuse(kind)
+
+
+def keeps_inode_numbers(path: str) -> bool:
+    """Return True if the inode number of the folder ``path`` stays the same while it exists.
+
+    An overlay whose layers are on different file systems gives a folder another number after the
+    kernel has evicted it from its cache. So do most file systems of FUSE.
+    """
+    kind = kind_of(path)
+    return kind != "overlay" and not _is_fuse(kind)
+
+
+def _is_fuse(kind: str) -> bool:
+    # A program may name the type of its file system, as sshfs does, or not, as bindfs does. The
+    # type "fuseblk" is that of local disks, such as ntfs-3g.
+    return kind == "fuse" or kind.startswith("fuse.")
 
 
 def kind_of(path: str, mounts: str = MOUNTS) -> str:

@@ -49,7 +49,7 @@ from ckpt_backends.direct_io import (
     write_all,
 )
 from ckpt_backends.lustre import Striping, stripe_count
-from ckpt_backends.mounts import kind_of, on_network
+from ckpt_backends.mounts import keeps_inode_numbers, kind_of, on_network
 from ckpt_backends.oserrors import mapped
 
 _PART_BYTES: Final = 8 << 20
@@ -129,11 +129,14 @@ class PosixBackend:
         self._remember_root()
 
     def identity(self) -> str:
-        """Create the root if it does not exist, and return its device and inode number."""
+        """Create the root if it does not exist, and return its device and inode number.
+
+        The resolved path replaces an inode number that may change.
+        """
         with mapped("", missing=StorageError):
             self._make_folders(self._root)
             found = os.stat(self._root)
-        return f"{found.st_dev}:{found.st_ino}"
+        return f"{found.st_dev}:{found.st_ino if keeps_inode_numbers(self._root) else self._top()}"
 
     def is_replaced(self) -> bool:
         return self._first is not None and self._first != self._seen()
@@ -147,15 +150,16 @@ class PosixBackend:
         """Return the identity of the folder that is now at the path of the root, or None if there
         is none.
 
-        The identity is the device and the inode number. On network and user-space file systems
-        these numbers may change although the folder is the same. There the identity is only the
-        type of the file system.
+        The identity is the device and the inode number. Without an inode number that lasts, it is
+        the device. On a network file system it is only the type of the file system, since the
+        device changes when the file system is mounted again.
         """
         with suppress(OSError):
             found = os.stat(self._root)
-            return (
-                kind_of(self._root) if on_network(self._root) else f"{found.st_dev}:{found.st_ino}"
-            )
+            if on_network(self._root):
+                return kind_of(self._root)
+            number = found.st_ino if keeps_inode_numbers(self._root) else ""
+            return f"{found.st_dev}:{number}"
         return None
 
     def free_bytes(self) -> int:

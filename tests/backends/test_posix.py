@@ -158,7 +158,15 @@ def test_a_local_disk_is_not_shared_unless_told(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "shared"),
-    [("nfs4", True), ("lustre", True), ("fuse.gpfs", True), ("ext4", False), ("tmpfs", False)],
+    [
+        ("nfs4", True),
+        ("lustre", True),
+        ("fuse.gpfs", True),
+        ("fuse", True),
+        ("fuseblk", False),
+        ("ext4", False),
+        ("tmpfs", False),
+    ],
 )
 def test_a_network_file_system_is_shared(tmp_path, monkeypatch, kind, shared):
     mounts = tmp_path / "mounts"
