@@ -40,6 +40,7 @@ class _KnownModule(NamedTuple):
         module: The module.
         keys: The keys of its state dict.
         tensors: The values of its state dict; None if some of them are no tensors.
+        parameters: Its parameters by name, some of which its state dict may not hold.
         parts: For each of ``tensors``, the part that ``ckpt.declare_part`` has declared it to be;
             None if there is no declaration.
         items: The items that it saves.
@@ -50,6 +51,7 @@ class _KnownModule(NamedTuple):
     module: nn.Module
     keys: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...] | None
+    parameters: Mapping[str, torch.Tensor]
     parts: Sequence[DeclaredPart | None]
     items: ModuleItems
     tree: ModuleTree | None
@@ -98,15 +100,19 @@ class LastWalk:
             return known.items
         raw = raw_state(path, module)
         keys, values = tuple(raw), tuple(raw.values())
+        parameters = dict(module.named_parameters())
         if (
             known is None
             or known.keys != keys
             or known.tensors is None
             or not all(map(is_, known.tensors, values))
+            or known.parameters.keys() != parameters.keys()
+            or not all(map(is_, known.parameters.values(), parameters.values()))
         ):
             tensors = values if all(isinstance(value, torch.Tensor) for value in values) else None
             parts = declarations(tensors or ())
-            known = _KnownModule(module, keys, tensors, parts, items_of(path, module), tree=None)
+            items = items_of(path, module)
+            known = _KnownModule(module, keys, tensors, parameters, parts, items, tree=None)
         tree = tree_of(module) if known.tensors is not None else None
         self.modules[path] = known = known._replace(tree=tree)
         return known.items

@@ -231,8 +231,9 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
     """
     if isinstance(module, ModuleStandIn):
         return module.items(path)
-    found = tuple(_shared(module, tuple(entries(path, module))))
-    _check_fsdp1(path, module, {id(entry.value) for entry in found})
+    shown = tuple(entries(path, module))
+    _check_fsdp1(path, module, {id(entry.value) for entry in shown})
+    found = tuple(_shared(module, (*shown, *_unlisted(module, shown))))
     parts: dict[int, dict[AnyPiece | None, Part]] = defaultdict(dict)
     holders: dict[int, tuple[int, ...]] = {}
     for entry in found:
@@ -245,8 +246,29 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
             )
             holders.setdefault(id(value), ranks)
     return ModuleItems(
-        entries=found, parts={key: tuple(of.values()) for key, of in parts.items()}, holders=holders
+        entries=found[: len(shown)],
+        parts={key: tuple(of.values()) for key, of in parts.items()},
+        holders=holders,
     )
+
+
+def _unlisted(module: nn.Module, shown: Sequence[Entry]) -> Iterator[Entry]:
+    """Yield an entry for each parameter of the module that its state dict, whose entries are
+    ``shown``, does not hold.
+
+    A hook or a ``state_dict()`` of the module's own may save a parameter as other tensors. An
+    optimizer has the parameter itself, so its state needs a name. A name that the state dict has
+    for another parameter is left out. FSDP1 hides its parameters behind flat ones, and no hook of
+    such a module runs.
+    """
+    if is_fsdp1(module):
+        return
+    known = {id(entry.value) for entry in shown}
+    taken = {entry.fqn for entry in shown if isinstance(entry.value, nn.Parameter)}
+    name = canonical(module)
+    for key, parameter in module.named_parameters():
+        if id(parameter) not in known and (fqn := name(key)) not in taken:
+            yield Entry(key=key, fqn=fqn, value=parameter, piece=declared(parameter))
 
 
 def _check_fsdp1(path: str, module: nn.Module, found: set[int]) -> None:
