@@ -35,6 +35,7 @@ from ckpt.storage.api import (
 from ckpt.storage.places import OBJECT_STORES
 from ckpt_backends.foreign_errors import clean, foreign
 from ckpt_backends.posix import open_posix
+from ckpt_backends.store_table import check_tested
 
 PART_BYTES: Final = 8 << 20
 # On these stores, the server lets only one of several ``pipe_file(mode="create")`` succeed.
@@ -60,11 +61,13 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
 
     Args:
         url: A URL that ``fsspec.core.url_to_fs`` takes.
-        options: The storage options of the file system.
+        options: The storage options of the file system, and ``untested``: whether to open a store
+            that ckpt was never run on (see ``store_table``).
 
     Raises:
         MissingExtra: The package of this scheme is not installed.
-        ConfigError: The file system refuses the URL or the options.
+        ConfigError: ckpt was never run on such a store, or the file system refuses the URL or the
+            options.
     """
     # ``local`` is another name of fsspec for a folder. Use the backend for folders instead of
     # fsspec, since only this backend is durable.
@@ -72,7 +75,9 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
         return open_posix("file://" + url.removeprefix("local://"), options)
     from fsspec.core import url_to_fs
 
-    shown, secrets = clean(url), secrets_of(options)
+    shown = clean(url)
+    options = check_tested(shown, options)
+    secrets = secrets_of(options)
     chained = {} if "::" in url else {"use_listings_cache": False}
     try:
         fs, root = url_to_fs(url, skip_instance_cache=True, **chained, **options)

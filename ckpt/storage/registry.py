@@ -29,6 +29,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "memory": "ckpt_backends.memory:open_memory",
     "shm": "ckpt_backends.shm:open_shm",
     "s3": "ckpt_backends.s3:open_s3",
+    "s3a": "ckpt_backends.s3:open_s3",
     "gs": "ckpt_backends.gcs:open_gcs",
     "gcs": "ckpt_backends.gcs:open_gcs",
 }
