@@ -19,7 +19,7 @@ from ckpt.adapters.match.fill_tensor import fill_tensor
 from ckpt.adapters.match.matching import Matching
 from ckpt.adapters.match.materialise import is_meta
 from ckpt.adapters.match.own_step import state_of_step
-from ckpt.adapters.match.saved import ABSENT, SavedParameter, tag
+from ckpt.adapters.match.saved import ABSENT, SavedParameter, is_mapping, tag
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.wrapped import is_wrapper
 from ckpt.adapters.tensors.zero import keeper_of
@@ -76,8 +76,8 @@ def match_optimizer(
 
     Raises:
         OptimizerMismatch: The saved optimizer is of another kind, and the restore is strict.
-        KindMismatch, ShapeMismatch, DtypeMismatch: ``node`` is no optimizer, or a saved value does
-            not fit.
+        KindMismatch, ShapeMismatch, DtypeMismatch: ``node`` is neither an optimizer nor a dict with
+            the state of one, or a saved value does not fit.
         RestoreError: The saved settings do not fit the parameter groups of ``optimizer``, or
             ``optimizer`` has parameters on the meta device that no module of the state holds, or
             must take a step before a value of its state can be restored.
@@ -85,6 +85,11 @@ def match_optimizer(
             ``backward()``, or a tensor of its state cannot be filled.
     """
     if node is not ABSENT:
+        if is_mapping(node):
+            groups = part_groups(optimizer, match.parameters)
+            names = [match.source(part.path) for group in groups for own in group for part in own]
+            match.saved.adopt_dict(source, names)
+            node = match.saved.node(source)
         match.expect(node, path, "optimizer")
     loader = _Loader(match, optimizer, path, source)
     if loader.found and (strangers := loader.strangers()) is not None:

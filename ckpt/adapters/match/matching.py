@@ -187,7 +187,7 @@ class Matching:
                 the target is on the meta device and cannot be replaced (see ``RealTensors.like``).
             UnsupportedValue: The target cannot be filled (see ``leaf_of``).
         """
-        bytes_of = stored_as or source
+        bytes_of = stored_as or self.saved.stored_as(source)
         if (tensor := self.saved.tensors.get(bytes_of)) is None:
             self.lack(name, source)
             return

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from ckpt.adapters.match.remake import torch_value
+from ckpt.adapters.match.saved_dict import read_dict
 from ckpt.errors import ManifestCorrupt
-from ckpt.model.manifest import Manifest
+from ckpt.model.manifest import Manifest, Tensor
 from ckpt.model.patterns import patterns_of
 from ckpt.model.values import Node, below, decode, join, parse
 
@@ -52,7 +53,7 @@ class Saved:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.tensors = manifest.tensor_map()
+        self.tensors: Mapping[str, Tensor] = manifest.tensor_map()
         self.names = sorted(self.tensors)
         self._patterns, _ = patterns_of(manifest.metadata)
         self._tree: Node = parse(manifest.tree)
@@ -61,6 +62,7 @@ class Saved:
         self._nodes: dict[str, Node] = {"": self._tree}
         self._children: dict[str, Mapping[str, Node]] = {}
         self._own: dict[str, Node] = {}
+        self._stored: dict[str, str] = {}  # The tensors of dicts that ``adopt_dict`` has replaced
         self._parameters: dict[str, Mapping[str, SavedParameter]] = {}
 
     @property
@@ -102,6 +104,22 @@ class Saved:
         self._own[path] = node
         self._children.pop(path, None)
         self._nodes = {known: each for known, each in self._nodes.items() if each is not ABSENT}
+
+    def adopt_dict(self, path: str, parameters: Sequence[str]) -> None:
+        """If the value at ``path`` is a dict with the state of an optimizer, replace it with the
+        optimizer. ``parameters`` are the full names of the parameters that it may have.
+        """
+        if (found := read_dict(self.node(path), path, parameters)) is None:
+            return
+        self._nodes[path] = found.node
+        self._stored |= found.tensors
+        moved = {name: self.tensors[stored] for name, stored in found.tensors.items()}
+        self.tensors = {**self.tensors, **moved}
+        self.names = sorted(self.tensors)
+
+    def stored_as(self, name: str) -> str:
+        """Return the name under which the bytes of the tensor ``name`` are stored."""
+        return self._stored.get(name, name)
 
     def per_rank(self, source: int) -> Mapping[str, Node]:
         """Return the ``PerRank`` values that rank ``source`` has saved, as path -> node."""

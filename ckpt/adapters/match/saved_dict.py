@@ -1,0 +1,124 @@
+"""Read an optimizer that was saved as a dict, and not as an object.
+
+``torch.distributed.checkpoint`` gets the state of an optimizer as a dict with the names of the
+parameters in their module: ``{"state": {name: {key: value}}, "param_groups": [...]}``. With
+``flatten_optimizer_state_dict``, it is a dict with keys such as ``state.0.weight.exp_avg`` and
+``param_groups.0.weight.lr``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckpt.adapters.match.remake import torch_value
+from ckpt.model.values import Node, decode, join
+
+_STATE: Final = "state"
+_GROUPS: Final = "param_groups"
+_OWN: Final = ("params", "param_names")  # The keys of a group that are no settings
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerDict:
+    """An optimizer that was saved as a dict.
+
+    Attributes:
+        node: The node that the tree would have if the optimizer had been saved as an object.
+        tensors: The name that each tensor of the state would have -> its name in the checkpoint.
+    """
+
+    node: Node
+    tensors: Mapping[str, str]
+
+
+def read_dict(node: Node, path: str, parameters: Sequence[str]) -> OptimizerDict | None:
+    """Return the optimizer that was saved as the dict ``node`` at ``path``, or None if the dict is
+    not the state of an optimizer whose parameters have names.
+
+    Args:
+        node: The node of the dict.
+        path: The name of the dict in the checkpoint.
+        parameters: The full names in the checkpoint of the parameters that the optimizer may have,
+            such as ``model/0.weight``. A parameter of the dict that is none of them keeps the name
+            that it has in its module.
+    """
+    items = dict(_items(node))
+    if items.keys() == {_STATE, _GROUPS} and isinstance(items[_GROUPS], list):
+        state = {name: dict(_items(held)) for name, held in _items(items[_STATE])}
+        groups = [dict(_items(group)) for group in items[_GROUPS]]
+    elif items and all(key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in items):
+        state, groups = _unflattened(items, parameters)
+    else:
+        return None
+    full = _full_names(parameters)
+    tensors: dict[str, str] = {}
+    values: dict[str, Node] = {}
+    for name, held in state.items():
+        for key, value in held.items():
+            place = join(f"{path}/{full.get(name, name)}", key)
+            if isinstance(value, dict) and value.get("$") == "tensor":
+                tensors[place] = value["n"]
+            else:
+                values[place] = value
+    made = [
+        {
+            "params": [full.get(name, name) for name in group["params"]],
+            "values": {key: value for key, value in group.items() if key not in _OWN},
+        }
+        for group in groups
+    ]
+    return OptimizerDict({"$": "optimizer", "groups": made, "state": values}, tensors)
+
+
+def _items(node: Node) -> Iterator[tuple[str, Node]]:
+    """Yield the items of a dict whose keys are strings. Yield nothing for any other node."""
+    if not isinstance(node, dict):
+        return
+    if "$" not in node:
+        yield from node.items()
+    elif node["$"] == "dict":
+        for key, value in node["v"]:
+            if isinstance(name := decode(key, torch_value), str):
+                yield name, value
+
+
+def _unflattened(
+    items: Mapping[str, Node], parameters: Iterable[str]
+) -> tuple[dict[str, dict[str, Node]], list[dict[str, Node]]]:
+    """Return the state and the groups of a flat dict. Each parameter has a group of its own.
+
+    The name of a parameter has dots, and so may a key. The longest name of a known parameter
+    counts. In any other case, a key has no dots.
+    """
+    known = _full_names(parameters)
+    parts: dict[str, dict[str, dict[str, Node]]] = {
+        _STATE: defaultdict(dict),
+        _GROUPS: defaultdict(dict),
+    }
+    for key, value in items.items():
+        kind, _, rest = key.partition(".")
+        at = rest.rfind(".")
+        end = at
+        while end > 0 and rest[:end] not in known:
+            end = rest.rfind(".", 0, end)
+        end = end if end > 0 else at
+        parts[kind][rest[:end]][rest[end + 1 :]] = value
+    groups = [{"params": [name], **held} for name, held in parts[_GROUPS].items()]
+    return parts[_STATE], groups
+
+
+def _full_names(parameters: Iterable[str]) -> dict[str, str]:
+    """Return the full name of each parameter by its name in its module.
+
+    A name of parameters of two modules is left out.
+    """
+    full: dict[str, str] = {}
+    twice: set[str] = set()
+    for name in parameters:
+        short = name.rpartition("/")[2]
+        if full.setdefault(short, name) != name:
+            twice.add(short)
+    return {short: name for short, name in full.items() if short not in twice}
