@@ -20,9 +20,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckpt.adapters.match.wrapper_prefix import REMOVED
 from ckpt.catalog.index import committed
 from ckpt.config import Tier
 from ckpt.errors import CommitError, ConfigError, StepExists, StorageError, UnsupportedValue
+from ckpt.exchange import wrapper_names
 from ckpt.exchange.foreign_files import (
     Kind,
     State,
@@ -41,7 +43,6 @@ from ckpt.storage.registry import open_backend
 _BUFFERS: Final = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 _ALIASES: Final = {"state_dict": "model", "optim": "optimizer"}
 _MODEL: Final = "model"
-_WRAPPERS: Final = ("module.", "_orig_mod.")
 
 
 @dataclass(slots=True)
@@ -121,7 +122,10 @@ def import_checkpoint(
         _check_free(backend.url, step, (look or partial(committed, backend))())
         local = backend.url if is_folder(backend.url) else None
     done = Imported(kind=found)
-    metadata = {"imported_from": os.path.abspath(source), "imported_as": found}
+    metadata: dict[str, Any] = {
+        "imported_from": os.path.abspath(source),
+        "imported_as": found,
+    }
     # With another ``every``, the tier might not take the step. With the other settings, its
     # retention would remove other steps after the import.
     keeps_all = replace(
@@ -129,7 +133,10 @@ def import_checkpoint(
     )
     with _made(local) as scratch:
         state = read_source(source, found, scratch)
-        live = _Shaper(done, foreign.plain, foreign.parameter_names).shape(state)
+        shaper = _Shaper(done, foreign.plain, foreign.parameter_names)
+        live = shaper.shape(state)
+        if shaper.without_prefix:
+            metadata[REMOVED] = shaper.without_prefix
         with CheckpointManager(keeps_all, metadata=metadata, slots=1, overlap="off") as manager:
             manager.save(live, step=step)
     return done
@@ -189,11 +196,15 @@ def _check_apart(source: str, root: str) -> None:
 class _Shaper:
     """Replace the state dicts of modules and optimizers at the top level of a state with objects
     that the manager saves as modules and optimizers.
+
+    Attributes:
+        without_prefix: The modules whose names have lost the prefix of DDP.
     """
 
     def __init__(self, done: Imported, plain: Sequence[str], names: Sequence[str] | None) -> None:
         self._done, self._plain, self._names = done, plain, names
         self._modules: dict[str, dict[str, Any]] = {}
+        self.without_prefix: list[str] = []
         self._taken: set[tuple[str, str]] = set()  # The parameters of optimizers, by module
 
     def shape(self, state: State) -> dict[str, Any]:
@@ -247,12 +258,12 @@ class _Shaper:
         return renamed
 
     def _unwrapped(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(values)
-        for prefix in _WRAPPERS:
-            if found and all(key.startswith(prefix) for key in found):
-                found = {key.removeprefix(prefix): value for key, value in found.items()}
-                self._done.notes.append(f"names of {name!r} are without {prefix!r} now")
-        return found
+        names = wrapper_names.unwrapped(values)
+        for part in wrapper_names.removed(names):
+            self._done.notes.append(f"names of {name!r} are without {part!r} now")
+        if wrapper_names.has_lost_prefix(names):
+            self.without_prefix.append(name)
+        return {names[key]: value for key, value in values.items()}
 
     def _tie(self, name: str, entries: dict[str, Any]) -> None:
         """Replace equal tensors of a module with one tensor, which the manager saves as tied names.
@@ -394,14 +405,11 @@ class _Shaper:
         return self._clean(self._names), "by the names given"
 
     def _clean(self, names: Sequence[str]) -> list[str]:
-        """Return the names of parameters as the modules have them. A prefix of a wrapper, such as
-        "module.", is removed if a module has the name without the prefix.
+        """Return the names of parameters as the modules have them. What wrappers have inserted, such
+        as "module.", is removed if a module has the name without it.
         """
         known = {key for entries in self._modules.values() for key in entries}
-        return [
-            next((each.removeprefix(w) for w in _WRAPPERS if each.removeprefix(w) in known), each)
-            for each in names
-        ]
+        return [wrapper_names.parameter_name(each, known) for each in names]
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -97,6 +97,60 @@ def test_a_state_of_ddp_loses_its_prefix(cli: Cli) -> None:
     check(*restored(7)[:2])
 
 
+class Outer(nn.Module):
+    """A module whose only child is called ``module``, as DDP calls what it wraps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_a_child_that_is_called_module_keeps_its_place(cli: Cli) -> None:
+    net, optimizer = trained()
+    found = {"model": Outer(net).state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(found, "c.pt")
+    assert cli("import", "c.pt", "runs", "--step", 7).code == 0
+    other, another = trained(seed=1, steps=1)
+    with CheckpointManager("runs") as manager:
+        report = manager.restore({"model": Outer(other), "optimizer": another})
+    assert report is not None
+    assert (report.missing, report.unexpected) == ((), ())
+    check(other, another)
+
+
+@pytest.mark.parametrize("in_middle", [True, False])
+@pytest.mark.parametrize("names_in_groups", [True, False])
+def test_names_of_torch_compile_are_those_of_the_model(
+    cli: Cli, in_middle: bool, names_in_groups: bool
+) -> None:
+    net, optimizer = trained()
+    wrapped: nn.Module = torch.compile(net)  # type: ignore[assignment]
+    if in_middle:  # Regional compilation compiles the parts of a model
+        name, child = next(iter(net.named_children()))
+        setattr(net, name, torch.compile(child))
+        wrapped = net
+    held = optimizer.state_dict()
+    if names_in_groups:
+        held["param_groups"][0]["param_names"] = [name for name, _ in wrapped.named_parameters()]
+    torch.save({"model": wrapped.state_dict(), "optimizer": held}, "c.pt")
+    ran = cli("import", "c.pt", "runs", "--step", 7)
+    assert ran.code == 0
+    assert "without '_orig_mod.'" in ran.err
+    check(*restored(7)[:2])
+
+
+def test_names_of_fsdp1_and_activation_checkpointing_are_those_of_the_model(cli: Cli) -> None:
+    found = saved()
+    parts = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "")
+    found["model"] = {
+        f"_fsdp_wrapped_module.{name.replace('.', f'.{parts[index % 3]}')}": value
+        for index, (name, value) in enumerate(found["model"].items())
+    }
+    torch.save(found, "c.pt")
+    assert cli("import", "c.pt", "runs", "--step", 7).code == 0
+    check(*restored(7)[:2])
+
+
 def test_dcp_is_restored_into_a_model_and_optimizer(cli: Cli) -> None:
     net, optimizer = trained()
     model_state, optimizer_state = get_state_dict(net, optimizer)

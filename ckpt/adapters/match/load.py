@@ -12,6 +12,7 @@ values, and the ``load_state_dict`` of objects is called.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -24,9 +25,11 @@ from torch.optim import Optimizer
 from ckpt.adapters.match.fill_tensor import fill_tensor
 from ckpt.adapters.match.load_optimizer import match_optimizer
 from ckpt.adapters.match.matching import Matched, Matching
+from ckpt.adapters.match.renaming import Renaming
 from ckpt.adapters.match.saved import ABSENT, Saved, holds_tensors, is_mapping, kind, tag
 from ckpt.adapters.match.selection import ALL, Selection
 from ckpt.adapters.match.targets import has_live, has_sharded, holds_names
+from ckpt.adapters.match.wrapper_prefix import removed_from, with_prefix
 from ckpt.adapters.tensors.adapted import adapted
 from ckpt.adapters.tensors.gathered import forget_copies, release
 from ckpt.adapters.tensors.local_shards import LocalShards
@@ -106,10 +109,21 @@ class _Match:
             if isinstance(value, nn.Module):
                 release(value)
         self._saved = Saved(manifest)
+        selection = replace(selection, renaming=self._renaming(selection.renaming))
         self._all = Matching(self._saved, selection, find_parameters(state, self._objects))
         self._actions = self._all.actions
         self._in_object = False
         self._restored: list[nn.Module | Optimizer] = []
+
+    def _renaming(self, renaming: Renaming) -> Renaming:
+        if not removed_from(self._saved):
+            return renaming
+        entries = {
+            path: [entry.fqn for entry in items_of(path, value).entries]
+            for path, value in self._objects
+            if isinstance(value, nn.Module)
+        }
+        return with_prefix(renaming, self._saved, entries)
 
     def run(self) -> Matched:
         modules = [(path, value) for path, value in self._objects if isinstance(value, nn.Module)]

@@ -68,8 +68,13 @@ class Saved:
     @property
     def imported(self) -> bool:
         """True if ``ckpt import`` made the checkpoint from a checkpoint of another program."""
+        return "imported_as" in self.metadata
+
+    @property
+    def metadata(self) -> Mapping[str, Node]:
+        """The metadata of the manifest."""
         metadata = parse(self.manifest.metadata, "metadata")
-        return isinstance(metadata, dict) and "imported_as" in metadata
+        return metadata if isinstance(metadata, dict) else {}
 
     def node(self, path: str) -> Node:
         """Return the node at ``path``, or ``ABSENT`` if there is none.

@@ -47,7 +47,8 @@ OWN_STATE: Final = (
 )
 PLACING: Final = ("capturable", "fused")
 """The settings of a parameter group that place ``step`` on the device of the parameter."""
-_WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""The children of wrapper modules, whose names a state dict may have inside of other names."""
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
@@ -209,7 +210,7 @@ def _wrapper_prefixes(module: nn.Module) -> list[str]:
         lead = f"{name}." if name else ""
         if isinstance(child, DistributedDataParallel | DataParallel):
             found.append(f"{lead}module.")
-        found += [f"{lead}{segment}." for segment in _WRAPPERS if segment in child._modules]
+        found += [f"{lead}{segment}." for segment in WRAPPERS if segment in child._modules]
     return sorted(found, key=len, reverse=True)
 
 

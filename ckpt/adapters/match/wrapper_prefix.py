@@ -1,0 +1,47 @@
+"""Find the entries of a module whose only child is called ``module`` in an imported checkpoint.
+
+DDP puts ``module.`` before all names of a state dict, and an import removes it. The state dict of a
+module whose only child is called ``module`` looks the same, and only the module in the state shows
+the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from ckpt.adapters.match.renaming import Renaming
+from ckpt.adapters.match.saved import Saved
+
+PREFIX: Final = "module."
+REMOVED: Final = "imported_without_prefix"
+"""The key of the list of modules from whose names an import has removed the prefix, in the metadata
+of the checkpoint.
+"""
+
+
+def removed_from(saved: Saved) -> list[str]:
+    """Return the paths of the modules from whose names an import has removed the prefix."""
+    paths: Any = saved.metadata.get(REMOVED, ())
+    return [path for path in paths if isinstance(path, str)]
+
+
+def with_prefix(
+    renaming: Renaming, saved: Saved, entries: Mapping[str, Iterable[str]]
+) -> Renaming:
+    """Return ``renaming`` with a rule for each module that has the prefix in all of its names, if
+    an import has removed this prefix from the names of the checkpoint.
+
+    Args:
+        renaming: The renaming that the user gave.
+        saved: The checkpoint.
+        entries: The names of the entries of each module of the state, by its path.
+    """
+    if renaming.function is not None:  # The user has named every entry
+        return renaming
+    rules = {
+        f"{path}/{PREFIX}*": f"{path}/*"
+        for path in removed_from(saved)
+        if path in entries and all(name.startswith(PREFIX) for name in entries[path])
+    }
+    return Renaming((*renaming.rules, *Renaming.of(rules).rules)) if rules else renaming
