@@ -134,7 +134,7 @@ def words(ranks: int) -> dict[str, float]:
 
     class Counting(TorchStoreCoordinator):
         def __init__(self) -> None:
-            self.rank, self.world_size, self.attempt = 0, ranks, "abc123def456"
+            self.rank, self.world_size, self.attempt = 0, ranks, "abcxyzdefuvw"
             self._store = store
 
         def _look(self, key: str) -> bytes | None:
@@ -153,7 +153,7 @@ def words(ranks: int) -> dict[str, float]:
         Counting(),
         encode(Durable(FragmentRef(fragment_name(ranks), ranks, 40000, "0" * 32))),
     )
-    subject = "save/0/0/step-000001200.abc123def456"
+    subject = "save/0/0/step-000001200.abcxyzdefuvw"
     for rank in range(ranks // 2):
         store.set(f"{subject}/{rank}", word.decode())
     begin = time.perf_counter()

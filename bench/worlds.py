@@ -256,7 +256,7 @@ class Job:
         return Fragment(
             format=model.FORMAT,
             step=step,
-            attempt="abc123def456",
+            attempt="abcxyzdefuvw",
             rank=rank,
             world_size=self.world.ranks,
             created_at=float(step),

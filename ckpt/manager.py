@@ -297,7 +297,7 @@ class CheckpointManager:
         trial = self._ledger.next_trial(step)
         # Each further try at a step has a folder of its own, since a folder that may be committed
         # is never written to again.
-        ref = StepRef(step, self._coordinator.attempt + (f"t{trial}" if trial else ""))
+        ref = StepRef(step, self._coordinator.attempt).retry(trial)
         reason = EARLIER_FAILED
         try:
             if step != self._saver.steps.last_step:  # No earlier error may prevent the last save

@@ -44,7 +44,7 @@ def write_checkpoint(
     arrays: Arrays,
     *,
     world_size: int = 1,
-    attempt: str = "abc123",
+    attempt: str = "abcxyz",
     chunk_bytes: int = 1024,
     created_at: float | None = None,
     tree: object = None,
@@ -129,7 +129,7 @@ def _raw(node: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(node, order="deterministic"))
 
 
-DEAD = replace(Owner.here("abc123"), pid=2**22 + 1, started=1)  # beyond the largest pid
+DEAD = replace(Owner.here("abcxyz"), pid=2**22 + 1, started=1)  # beyond the largest pid
 
 
 def own(backend: StorageBackend, owner: Owner) -> None:

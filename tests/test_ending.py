@@ -541,7 +541,7 @@ def test_a_time_that_is_none_is_refused(tmp_path: Path, wrong: object) -> None:
 
 def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out() -> None:
     world = World(2)
-    ref = StepRef(1, "abc123")
+    ref = StepRef(1, "abcxyz")
 
     def rank(coordinator: object) -> object:
         if coordinator.rank == 1:  # type: ignore[attr-defined]
@@ -566,7 +566,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out
 def test_a_second_rank_that_leaves_is_not_waited_for_either() -> None:
     """The first one has voted before."""
     world = World(3)
-    ref = StepRef(1, "abc123")
+    ref = StepRef(1, "abcxyz")
 
     def vote(rank: int) -> Durable:
         return Durable(FragmentRef(f"rank-{rank:05}.json", rank, 1, "x"))
@@ -589,7 +589,7 @@ def test_a_second_rank_that_leaves_is_not_waited_for_either() -> None:
 
 def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
     world = World(2)
-    ref = StepRef(1, "abc123")
+    ref = StepRef(1, "abcxyz")
     heard: list[object] = []
     world.coordinator(1).set_once("gone", b'{"rank": 1, "reason": "boom"}')
 

@@ -162,7 +162,7 @@ def test_a_manifest_is_not_put_again_once_another_job_has_the_root(
 ) -> None:
     def taken_over() -> None:
         seems(near, **ELSEWHERE)
-        claim(backend.inner, Owner.here("another12345"))
+        claim(backend.inner, Owner.here("anotherabcde"))
         for held in Inventory(backend.inner).look():
             assert held.state == "committed"
             remove(backend.inner, held)

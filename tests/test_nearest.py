@@ -209,7 +209,7 @@ def test_a_cache_that_another_job_writes_to_gives_up_nothing(
         manager.restore(blank())
         manager.save(state_of(4))
     nbytes = sum(path.stat().st_size for path in near.rglob("rank-*"))
-    claim(open_backend(str(near)), Owner.here("another12345"))
+    claim(open_backend(str(near)), Owner.here("anotherabcde"))
     target = blank()
     with CheckpointManager([Tier(str(near), capacity=nbytes + 8000), far]) as manager:
         report = manager.restore(target)
@@ -231,7 +231,7 @@ def test_a_restore_of_a_running_job_evicts_nothing_that_another_job_has_saved_si
         manager.restore(blank())
         manager.save(state_of(4))
         store = open_backend(str(near))
-        other = write_checkpoint(store, 2, {"x": np.zeros(nbytes // 8)}, attempt="another12345")
+        other = write_checkpoint(store, 2, {"x": np.zeros(nbytes // 8)}, attempt="anotherabcde")
         store.delete(OWNER)
         report = manager.restore(blank(), step=1)
     assert report is not None

@@ -40,7 +40,7 @@ from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, Stora
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import Claim, attempts_of, job_of
+from ckpt.retention.claim import Claim, attempts_of
 from ckpt.retention.policy import FixedGuard, PruneContext, Retention
 from ckpt.retention.pruner import prune
 from ckpt.retention.removal import discard, remove
@@ -308,9 +308,7 @@ class Finish:
         """Return the committed steps of the job on a tier, newest first."""
         found = (inventory or Inventory(root.tier.backend)).look()
         return [
-            held
-            for held in found
-            if held.state == "committed" and job_of(held.ref) == self._me.attempt
+            held for held in found if held.state == "committed" and held.ref.job == self._me.attempt
         ]
 
     def _make_durable(self) -> None:
@@ -477,7 +475,7 @@ class Finish:
         parts = self._parts() if self._job.here and self._durable else None
         left = False
         for held in Inventory(root.tier.backend, part=bool(self._job.here)).look():
-            own = job_of(held.ref) == self._me.attempt
+            own = held.ref.job == self._me.attempt
             if own and (held.ref.step <= durable or _is_left_over(held, parts)):
                 self._confirm(root)
                 left |= not remove(root.tier.backend, held, root.claim)

@@ -56,7 +56,7 @@ from ckpt.model.keys import StepRef, fragment_name, whole_ranks
 from ckpt.model.manifest import Manifest
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import attempts_of, job_of
+from ckpt.retention.claim import attempts_of
 from ckpt.retention.step_copier import StepCopier
 from ckpt.storage.api import StorageBackend
 
@@ -260,7 +260,7 @@ class NodeParts:
         found: dict[StepRef, _Part] = {}
         for store in self._stores:
             for held in Inventory(store, part=True).look():
-                is_own = job_of(held.ref) == self._job.owner.attempt
+                is_own = held.ref.job == self._job.owner.attempt
                 if is_own and (held.state == "committed" or held.is_part) and self._has_all(held):
                     known = found.get(held.ref) or _Part(held, (), frozenset())
                     copies = known.copies | self._copies(held)

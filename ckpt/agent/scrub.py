@@ -28,7 +28,7 @@ from ckpt.model.keys import StepRef, rank_of
 from ckpt.observe.journal import note_verified
 from ckpt.pipeline.pace import Pace
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import Claim, job_of
+from ckpt.retention.claim import Claim
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import OpenTier
@@ -137,7 +137,7 @@ class Scrub:
         root.claim.use()
         refs = committed(tier.backend)
         if ranks is not None:  # An earlier job may have had other ranks on this node
-            refs = [ref for ref in refs if job_of(ref) == self._job.owner.attempt]
+            refs = [ref for ref in refs if ref.job == self._job.owner.attempt]
         due += [(ref, root) for ref in refs if f"{tier.url} {ref.folder}" not in self._known]
 
     def _scrub(self, root: _Root, ref: StepRef) -> None:

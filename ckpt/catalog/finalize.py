@@ -24,7 +24,6 @@ one attempt.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -59,7 +58,6 @@ _WHEN: Final = (
     "once it is a day old, and not before, since its job may run where it cannot be seen from here"
 )
 _log = logging.getLogger("ckpt")
-_TRIAL: Final = re.compile(r"t([1-9][0-9]*)")
 
 
 def finalize(
@@ -155,7 +153,7 @@ def _check_owner(
             "decided, and not for a commit, or a later one, which left it behind: restore "
             "another step"
         )
-    if _trial(ref, owner.attempt) is None:
+    if ref.job != owner.attempt:
         raise CommitError(
             f"step {ref.step}: attempt {owner.attempt} has taken the root over since, and may "
             "have gone on from another step: restore what is committed"
@@ -168,30 +166,13 @@ def _check_owner(
     return owner
 
 
-def _trial(ref: StepRef, attempt: str) -> int | None:
-    """Return the number of the try that ``ref`` names: 0 for the first try of a job at the step.
-
-    ``attempt`` is the attempt of the job, without the number of a try. Return None if ``ref``
-    belongs to another job.
-    """
-    if ref.attempt == attempt:
-        return 0
-    match = (
-        _TRIAL.fullmatch(ref.attempt.removeprefix(attempt))
-        if ref.attempt.startswith(attempt)
-        else None
-    )
-    return int(match.group(1)) if match else None
-
-
 def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
     """Raise ``CommitError`` if the leader has written to a later step, or in a later try at this
     step.
     """
-    mine = (ref.step, _trial(ref, owner.attempt) or 0)
     for other in attempts(backend):
-        trial = _trial(other, owner.attempt)
-        if trial is not None and (other.step, trial) > mine:
+        is_later = (other.step, other.trial) > (ref.step, ref.trial)
+        if other.job == owner.attempt and is_later:
             names = {info.key.rpartition("/")[2] for info in own_objects(backend, other)}
             if any(map(_of_leader, names)):
                 what = (

@@ -13,7 +13,6 @@ from ckpt.cli import output
 from ckpt.cli.store_timeout import Watched, open_watched
 from ckpt.coordination.owner import read_owner
 from ckpt.errors import CkptError
-from ckpt.retention.claim import job_of
 from ckpt.storage.places import is_folder, relation, without_query
 from ckpt.storage.registry import stores_in_memory
 
@@ -72,7 +71,7 @@ def _place_of(root: Watched, job: JobStatus) -> int:
 def _jobs_of(root: Watched) -> set[str]:
     """Return the attempts of the jobs that own the root or have a step in the root."""
     owner = read_owner(root)
-    return {job_of(ref) for ref in attempts(root)} | ({owner.attempt} if owner else set())
+    return {ref.job for ref in attempts(root)} | ({owner.attempt} if owner else set())
 
 
 def _last_job(tier: Watched) -> str | None:
@@ -84,7 +83,7 @@ def _last_job(tier: Watched) -> str | None:
     if (owner := read_owner(tier)) is not None:
         return owner.attempt
     newest = next(iter(attempts(tier)), None)
-    return None if newest is None else job_of(newest)
+    return None if newest is None else newest.job
 
 
 def _is_here(url: str) -> bool:

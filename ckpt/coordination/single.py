@@ -7,8 +7,13 @@ import threading
 
 
 def new_attempt() -> str:
-    """Return a new random id of an attempt: 12 hex digits."""
-    return secrets.token_hex(6)
+    """Return a new random id of an attempt: 12 letters from a to s (51 bits).
+
+    It has no digits, so the last number in the name of a step's folder is the step. Tools that find
+    the newest checkpoint by that number are then right. ``t`` begins the number of a further try
+    (``StepRef.retry``).
+    """
+    return "".join(secrets.choice("abcdefghijklmnopqrs") for _ in range(12))
 
 
 class SingleCoordinator:

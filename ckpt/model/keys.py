@@ -24,7 +24,10 @@ PINS: Final = "pins"
 WATCHERS: Final = "watchers"
 """The name of the folder that records which steps each watcher has handled."""
 
-_STEP: Final = re.compile(r"step-([0-9]{9,18})\.([0-9a-z]{6,32})")
+_STEP: Final = re.compile(r"step-([0-9]{9,18})\.([a-z]{6,32})")
+_TRIAL: Final = re.compile(r"t([a-j]+)$")
+_LETTERS: Final = str.maketrans("0123456789", "abcdefghij")
+_DIGITS: Final = str.maketrans("abcdefghij", "0123456789")
 _LATE_METRICS: Final = re.compile(r"metrics-[0-9a-f]{32}\.json")
 _FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|encoded|json)")
 _END_NOTE: Final = re.compile(r"rank-([0-9]{5,})\.ended")
@@ -40,6 +43,27 @@ class StepRef:
 
     step: int
     attempt: str
+
+    def retry(self, trial: int) -> StepRef:
+        """Return the reference of the try of the same job at the same step that follows ``trial``
+        tries that failed.
+
+        The digits of the number are letters, so that the step stays the last number in the name of
+        the folder.
+        """
+        suffix = f"t{trial}".translate(_LETTERS) if trial else ""
+        return StepRef(self.step, self.job + suffix)
+
+    @property
+    def job(self) -> str:
+        """The attempt of the job, without the number of the try."""
+        return _TRIAL.sub("", self.attempt)
+
+    @property
+    def trial(self) -> int:
+        """The number of tries of the same job at the same step that failed before this one."""
+        match = _TRIAL.search(self.attempt)
+        return int(match[1].translate(_DIGITS)) if match else 0
 
     @property
     def folder(self) -> str:

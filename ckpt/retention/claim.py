@@ -7,9 +7,7 @@ Before each removal it reads ``writer.json`` again, the record of the owner of t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from typing import Final
 
 import msgspec
 
@@ -19,8 +17,6 @@ from ckpt.coordination.owner import Owner, claim, confirm, detach, read_owner, r
 from ckpt.errors import RootInUse
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.storage.api import StorageBackend
-
-_TRIAL: Final = re.compile(r"t\d+$")
 
 
 class Claim:
@@ -170,7 +166,7 @@ class Claim:
         # The job has not taken the root, and only uses it. No living job owns the root.
         if self._there is None and self._found is None:
             return True
-        if ref in self._brought or job_of(ref) == self.own or job_of(ref) in self._ended:
+        if ref in self._brought or ref.job == self.own or ref.job in self._ended:
             return True
         return ref in (self._there_before() or ())
 
@@ -185,7 +181,7 @@ class Claim:
         job the result is False. It is also False for a step that this job copies to the root
         (``bring``).
         """
-        return ref not in self._brought and job_of(ref) in self._ended
+        return ref not in self._brought and ref.job in self._ended
 
     @property
     def has_heritage(self) -> bool:
@@ -225,11 +221,6 @@ class FoundSteps:
         return self._refs
 
 
-def job_of(ref: StepRef) -> str:
-    """Return the attempt of the job that wrote ``ref``, without the number of the try."""
-    return _TRIAL.sub("", ref.attempt)
-
-
 def attempts_of(backend: StorageBackend, job: str) -> list[StepRef]:
     """Return the attempts at steps on a store that one job has made, newest step first."""
-    return [ref for ref in attempts(backend) if job_of(ref) == job]
+    return [ref for ref in attempts(backend) if ref.job == job]

@@ -219,7 +219,7 @@ class Evictor:
         several attempts at a step, it is the one with the youngest manifest, as for a restore.
         """
         own = self._claim.own
-        if restored in whole and not any(ref.attempt.startswith(own) for ref in whole):
+        if restored in whole and not any(ref.job == own for ref in whole):
             return restored
         dates = {ref: held.created_at for ref, held in whole.items()}
         counting = [ref for ref in whole if self._counts(ref, restored)]
@@ -230,7 +230,7 @@ class Evictor:
 
         A step of another job that is newer than the restored step belongs to an abandoned history.
         """
-        is_own = ref.attempt.startswith(self._claim.own)
+        is_own = ref.job == self._claim.own
         return restored is None or ref.step <= restored.step or is_own
 
     def _remove(self, going: list[StoredStep], why: str, tried: set[StepRef]) -> int:

@@ -133,7 +133,7 @@ def first_to_go(
 
     def rank(ref: StepRef) -> tuple[int, bool, StepRef]:
         # After a rollback, steps of other attempts may have higher numbers, but they are older.
-        mine = bool(own) and ref.attempt.startswith(own)
+        mine = ref.job == own
         return (2 if set(why[ref]) - {NEWEST, NEWEST_OWN} else len(why[ref]), mine, ref)
 
     return sorted(committed, key=rank)
@@ -151,7 +151,7 @@ def newest(
         dates: When the manifests were made, in seconds since 1970. Without a date, the attempts at
             a step are compared by their names.
     """
-    mine = [ref for ref in committed if own and ref.attempt.startswith(own)]
+    mine = [ref for ref in committed if own and ref.job == own]
     known = dates or {}
     return max(
         mine or committed, key=lambda ref: (ref.step, known.get(ref, 0.0), ref), default=None
@@ -289,7 +289,7 @@ def judge(
         if held.state == "incomplete" and (held.is_cut or is_dead):
             return ()
         old = is_old(held, context.grace_seconds)
-        if context.alive and own and held.ref.attempt.startswith(own) and not old:
+        if context.alive and own and held.ref.job == own and not old:
             return ("the running job's",)
         young = not (old or (context.undated and held.touched is None))
         in_use = held.objects or not all(cut.abandoned for cut in held.unfinished)

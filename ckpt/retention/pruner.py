@@ -18,7 +18,7 @@ from ckpt.errors import CkptError, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef
 from ckpt.model.readable import size
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import Claim, job_of
+from ckpt.retention.claim import Claim
 from ckpt.retention.policy import (
     GRACE_SECONDS,
     NO_JOB,
@@ -172,7 +172,7 @@ def sweep(
             goes = held.is_cut or claim.is_dead(held.ref) or is_old(held, GRACE_SECONDS)
         else:
             goes = held.state != "unsupported" and claim.may_remove(held.ref)
-        if goes and not held.pins and job_of(held.ref) != claim.own and held.ref not in stays:
+        if goes and not held.pins and held.ref.job != claim.own and held.ref not in stays:
             remove(backend, held, claim)
 
 
@@ -337,4 +337,4 @@ class Pruner:
         ranks remove only steps of this job, and saves that no process can finish.
         """
         remains = held.state == "incomplete" and (held.is_cut or self._claim.is_dead(held.ref))
-        return remains or job_of(held.ref) == self._claim.own
+        return remains or held.ref.job == self._claim.own

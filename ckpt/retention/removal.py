@@ -32,7 +32,7 @@ from ckpt.errors import OutOfSpace
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef, is_file_name, is_fragment, is_late_metrics, parse_folder
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.retention.claim import Claim, job_of
+from ckpt.retention.claim import Claim
 from ckpt.retention.policy import GRACE_SECONDS
 from ckpt.storage.api import KeepsUnfinished, Rooted, StorageBackend, Unfinished
 
@@ -178,7 +178,7 @@ def discard_left(backend: StorageBackend, claim: Claim) -> None:
             if (
                 (ref := parse_folder(folder)) is None
                 or not is_file_name(name)
-                or job_of(ref) == claim.own
+                or ref.job == claim.own
             ):
                 continue
             if claim.is_dead(ref) or (one.abandoned and ref not in shown):

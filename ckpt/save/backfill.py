@@ -26,7 +26,6 @@ from ckpt.model.keys import StepRef
 from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.claim import job_of
 from ckpt.retention.policy import FixedGuard
 from ckpt.retention.step_copier import StepCopier
 from ckpt.save.job_steps import EarlierSteps, JobSteps
@@ -93,7 +92,7 @@ class Backfill:
             found = [
                 ref
                 for ref in attempts(near.backend)
-                if ref <= restored and job_of(ref) == job_of(restored) != own
+                if ref <= restored and ref.job == restored.job != own
             ]
             self._earlier.set_left(found)
             if found:

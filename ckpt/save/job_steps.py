@@ -15,7 +15,6 @@ from ckpt.catalog.index import attempts
 from ckpt.errors import CkptError, ObjectNotFound
 from ckpt.locks import Condition
 from ckpt.model.keys import StepRef
-from ckpt.retention.claim import job_of
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 
@@ -81,7 +80,7 @@ class EarlierSteps:
         with self._lock:
             begun, restored = self._begun, self._restored
         if not begun and restored is not None:
-            return frozenset(ref for ref in attempts(self._near) if job_of(ref) != self._own)
+            return frozenset(ref for ref in attempts(self._near) if ref.job != self._own)
         if begun:
             self._listed.wait(self._patience_seconds)
         with self._lock:

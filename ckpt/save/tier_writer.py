@@ -39,7 +39,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import Known
-from ckpt.retention.claim import Claim, FoundSteps, job_of
+from ckpt.retention.claim import Claim, FoundSteps
 from ckpt.retention.pruner import Pruner, sweep
 from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
@@ -416,7 +416,7 @@ class TierWriter:
                 self._found.post(there)
             if self._pruner is not None:
                 self._pruner.clear(self._steps.restored)
-            done = {other.step for other in there if job_of(other) != self.root.own}
+            done = {other.step for other in there if other.job != self.root.own}
             restored = self._steps.restored
             self._taken = {step for step in done if restored is None or step <= restored.step}
             if restored is not None and not self.in_memory and (newer := done - self._taken):

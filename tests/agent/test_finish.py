@@ -121,7 +121,7 @@ def test_a_root_that_a_job_of_another_machine_has_left_is_no_obstacle(
     place: AgentFolder, tmp_path: Path, tiers, roots
 ) -> None:
     """Its node was replaced, or has started again."""
-    earlier = Owner("feedbeef0000", "other", "another boot/1", pid=1, started=1)
+    earlier = Owner("feedbeefzzzz", "other", "another boot/1", pid=1, started=1)
     for name in roots:
         (tmp_path / name).mkdir()
         (tmp_path / name / OWNER).write_bytes(msgspec.json.encode(earlier))
@@ -420,7 +420,7 @@ def test_a_root_of_another_job_is_left_alone(place: AgentFolder, tmp_path: Path,
     """The other job is on another machine, whose processes are not visible, and may be alive."""
     tiers[1] = {"url": str(tmp_path / "disk")}
     (tmp_path / "disk").mkdir()
-    other = Owner(attempt="feedbeef0000", host="far", machine="elsewhere", pid=1, started=1)
+    other = Owner(attempt="feedbeefzzzz", host="far", machine="elsewhere", pid=1, started=1)
     script = TRAINER.replace(
         'if "kill" in end:',
         f"open({str(tmp_path / 'disk' / OWNER)!r}, 'wb')"

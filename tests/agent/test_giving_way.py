@@ -116,7 +116,7 @@ def test_no_manifest_is_put_once_another_job_has_taken_a_root(
     tmp_path: Path, dead: Job, monkeypatch, taken
 ) -> None:
     """The other job begins while the files of the first copy are on their way."""
-    other = msgspec.structs.replace(Owner.here("feedbeef0000"), pid=1, machine="elsewhere")
+    other = msgspec.structs.replace(Owner.here("feedbeefzzzz"), pid=1, machine="elsewhere")
 
     def take(key: str) -> None:
         if key.startswith("step-000000002") and key.endswith("rank-00000.json"):
@@ -167,7 +167,7 @@ def test_a_job_after_another_of_the_same_process_is_finished(tmp_path: Path, dea
     """The far tier still names the job before, which has detached. The near one knows that it has
     ended.
     """
-    first = msgspec.structs.replace(dead.owner, attempt="feedbeef0000", pid=NO_PROCESS)
+    first = msgspec.structs.replace(dead.owner, attempt="feedbeefzzzz", pid=NO_PROCESS)
     near = read_owner(open_backend(str(tmp_path / "near")))
     assert near is not None
     (tmp_path / "far").mkdir()
@@ -180,7 +180,7 @@ def test_a_job_after_another_of_the_same_process_is_finished(tmp_path: Path, dea
 
 
 def test_a_job_that_lives_keeps_the_root_that_it_had_before(tmp_path: Path, dead: Job) -> None:
-    alive = Owner.here("feedbeef0000")
+    alive = Owner.here("feedbeefzzzz")
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / OWNER).write_bytes(msgspec.json.encode(alive))
     after_it = msgspec.structs.replace(dead, before=(alive.attempt,))

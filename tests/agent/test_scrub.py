@@ -73,7 +73,7 @@ def dead_job(tiers: list[Tier], *, rate: float = 1000.0) -> Job:
     """A job that has saved step 1 on all ``tiers``, and has ended."""
     with CheckpointManager(tiers) as manager:
         manager.save(state(1), 1)
-    owner = msgspec.structs.replace(Owner.here("feedbeef0000"), pid=NO_PROCESS)
+    owner = msgspec.structs.replace(Owner.here("feedbeefzzzz"), pid=NO_PROCESS)
     return Job(
         owner=owner,
         processes=(),
@@ -172,7 +172,7 @@ def test_a_step_in_a_later_format_keeps_no_older_step_from_being_verified(tiers)
 
 def test_a_root_of_another_job_is_left_alone(tiers) -> None:
     job = dead_job(tiers)
-    other = Owner(attempt="feedbeef0001", host="far", machine="elsewhere", pid=1, started=1)
+    other = Owner(attempt="feedbeefzzzy", host="far", machine="elsewhere", pid=1, started=1)
     (Path(tiers[0].url) / OWNER).write_bytes(msgspec.json.encode(other))
     flip(data_of(tiers[0]))
     ended, reported = one_round(job)

@@ -56,14 +56,14 @@ def test_steps_are_ordered_as_numbers_beyond_nine_digits(backend: StorageBackend
 
 def test_folders_that_are_not_ours_are_left_alone(backend: StorageBackend) -> None:
     for name in (
-        "step-1.abc123",
+        "step-1.abcxyz",
         "step-000000001.ABC123",
         "step-000000001",
         "logs",
-        "step-000000001.abc123.bak",
+        "step-000000001.abcxyz.bak",
     ):
         backend.put(f"{name}/manifest.json", [b"{}"])
-    backend.put("step-000000009.abc123", [b"a file, not a folder"])
+    backend.put("step-000000009.abcxyz", [b"a file, not a folder"])
     assert attempts(backend) == []
 
 
@@ -119,19 +119,19 @@ def test_a_store_that_stutters_is_asked_again(backend: StorageBackend) -> None:
         ([], None, "empty, or does not exist"),
         (["notes.txt"], None, "no steps, but other files, such as 'notes.txt'"),
         (
-            ["step-000000004.abc123/rank-00000.json"],
+            ["step-000000004.abcxyz/rank-00000.json"],
             None,
             r"1 save\(s\) were begun, none was committed",
         ),
-        (["step-000000004.abc123/rank-00000.json"], 4, "step 4 was begun, but never committed"),
-        (["step-000000004.abc123/manifest.json"], 5, "step 5 is not there; the newest is 4$"),
+        (["step-000000004.abcxyz/rank-00000.json"], 4, "step 4 was begun, but never committed"),
+        (["step-000000004.abcxyz/manifest.json"], 5, "step 5 is not there; the newest is 4$"),
         (
-            [f"step-{step:09d}.abc123/manifest.json" for step in range(10)]
-            + ["step-000000009.def456/manifest.json", "step-000000010.abc123/rank-00000.json"],
+            [f"step-{step:09d}.abcxyz/manifest.json" for step in range(10)]
+            + ["step-000000009.defuvw/manifest.json", "step-000000010.abcxyz/rank-00000.json"],
             12,
             "step 12 is not there; the newest are 9, 8, 7, 6, 5$",
         ),
-        (["step-000000004.abc123/rank-00000.json"], 12, "step 12 is not there$"),
+        (["step-000000004.abcxyz/rank-00000.json"], 12, "step 12 is not there$"),
     ],
 )
 def test_where_nothing_is_found_the_error_says_what_is_there_instead(
@@ -145,12 +145,12 @@ def test_where_nothing_is_found_the_error_says_what_is_there_instead(
 
 def test_a_manifest_that_is_not_there_is_not_found(backend: StorageBackend) -> None:
     with pytest.raises(ObjectNotFound):
-        read_manifest(backend, StepRef(3, "abc123"))
+        read_manifest(backend, StepRef(3, "abcxyz"))
 
 
 def test_a_manifest_in_the_wrong_folder_is_refused(backend: StorageBackend) -> None:
     packed = pack(write_checkpoint(backend, 1, ARRAYS).stored)
-    for ref in (StepRef(2, "abc123"), StepRef(1, "other1")):
+    for ref in (StepRef(2, "abcxyz"), StepRef(1, "othera")):
         backend.put(ref.manifest, [packed])
         with pytest.raises(ManifestCorrupt, match="it is that of step 1"):
             read_manifest(backend, ref)
@@ -253,7 +253,7 @@ def test_a_truncated_manifest_is_refused_wherever_it_was_cut(backend: StorageBac
     "data", [b"", b"{}", b"null", b"\x00" * 40, b"\xff\xfe", b"[" * 5000, b"\x28\xb5\x2f\xfd junk"]
 )
 def test_what_is_no_manifest_at_all_is_refused(backend: StorageBackend, data: bytes) -> None:
-    ref = StepRef(1, "abc123")
+    ref = StepRef(1, "abcxyz")
     backend.put(ref.manifest, [data])
     with pytest.raises(ManifestCorrupt):
         read_manifest(backend, ref)
@@ -261,7 +261,7 @@ def test_what_is_no_manifest_at_all_is_refused(backend: StorageBackend, data: by
 
 def test_a_later_format_says_that_ckpt_must_be_upgraded(backend: StorageBackend) -> None:
     body = b'{"format":9,"something":"new"}'
-    ref = StepRef(1, "abc123")
+    ref = StepRef(1, "abcxyz")
     backend.put(
         ref.manifest, [b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"]
     )

@@ -49,10 +49,10 @@ def test_a_step_that_was_copied_to_the_folder_of_another_is_no_checkpoint(
     backend: StorageBackend,
 ) -> None:
     packed = pack(write_checkpoint(backend, 1, ARRAYS).stored)
-    backend.put(StepRef(9, "abc123").manifest, [packed])
+    backend.put(StepRef(9, "abcxyz").manifest, [packed])
     copied, whole = Inventory(backend).look()
     assert (copied.state, whole.state) == ("damaged", "committed")
-    assert copied.reason == "it is that of step 1, attempt 'abc123'"
+    assert copied.reason == "it is that of step 1, attempt 'abcxyz'"
 
 
 @pytest.mark.parametrize("name", ["rank-00001.safetensors", "rank-00000.json"])

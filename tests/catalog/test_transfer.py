@@ -491,5 +491,5 @@ def test_a_step_that_is_not_there_is_not_found(
     source: StorageBackend, destination: StorageBackend, workers: Workers
 ) -> None:
     with pytest.raises(CkptError):
-        fetch_step([source], StepFolder(destination, StepRef(9, "abc123"), workers))
+        fetch_step([source], StepFolder(destination, StepRef(9, "abcxyz"), workers))
     assert objects(destination) == {}

@@ -214,7 +214,7 @@ def test_large_files_are_verified_on_disk(tmp_path: Path, workers: Workers) -> N
 def test_runs_cover_a_file_in_order_and_keep_to_the_limit() -> None:
     lengths = [4096, RUN_BYTES, 1, RUN_BYTES - 1, 1, 5, 3 * RUN_BYTES, 7]
     file = File("k", 0, sum(lengths), tuple(Chunk(length, "") for length in lengths))
-    runs = runs_of(chunks_of(StoredFile.of(StepRef(1, "0123456789ab"), file, None)))
+    runs = runs_of(chunks_of(StoredFile.of(StepRef(1, "abcdefghijkl"), file, None)))
     assert [chunk.nbytes for run in runs for chunk in run.reads] == lengths
     assert all(run.nbytes <= RUN_BYTES or len(run.reads) == 1 for run in runs)
     assert [run.offset for run in runs] == [

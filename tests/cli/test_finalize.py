@@ -34,7 +34,7 @@ def manifest_of(written: Written) -> Path:
 def test_what_is_whole_becomes_the_checkpoint_it_would_have_been(cli: Cli, left: Written) -> None:
     ran = cli("finalize", "runs")
     assert ran.code == 0
-    assert ran.out.startswith("step 400 (attempt abc123) is a checkpoint now: ")
+    assert ran.out.startswith("step 400 (attempt abcxyz) is a checkpoint now: ")
     assert ran.out.endswith("of 2 ranks, verified\n")
     assert manifest_of(left).read_bytes() == pack(left.stored)
     assert cli("verify", 400).code == 0
@@ -48,7 +48,7 @@ def test_json_says_what_was_finished(cli: Cli, left: Written) -> None:
     assert ran.json["steps"] == [
         {
             "step": 400,
-            "attempt": "abc123",
+            "attempt": "abcxyz",
             "finished": True,
             "bytes": left.manifest.nbytes,
             "world_size": 2,
@@ -89,7 +89,7 @@ def test_a_damaged_fragment_is_told(cli: Cli, left: Written) -> None:
 
 
 def test_a_fragment_of_another_save_is_told(cli: Cli, left: Written) -> None:
-    other = Path("runs/step-000000300.abc123/rank-00001.json")
+    other = Path("runs/step-000000300.abcxyz/rank-00001.json")
     (Path("runs") / left.ref.key("rank-00001.json")).write_bytes(other.read_bytes())
     assert "belongs to another save" in refused(cli, left, code=4)
 
@@ -97,7 +97,7 @@ def test_a_fragment_of_another_save_is_told(cli: Cli, left: Written) -> None:
 def test_a_job_that_lives_commits_by_itself(
     cli: Cli, left: Written, backend: StorageBackend
 ) -> None:
-    own(backend, Owner.here("abc123"))
+    own(backend, Owner.here("abcxyz"))
     assert f"process {os.getpid()}" in refused(cli, left)
 
 
@@ -105,9 +105,9 @@ def test_of_several_saves_that_all_stay_as_they_are_each_reason_is_shown_once(
     cli: Cli, left: Written, backend: StorageBackend
 ) -> None:
     write_checkpoint(backend, 500, ARRAYS, world_size=2, commit=False)
-    own(backend, Owner.here("abc123"))
+    own(backend, Owner.here("abcxyz"))
     lines = refused(cli, left).splitlines()
-    assert [f"step {step} (attempt abc123) was left alone" in "".join(lines) for step in (400, 500)]
+    assert [f"step {step} (attempt abcxyz) was left alone" in "".join(lines) for step in (400, 500)]
     assert len([line for line in lines if f"process {os.getpid()}" in line]) == 2
 
 
@@ -131,10 +131,10 @@ def test_a_manager_that_was_closed_had_its_verdict(
 def test_a_root_that_was_taken_over_has_another_history(
     cli: Cli, left: Written, backend: StorageBackend
 ) -> None:
-    own(backend, replace(DEAD, attempt="later1"))
-    assert "attempt later1 has taken the root over" in refused(cli, left)
-    own(backend, replace(DEAD, attempt="abc12"))  # 'abc123' begins with it, and is another attempt
-    assert "attempt abc12 has taken the root over" in refused(cli, left)
+    own(backend, replace(DEAD, attempt="latera"))
+    assert "attempt latera has taken the root over" in refused(cli, left)
+    own(backend, replace(DEAD, attempt="abcxy"))  # 'abcxyz' begins with it, and is another attempt
+    assert "attempt abcxy has taken the root over" in refused(cli, left)
 
 
 def test_a_leader_that_went_on_had_refused_it(
@@ -147,28 +147,28 @@ def test_a_leader_that_went_on_had_refused_it(
     both = cli("finalize", "runs")
     assert both.code == 0
     assert both.out.startswith("step 500 ")
-    assert "step 400 (attempt abc123) was left alone" in both.err
+    assert "step 400 (attempt abcxyz) was left alone" in both.err
 
 
 def test_a_save_that_was_tried_again_had_been_refused(
     cli: Cli, left: Written, backend: StorageBackend
 ) -> None:
-    write_checkpoint(backend, 400, ARRAYS, world_size=2, attempt="abc123t1", commit=False)
+    write_checkpoint(backend, 400, ARRAYS, world_size=2, attempt="abcxyztb", commit=False)
     found = {
         step["attempt"]: step["finished"]
         for step in cli("finalize", "runs", "--json").json["steps"]
     }
-    assert found == {"abc123": False, "abc123t1": True}
+    assert found == {"abcxyz": False, "abcxyztb": True}
 
 
 def test_ranks_that_diverged_are_refused_here_too(
     cli: Cli, left: Written, backend: StorageBackend
 ) -> None:
     other = write_checkpoint(
-        backend, 400, ARRAYS, world_size=2, attempt="abc124", tree={"epoch": 4}, commit=False
+        backend, 400, ARRAYS, world_size=2, attempt="abcxyw", tree={"epoch": 4}, commit=False
     )
     path = Path("runs") / other.ref.key("rank-00001.json")
-    fragment = replace(unpack(path.read_bytes(), Packed, key="x"), attempt="abc123")
+    fragment = replace(unpack(path.read_bytes(), Packed, key="x"), attempt="abcxyz")
     (Path("runs") / left.ref.key("rank-00001.json")).write_bytes(pack(fragment))
     assert "'epoch' differs between ranks 0, 1" in refused(cli, left, "--step", 400)
 

@@ -45,7 +45,7 @@ def test_incomplete_and_damaged_steps_are_told_apart(
     cli: Cli, steps: dict[int, Written], backend: StorageBackend
 ) -> None:
     write_checkpoint(backend, 400, ARRAYS, commit=False)
-    backend.put(StepRef(200, "abc123").manifest, [b"junk"])
+    backend.put(StepRef(200, "abcxyz").manifest, [b"junk"])
     rows = {row.split()[0]: row for row in cli("ls").out.splitlines()}
     assert "incomplete: 1 rank finished, no manifest" in rows["400"]
     assert "damaged: " in rows["200"]
@@ -58,7 +58,7 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
     assert ran.json["root"] == str(Path("runs").absolute())
     assert ran.json["steps"][-1] == {
         "step": 300,
-        "attempt": "abc123",
+        "attempt": "abcxyz",
         "older": False,
         "state": "committed",
         "detail": None,
@@ -83,7 +83,7 @@ def test_of_two_attempts_at_a_step_the_younger_is_last_and_the_other_is_older(
     write_checkpoint(backend, 5, ARRAYS, attempt="dddddd", commit=False)
     write_checkpoint(backend, 4, ARRAYS)
     rows = [row.split() for row in cli("ls").out.splitlines()[1:]]
-    assert [row[1] for row in rows] == ["abc123", "dddddd", "bbbbbb,", "cccccc,", "aaaaaa"]
+    assert [row[1] for row in rows] == ["abcxyz", "dddddd", "bbbbbb,", "cccccc,", "aaaaaa"]
     assert [row[2] == "older" for row in rows] == [False, False, True, True, False]
     assert cli("show", 5, "--json").json["attempt"] == "aaaaaa"
     for words in (["ls"], ["ls", "runs", "empty"]):

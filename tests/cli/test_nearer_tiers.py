@@ -64,7 +64,7 @@ def test_a_root_is_a_tier_of_the_job_also_if_the_job_has_named_its_server(
         write_checkpoint(store, 1, ARRAYS)
     monkeypatch.setattr(root, "url", "s3://bucket/run")
     tiers = (str(Path("near").resolve()), "s3://bucket/run?endpoint_url=http://store:9000")
-    job = JobStatus(attempt="abc123", state="closed", tiers=tiers, processes=(), since=0.0)
+    job = JobStatus(attempt="abcxyz", state="closed", tiers=tiers, processes=(), since=0.0)
     monkeypatch.setattr("ckpt.cli.nearer_tiers.known_jobs", lambda: [job])
     found = nearer_tiers(watch(root, 10.0), watch(open_backend("there"), 10.0), 10.0)
     assert [store.url for store in found] == [tiers[0]]

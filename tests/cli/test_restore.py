@@ -33,7 +33,7 @@ def test_a_local_checkpoint_is_verified_in_place(cli: Cli, steps: dict[int, Writ
     ran = cli("restore", "--latest")
     assert ran.code == 0
     assert ran.out.splitlines()[0] == "step 300 is intact, verified in place"
-    assert str(Path("runs/step-000000300.abc123").absolute()) in ran.out
+    assert str(Path("runs/step-000000300.abcxyz").absolute()) in ran.out
     assert "B/s" in ran.out
     assert not Path("restored").exists()
 
@@ -41,13 +41,13 @@ def test_a_local_checkpoint_is_verified_in_place(cli: Cli, steps: dict[int, Writ
 def test_with_to_it_is_copied(cli: Cli, steps: dict[int, Written]) -> None:
     ran = cli("restore", "--latest", "--to", "there", "--json")
     assert ran.code == 0
-    place = Path("there/step-000000300.abc123").absolute()
+    place = Path("there/step-000000300.abcxyz").absolute()
     assert ran.json["step"] == 300
     assert ran.json["place"] == str(place)
     assert ran.json["root"] == str(place.parent)
     assert ran.json["copied"] is True
     assert ran.json["bytes"] == steps[300].manifest.nbytes
-    assert tree(str(place)) == tree("runs/step-000000300.abc123")
+    assert tree(str(place)) == tree("runs/step-000000300.abcxyz")
     assert cli("verify", "--all", "--root", "there").code == 0
 
 
@@ -56,7 +56,7 @@ def test_from_elsewhere_it_goes_into_the_folder_restored(cli: Cli) -> None:
     write_checkpoint(open_backend(url), 5, ARRAYS, world_size=3)
     ran = cli("restore", "--root", url)
     assert ran.code == 0
-    assert str(Path("restored/step-000000005.abc123").absolute()) in ran.out
+    assert str(Path("restored/step-000000005.abcxyz").absolute()) in ran.out
     assert cli("ls", "--root", "restored").code == 0
 
 
@@ -160,11 +160,11 @@ def test_a_damaged_step_is_passed_over_with_a_warning(
     assert ran.json["step"] == 200
     assert ran.err.startswith(
         "warning: step 300 is damaged: checksum mismatch in "
-        "'step-000000300.abc123/rank-00000.safetensors'"
+        "'step-000000300.abcxyz/rank-00000.safetensors'"
     )
     assert "bytes 4096 to 4104" in ran.err
     assert ran.err.endswith("trying step 200, the one before\n")
-    assert not Path("there/step-000000300.abc123/manifest.json").exists()
+    assert not Path("there/step-000000300.abcxyz/manifest.json").exists()
 
 
 @pytest.mark.parametrize("to", [[], ["--to", "there"]])
@@ -175,7 +175,7 @@ def test_a_step_that_was_asked_for_has_no_second_choice(
     ran = cli("restore", "--step", 300, *to)
     assert ran.code == 4
     assert ran.out == ""
-    assert ran.err == "error: 'step-000000300.abc123/rank-00001.safetensors': is missing\n"
+    assert ran.err == "error: 'step-000000300.abcxyz/rank-00001.safetensors': is missing\n"
 
 
 def test_when_all_are_damaged_the_error_says_so(cli: Cli, steps: dict[int, Written]) -> None:
@@ -188,11 +188,11 @@ def test_when_all_are_damaged_the_error_says_so(cli: Cli, steps: dict[int, Writt
 
 
 def test_another_attempt_at_the_same_step_may_help(cli: Cli, steps: dict[int, Written]) -> None:
-    write_checkpoint(open_backend("runs"), 300, ARRAYS, attempt="other1", created_at=1.0)
+    write_checkpoint(open_backend("runs"), 300, ARRAYS, attempt="othera", created_at=1.0)
     flip(data_file(steps[300]), 0)
     ran = cli("restore", "--step", 300, "--json")
-    assert ran.json["attempt"] == "other1"
-    assert "trying another attempt at it, other1" in ran.err
+    assert ran.json["attempt"] == "othera"
+    assert "trying another attempt at it, othera" in ran.err
 
 
 def test_there_is_nothing_to_restore(cli: Cli) -> None:
@@ -217,7 +217,7 @@ def tiers(cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch) 
 
 
 def near_file(name: str) -> Path:
-    return Path("near/step-000000300.abc123") / name
+    return Path("near/step-000000300.abcxyz") / name
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["options", "ckpt.toml"])
@@ -229,7 +229,7 @@ def test_the_nearest_folder_is_filled_and_verified_in_place_ever_after(
     assert (ran.code, ran.err) == (0, "")
     assert ran.json["root"] == str(Path("near").absolute())
     assert (ran.json["copied"], ran.json["copied_bytes"]) == (True, steps[300].manifest.nbytes)
-    assert tree("near/step-000000300.abc123") == tree("runs/step-000000300.abc123")
+    assert tree("near/step-000000300.abcxyz") == tree("runs/step-000000300.abcxyz")
     again = cli("restore", "--latest", "--json", *flags)
     assert (again.json["copied"], again.json["copied_bytes"], again.json["repaired"]) == (
         False,
@@ -253,14 +253,14 @@ def test_what_is_damaged_near_comes_from_far_with_a_warning(
     assert fragment["key"].endswith("rank-00000.json")
     assert repair["tier"] == str(Path("near").absolute())
     assert ran.err.count("warning: step 300: ") == 2
-    assert tree("near/step-000000300.abc123") == tree("runs/step-000000300.abc123")
+    assert tree("near/step-000000300.abcxyz") == tree("runs/step-000000300.abcxyz")
 
 
 def test_a_torn_manifest_near_is_replaced(cli: Cli, tiers: list[str]) -> None:
     cli("restore", *tiers)
     near_file("manifest.json").write_bytes(b"{}")
     assert cli("restore", *tiers).code == 0
-    assert tree("near/step-000000300.abc123") == tree("runs/step-000000300.abc123")
+    assert tree("near/step-000000300.abcxyz") == tree("runs/step-000000300.abcxyz")
 
 
 def test_what_is_damaged_everywhere_gives_way_to_the_step_before(

@@ -79,7 +79,7 @@ def test_a_step_that_the_tier_lists_does_not_wait(cli: Cli, steps: dict[int, Wri
 def test_a_verification_counts_for_the_youngest_attempt_alone(
     cli: Cli, backend: StorageBackend
 ) -> None:
-    for number, attempt in enumerate(("bbb222", "aaa111")):
+    for number, attempt in enumerate(("bbbyyy", "aaaxxx")):
         write_checkpoint(backend, 1, ARRAYS, attempt=attempt, created_at=number + 1.0)
     journal = Journal("runs", rank=0)
     journal(SaveStaged(step=1, nbytes=7, stall_seconds=1, tiers=(backend.url,)))
@@ -87,6 +87,6 @@ def test_a_verification_counts_for_the_youngest_attempt_alone(
     note_verified(backend.url, 1, "1 fault found")
     view = watch_runs([Tier("runs")], {})[0].look(60)
     assert {step.attempt: [cell.state for cell in step.cells] for step in view.steps} == {
-        "aaa111": ["damaged"],
-        "bbb222": ["committed"],
+        "aaaxxx": ["damaged"],
+        "bbbyyy": ["committed"],
     }

@@ -16,7 +16,7 @@ from tests.cli.conftest import ARRAYS, Cli, Ran, data_file, flip
 def test_the_newest_step_is_verified(cli: Cli, steps: dict[int, Written]) -> None:
     ran = cli("verify")
     assert ran.code == 0
-    assert ran.out.startswith("step 300 (attempt abc123): intact, 8.62 kB in ")
+    assert ran.out.startswith("step 300 (attempt abcxyz): intact, 8.62 kB in ")
     assert ran.out.count("\n") == 1
 
 
@@ -27,10 +27,10 @@ def test_damage_exits_with_4_and_says_where(cli: Cli, steps: dict[int, Written])
     ran = cli("verify", 200)
     assert ran.code == 4
     lines = [" ".join(line.split()) for line in ran.out.splitlines()]
-    assert lines[0] == "step 200 (attempt abc123): damaged, 2 faults"
+    assert lines[0] == "step 200 (attempt abcxyz): damaged, 2 faults"
     assert lines[2:] == [
-        "step-000000200.abc123/rank-00001.safetensors - is missing",
-        "step-000000200.abc123/rank-00000.safetensors 4096 to 4104 its bytes were changed",
+        "step-000000200.abcxyz/rank-00001.safetensors - is missing",
+        "step-000000200.abcxyz/rank-00000.safetensors 4096 to 4104 its bytes were changed",
     ]
 
 
@@ -95,7 +95,7 @@ def test_all_tiers_are_verified(cli: Cli, far: str) -> None:
     assert ran.code == 0
     header, near, other = rows(ran)
     assert header == ["tier", "step", "attempt", "verified", "state"]
-    assert near == [str(Path("runs").absolute()), "300", "abc123", "8.62", "kB", "intact"]
+    assert near == [str(Path("runs").absolute()), "300", "abcxyz", "8.62", "kB", "intact"]
     assert other[0] == far
     assert len(rows(cli("verify", "--all", "--root", "runs", "--root", "far"))) == 7
 
@@ -110,7 +110,7 @@ def test_damage_says_which_tier_has_it_intact(
     reported = rows(ran)[-1]
     assert reported[:2] == [
         str(Path("runs").absolute()),
-        "step-000000300.abc123/rank-00000.safetensors",
+        "step-000000300.abcxyz/rank-00000.safetensors",
     ]
     assert reported[-1] == far
 

@@ -14,7 +14,7 @@ from ckpt.model.packed import pack_fragment
 from ckpt.plan.leaf import Leaf
 from tests.plan.worlds import fragment_of
 
-REF = StepRef(5, "abc123")
+REF = StepRef(5, "abcxyz")
 ARRAY = np.arange(24, dtype=np.float32).reshape(12, 2)
 
 

@@ -39,8 +39,8 @@ from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import ARRAYS
 from tests.kit.stores import Wrapped
 
-REF = StepRef(7, "abc123")
-DEAD = Owner(attempt="abc123", host="far", machine="elsewhere", pid=1, started=1)
+REF = StepRef(7, "abcxyz")
+DEAD = Owner(attempt="abcxyz", host="far", machine="elsewhere", pid=1, started=1)
 
 
 @pytest.fixture

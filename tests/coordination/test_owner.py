@@ -24,7 +24,7 @@ def store():
     forget_memory(name)
 
 
-ME = Owner.here("mine00")
+ME = Owner.here("minezz")
 
 
 @dataclass
@@ -41,7 +41,7 @@ def neighbour():
     )
     with open(f"/proc/{process.pid}/stat") as file:
         started = int(file.read().rpartition(")")[2].split()[19])
-    yield Neighbour(process, replace(ME, attempt="other0", pid=process.pid, started=started))
+    yield Neighbour(process, replace(ME, attempt="otherz", pid=process.pid, started=started))
     process.kill()
     process.communicate()
 
@@ -58,13 +58,13 @@ def test_a_claim_is_confirmed_until_it_is_released(store):
 
 def test_this_process_is_alive_and_says_who_it_is():
     assert ME.alive
-    assert (ME.pid, ME.attempt) == (os.getpid(), "mine00")
-    assert f"attempt mine00, process {os.getpid()} on {ME.host}" == str(ME)
+    assert (ME.pid, ME.attempt) == (os.getpid(), "minezz")
+    assert f"attempt minezz, process {os.getpid()} on {ME.host}" == str(ME)
 
 
 def test_a_live_owner_on_this_machine_keeps_its_root(store, neighbour):
     claim(store, neighbour.owner)
-    with pytest.raises(RootInUse, match="attempt other0") as caught:
+    with pytest.raises(RootInUse, match="attempt otherz") as caught:
         claim(store, ME)
     assert caught.value.root == store.url
     assert read_owner(store) == neighbour.owner
@@ -77,7 +77,7 @@ def test_a_dead_owner_is_taken_over_even_if_nobody_has_reaped_it(store, neighbou
     assert not neighbour.owner.alive
     claim(store, ME)
     neighbour.process.wait()
-    assert read_owner(store) == replace(ME, ended=("other0",))
+    assert read_owner(store) == replace(ME, ended=("otherz",))
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_a_dead_owner_is_taken_over_even_if_nobody_has_reaped_it(store, neighbou
     [{"started": 1}, {"machine": "another boot"}, {"pid": 2**22 + 1}, {"pid": -1}, {"machine": ""}],
 )
 def test_who_cannot_be_known_to_live_is_taken_over(store, change):
-    other = replace(ME, attempt="other0", **change)
+    other = replace(ME, attempt="otherz", **change)
     assert not other.alive
     claim(store, other)
     claim(store, ME)
-    known = () if other.is_unknown else ("other0",)
+    known = () if other.is_unknown else ("otherz",)
     assert read_owner(store) == replace(ME, ended=known)
     claim(store, replace(ME, started=2))  # again, as if the answer of the first try was lost
     assert read_owner(store) == replace(ME, started=2, ended=known)
@@ -102,10 +102,10 @@ def test_another_attempt_of_this_very_process_is_alive(store):
 
 
 def test_the_first_notices_that_it_was_taken_over_and_leaves_the_new_owner_alone(store):
-    first = replace(ME, attempt="first0", machine="far away")
+    first = replace(ME, attempt="firstz", machine="far away")
     claim(store, first)
     claim(store, ME)
-    with pytest.raises(RootInUse, match="attempt mine00"):
+    with pytest.raises(RootInUse, match="attempt minezz"):
         confirm(store, first)
     release(store, first)
     assert read_owner(store) == ME
@@ -140,5 +140,5 @@ def test_a_store_that_does_not_answer_is_not_taken_for_free(store):
     )
     for verb in (claim, confirm, release):
         with pytest.raises(StorageError, match="down"):
-            verb(faulty, replace(ME, attempt="other0"))
+            verb(faulty, replace(ME, attempt="otherz"))
     assert read_owner(store) == ME

@@ -43,7 +43,7 @@ class World:
 
 
 class WorldCoordinator:
-    attempt = "abc123"
+    attempt = "abcxyz"
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.world_size = world, rank, world.size

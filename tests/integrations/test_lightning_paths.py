@@ -67,7 +67,7 @@ def test_of_several_attempts_at_a_step_the_youngest_decides_whether_it_is_the_be
     tmp_path: Path,
 ) -> None:
     """A restore of the step takes that attempt."""
-    for number, (attempt, loss) in enumerate((("a1" * 6, 1.0), ("b1" * 6, 9.0))):
+    for number, (attempt, loss) in enumerate((("ax" * 6, 1.0), ("bx" * 6, 9.0))):
         coordinator = SingleCoordinator()
         coordinator.attempt = attempt
         with CheckpointManager(tmp_path / str(number), coordinator=coordinator) as manager:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ckpt.coordination.single import new_attempt
 from ckpt.errors import ConfigError, ManifestCorrupt
 from ckpt.model.keys import (
     MANIFEST,
@@ -19,15 +20,15 @@ from ckpt.model.keys import (
 )
 from ckpt.storage.api import check_key
 
-REF = StepRef(1200, "abc123")
+REF = StepRef(1200, "abcxyz")
 OURS = re.compile(r"rank-[0-9]{5,}\.(safetensors|json)")
 
 
 def test_the_keys_of_a_step():
-    assert REF.folder == "step-000001200.abc123"
-    assert REF.manifest == "step-000001200.abc123/manifest.json"
-    assert REF.key(data_name(3)) == "step-000001200.abc123/rank-00003.safetensors"
-    assert REF.key(fragment_name(123456)) == "step-000001200.abc123/rank-123456.json"
+    assert REF.folder == "step-000001200.abcxyz"
+    assert REF.manifest == "step-000001200.abcxyz/manifest.json"
+    assert REF.key(data_name(3)) == "step-000001200.abcxyz/rank-00003.safetensors"
+    assert REF.key(fragment_name(123456)) == "step-000001200.abcxyz/rank-123456.json"
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_only_our_names_become_keys_and_those_stay_in_the_folder(name):
             REF.key(name)
 
 
-@given(st.integers(0, 10**18 - 1), st.from_regex(r"[0-9a-z]{6,32}", fullmatch=True))
+@given(st.integers(0, 10**18 - 1), st.from_regex(r"[a-z]{6,32}", fullmatch=True))
 def test_a_folder_of_ours_is_read_back(step, attempt):
     assert parse_folder(StepRef(step, attempt).folder) == StepRef(step, attempt)
 
@@ -64,9 +65,9 @@ def test_a_folder_of_ours_is_read_back(step, attempt):
     | st.from_regex(r"\A(step-)?[-+ ]?\d{1,19}(\.[0-9a-zA-Z]{1,33})?[\n/]?\Z")
     | st.from_regex(r"\Astep-0*[0-9]{1,3}\.[0-9a-z]{6}\Z")
 )
-@example("step-٠٠٠٠٠٠٠٠٠.abc123")
-@example("step-0000000000001.abc123")
-@example("step-000000001.abc123\n")
+@example("step-٠٠٠٠٠٠٠٠٠.abcxyz")
+@example("step-0000000000001.abcxyz")
+@example("step-000000001.abcxyz\n")
 def test_a_folder_is_ours_only_if_we_would_name_it_so(name):
     ref = parse_folder(name)
     assert ref is None or ref.folder == name
@@ -74,10 +75,29 @@ def test_a_folder_is_ours_only_if_we_would_name_it_so(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["step-1.abc123", "step-000000001", "step-000000001.ab", "step-000000001.ABC123", "tmp", ""],
+    [
+        "step-1.abcxyz",
+        "step-000000001",
+        "step-000000001.ab",
+        "step-000000001.ABCXYZ",
+        "step-000000001.abc123",
+        "tmp",
+        "",
+    ],
 )
 def test_folders_of_others_are_not_ours(name):
     assert parse_folder(name) is None
+
+
+def test_the_last_number_in_the_name_of_a_folder_is_the_step():
+    attempts = [new_attempt() for _ in range(50)]
+    refs = [StepRef(1200, own).retry(trial) for trial, own in enumerate(attempts)]
+    folders = [ref.folder for ref in refs]
+    assert {re.findall(r"\d+", folder)[-1] for folder in folders} == {"000001200"}
+    assert [parse_folder(folder) for folder in folders] == refs
+    assert [(ref.job, ref.trial) for ref in refs] == [(own, n) for n, own in enumerate(attempts)]
+    assert len(set(attempts)) == 50
+    assert [REF.retry(trial).attempt for trial in (0, 1, 10)] == ["abcxyz", "abcxyztb", "abcxyztba"]
 
 
 def test_the_step_of_a_state_may_be_any_integer_but_a_bool() -> None:

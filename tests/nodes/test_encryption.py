@@ -34,7 +34,7 @@ from ckpt.tls import Encryption
 from tests.kit.certificates import Authority
 from tests.kit.waiting import until
 
-REF = StepRef(5, "abc123")
+REF = StepRef(5, "abcxyz")
 NAME = "rank-00002.safetensors"
 KEY = REF.key(NAME)
 PATTERN = b"the weights of the model that nobody else may see"

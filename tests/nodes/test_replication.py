@@ -18,7 +18,7 @@ from ckpt.storage.tiers import Nodes, OpenTier
 from tests.coordination.world import World
 from tests.kit.waiting import until
 
-OLD, NEW, NEXT = (StepRef(step, "abc123") for step in (1, 2, 3))
+OLD, NEW, NEXT = (StepRef(step, "abcxyz") for step in (1, 2, 3))
 
 
 class Pair:

@@ -37,7 +37,7 @@ from tests.coordination.world import World
 from tests.kit.certificates import Authority
 from tests.kit.waiting import until
 
-REF, OTHER = StepRef(5, "abc123"), StepRef(6, "abc123")
+REF, OTHER = StepRef(5, "abcxyz"), StepRef(6, "abcxyz")
 DATA = secrets.token_bytes((9 << 20) + 5)
 KEY = REF.key("rank-00002.safetensors")
 

@@ -251,7 +251,7 @@ def test_what_fails_on_this_node_is_listed_as_the_others_have_it(nodes: Buddies)
 def test_all_ranks_have_a_store_for_each_copy(tmp_path: Path) -> None:
     """Ranks tell each other the positions of stores, so also the nodes with a copy have all."""
     files = {"rank-00000.safetensors": 9}
-    ref = StepRef(7, "abc123")
+    ref = StepRef(7, "abcxyz")
     peers = [
         Peer(rank, (), 0, "", {0: {ref.folder: Step(True, files if rank < 3 else {})}})
         for rank in range(4)

@@ -87,7 +87,7 @@ def test_a_step_is_opened(make: Make, run: Path) -> None:
 
 
 def test_a_tensor_is_opened_with_its_shards_and_checksums(make: Make, run: Path) -> None:
-    page = make(run).get("/run/0/step/300.abc123", params={"tensor": "model/embed"})
+    page = make(run).get("/run/0/step/300.abcxyz", params={"tensor": "model/embed"})
     shards = re.findall(r"<tr><th scope=\"row\">(\[\d.*?)</tr>", page, re.DOTALL)
     assert [text_of(shard).split()[:7] for shard in shards] == [
         ["[0,", "0]", "6", "×", "8", "0", "rank-00000.safetensors"],
@@ -128,14 +128,14 @@ def test_another_layout_is_not_read(make: Make, run: Path) -> None:
 
 
 def test_a_damaged_manifest_is_shown_and_hides_no_other_step(make: Make, run: Path) -> None:
-    manifest = run / "step-000000300.abc123" / "manifest.json"
+    manifest = run / "step-000000300.abcxyz" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-9])
     page = make(run)
     found = rows(page.get("/run/0"))
     assert "damaged" in found["300"]
     assert "committed" in found["200"]
     assert "on no tier" in page.get("/run/0/step/300", 404)
-    shutil.rmtree(run / "step-000000200.abc123")
+    shutil.rmtree(run / "step-000000200.abcxyz")
     assert "This cannot be shown" in page.get("/run/0/step/200", 502)
 
 

@@ -22,7 +22,7 @@ ARRAY = np.random.default_rng(9).standard_normal((64, 1024))  # a row of 8 KiB i
 
 def key_of(rank: int) -> str:
     """Return where the file of a rank of ``fragment_of`` is."""
-    return StepRef(5, "abc123").key(data_name(rank))
+    return StepRef(5, "abcxyz").key(data_name(rank))
 
 
 @pytest.fixture

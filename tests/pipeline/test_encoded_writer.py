@@ -25,7 +25,7 @@ from tests.pipeline.whole import Whole
 MIB = 1 << 20
 FLOATS = (np.random.default_rng(4).standard_normal(7 * MIB) * 0.02).astype(np.float32).tobytes()
 IMAGE = bytes(4096) + FLOATS + np.random.default_rng(5).bytes(3 * MIB + 5)
-REF = StepRef(1, "0123456789ab")
+REF = StepRef(1, "abcdefghijkl")
 KEY = REF.key(data_name(0))
 CHUNKS = [4096, *[MIB * 4] * 7, 3 * MIB, 5]
 WIDTHS = [1, *[4] * 7, 1, 1]

@@ -66,7 +66,7 @@ def fragment_over(
     fragment = Fragment(
         format=FORMAT,
         step=5,
-        attempt="abc123",
+        attempt="abcxyz",
         rank=rank,
         world_size=world_size,
         created_at=1000.0 + rank,

@@ -26,7 +26,7 @@ from ckpt.retention.quota import Quota
 from ckpt.storage.tiers import open_tiers
 from tests.coordination.world import World
 
-REF = StepRef(7, "abc123")
+REF = StepRef(7, "abcxyz")
 
 
 def agreed(root: Path, world: World, ranks: list[int], *, timeout: float = 5) -> dict[int, Any]:

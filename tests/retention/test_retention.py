@@ -159,7 +159,7 @@ def test_from_the_command_line(cli, tmp_path):  # noqa: F811
 
 def dead(root: Path, *, fragments: bool, hours: float) -> Path:
     """Make what a job has left that died in the middle of step 7."""
-    folder = root / "step-000000007.deadbeef0000"
+    folder = root / "step-000000007.deadbeefzzzz"
     folder.mkdir(parents=True)
     (folder / "rank-00000.safetensors").write_bytes(b"x" * 5000)
     if fragments:

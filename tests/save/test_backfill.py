@@ -184,7 +184,7 @@ def test_the_leader_takes_the_files_of_all_ranks(near, far, monkeypatch):
                 manager.save(mine, step)
 
     assert World(2, patience=30).run(lambda one: job(one, [near], (1, 2))) == {0: None, 1: None}
-    monkeypatch.setattr(WorldCoordinator, "attempt", "def456")
+    monkeypatch.setattr(WorldCoordinator, "attempt", "defuvw")
     assert World(2, patience=30).run(lambda one: job(one, [near, far], (3,))) == {0: None, 1: None}
     assert whole(far) == [1, 2, 3]
 
