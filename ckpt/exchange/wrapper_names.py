@@ -9,7 +9,6 @@ called ``module``. A restore decides between the two (see ``adapters.match.wrapp
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
 
 from ckpt.adapters.match.wrapper_prefix import PREFIX
 from ckpt.adapters.walk.modules import WRAPPERS
@@ -36,7 +35,9 @@ def removed(names: Mapping[str, str]) -> list[str]:
 
 def has_lost_prefix(names: Mapping[str, str]) -> bool:
     """Return True if ``unwrapped`` has removed ``module.`` from ``names``, which is its result."""
-    return bool(names) and all(_without_parts(name) == f"{PREFIX}{short}" for name, short in names.items())
+    return bool(names) and all(
+        _without_parts(name) == f"{PREFIX}{short}" for name, short in names.items()
+    )
 
 
 def parameter_name(name: str, known: Iterable[str]) -> str:

@@ -26,9 +26,7 @@ def removed_from(saved: Saved) -> list[str]:
     return [path for path in paths if isinstance(path, str)]
 
 
-def with_prefix(
-    renaming: Renaming, saved: Saved, entries: Mapping[str, Iterable[str]]
-) -> Renaming:
+def with_prefix(renaming: Renaming, saved: Saved, entries: Mapping[str, Iterable[str]]) -> Renaming:
     """Return ``renaming`` with a rule for each module that has the prefix in all of its names, if
     an import has removed this prefix from the names of the checkpoint.
 
