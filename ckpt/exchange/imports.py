@@ -405,8 +405,10 @@ class _Shaper:
         return self._clean(self._names), "by the names given"
 
     def _clean(self, names: Sequence[str]) -> list[str]:
-        """Return the names of parameters as the modules have them. What wrappers have inserted, such
-        as "module.", is removed if a module has the name without it.
+        """Return the names of parameters as the modules have them.
+
+        What wrappers have inserted, such as "module.", is removed if a module has the name without
+        it.
         """
         known = {key for entries in self._modules.values() for key in entries}
         return [wrapper_names.parameter_name(each, known) for each in names]
