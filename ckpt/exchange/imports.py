@@ -337,8 +337,9 @@ class _Shaper:
             self._done.names[name] = f"optimizer of {len(ids)} parameters, by place"
             self._done.notes.append(
                 f"{name!r} names its parameters by number, and which they are in the model cannot "
-                "be determined: it loads only into an optimizer whose model is not in the state; "
-                "give --param-names FILE, a name on each line, as model.named_parameters() has them"
+                "be determined: it loads by position, as load_state_dict() does, into an optimizer "
+                "with the same groups in the same order; for any other, give --param-names FILE, "
+                "a name on each line, as model.named_parameters() has them"
             )
             return [nn.Parameter(torch.empty(0), requires_grad=False) for _ in ids]
         module = min(

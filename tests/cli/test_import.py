@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ckpt import CheckpointManager, PerRank, RngState, Tier
-from ckpt.errors import ConfigError, KindMismatch, StepExists
+from ckpt.errors import ConfigError, KindMismatch, RestoreError, StepExists
 from ckpt.exchange import imports
 from ckpt.exchange.inert_pickle import Inert, read_inert
 from ckpt_backends import posix
@@ -335,6 +335,45 @@ def test_numbers_without_a_match_are_kept_by_place(cli: Cli) -> None:
     with CheckpointManager("runs") as manager:
         manager.restore({"optimizer": its_optimizer})
     assert same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def in_groups(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a trained model. Its optimizer has the weights in one group, the biases in another."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    weights = [value for value in model.parameters() if value.ndim > 1]
+    biases = [value for value in model.parameters() if value.ndim == 1]
+    groups = [{"params": biases, "weight_decay": 0.0}, {"params": weights, "weight_decay": 0.1}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1 * (seed + 1))
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_an_optimizer_without_names_is_restored_by_place_as_torch_does(cli: Cli) -> None:
+    model, optimizer = in_groups(0)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "c.pt")
+    ran = cli("import", "c.pt", "runs", "--step", 1)
+    assert ran.code == 0
+    other, another = in_groups(1)
+    with CheckpointManager("runs") as manager:
+        report = manager.restore({"model": other, "optimizer": another})
+    assert report is not None
+    assert (report.missing, report.unexpected) == ((), ())
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert same(another.state_dict(), optimizer.state_dict())
+
+
+def test_an_optimizer_by_place_with_other_groups_is_refused(cli: Cli) -> None:
+    model, optimizer = in_groups(0)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "c.pt")
+    assert cli("import", "c.pt", "runs", "--step", 1).code == 0
+    other = in_groups(1)[0]
+    another = torch.optim.AdamW(other.parameters())
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with CheckpointManager("runs") as manager, pytest.raises(RestoreError):
+        manager.restore({"model": other, "optimizer": another})
+    assert same(dict(other.state_dict()), before)
 
 
 def test_the_optimizer_is_that_of_the_model_and_not_of_its_average(cli: Cli) -> None:

@@ -180,13 +180,21 @@ class _Loader:
                 if there in (name, f"{source}/{short}"):
                     there = f"{source}/{weight}"
                 saved = self._match.saved.parameter(there)
-                if saved is None and not self._match.parameters.in_module(parameter):
+                if saved is None and part.piece is None and self._may_have_place(parameter):
                     # If the saved state did not have the parameter, the name in the checkpoint has
                     # the parameter's position in the optimizer in place of the parameter's path.
                     older = f"{source}/{placeless(g, p)}"
                     saved = self._match.saved.parameter(older)
                     there = older if saved else there
                 yield _Found(group, parameter, part, is_here, name, there, weight, saved)
+
+    def _may_have_place(self, parameter: torch.Tensor) -> bool:
+        """Return True if the checkpoint may have the state of ``parameter`` by its position.
+
+        An imported state dict often has no names. Its state then goes to the parameters by their
+        positions, as ``Optimizer.load_state_dict`` takes it.
+        """
+        return self._match.saved.imported or not self._match.parameters.in_module(parameter)
 
     def strangers(self) -> tuple[str, Sequence[str], Sequence[str]] | None:
         """Return None if the saved optimizer may be of the same kind as this one.
