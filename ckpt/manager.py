@@ -23,6 +23,7 @@ from ckpt.adapters.torch_store import find_coordinator
 from ckpt.adapters.walk.collect import Collected, collect
 from ckpt.adapters.walk.last_walk import LastWalk
 from ckpt.adapters.walk.objects import walk_objects
+from ckpt.adapters.walk.origin import Origin
 from ckpt.adapters.walk.prepare import PlanCache, growth_of
 from ckpt.agent.registration import check_detach, register
 from ckpt.catalog.index import committed
@@ -124,7 +125,7 @@ class CheckpointManager:
                 if self._agent is not None:
                     self._agent.forget()
                 raise
-        self._fence, self._last_walk = Fence(), LastWalk()
+        self._fence, self._last_walk, self._origin = Fence(), LastWalk(), Origin(self._coordinator)
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._last_step: int | None = None
         self._begun: StepRef | None = None  # The newest save that the saver has begun
@@ -282,6 +283,8 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         self._check_open()
+        if origin := self._origin.save(state):
+            self.continue_from(origin, sweeps=False)  # A later restore has filled another state
         before, step = self._last_step, step_of(state, step, last=self._last_step)
         self._last_step = step
         if before is not None and step < before and self._coordinator.rank == LEADER:
@@ -403,6 +406,9 @@ class CheckpointManager:
         file that a tier did not have intact, and each step that was damaged. All ranks restore the
         same step or none.
 
+        The training continues from the step that was restored last. A restore does not count if it
+        fills a part of the state (``only``), or other tensors than those that are saved.
+
         Args:
             state: The state in the form in which it was saved.
             step: The only step to restore; None for the newest.
@@ -442,18 +448,18 @@ class CheckpointManager:
         Fence.wait_for_all()  # A copy under way must not read what is restored
         with Workers("read", max(_READERS, self._config.threads)) as workers:
             context = RestoreContext(
-                tiers=self._tiers,
-                coordinator=self._coordinator,
-                listers=self._listers,
-                observers=self._observers,
-                waiting=self._saver.steps.waiting,
+                tiers=self._tiers, coordinator=self._coordinator, listers=self._listers,
+                observers=self._observers, waiting=self._saver.steps.waiting,
                 claim_of=self._saver.claim_of,
-            )
+            )  # fmt: skip
             restorer = Restorer(context, options, workers, serial=self._restores)
             self._restores += 1
             report = restorer.restore(state, None if step is None else step_of({}, step, last=None))
         if report is not None:
-            self.continue_from(StepRef(report.step, report.attempt), sweeps=only is None)
+            ref = StepRef(report.step, report.attempt)
+            is_first = step is None and self._last_step is None
+            if self._origin.restore(ref, state, is_part=only is not None, is_first=is_first):
+                self.continue_from(ref, sweeps=only is None)
             self._last_walk.forget()  # Loaded objects may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)
@@ -714,7 +720,9 @@ class CheckpointManager:
         wait = self._config.on_busy == "wait" or self._saver.steps.last_step == ref.step
         slot = self._saver.acquire(prepared.plan.size, wait=wait, devices=prepared.devices)
         if slot is None:
-            return self._skip(ref, trial)
+            if self._coordinator.world_size > 1:
+                self._saver.give_up(ref, trial, SKIPPED)
+            return self._ledger.not_made(ref.step, SaveSkipped(ref.step))
         hand_over: HandOver | None = None
         try:
             overlap, check = self._config.overlap == "auto", self._config.check
@@ -742,11 +750,6 @@ class CheckpointManager:
         if self._config.slots > 1:  # Make the next slot before a save asks for it
             self._saver.reserve_quietly(prepared.plan.size, prepared.devices)
         return pending
-
-    def _skip(self, ref: StepRef, trial: int) -> PendingSave:
-        if self._coordinator.world_size > 1:
-            self._saver.give_up(ref, trial, SKIPPED)
-        return self._ledger.not_made(ref.step, SaveSkipped(ref.step))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -33,6 +33,7 @@ ACROSS_FILES = {
     "capacity",
     "changed_on_one_rank",
     "codec",
+    "continuing",
     "docs",
     "docs_site",
     "ending",

@@ -232,7 +232,8 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
             )
         try:
             only = None if wanted == state.keys() else sorted(wanted)
-            source.restore(state, step, only=only, cast=True)  # DCP converts dtypes as well
+            # DCP converts dtypes as well
+            report = source.restore(state, step, only=only, cast=True)
         except EntryMissing as error:
             if not any(name.startswith(OPTIMIZER) for name in error.names):
                 raise
@@ -244,6 +245,8 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         for name, kept in state.items():
             if isinstance(kept, PerRank) and name in self.states:
                 self.states[name] = kept.value
+        if source is self.manager and report is not None:  # Even if a part was excluded
+            self.manager.continue_from(StepRef(report.step, report.attempt))
 
 
 class _Parts(ModuleStandIn):

@@ -42,6 +42,9 @@ class SaveJob:
         confirm: Raises an error if the image does not hold the state as it was at the call. Called
             before each commit.
         known: The chunk table of the image; empty until the image has been written to a tier.
+        restored: The step that the job continued from at the call; None if it had restored none.
+            This step decides which steps of earlier jobs forbid the save on a tier. A step that is
+            restored while the save waits has no say.
         source: The tier whose files ``image`` reads; None if the image is in memory.
     """
 
@@ -57,6 +60,7 @@ class SaveJob:
     created_at: float
     confirm: Callable[[], None]
     known: tuple[Chunk, ...] = ()
+    restored: StepRef | None = None
     source: OpenTier | None = None
 
     @property

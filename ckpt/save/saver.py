@@ -279,7 +279,7 @@ class Saver:
         ``begin`` is called.
         """
         outcome = SaveOutcome(pending, self._reports, self.slots.nbytes)
-        job = self.suspicions.scanned(job, trained)
+        job = replace(self.suspicions.scanned(job, trained), restored=self.steps.restored)
         save = ActiveSave(job, snapshot, slot, outcome, trained)
         # While the save waits for its turn, a later step may be announced as the last one.
         writers = self.writers_of(job.ref.step)

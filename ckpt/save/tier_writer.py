@@ -74,7 +74,7 @@ class TierWriter:
         root: The claim of the job on the root of the tier.
 
     Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
-    methods may be called from any thread. ``_turn`` guards ``_retry``, ``_known``, ``_taken``,
+    methods may be called from any thread. ``_turn`` guards ``_retry``, ``_known``, ``_there``,
     ``_unclean`` and ``_files``, because ``commit``, ``abort`` and ``claim`` may be called by
     different threads. A thread that has just committed calls ``stored`` before it commits again.
     Only the owner, which closes, uses ``_detached``. All other fields are set once, or are
@@ -128,7 +128,7 @@ class TierWriter:
         alone = tier.local or coordinator.world_size == 1
         self._marked = None if alone else coordinator.rank
         self._known = Known()
-        self._taken: set[int] | None = None
+        self._there: frozenset[int] | None = None
         self._unclean: set[StepRef] = set()
         self._detached = False
 
@@ -367,7 +367,7 @@ class TierWriter:
         If the tier has a capacity, wait until the leader has made room for ``job``. The error is an
         objection of the leader (see ``_objection``), or says why no room was made.
         """
-        abort = self._objection(job.ref) if self._node.rank == LEADER else None
+        abort = self._objection(job) if self._node.rank == LEADER else None
         if self._quota is not None:
             try:
                 self._quota.agree(
@@ -381,53 +381,54 @@ class TierWriter:
                 return placed(error, self.url)
         return abort
 
-    def _objection(self, ref: StepRef) -> CkptError | None:
-        """Claim the root, if this job has not claimed it yet. Return the error if ``ref`` cannot be
+    def _objection(self, job: SaveJob) -> CkptError | None:
+        """Claim the root, if this job has not claimed it yet. Return the error if ``job`` cannot be
         saved, else None.
 
         The error says that another job owns the root, that the root has this step of another job
         or, on a durable tier, a newer one, or that the store has failed. The steps of other jobs
-        that count are those that ``_take_over`` returns.
+        that count are those that ``_take_over`` returns, up to the step that this job continued
+        from at the call of the save.
         """
+        ref, restored = job.ref, job.restored
         try:
-            if self._taken is not None and not self._retry.call(self.root.confirm):
+            if self._there is not None and not self._retry.call(self.root.confirm):
                 # Another job has owned the root meanwhile, and may have saved steps there.
-                self._taken = None
-            taken = self._take_over()
+                self._there = None
+            there = self._take_over()
         except CkptError as error:
             return placed(error, self.url)
+        taken = {step for step in there if restored is None or step <= restored.step}
         if ref.step in taken:
             return StepExists(ref.step, self.url, earlier=True)
         if not self.in_memory and (newest := max(taken, default=-1)) > ref.step:
             return HistoryHidden(ref.step, newest, self.url)
         return None
 
-    def _take_over(self) -> set[int]:
+    def _take_over(self) -> frozenset[int]:
         """Claim the root, if this job has not claimed it yet, and remove what ended jobs left there
         (see ``Pruner.clear``).
 
         Returns:
-            The numbers of the steps of other jobs that the tier had when the root was claimed. If
-            this job has restored a step, later steps are left out.
+            The numbers of the steps of other jobs that the tier had when the root was claimed.
         """
-        if self._taken is None:
+        if self._there is None:
             there = self._call(self.root.take)
             if self._node.world_size > 1:  # Other ranks read this list when they must make room
                 self._found.post(there)
             if self._pruner is not None:
                 self._pruner.clear(self._steps.restored)
-            done = {other.step for other in there if other.job != self.root.own}
-            restored = self._steps.restored
-            self._taken = {step for step in done if restored is None or step <= restored.step}
-            if restored is not None and not self.in_memory and (newer := done - self._taken):
+            self._there = frozenset(other.step for other in there if other.job != self.root.own)
+            restored, newest = self._steps.restored, max(self._there, default=-1)
+            if restored is not None and not self.in_memory and newest > restored.step:
                 _log.warning(
                     "ckpt: %s holds step %d, and this job continues from step %d: a restart takes "
                     "the higher step if it is intact, so remove it, or save higher steps",
                     self.url,
-                    max(newer),
+                    newest,
                     restored.step,
                 )
-        return self._taken
+        return self._there
 
     def _clean_up(self, job: SaveJob) -> None:
         """Remove this rank's files and unfinished writes of a save that was aborted, or in which

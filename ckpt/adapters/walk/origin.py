@@ -1,0 +1,136 @@
+"""Decide from which restored step the state of a job comes.
+
+A job may restore a step into other tensors than those that it saves, for example to evaluate the
+best model so far. Such a restore does not move the point from which the job continues. States are
+compared by the memory of their tensors. A state whose tensors are gone, or that has none, cannot be
+compared.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Final
+
+import torch
+from torch import nn
+
+from ckpt.adapters.tensors.layout import local
+from ckpt.adapters.walk.objects import walk_objects, walk_tensors
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.gather import Wait, leader_decides
+from ckpt.model.keys import StepRef
+
+_SAMPLE: Final = 4
+"""How many tensors of a saved state are remembered. Looking at all of them would cost each save."""
+_PATIENCE_SECONDS: Final = 300.0
+"""How long a rank waits for the leader's decision after a restore."""
+
+
+class StateMark:
+    """Weak references to the tensors of a state, by which the state can be recognized later.
+
+    Args:
+        state: The state.
+        most: The most tensors to remember; None for all.
+
+    Thread safety: only the training thread uses it.
+    """
+
+    def __init__(self, state: object, most: int | None = None) -> None:
+        self._tensors = tuple(map(weakref.ref, islice(_tensors_of(state), most)))
+
+    def meets(self, other: StateMark) -> bool:
+        """Return True if the two states are known to share memory."""
+        return not self.memory().isdisjoint(other.memory())
+
+    def is_apart(self, other: StateMark) -> bool:
+        """Return True if the tensors of both states still exist and share no memory."""
+        mine, theirs = self.memory(), other.memory()
+        return bool(mine and theirs) and mine.isdisjoint(theirs)
+
+    def memory(self) -> frozenset[int]:
+        """Return the addresses of the memory of those tensors that still exist."""
+        tensors = [tensor for each in self._tensors if (tensor := each()) is not None]
+        return frozenset(map(_address, tensors)) - {0}
+
+
+class Origin:
+    """The restores of one manager since its last save, and the state of that save.
+
+    Args:
+        coordinator: The connection to the other ranks.
+
+    Thread safety: only the training thread uses it. All ranks make the same calls.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._saved: StateMark | None = None
+        self._restores: list[tuple[StepRef, StateMark]] = []
+        self._point: StepRef | None = None
+        self._decisions = 0
+
+    def restore(self, ref: StepRef, state: object, *, is_part: bool, is_first: bool) -> bool:
+        """Note that ``state`` was filled with the step ``ref``. Return True if the job continues
+        from ``ref``. The result is the same on all ranks.
+
+        The restore of a part is only a look at a step, except for the newest step at the start of
+        a job, since the other parts may follow. The restore of a whole step is only a look if the
+        tensors of the last save still exist, and ``state`` has others.
+
+        Args:
+            ref: The step.
+            state: The state, or a part of it.
+            is_part: Whether only a part of the step was restored.
+            is_first: Whether ``ref`` is the newest step, and the job has continued from no other
+                step and saved none.
+
+        Raises:
+            CommitTimeout: The leader has not decided in time.
+        """
+        if is_part:
+            return is_first
+        mark = StateMark(state)
+        self._restores.append((ref, mark))
+        is_of_job = self._saved is None or not self._saved.is_apart(mark)
+        if self._saved is not None and self._coordinator.world_size > 1:
+            is_of_job = self._agree(is_of_job)
+        if is_of_job:
+            self._point = ref
+        return is_of_job
+
+    def _agree(self, is_of_job: bool) -> bool:
+        self._decisions += 1
+        wait = Wait(_PATIENCE_SECONDS, "whether the job continues from the restored step")
+        subject = f"origin/{self._decisions}"
+        return leader_decides(self._coordinator, subject, lambda: is_of_job, wait, bool)
+
+    def save(self, state: object) -> StepRef | None:
+        """Note that ``state`` is saved. Return the step that ``state`` was restored from since the
+        save before, if a later restore of another state has moved the point from which the job
+        continues; else None.
+        """
+        restores, self._restores = self._restores, []
+        point, self._point = self._point, None
+        self._saved = StateMark(state, _SAMPLE)
+        mark = StateMark(state) if restores else self._saved
+        found = next((ref for ref, other in reversed(restores) if other.meets(mark)), point)
+        return found if found != point else None
+
+
+def _tensors_of(state: object) -> Iterator[torch.Tensor]:
+    for _, value in walk_objects(state):
+        if isinstance(value, nn.Module):
+            yield from chain(value.parameters(), value.buffers())
+    for _, tensor in walk_tensors(state):
+        yield tensor
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of the memory that ``tensor`` is a view of; 0 if it has none."""
+    try:
+        return local(tensor).untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # Some tensor subclasses have no storage
+        return 0
