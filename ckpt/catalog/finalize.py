@@ -218,8 +218,11 @@ def read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
 
 def _read_fragment(folder: StepFolder, name: str) -> tuple[Packed, FragmentRef]:
     ref, key = folder.ref, folder.ref.key(name)
-    data = folder.read(key)
-    fragment = unpack(data, Packed, key=key)  # The merge checks the contents of the fragment
+
+    def decode(data: bytes) -> tuple[Packed, bytes]:
+        return unpack(data, Packed, key=key), data  # The merge checks the contents of the fragment
+
+    fragment, data = folder.read(key, decode)
     if (fragment.step, fragment.attempt, fragment_name(fragment.rank)) != (
         ref.step,
         ref.attempt,

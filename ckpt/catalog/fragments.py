@@ -18,7 +18,7 @@ from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.packed import read_fragment
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import StorageBackend, read_record
 
 _THREADS: Final = 16
 """How many threads read fragments.
@@ -44,16 +44,11 @@ def load_fragment(
         ChecksumMismatch, ManifestCorrupt: The fragment is damaged, or belongs to another save.
     """
     key = ref.key(named.name)
-    size = backend.head(key).size
-    if size != named.size:
-        raise ManifestCorrupt(key, f"has {size} bytes, should have {named.size}")
-    if size > MAX_RECORD_BYTES:
-        raise ManifestCorrupt(key, f"has {size} bytes, more than a fragment may have")
-    data = bytearray(size)
-    backend.read_into(key, 0, memoryview(data))
-    if checksum(data) != named.checksum:
-        raise ChecksumMismatch(key, 0, len(data))
-    fragment = read_fragment(bytes(data), key=key)
+    if named.size > MAX_RECORD_BYTES:
+        raise ManifestCorrupt(key, f"has {named.size} bytes, more than a fragment may have")
+    decode = partial(check_bytes, named=named, key=key)
+    data = read_record(backend, key, decode, limit=named.size)
+    fragment = read_fragment(data, key=key)
     mine = (
         fragment.step,
         fragment.attempt,
@@ -66,7 +61,21 @@ def load_fragment(
     own = replace(fragment.file, chunks=()) if fragment.file else None
     if own != (replace(file, chunks=()) if file else None):
         raise ManifestCorrupt(key, "its data file is not the one that the manifest names")
-    return fragment, bytes(data)
+    return fragment, data
+
+
+def check_bytes(data: bytes, *, named: FragmentRef, key: str) -> bytes:
+    """Return ``data`` if these are the bytes of the fragment that a manifest names.
+
+    Raises:
+        ManifestCorrupt: The size is another one.
+        ChecksumMismatch: The bytes are other ones.
+    """
+    if len(data) != named.size:
+        raise ManifestCorrupt(key, f"has {len(data)} bytes, should have {named.size}")
+    if checksum(data) != named.checksum:
+        raise ChecksumMismatch(key, 0, len(data))
+    return data
 
 
 def filled(

@@ -33,7 +33,7 @@ from ckpt.storage.api import (
     StorageBackend,
     Unfinished,
     is_there,
-    read_object,
+    read_record,
 )
 
 T = TypeVar("T")
@@ -122,11 +122,15 @@ def read_packed(
 
     No fragment is read. Raises the errors of ``read_manifest``.
     """
+
+    def decode(data: bytes) -> tuple[Manifest, bytes]:
+        manifest = check_manifest(unpack(data, Manifest, key=ref.manifest), key=ref.manifest)
+        check_place(StepRef(manifest.step, manifest.attempt), ref)
+        return manifest, data
+
+    read = partial(read_record, backend, ref.manifest, decode, limit=MAX_RECORD_BYTES)
     with about(backend.url):
-        data = retry.call(partial(read_object, backend, ref.manifest, limit=MAX_RECORD_BYTES))
-    manifest = check_manifest(unpack(data, Manifest, key=ref.manifest), key=ref.manifest)
-    check_place(StepRef(manifest.step, manifest.attempt), ref)
-    return manifest, data
+        return retry.call(read)
 
 
 def check_place(named: StepRef, ref: StepRef) -> None:

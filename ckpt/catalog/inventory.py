@@ -30,14 +30,14 @@ from ckpt.errors import (
     TransientStorageError,
     about,
 )
-from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
+from ckpt.model.encoding import MAX_RECORD_BYTES, Record, unpack
 from ckpt.model.keys import StepRef, fragment_name, is_fragment
 from ckpt.model.manifest import Encoding
 from ckpt.model.metrics import metrics_of
 from ckpt.model.values import parse
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.storage.api import ObjectInfo, StorageBackend, Unfinished, read_object
+from ckpt.storage.api import ObjectInfo, StorageBackend, Unfinished, read_record
 
 _READERS: Final = 8
 State = Literal["committed", "damaged", "incomplete", "unsupported"]
@@ -69,7 +69,8 @@ class StoredStep:
             seconds since 1970. None if neither the store nor a fragment has a date, or if the step
             is "committed" or "unsupported".
         unfinished: The unfinished writes to files of the step. They are listed only for an
-            "incomplete" or "damaged" step, and not if the inventory is ``shown``.
+            "incomplete" or "damaged" step. If the inventory is ``shown``, they are listed only for
+            a step without ``objects``.
         is_part: Whether the step is "incomplete" on this tier, but may be a checkpoint whose
             manifest is on another node. This is so if nodes have tiers of their own, and this tier
             has the data file and the fragment of some rank, so that the rank has made its part
@@ -96,6 +97,11 @@ class StoredStep:
     is_part: bool = False
     is_cut: bool = False
     pins: tuple[Pin, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if the folder of the step has neither files nor unfinished writes."""
+        return self.state == "incomplete" and not self.objects and not self.unfinished
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +133,8 @@ class Inventory:
             since. That costs one listing for each step. With ``part`` they always are.
         shown: Whether the steps are only shown to people. Then a remembered step costs no request,
             several threads read the new steps, and a step that cannot be read is reported as
-            "damaged".
+            "damaged". A folder without files and unfinished writes is left out: it is what is left
+            of a removed step while a process still reads it.
 
     Thread safety:
         One thread at a time.
@@ -171,8 +178,8 @@ class Inventory:
             if self._shown:
                 new = [ref for ref in refs if ref not in self._known]
                 read = self._workers.run_all(partial(self._shown_step, ref) for ref in new)
-                by_ref = self._known | {held.ref: held for held in read}
-                found = [by_ref[ref] for ref in refs]
+                by_ref = self._known | {held.ref: held for held in read if not held.is_empty}
+                found = [by_ref[ref] for ref in refs if ref in by_ref]
             else:
                 found = [self._step(ref) for ref in refs]
             self.pins = all_pins(self._backend)
@@ -207,7 +214,8 @@ class Inventory:
                 )
             except IntegrityError as error:
                 state, reason = "damaged", _reason(error)
-        unfinished = () if self._shown else unfinished_of(self._backend, ref)
+        skipped = self._shown and objects
+        unfinished = () if skipped else unfinished_of(self._backend, ref)
         is_cut = any(
             info.key == ref.claim_marker and is_removal_marker(info.size) for info in objects
         )
@@ -313,18 +321,21 @@ class Inventory:
                 checkpoint may be intact.
         """
         try:
-            data = self._retry.call(
-                partial(read_object, self._backend, ref.manifest, limit=MAX_RECORD_BYTES)
-            )
+            outline = self._read(ref.manifest, _Outline)
         except LinkRefused as error:
             raise ManifestCorrupt(ref.manifest, error.what) from None
         except (AccessDenied, ObjectNotFound, TransientStorageError):
             raise
         except StorageError as error:
             raise ManifestCorrupt(ref.manifest, f"cannot be read: {error.detail}") from None
-        outline = unpack(data, _Outline, key=ref.manifest)
         check_place(StepRef(outline.step, outline.attempt), ref)
         return outline
+
+    def _read(self, key: str, kind: type[Record]) -> Record:
+        decode = partial(unpack, kind=kind, key=key)
+        return self._retry.call(
+            partial(read_record, self._backend, key, decode, limit=MAX_RECORD_BYTES)
+        )
 
     def _is_there(self, key: str) -> bool:
         try:
@@ -344,9 +355,7 @@ class Inventory:
             for info in objects:
                 with suppress(ObjectNotFound, IntegrityError):
                     if info.key.endswith(".json") and info.key != ref.manifest:
-                        read = partial(read_object, self._backend, info.key, limit=MAX_RECORD_BYTES)
-                        data = self._retry.call(read)
-                        dates.append(unpack(data, _Dated, key=info.key).created_at)
+                        dates.append(self._read(info.key, _Dated).created_at)
         return max(dates, default=None)
 
 

@@ -29,7 +29,7 @@ from ckpt.model.manifest import FORMAT
 from ckpt.model.metrics import METRICS, metrics_of
 from ckpt.model.values import parse, to_json
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend, read_record
 
 _RETRY = RetryPolicy()
 _MOST_BYTES = 1 << 16
@@ -87,8 +87,9 @@ def late_metrics(backend: StorageBackend, ref: StepRef, keys: Iterable[str]) -> 
     for key in sorted(keys):
         if is_late_metrics(key.rpartition("/")[2]) and len(found) < _MOST_NAMES:
             try:
-                read = partial(read_object, backend, key, limit=_MOST_BYTES)
-                record = unpack(_RETRY.call(read), _Late, key=key)
+                decode = partial(unpack, kind=_Late, key=key)
+                read = partial(read_record, backend, key, decode, limit=_MOST_BYTES)
+                record = _RETRY.call(read)
             except (IntegrityError, LinkRefused):
                 continue
             except (AccessDenied, TransientStorageError):

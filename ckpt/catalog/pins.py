@@ -39,7 +39,7 @@ from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import PINS, StepRef, parse_folder
 from ckpt.model.manifest import FORMAT
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.storage.api import StorageBackend, is_there, read_object
+from ckpt.storage.api import StorageBackend, is_there, read_record
 
 CLOCK_SKEW_SECONDS: Final = 3600.0
 """A pin keeps its step for this long after its end, since the clocks of machines may differ."""
@@ -164,8 +164,8 @@ def remove_ended(backend: StorageBackend, pins: Iterable[Pin]) -> None:
 def note_of(backend: StorageBackend, pin: Pin) -> PinNote:
     """Return the note in a pin. The note is empty if the pin is gone or damaged."""
     try:
-        data = _RETRY.call(partial(read_object, backend, pin.key, limit=_MOST_BYTES))
-        return unpack(data, PinNote, key=pin.key)
+        decode = partial(unpack, kind=PinNote, key=pin.key)
+        return _RETRY.call(partial(read_record, backend, pin.key, decode, limit=_MOST_BYTES))
     except (IntegrityError, LinkRefused, ObjectNotFound):
         return PinNote()
 

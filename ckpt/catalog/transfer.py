@@ -24,11 +24,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from msgspec.structs import replace
 
+from ckpt.catalog.fragments import check_bytes
 from ckpt.catalog.index import own_objects, read_manifest, read_packed
 from ckpt.catalog.tiered_reader import OnRepair, TieredReader
 from ckpt.catalog.verify import Meter, OnProgress, StepFolder, fault_of, size_faults, verify_files
@@ -413,10 +414,8 @@ def _make_way(folder: StepFolder, packed: bytes) -> bool:
     """
     destination, ref = folder.backend, folder.ref
     try:
-        there = folder.read(ref.manifest)
-        if there == packed:
+        if folder.read(ref.manifest, partial(_is_manifest, packed, key=ref.manifest)):
             return True
-        unpack(there, Manifest, key=ref.manifest)
     except ObjectNotFound:
         return False
     except IntegrityError as error:
@@ -436,8 +435,8 @@ def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) ->
     Return None if it does not have them, is missing or is damaged.
     """
     try:
-        there = folder.read(folder.ref.manifest)
-        if there == packed:
+        key = folder.ref.manifest
+        if folder.read(key, partial(_is_manifest, packed, key=key)):
             return None
         old = read_manifest(folder.backend, folder.ref, retry=folder.retry)
     except (ObjectNotFound, IntegrityError):
@@ -498,10 +497,9 @@ def _kept(
     if recoding is not None:
         found: dict[int, StoredFile] = {}
         for rank, file in files.items():
-            key = folder.ref.key(fragment_name(rank))
             try:
-                data = folder.read(key)
-                encoding = next(iter(read_fragment(data, key=key).encoded), None)
+                there, data = folder.fragment(rank)
+                encoding = next(iter(there.encoded), None)
             except (ObjectNotFound, IntegrityError):
                 continue
             if data == pack(recoding.fragment(rank, encoding)):
@@ -541,10 +539,8 @@ def _copy_fragment(
         data = origin.fragment(manifest, named, file)
     key = origin.ref.key(named.name)
     try:
-        there = folder.read(key, limit=named.size)
-    except StorageError:  # The fragment is missing, or longer than it should be
-        there = b""
-    if checksum(there) != named.checksum:
+        folder.read(key, partial(check_bytes, named=named, key=key), limit=named.size)
+    except (IntegrityError, StorageError):  # The fragment is missing, or another one
         folder.retry.call(partial(folder.backend.put, key, [data]))
 
 
@@ -555,8 +551,21 @@ def _commit(folder: StepFolder, packed: bytes) -> None:
         folder.retry.call(partial(folder.backend.put, key, [packed], if_absent=True))
     except ObjectExists:
         # Another process has put a manifest, or the store has lost the reply to a first try.
-        if folder.read(key) != packed:
-            raise
+        with suppress(IntegrityError):
+            if folder.read(key, partial(_is_manifest, packed, key=key)):
+                return
+        raise
+
+
+def _is_manifest(packed: bytes, data: bytes, *, key: str) -> bool:
+    """Return True if ``data`` is the manifest ``packed``, and False if it is another one.
+
+    Raises:
+        ManifestCorrupt, FormatUnsupported: ``data`` is no manifest that this ckpt can read.
+    """
+    if data != packed:
+        unpack(data, Manifest, key=key)
+    return data == packed
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from typing import TypeVar
 import msgspec
 
 from ckpt.catalog.finalize import read_fragments
+from ckpt.catalog.fragments import check_bytes
 from ckpt.catalog.index import is_committed, own_objects, read_packed
 from ckpt.catalog.transfer import Recoding, check_files, commit_copy
 from ckpt.catalog.verify import StepFolder, size_faults
@@ -117,8 +118,8 @@ class RankPart:
         self._source, self._rank = source, rank
         ref, self._name = source.ref, fragment_name(rank)
         key = ref.key(self._name)
-        self._data = source.read(key)
-        self._part = part = read_fragment(self._data, key=key)
+        self._part, self._data = source.fragment(rank)
+        part = self._part
         if (part.step, part.attempt, part.rank) != (ref.step, ref.attempt, rank):
             raise ManifestCorrupt(key, "it belongs to another save, or to another rank")
         self._recoding = Recoding(encoder_of(codec), {rank: part})
@@ -132,10 +133,9 @@ class RankPart:
         """Return True if the store of ``folder`` has the same fragment, and a data file of the
         right size.
         """
-        key = folder.ref.key(self._name)
         try:
-            data = folder.read(key)
-            encoding = next(iter(read_fragment(data, key=key).encoded), None)
+            there, data = folder.fragment(self._rank)
+            encoding = next(iter(there.encoded), None)
         except (ObjectNotFound, IntegrityError):
             return False
         if data != self.fragment(encoding):
@@ -314,11 +314,11 @@ def mend_rank(
 
 def _intact_fragment(folder: StepFolder, named: FragmentRef) -> bytes | None:
     """Return the bytes of a fragment, or None if it is missing or is not the one of ``named``."""
+    key = folder.ref.key(named.name)
     try:
-        data = folder.read(folder.ref.key(named.name), limit=named.size)
-    except StorageError:
+        return folder.read(key, partial(check_bytes, named=named, key=key), limit=named.size)
+    except (IntegrityError, StorageError):
         return None
-    return data if checksum(data) == named.checksum else None
 
 
 def _from_first(

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from ckpt.catalog.fragments import load_fragment
 from ckpt.catalog.index import read_packed
@@ -33,14 +34,17 @@ from ckpt.errors import (
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES
 from ckpt.model.fill_manifest import carried_fragments, fill_manifest
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import StepRef, fragment_name
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFile
+from ckpt.model.packed import read_fragment
 from ckpt.pipeline.chunk_reader import ChunkReader, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run
 from ckpt.plan.restore import ChunkRead, chunks_of
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend, read_record
+
+T = TypeVar("T")
 
 OnProgress = Callable[[int, int], None]
 """A function that is called with the number of bytes that are done and the number of all bytes.
@@ -110,9 +114,19 @@ class StepFolder:
     workers: Workers
     retry: RetryPolicy = field(default_factory=RetryPolicy)
 
-    def read(self, key: str, limit: int = MAX_RECORD_BYTES) -> bytes:
-        """Return all bytes of an object. Raises ``StorageError`` if it exceeds ``limit`` bytes."""
-        return self.retry.call(partial(read_object, self.backend, key, limit=limit))
+    def read(self, key: str, decode: Callable[[bytes], T], *, limit: int = MAX_RECORD_BYTES) -> T:
+        """Return what ``decode`` makes of a record (see ``read_record``)."""
+        return self.retry.call(partial(read_record, self.backend, key, decode, limit=limit))
+
+    def fragment(self, rank: int) -> tuple[Fragment, bytes]:
+        """Return the fragment of a rank, and the bytes of its record.
+
+        Raises:
+            ObjectNotFound: There is no fragment of the rank.
+            IntegrityError: The fragment is damaged.
+        """
+        key = self.ref.key(fragment_name(rank))
+        return self.read(key, lambda data: (read_fragment(data, key=key), data))
 
     def require_fragments(self, manifest: Manifest) -> None:
         """Raise ``ObjectNotFound`` if a fragment of ``manifest`` is missing. Reads no fragment."""

@@ -50,6 +50,7 @@ from ckpt.coordination.leaving import who_has_left
 from ckpt.errors import (
     CkptError,
     CommitError,
+    IntegrityError,
     ManifestCorrupt,
     ObjectExists,
     ObjectNotFound,
@@ -63,7 +64,7 @@ from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef, Packed
 from ckpt.plan.merge import Known, merge
-from ckpt.storage.api import StorageBackend, is_there, read_object
+from ckpt.storage.api import StorageBackend, is_there, read_record
 
 T = TypeVar("T")
 
@@ -161,7 +162,8 @@ class SharedStore:
 
     def read(self, ref: StepRef, fragment: FragmentRef) -> bytes:
         key = ref.key(fragment.name)
-        return self._retry(lambda: read_object(self._backend, key, limit=fragment.size))
+        decode = partial(_as_written, fragment=fragment, key=key)
+        return self._retry(lambda: read_record(self._backend, key, decode, limit=fragment.size))
 
     def confirm(self) -> None:
         self._retry(self._confirm)
@@ -356,9 +358,7 @@ class _Commit:
             if fragment.rank == self._coordinator.rank:
                 raise
             raise TierNotShared(self._store.url, [fragment.rank]) from None
-        if checksum(data) != fragment.checksum:
-            raise ManifestCorrupt(key, "it is not what its rank has written")
-        return unpack(data, Packed, key=key)
+        return unpack(_as_written(data, fragment=fragment, key=key), Packed, key=key)
 
     def _put(self) -> PutEnded:
         try:
@@ -385,6 +385,13 @@ class _Commit:
         return PutEnded(text, aborted if never else None)
 
 
+def _as_written(data: bytes, *, fragment: FragmentRef, key: str) -> bytes:
+    """Return the bytes of a fragment. Raise ``ManifestCorrupt`` if its rank has put other ones."""
+    if checksum(data) != fragment.checksum:
+        raise ManifestCorrupt(key, "it is not what its rank has written")
+    return data
+
+
 def _vote_of(data: bytes) -> Vote:
     try:
         return decode_vote(data)
@@ -402,17 +409,19 @@ def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
         CommitError: The object exists with other bytes.
         StorageError: The put has failed, and the object cannot be read.
     """
+
+    def compare(there: bytes) -> None:
+        if there != data:
+            raise ManifestCorrupt(key, "it has other content")
+
     try:
         backend.put(key, [data], if_absent=True)
     except StorageError as error:
         try:
-            same = (
-                backend.head(key).size == len(data)
-                and read_object(backend, key, limit=len(data)) == data
-            )
+            read_record(backend, key, compare, limit=len(data))
         except StorageError:
             raise error from None
-        if not same:
+        except IntegrityError:
             raise CommitError(f"{key!r} was already there with other content") from (
                 None if isinstance(error, ObjectExists) else error
             )

@@ -17,10 +17,10 @@ from typing import Final
 
 import msgspec
 
-from ckpt.errors import LinkRefused, ObjectNotFound, RootInUse, RootLost
+from ckpt.errors import IntegrityError, LinkRefused, ObjectNotFound, RootInUse, RootLost
 from ckpt.model.keys import OWNER
 from ckpt.processes import Process, machine
-from ckpt.storage.api import Rooted, StorageBackend
+from ckpt.storage.api import Rooted, StorageBackend, read_record
 
 _LIMIT = 64 << 10
 NO_PROCESS: Final = 0
@@ -211,11 +211,8 @@ def _owner_of(backend: StorageBackend) -> Owner | None:
 def read_owner(backend: StorageBackend) -> Owner | None:
     """Return the owner of the root, or None if the root has none or its record is not valid."""
     try:
-        data = bytearray(size) if (size := backend.head(OWNER).size) <= _LIMIT else bytearray()
-        if data:
-            backend.read_into(OWNER, 0, memoryview(data))
-        return _decoder.decode(data)
-    except (LinkRefused, ObjectNotFound, msgspec.MsgspecError, UnicodeError):
+        return read_record(backend, OWNER, _decoder.decode, limit=_LIMIT)
+    except (IntegrityError, LinkRefused, ObjectNotFound, msgspec.MsgspecError, UnicodeError):
         return None
 
 

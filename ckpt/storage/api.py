@@ -21,13 +21,22 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import BinaryIO, Protocol, TypeVar, runtime_checkable
 
-from ckpt.errors import LinkRefused, ObjectNotFound, StorageError
+import msgspec
 
+from ckpt.errors import (
+    IntegrityError,
+    LinkRefused,
+    ManifestCorrupt,
+    ObjectNotFound,
+    StorageError,
+)
+
+T = TypeVar("T")
 Buffer = memoryview | bytes | bytearray
 
 # S3 and GCS allow 1024 bytes for a whole key. The other bytes are for the prefix of the root.
@@ -476,13 +485,35 @@ def read_object(backend: StorageBackend, key: str, *, limit: int) -> bytes:
 
     Raises:
         ObjectNotFound: The key has no object.
-        StorageError: The object is larger than ``limit`` bytes, or cannot be read. Memory is
-            reserved only after the check of the size.
+        ManifestCorrupt: The object is larger than ``limit`` bytes. No memory is reserved for it.
+        StorageError: The object cannot be read.
     """
     size = backend.head(key).size
     if size > limit:
-        raise StorageError(key, f"{size} bytes, more than the {limit} allowed here")
+        raise ManifestCorrupt(key, f"has {size} bytes, more than the {limit} allowed here")
     out = bytearray(size)
     if size:
         backend.read_into(key, 0, memoryview(out))
     return bytes(out)
+
+
+def read_record(
+    backend: StorageBackend, key: str, decode: Callable[[bytes], T], *, limit: int
+) -> T:
+    """Return what ``decode`` makes of a record, which is a small object that ckpt has put.
+
+    If the record is shorter than the store says, or ``decode`` finds it damaged, this is believed
+    only after a second read. A client may know an old size of a file that another client has just
+    replaced: the first read through sshfs then gives the new bytes at the old length.
+
+    Raises:
+        The errors of ``read_object``, and those of ``decode``.
+    """
+    try:
+        return decode(read_object(backend, key, limit=limit))
+    except StorageError as error:
+        if type(error) is not StorageError:  # A missing object or a denial is no cut record
+            raise
+    except (IntegrityError, msgspec.MsgspecError, UnicodeError):
+        pass
+    return decode(read_object(backend, key, limit=limit))
