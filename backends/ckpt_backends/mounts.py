@@ -38,8 +38,7 @@ def on_network(path: str) -> bool:
     """Return True if ``path`` is, or would be created, on a network file system, which other
     machines may see too. File systems of FUSE count as network file systems.
     """
-    kind = kind_of(path)
-    return kind in _NETWORK or _is_fuse(kind)
+    return kind_of(path) in _NETWORK or is_fuse(path)
 
 
 def keeps_inode_numbers(path: str) -> bool:
@@ -48,13 +47,16 @@ def keeps_inode_numbers(path: str) -> bool:
     An overlay whose layers are on different file systems gives a folder another number after the
     kernel has evicted it from its cache. So do most file systems of FUSE.
     """
+    return kind_of(path) != "overlay" and not is_fuse(path)
+
+
+def is_fuse(path: str) -> bool:
+    """Return True if a program provides the file system that holds ``path``, or would hold it.
+
+    The type "fuseblk" does not count, since it is that of a local disk, such as one of ntfs-3g.
+    """
+    # A program may name the type of its file system, as sshfs does, or not, as bindfs does.
     kind = kind_of(path)
-    return kind != "overlay" and not _is_fuse(kind)
-
-
-def _is_fuse(kind: str) -> bool:
-    # A program may name the type of its file system, as sshfs does, or not, as bindfs does. The
-    # type "fuseblk" is that of local disks, such as ntfs-3g.
     return kind == "fuse" or kind.startswith("fuse.")
 
 

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import errno
 import os
-import re
-import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 from urllib.parse import unquote, urlsplit
@@ -49,15 +47,14 @@ from ckpt_backends.direct_io import (
     write_all,
 )
 from ckpt_backends.lustre import Striping, stripe_count
-from ckpt_backends.mounts import keeps_inode_numbers, kind_of, on_network
+from ckpt_backends.mounts import is_fuse, keeps_inode_numbers, kind_of, on_network
 from ckpt_backends.oserrors import mapped
+from ckpt_backends.temporary import TEMPORARY, is_hidden, temporary_beside
 
 _PART_BYTES: Final = 8 << 20
 _ABANDONED_SECONDS: Final = 3600.0  # A live upload touches its file with every part
-_NAME_BYTES: Final = 255
 _TRIES: Final = 32
-_OURS: Final = re.compile(r"\.(.+)\.[0-9a-f]{12}(?:\.link)?\.tmp", re.DOTALL)
-_FLAGS: Final = frozenset({"put_if_absent", "shared", "direct"})
+_FLAGS: Final = frozenset({"put_if_absent", "shared", "direct", "reserve"})
 
 
 def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
@@ -68,7 +65,9 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
         options: ``shared`` (bool; whether all nodes see the same folder; by default true on a
             network file system), ``put_if_absent`` (bool, default true; false for file systems that
             can neither link nor rename without replacing), ``direct`` (bool, default true: whether
-            files are written and read with O_DIRECT), ``stripe_count`` (int: see `Striping`).
+            files are written and read with O_DIRECT), ``reserve`` (bool: whether the space of an
+            upload is reserved at its start; by default false on btrfs, which does not compress
+            reserved space, and true elsewhere), ``stripe_count`` (int: see `Striping`).
 
     Raises:
         ConfigError: The root is a file, the URL names another host or has a query, the path is
@@ -90,6 +89,7 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
         shared=bool(flags["shared"]) if "shared" in flags else on_network(root),
         put_if_absent=bool(flags.get("put_if_absent", True)),
         direct=bool(flags.get("direct", True)),
+        reserves=bool(flags.get("reserve", kind_of(root) != "btrfs")),
         striping=Striping(root, count),
     )
 
@@ -111,10 +111,11 @@ class PosixBackend:
         shared: bool,
         put_if_absent: bool = True,
         direct: bool = True,
+        reserves: bool = True,
         striping: Striping | None = None,
     ) -> None:
         self.url = self._root = root
-        self._direct = direct
+        self._direct, self._reserves = direct, reserves
         self._striping = striping or Striping(root, 0)
         self.capabilities = Capabilities(
             put_if_absent=put_if_absent,
@@ -174,18 +175,33 @@ class PosixBackend:
             found = os.statvfs(place)
         return found.f_bavail * found.f_frsize
 
+    @contextmanager
+    def full_disk_told(self, nbytes: int) -> Generator[None]:
+        """Turn EIO into ENOSPC if a mount by FUSE has less than ``nbytes`` free, which is the size
+        of the file that the block writes. sshfs reports a full disk by EIO.
+        """
+        try:
+            yield
+        except OSError as error:
+            if error.errno == errno.EIO and is_fuse(self._root):
+                with suppress(StorageError):
+                    if self.free_bytes() < nbytes:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
+
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         target = self._writable(check_key(key))
         with mapped(key, missing=StorageError):
             # This check only avoids a useless write. The rename below decides which writer wins.
             if if_absent and os.path.lexists(target):
                 raise ObjectExists(key)
-            temporary = _temporary_beside(target)
+            temporary = temporary_beside(target)
             fd = self._create(temporary)
             try:
                 try:
-                    size = write_all(fd, parts)
-                    os.fsync(fd)
+                    with self.full_disk_told(sum(memoryview(part).nbytes for part in parts)):
+                        size = write_all(fd, parts)
+                        os.fsync(fd)
                 finally:
                     os.close(fd)
                 self.publish(
@@ -199,10 +215,11 @@ class PosixBackend:
     def upload(self, key: str, size: int) -> Upload:
         target = self._writable(check_key(key))
         with mapped(key, missing=StorageError):
-            temporary = _temporary_beside(target)
+            temporary = temporary_beside(target)
             fd = self._create(temporary)
             try:
-                reserve(fd, size)
+                if self._reserves:
+                    reserve(fd, size)
                 writer = DirectWriter(temporary, fd, size, direct=self._direct)
             except BaseException:
                 os.close(fd)
@@ -250,7 +267,7 @@ class PosixBackend:
                 yield from self.unfinished(f"{key}/")
             elif (
                 kind == "file"
-                and (ours := _OURS.fullmatch(entry.name))
+                and (ours := TEMPORARY.fullmatch(entry.name))
                 and (found := _status(entry, key))  # None if the write has ended meanwhile
             ):
                 yield Unfinished(
@@ -422,7 +439,7 @@ class PosixBackend:
             elif (
                 kind == "file"
                 and key.startswith(prefix)
-                and not _is_hidden(entry.name)
+                and not is_hidden(entry.name)
                 and (found := _status(entry, key))  # None if the file was deleted meanwhile
             ):
                 yield ObjectInfo(key=key, size=found.st_size, modified=found.st_mtime)
@@ -484,7 +501,7 @@ class _PosixUpload:
             raise StorageError(
                 self._key, f"bytes {offset} to {offset + data.nbytes} of an upload of {self._size}"
             )
-        with mapped(self._key, missing=StorageError):
+        with mapped(self._key, missing=StorageError), self._backend.full_disk_told(self._size):
             self._writer.write(offset, data)
         self._written[offset] = data.nbytes
 
@@ -500,8 +517,9 @@ class _PosixUpload:
         try:
             size = check_written(self._key, sum(self._written.values()), self._size, size)
             with mapped(self._key, missing=StorageError):
-                self._writer.sync(size)
-                self._writer.close()
+                with self._backend.full_disk_told(size):
+                    self._writer.sync(size)
+                    self._writer.close()
                 self._backend.publish(self._paths.temporary, self._paths.target, if_absent=False)
         except BaseException as error:
             if isinstance(error, StorageError):
@@ -536,21 +554,6 @@ def _path_of(url: str) -> str:
     return os.path.abspath(os.path.expanduser(url))
 
 
-def _temporary_beside(target: str) -> str:
-    """Return an unused path in the folder of ``target``, of the form that ``_OURS`` matches."""
-    folder, name = os.path.split(target)
-    token = f".{secrets.token_hex(6)}.tmp"
-    kept = name.encode()[: _NAME_BYTES - 1 - len(token)].decode(errors="ignore")
-    return os.path.join(folder, f".{kept}{token}")
-
-
-def _is_hidden(name: str) -> bool:
-    """Return True if ``name`` is the name of a temporary file, or the name under which NFS keeps a
-    deleted file while a process has it open.
-    """
-    return (name.startswith(".") and name.endswith(".tmp")) or name.startswith(".nfs")
-
-
 def _remove_abandoned(folder: str) -> None:
     """Remove abandoned temporary files from ``folder`` if it holds nothing but temporary files.
 
@@ -559,7 +562,7 @@ def _remove_abandoned(folder: str) -> None:
     """
     with suppress(OSError), os.scandir(folder) as entries:
         left = list(entries)
-        if all(_OURS.fullmatch(entry.name) for entry in left):
+        if all(TEMPORARY.fullmatch(entry.name) for entry in left):
             for entry in left:
                 if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_SECONDS:
                     os.unlink(entry.path)

@@ -279,6 +279,13 @@ def test_listings_do_not_show_temporary_files(backend, tmp_path):
     assert [info.key for info in backend.list("")] == ["step/x"]
 
 
+@pytest.mark.parametrize("name", [".nfs000000000082040500000001", ".fuse_hidden0000000500000001"])
+def test_a_deleted_file_that_a_process_still_reads_is_no_object(backend, tmp_path, name):
+    backend.put("step/key", [b"x"])
+    (tmp_path / "root" / "step" / name).write_bytes(b"deleted")
+    assert [info.key for info in backend.list("")] == ["step/key"]
+
+
 def test_a_long_name_leaves_room_for_the_temporary_one(backend):
     for name in ("x" * 255, "é" * 127):
         backend.put(f"long/{name}", [b"x"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,8 +100,9 @@ def test_a_copy_removes_no_manifest_and_writes_nothing_again(
 ) -> None:
     with Workers("test", 2) as workers:
         fetch_step([store()], StepFolder(open_backend(str(tmp_path / "copy")), ref, workers))
+        copied: Any = OldSizes(tmp_path / "copy", change)
         before = {path: path.stat().st_ino for path in (tmp_path / "copy").rglob("*")}
-        fetch_step([store()], StepFolder(OldSizes(tmp_path / "copy", change), ref, workers))
+        fetch_step([store()], StepFolder(copied, ref, workers))
     assert {path: path.stat().st_ino for path in (tmp_path / "copy").rglob("*")} == before
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import getpass
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
@@ -29,11 +30,13 @@ class Unavailable(Exception):
 
 
 @pytest.fixture
-def mounts() -> Iterator[Callable[[AbstractContextManager[Path]], Path]]:
-    """Return ``mounted(file_system)``, which mounts a file system until the test ends.
+def mounts(tmp_path: Path) -> Iterator[Callable[[AbstractContextManager[Path]], Path]]:
+    """Return ``mounted(file_system)``, which mounts a file system below ``tmp_path`` until the test
+    ends.
 
     The test is skipped if this machine cannot mount it.
     """
+    assert tmp_path.is_dir()  # It is removed after the file systems are unmounted
     with ExitStack() as stack:
 
         def mounted(file_system: AbstractContextManager[Path]) -> Path:
@@ -138,6 +141,91 @@ def rclone(source: Path, point: Path, *, cache: str = "writes") -> Generator[Pat
     options = ["--config", os.devnull, "--vfs-cache-mode", cache]
     with _fuse([program, "mount", *options, f":local:{source}", point], point):
         yield point
+
+
+@contextmanager
+def juicefs(source: Path, point: Path, *, gib: int = 0) -> Generator[Path]:
+    """Mount a JuiceFS (of ``gib`` GiB; 0: without a limit) that keeps its blocks in ``source``."""
+    own = os.path.join(os.path.dirname(sys.executable), "juicefs")
+    program = own if os.path.exists(own) else "juicefs"
+    meta = f"sqlite3://{source}/meta.db"
+    storage = ["--storage", "file", "--bucket", f"{source}/blocks/", "--capacity", gib]
+    command(program, "format", "--no-update", *storage, meta, "test")
+    cache = ["--cache-dir", source / "cache", "--cache-size", "64M", "--no-usage-report"]
+    with _fuse([program, "mount", "--no-syslog", *cache, meta, point], point):
+        yield point
+
+
+@contextmanager
+def glusterfs(bricks: Sequence[Path], point: Path, folder: Path) -> Generator[Path]:
+    """Mount a distributed volume of GlusterFS, with a server on loopback for each brick."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        ports = [stack.enter_context(_brick(brick, folder)) for brick in bricks]
+        volume = folder / "client.vol"
+        volume.write_text(_client_of(ports))
+        words = ["glusterfs", "--no-daemon", "-f", volume, "-l", folder / "client.log", point]
+        with _fuse(words, point):
+            yield point
+
+
+@contextmanager
+def _brick(brick: Path, folder: Path) -> Generator[int]:
+    port = free_port()
+    volume, log = folder / f"{port}.vol", folder / f"{port}.log"
+    volume.write_text(
+        _volume("posix", "storage/posix", options={"directory": brick})
+        + _volume("locks", "features/locks", "posix")
+        + _volume(
+            "server",
+            "protocol/server",
+            "locks",
+            {
+                "transport-type": "tcp",
+                "transport.socket.bind-address": "127.0.0.1",
+                "transport.socket.listen-port": port,
+                "auth.addr.locks.allow": "127.0.0.1",
+            },
+        )
+    )
+    program = shutil.which("glusterfsd", path=f"{os.environ['PATH']}:/usr/sbin")
+    if program is None:
+        raise Unavailable("glusterfsd is not installed")
+    words = [program, "--no-daemon", "-f", str(volume), "-l", str(log)]
+    with ended(subprocess.Popen(words)) as process:
+        _wait(process, lambda: _listens(port), log)
+        yield port
+
+
+def _client_of(ports: Sequence[int]) -> str:
+    """Return the graph of a client, with the translators that a volume has by default."""
+    text = ""
+    for port in ports:
+        remote = {
+            "transport-type": "tcp",
+            "remote-host": "127.0.0.1",
+            "remote-port": port,
+            "remote-subvolume": "locks",
+        }
+        text += _volume(f"c{port}", "protocol/client", options=remote)
+    below = " ".join(f"c{port}" for port in ports)
+    for name in ("cluster/distribute", "performance/write-behind", "performance/md-cache"):
+        text += _volume(name.replace("/", "-"), name, below)
+        below = name.replace("/", "-")
+    return text
+
+
+def _volume(
+    name: str, kind: str, below: str = "", options: Mapping[str, object] | None = None
+) -> str:
+    lines = [f"volume {name}", f"type {kind}"]
+    lines += [f"option {option} {value}" for option, value in (options or {}).items()]
+    return "\n".join([*lines, *([f"subvolumes {below}"] if below else []), "end-volume", ""])
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @contextmanager
