@@ -276,6 +276,19 @@ def stand_in_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> tuple[Any,
     return made, deepcopy(dict(settings), memo)
 
 
+def optimizer_hooks(optimizer: Optimizer, method: str) -> tuple[Callable[..., Any], ...]:
+    """Return the hooks of ``optimizer`` for ``method``, such as "state_dict_post"."""
+    hooks: Mapping[int, Any] = getattr(optimizer, f"_optimizer_{method}_hooks", {})
+    return tuple(hooks.values())
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return True if ``optimizer`` has the attributes that ``Optimizer.__init__`` makes for hooks
+    of ``step()``.
+    """
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 # -- ZeroRedundancyOptimizer -----------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from ckpt.adapters.match.fill_tensor import fill_tensor
+from ckpt.adapters.match.loading import Loading, placed
 from ckpt.adapters.match.matching import Matching
 from ckpt.adapters.match.materialise import is_meta
 from ckpt.adapters.match.own_step import state_of_step
@@ -27,6 +29,9 @@ from ckpt.adapters.walk.items import Part
 from ckpt.adapters.walk.modules import (
     PLACELESS,
     PLACING,
+    check_kind,
+    check_owners,
+    check_state,
     fits,
     is_on_device,
     new_state,
@@ -91,6 +96,7 @@ def match_optimizer(
             match.saved.adopt_dict(source, names)
             node = match.saved.node(source)
         match.expect(node, path, "optimizer")
+    check_kind(path, optimizer)
     loader = _Loader(match, optimizer, path, source)
     if loader.found and (strangers := loader.strangers()) is not None:
         if match.selection.strict:
@@ -99,7 +105,7 @@ def match_optimizer(
         # report lists the saved optimizer as unexpected.
         return
     match.open(path, source)
-    loader.load()
+    loader.load(node)
     if (
         isinstance(optimizer, OptimizerStandIn)
         and node is not ABSENT
@@ -146,6 +152,10 @@ class _Loader:
     def __init__(self, match: Matching, optimizer: Optimizer, path: str, source: str) -> None:
         self._match, self._optimizer, self._path = match, optimizer, path
         self._keeper = keeper_of(path, optimizer)
+        check_owners(path, optimizer)
+        check_state(path, optimizer, self._keeper.state)
+        self._loading = Loading(path, optimizer, self._keeper)
+        self._present: dict[int, dict[Any, Any]] = {}
         self._fresh: dict[int, dict[Any, Any]] = defaultdict(dict)
         self._stepped: dict[int, Mapping[Any, Any]] = {}
         self._all = list(self._look(source))
@@ -221,7 +231,19 @@ class _Loader:
             return "settings", sorted(there - known), sorted(here - there)
         return None
 
-    def load(self) -> None:
+    def load(self, node: Node) -> None:
+        """Match the state and the settings with those of ``node``, the saved optimizer."""
+        match = self._match
+        match.actions.append(self._loading.begin)
+        self._load()
+        settings = match.takes(f"{self._path}/param_groups")
+        if not isinstance(self._optimizer, OptimizerStandIn) and (
+            settings or any(match.takes(each.name) for each in self._all)
+        ):
+            values = node.get("values", {}) if node is not ABSENT and settings else {}
+            match.actions.append(partial(self._loading.end, match.values.order(values)))
+
+    def _load(self) -> None:
         match = self._match
         for each in self._all:
             if not match.takes(each.name):
@@ -257,9 +279,14 @@ class _Loader:
         made = self._match.values.order(values[0])
 
         def apply() -> None:
-            for key, value in made().items():
-                if isinstance(current := group.get(key), torch.Tensor) and isinstance(
-                    value, torch.Tensor
+            settings = made()
+            if not isinstance(self._optimizer, OptimizerStandIn):
+                self._loading.drop(group, settings)
+            for key, value in settings.items():
+                if (
+                    isinstance(current := group.get(key), torch.Tensor)
+                    and isinstance(value, torch.Tensor)
+                    and not self._loading.is_apart
                 ):
                     # A captured graph reads the learning rate at its address, so the tensor is
                     # filled in place.
@@ -282,7 +309,7 @@ class _Loader:
         match, start = self._match, len(each.source) + 1
         fresh = self._fresh[id(each.parameter)]
         makers: dict[Any, Callable[[], Any]] = {}
-        current: Mapping[Any, Any] = self._keeper.state.get(each.parameter, {})
+        current = self._current(each.parameter)
         keys = {_part(key): key for key in current}
         for source in below(match.saved.names, each.source):
             part = source[start:]
@@ -325,6 +352,21 @@ class _Loader:
 
         match.actions.append(apply)
 
+    def _current(self, parameter: torch.Tensor) -> Mapping[Any, Any]:
+        """Return the present state of ``parameter``, whose tensors the restore may fill in place.
+
+        If code of the optimizer may look at the present state, it is a copy.
+        """
+        current = self._keeper.state.get(parameter, {})
+        if not self._loading.is_apart:
+            return current
+        if id(parameter) not in self._present:
+            self._present[id(parameter)] = {
+                key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for key, value in current.items()
+            }
+        return self._present[id(parameter)]
+
     def _held(self, each: _Found, key: object, held: Any, saved: Tensor) -> Source:
         """Return the tensor that is filled with the saved value ``saved``: the present value
         ``held`` if it has the right dtype and shape, else a new tensor.
@@ -353,7 +395,7 @@ class _Loader:
         if each.saved is None or not self._match.takes(f"{self._path}/param_groups"):
             return each.group
         settings = each.saved.settings
-        return {**each.group, **{key: settings[key] for key in PLACING if key in settings}}
+        return {**each.group, **{key: settings.get(key) for key in PLACING}}
 
     def _wrapper(self, each: _Found, key: object, held: Any) -> Source:
         """Return the tensor that is filled with a saved wrapper tensor (see ``tensors.wrapped``).
@@ -391,23 +433,6 @@ class _Loader:
         weight = self._match.saved.tensors.get(each.weight)
         alike = weight is not None and (weight.dtype, weight.shape) == (saved.dtype, saved.shape)
         return str(each.parameter.dtype).removeprefix("torch.") if alike else saved.dtype
-
-
-def placed(value: Any, group: Mapping[str, Any], device: torch.device) -> Any:
-    """Return a value of an optimizer's state with all tensors inside of it on ``device``, the
-    device of the parameter, as torch's own ``load_state_dict`` does.
-
-    The call moves the tensors in lists, tuples and dicts, and changes dicts in place. It moves a
-    ``step`` in a dict only if ``group``, the parameter group, places it on the device.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        for key in [key for key in value if is_on_device(key, group)]:
-            value[key] = placed(value[key], group, device)
-    if type(value) in (list, tuple):
-        return type(value)(placed(item, group, device) for item in value)
-    return value
 
 
 def _without_names(settings: Node) -> Node:

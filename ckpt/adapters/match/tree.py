@@ -235,7 +235,9 @@ class StateTree:
                 groups.append({**values, "params": ids, **named})
         if not state and not groups:
             return _LEFT
-        return {"state": state, "param_groups": groups} if groups else {"state": state}
+        found = {"state": state, "param_groups": groups} if groups else {"state": state}
+        added = self._node(node.get("values", {}), f"{path}/values")
+        return found if added is _LEFT else {**found, **added}
 
     def _parameter(self, path: str) -> str:
         """Return the name of a parameter within its module if the state has only one module, else

@@ -40,6 +40,7 @@ from ckpt.adapters.walk.modules import (
     Parameters,
     asked,
     check_optimizer,
+    check_state,
     is_capturable,
     items_of,
     methods_beyond_step,
@@ -54,6 +55,7 @@ from ckpt.adapters.walk.objects import (
     walk_objects,
     walk_tensors,
 )
+from ckpt.adapters.walk.packing import after_state_dict, before_state_dict
 from ckpt.adapters.walk.registry import Registry
 from ckpt.adapters.walk.segments import Held, Segment, Table
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
@@ -455,14 +457,19 @@ class _Walk:
             )
         check_optimizer(path, optimizer, self._optimizers.all)
         self._log_methods(optimizer)
+        before_state_dict(path, optimizer)
         keeper = keeper_of(path, optimizer)
+        check_state(path, optimizer, keeper.state)
         now = Structure(optimizer.param_groups, keeper.state)
         items, wrappers = self._state_of(path, optimizer, keeper, now)
         state = wrappers.nodes | {
             name: encode(now.values[index], name, self.made) for index, name in items.others
         }
-        groups = self._groups(optimizer, items.names, path)
+        settings, values = after_state_dict(path, optimizer, keeper.state)
+        groups = self._groups(settings, items.names, path)
         node: Node = {"$": "optimizer", "groups": groups, "state": state}
+        if values:
+            node["values"] = encode(values, f"{path}/values", self.made)
         if isinstance(optimizer, OptimizerStandIn):
             node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.made)
         return node
@@ -518,7 +525,9 @@ class _Walk:
                 ", ".join(methods[:4]) + (", ..." if len(methods) > 4 else ""),
             )
 
-    def _groups(self, optimizer: Optimizer, names: list[list[str]], path: str) -> list[Node]:
+    def _groups(
+        self, settings: Sequence[Mapping[str, Any]], names: list[list[str]], path: str
+    ) -> list[Node]:
         return [
             {
                 "params": group_names,
@@ -528,9 +537,7 @@ class _Walk:
                     self.made,
                 ),
             }
-            for index, (group, group_names) in enumerate(
-                zip(optimizer.param_groups, names, strict=True)
-            )
+            for index, (group, group_names) in enumerate(zip(settings, names, strict=True))
         ]
 
     def _per_rank(self, value: PerRank, path: str) -> Node:

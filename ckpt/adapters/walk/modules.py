@@ -34,9 +34,10 @@ from ckpt.adapters.tensors.sharded import (
 )
 from ckpt.adapters.tensors.units import units_of
 from ckpt.adapters.tensors.zero import is_zero
+from ckpt.adapters.torch_private import has_step_hooks
 from ckpt.adapters.walk.items import AnyPiece, Entry, ModuleItems, Part
 from ckpt.adapters.walk.segments import place_of, same_view
-from ckpt.adapters.walk.stand_in import ModuleStandIn
+from ckpt.adapters.walk.stand_in import ModuleStandIn, OptimizerStandIn
 from ckpt.errors import CkptError, RestoreError, UnsupportedValue
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import join
@@ -47,6 +48,7 @@ OWN_STATE: Final = (
 )
 PLACING: Final = ("capturable", "fused")
 """The settings of a parameter group that place ``step`` on the device of the parameter."""
+_DICT: Final = frozenset({dict})
 WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """The children of wrapper modules, whose names a state dict may have inside of other names."""
 
@@ -105,20 +107,37 @@ def _own_methods(kind: type) -> tuple[str, ...]:
     return tuple(sorted(n for n in methods if not n.startswith("_") and not hasattr(Optimizer, n)))
 
 
-def check_optimizer(path: str, optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
-    """Raise ``UnsupportedValue`` if the optimizer at ``path`` may have state outside of its
-    attributes ``state`` and ``param_groups``.
-
-    ``others`` are the optimizers that the state has under names of their own. The optimizer may
-    hold these.
+def check_kind(path: str, optimizer: Optimizer) -> None:
+    """Raise ``UnsupportedValue`` if the class of the optimizer at ``path`` shows that it cannot be
+    saved or restored: it has a ``state_dict()`` of its own, or lacks the hooks of an optimizer.
     """
-    kind = type(optimizer).__qualname__
-    if is_zero(optimizer):
+    if is_zero(optimizer) or isinstance(optimizer, OptimizerStandIn):
         return
+    kind = type(optimizer).__qualname__
     if type(optimizer).state_dict is not Optimizer.state_dict:
         raise UnsupportedValue(
             path, f"{kind}, an optimizer with a state_dict() of its own", OWN_STATE
         )
+    if not has_step_hooks(optimizer):
+        raise UnsupportedValue(
+            path,
+            f"{kind}, an optimizer whose __init__() does not call Optimizer.__init__()",
+            "call super().__init__(params, defaults) there. If it wraps another optimizer, put "
+            "that one into the state",
+        )
+
+
+def check_optimizer(path: str, optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
+    """Raise ``UnsupportedValue`` if the optimizer at ``path`` may have state outside of its
+    attributes ``state`` and ``param_groups``, or cannot be saved for the reason that ``check_kind``
+    gives.
+
+    ``others`` are the optimizers that the state has under names of their own. The optimizer may
+    hold these.
+    """
+    check_kind(path, optimizer)
+    if is_zero(optimizer):
+        return
     for name, held in vars(optimizer).items():
         inside = held if isinstance(held, list | tuple) else [held]
         alone = [
@@ -131,8 +150,8 @@ def check_optimizer(path: str, optimizer: Optimizer, others: Sequence[Optimizer]
         if alone:
             raise UnsupportedValue(
                 path,
-                f"{kind}, which holds another optimizer ({type(alone[0]).__qualname__}) with "
-                "state of its own",
+                f"{type(optimizer).__qualname__}, which holds another optimizer "
+                f"({type(alone[0]).__qualname__}) with state of its own",
                 f"put that one into the state as well, under a name of its own: .{name}",
             )
 
@@ -147,6 +166,19 @@ def check_owners(path: str, optimizer: Optimizer) -> None:
     if any(id(key) not in known for key in optimizer.state):
         kind = type(optimizer).__qualname__
         raise UnsupportedValue(path, f"{kind} with state that belongs to no parameter", OWN_STATE)
+
+
+def check_state(path: str, optimizer: Optimizer, state: Mapping[Any, Any]) -> None:
+    """Raise ``UnsupportedValue`` if ``state``, the state of the optimizer at ``path``, has a value
+    that is no dict.
+    """
+    if not _DICT.issuperset(map(type, state.values())):
+        for values in state.values():
+            if not isinstance(values, dict):
+                check_owners(path, optimizer)
+                kind = type(optimizer).__qualname__
+                what = f"{kind} whose state of a parameter is a {type(values).__name__}"
+                raise UnsupportedValue(path, what, OWN_STATE)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ckpt.adapters.match import load_optimizer
+from ckpt.adapters.match.loading import placed
 from ckpt.adapters.walk.modules import new_state
 from tests.adapters.saving import assert_same, restored, saved
 
@@ -64,11 +65,11 @@ def test_a_held_step_is_filled_in_place_unless_the_settings_move_it(fused: bool)
 def test_tensors_inside_of_lists_go_to_the_device_of_the_parameter() -> None:
     value = {"dirs": [torch.ones(2), (torch.ones(1), None, 3)], "in": {"step": torch.ones(())}}
     meta = torch.device("meta")
-    moved = load_optimizer.placed(value, {}, meta)
+    moved = placed(value, {}, meta)
     assert moved["dirs"][0].device == moved["dirs"][1][0].device == meta
     assert moved["dirs"][1][1:] == (None, 3)
     assert moved["in"]["step"].device.type == "cpu"
-    assert load_optimizer.placed(value, {"fused": True}, meta)["in"]["step"].device == meta
+    assert placed(value, {"fused": True}, meta)["in"]["step"].device == meta
 
 
 def test_lists_of_a_meta_parameter_that_becomes_real_keep_their_values() -> None:
