@@ -17,7 +17,7 @@ import re
 import struct
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any, Final
@@ -51,7 +51,6 @@ _INT_KEY: Final = re.compile(r"~2-?[0-9]{1,19}")
 _NAN: Final = "nan:"
 """The prefix of a NaN whose bits are not those of ``math.nan``. The bits follow in hexadecimal."""
 _SCALAR_DTYPE: Final = re.compile(r"[<>|][biufc][0-9]{1,2}")
-_SEQUENCES: Final[dict[type, str]] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _BYTES: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
 _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 
@@ -259,19 +258,21 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
     if depth > _MAX_DEPTH:
         raise UnsupportedValue(path, "container nested too deeply, or in itself")
 
-    def inner(item: object, part: object) -> Node:
-        return encode(item, join(path, part), other, depth=depth + 1)
-
+    if kind is list:
+        return _encode_items(value, path, other, depth)  # type: ignore[arg-type]
+    if kind is tuple:
+        return {"$": "tuple", "v": _encode_items(value, path, other, depth)}  # type: ignore[arg-type]
     if kind is dict and len(value) >= LARGE and (node := other(value, path)) is not None:  # type: ignore[arg-type]
         return node
-    if kind is list:
-        return [inner(item, str(i)) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]
-    if kind in _SEQUENCES:
-        if kind is not tuple:
-            _check_hashes(value, path)  # type: ignore[arg-type]
-        items = list(value) if kind is tuple else sorted(value, key=_order)  # type: ignore[call-overload]
-        return {"$": _SEQUENCES[kind], "v": [inner(item, str(i)) for i, item in enumerate(items)]}
+    if kind is set or kind is frozenset:
+        _check_hashes(value, path)  # type: ignore[arg-type]
+        items = sorted(value, key=_order)  # type: ignore[call-overload]
+        return {"$": kind.__name__, "v": _encode_items(items, path, other, depth)}
     if kind in _MAPPINGS:
+
+        def inner(item: object, part: object) -> Node:
+            return encode(item, join(path, part), other, depth=depth + 1)
+
         return _encode_mapping(value, kind, path, inner)  # type: ignore[arg-type]
     if kind in _BYTES:
         return {"$": _BYTES[kind], "v": base64.b64encode(value).decode()}  # type: ignore[arg-type]
@@ -280,6 +281,29 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$": "numpy", "d": value.dtype.str, "v": base64.b64encode(value.tobytes()).decode()}
     return other(value, path)
+
+
+def _encode_items(items: Iterable[object], path: str, other: OtherEncoder, depth: int) -> Node:
+    # The path of a value that is its own node is not made, since it costs more than the node.
+    return [
+        item if _is_own_node(item) else encode(item, f"{path}/{i}", other, depth=depth + 1)
+        for i, item in enumerate(items)
+    ]
+
+
+def _is_own_node(value: Any) -> bool:
+    """Return True if ``value`` contains no other value and is a node itself.
+
+    A string that is not ASCII and a number that is not finite need a second look.
+    """
+    kind = type(value)
+    if kind is float:
+        return bool(value - value == 0.0)  # False for infinity and NaN
+    if kind is str:
+        return str.isascii(value)
+    if kind is int:
+        return bool(-(2**63) <= value < 2**63)
+    return value is None or kind is bool
 
 
 def _order(item: object) -> str:
@@ -294,10 +318,13 @@ def _order(item: object) -> str:
 def _encode_mapping(
     value: Mapping[Any, Any], kind: type, path: str, inner: Callable[[object, object], Node]
 ) -> Node:
-    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+    if kind is dict and all(type(key) is str and key[:1] != "$" for key in value):
         for key in value:
-            check_name(key, join(path, key))
-        return {key: inner(item, key) for key, item in value.items()}
+            if not key.isascii():
+                check_name(key, join(path, key))
+        return {
+            key: item if _is_own_node(item) else inner(item, key) for key, item in value.items()
+        }
     _check_hashes(value, path)
     pairs = [[inner(key, "key"), inner(item, key)] for key, item in value.items()]
     node = {"$": _MAPPINGS[kind], "v": pairs}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from ckpt.adapters.tensors.layout import PLAIN
 from ckpt.adapters.walk.stand_in import StandIn
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import join
+
+_LEAVES: Final = frozenset({*PLAIN, int, float, str, bool, type(None), bytes, complex})
+"""Types whose values contain no module, optimizer or other object."""
 
 
 def is_stateful(value: object) -> bool:
@@ -80,11 +83,25 @@ def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
             yield path, value
     elif isinstance(value, Mapping) and depth < 100:
         for key, item in value.items():
-            if type(item) not in PLAIN:  # There may be thousands of plain tensors
+            if not _has_no_object(item):
                 yield from walk_objects(item, join(path, key), depth + 1)
     elif isinstance(value, list | tuple) and depth < 100:
         for index, item in enumerate(value):
-            yield from walk_objects(item, join(path, index), depth + 1)
+            if not _has_no_object(item):
+                yield from walk_objects(item, join(path, index), depth + 1)
+
+
+def _has_no_object(value: object) -> bool:
+    """Return True if it is certain at a glance that ``walk_objects`` finds nothing in ``value``.
+
+    A state may have thousands of plain tensors, and a history of hundreds of thousands of dicts.
+    """
+    kind = type(value)
+    if kind is dict:
+        return _LEAVES.issuperset(map(type, value.values()))  # type: ignore[attr-defined]
+    if kind is list or kind is tuple:
+        return _LEAVES.issuperset(map(type, value))  # type: ignore[call-overload]
+    return kind in _LEAVES
 
 
 def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,9 +7,12 @@ import datetime as dt
 import enum
 import functools
 import gc
+import json
 import re
+import time
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -844,3 +847,54 @@ def test_a_large_dict_comes_back(tmp_path):
             found = {"x": {key: torch.zeros(3) for key in x}}
             manager.restore(found, step)
             assert all(torch.equal(found["x"][key], expected[key]) for key in x)
+
+
+def _processor_seconds(work: Callable[[], object]) -> float:
+    """Return the least time of the processor that one of three calls takes in this thread."""
+    seconds = []
+    for _ in range(3):
+        began = time.thread_time()
+        work()
+        seconds.append(time.thread_time() - began)
+    return min(seconds)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [number * 0.1 for number in range(60_000)],
+        [{"step": n, "loss": n * 0.1, "lr": 1e-3, "epoch": n / 7} for n in range(20_000)],
+        {f"token{number}": number for number in range(40_000)},
+    ],
+    ids=["floats", "log history", "vocabulary"],
+)
+def test_a_long_history_costs_the_training_thread_at_most_five_times_what_json_takes(history):
+    """A list of 300,000 floats and one of 100,000 dicts took 4 and 5 to 9 times as long as json."""
+    state = {"history": history}
+    assert collect(state, rank=0).tree is not None
+    ours = _processor_seconds(lambda: collect(state, rank=0))
+    assert ours < 5 * _processor_seconds(lambda: json.dumps(history))
+
+
+def test_a_plain_value_in_a_container_is_encoded_as_it_is_alone():
+    values = [
+        1,
+        2**63,
+        -(2**63),
+        True,
+        None,
+        0.5,
+        -0.0,
+        float("inf"),
+        "plain",
+        "Ü",
+        (1, float("nan")),
+    ]
+    as_list, as_dict = (
+        collect({"x": container}, rank=0).tree["x"]
+        for container in (values, dict(zip(map(str, range(len(values))), values, strict=True)))
+    )
+    assert as_list == list(as_dict.values())
+    assert [collect({"x": value}, rank=0).tree["x"] for value in values] == as_list
+    with pytest.raises(UnsupportedValue, match="x/0/a/1"):
+        collect({"x": [{"a": ["plain", "\ud800"]}]}, rank=0)
