@@ -36,6 +36,7 @@ from ckpt.errors.base import few
 from ckpt.events import Event, Restored
 from ckpt.integrations.resizing import refusing_resize, same_or_first
 from ckpt.integrations.tested import warn_of_untested, warn_once
+from ckpt.integrations.worker_seeds import give_generator
 from ckpt.manager import CheckpointManager
 from ckpt.model.metrics import Metrics
 from ckpt.pending import PendingSave
@@ -107,6 +108,7 @@ class AcceleratorCheckpoints:
                 raise ConfigError(_theirs(folder))
         self._accelerator = accelerator
         self._loaded = self._has_begun = False
+        self._seed_workers(0)
         observers = (*settings.pop("observers", ()), self._note_restored)
         self.manager = CheckpointManager(places, observers=observers, **settings)
 
@@ -157,6 +159,7 @@ class AcceleratorCheckpoints:
         """
         _check_step(step, "load_state")
         _warn_of_hooks("load", self._accelerator._load_model_state_pre_hook)
+        self._seed_workers(0)
         state = self._state()
         try:
             report = self.manager.restore(state, step, **options)
@@ -172,6 +175,7 @@ class AcceleratorCheckpoints:
         counters = state["accelerate"]
         self._accelerator.step = counters["step"]
         self._accelerator.project_configuration.iteration = counters["iteration"]
+        self._seed_workers(report.step)
         return report
 
     def close(self, timeout: float | None = None) -> None:
@@ -199,6 +203,13 @@ class AcceleratorCheckpoints:
         state["rng"] = PerRank(RngState(), on_resize="same_rank")
         iteration = found.project_configuration.iteration
         return state | {"accelerate": {"step": found.step, "iteration": iteration}}
+
+    def _seed_workers(self, step: int) -> None:
+        """Keep the prepared loaders from drawing from the global generator, which ``load_state``
+        restores.
+        """
+        for number, loader in enumerate(self._accelerator._dataloaders):
+            give_generator(loader, number, step)
 
     def _counts(self) -> str:
         counts = {name: len(objects) for name, objects in _prepared(self._accelerator).items()}

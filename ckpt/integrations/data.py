@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from itertools import chain, islice
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
+from ckpt.adapters.tensors.per_rank import RngState
 from ckpt.adapters.torch_private import outside_of_workers
 from ckpt.adapters.torch_store import world_of_launcher
 from ckpt.adapters.walk.stand_in import Checked
 from ckpt.checks import shown, whole
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.datasets_order import check_undivided, order_of
+from ckpt.integrations.worker_seeds import seeded
 
 T = TypeVar("T")
 _MOST: Final = (1 << 63) - 1
@@ -69,7 +73,7 @@ class _Position(Checked):
         iteration = self._iteration = object()
         left = self._begin()
         try:
-            for batch in loader:
+            for batch in self._read(loader):
                 samples = min(size, left)
                 left -= samples
                 self._consumed += samples * self._world_size
@@ -84,6 +88,12 @@ class _Position(Checked):
             if self._iteration is iteration:
                 self._iteration = None
                 self._end()
+
+    def _read(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        with seeded(loader, self._rank, self._epoch, self._consumed):
+            batches = iter(loader)
+            first = list(islice(batches, 1))  # Some loaders begin with their first batch only
+        return chain(first, batches)
 
     def _begin(self) -> int:
         """Prepare a loop that begins at the position, and return how many samples it gives to this
@@ -379,9 +389,11 @@ class ElasticStream(_Position, IterableDataset[Any]):
 
     def _dealt(self, start: int, batch_size: int, worker: int, workers: int) -> Iterator[Any]:
         own: Any = None
-        for at, sample in enumerate(_read(self._data), -start):
+        samples = _read(self._data)
+        _skip(samples, start)
+        for at, sample in enumerate(samples):
             turn, rank = divmod(at, self._world_size)
-            if turn < 0 or turn // batch_size % workers != worker:
+            if turn // batch_size % workers != worker:
                 continue
             if rank == self._rank:
                 own = sample
@@ -404,6 +416,15 @@ def _read(data: Iterable[Any]) -> Iterator[Any]:
             except StopIteration:
                 return
         yield sample
+
+
+def _skip(samples: Iterator[Any], count: int) -> None:
+    """Read ``count`` samples, and set the global random number generators back if there are any."""
+    if count:
+        rng = RngState()
+        state = rng.state_dict()
+        deque(islice(samples, count), maxlen=0)
+        rng.load_state_dict(state)
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:

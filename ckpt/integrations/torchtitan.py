@@ -49,6 +49,7 @@ from ckpt.errors.sanitize import redact
 from ckpt.integrations.all_ranks import of_first
 from ckpt.integrations.resizing import refusing_resize, same_or_first
 from ckpt.integrations.tested import warn_of_untested
+from ckpt.integrations.worker_seeds import give_generator
 from ckpt.model.keys import StepRef
 
 TESTED: Final = ("0.3", "0.3")
@@ -98,6 +99,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
             return
         self._waits = config.async_mode == "disabled"
         self._model = _Parts(parts["model_parts"])
+        give_generator(self.states[DATALOADER], 0)
         self.keep_latest_k = config.keep_latest_k
         base = parts.get("base_folder", "")
         kept = [
@@ -245,7 +247,10 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         for name, kept in state.items():
             if isinstance(kept, PerRank) and name in self.states:
                 self.states[name] = kept.value
-        if source is self.manager and report is not None:  # Even if a part was excluded
+        if report is None:
+            return
+        give_generator(self.states[DATALOADER], report.step)
+        if source is self.manager:  # Even if a part was excluded
             self.manager.continue_from(StepRef(report.step, report.attempt))
 
 

@@ -54,19 +54,21 @@ def accelerator(*, stateful: bool = False, **project: Any) -> Accelerator:
 class Job:
     """All that a script has made when its loop begins."""
 
-    def __init__(self, made: Accelerator, *, seed: int = 7, workers: int = 0) -> None:
+    def __init__(
+        self, made: Accelerator, *, seed: int = 7, workers: int = 0, draws: bool = False
+    ) -> None:
         self.accelerator = made
         ranks = made.num_processes
         set_seed(seed)
         length = 4 * BATCHES * ranks
         data = torch.randn(length, 6, generator=torch.Generator().manual_seed(1))
-        # With a generator of its own, the loader does not use the global one.
+        # With a generator of its own, the loader does not draw from the global one.
         loader = DataLoader(
             TensorDataset(data, torch.arange(length)),
             4,
             shuffle=True,
             num_workers=workers,
-            generator=torch.Generator(),
+            generator=None if draws else torch.Generator(),
         )
         net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 1))
         critic = nn.Linear(6, 1)

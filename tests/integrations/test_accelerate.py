@@ -45,7 +45,8 @@ def fresh() -> Iterator[None]:
 
 def new(**how: Any) -> Job:
     forget()
-    return Job(accelerator(**{key: how.pop(key) for key in list(how) if key != "seed"}), **how)
+    own = {key: how.pop(key) for key in ("seed", "draws") if key in how}
+    return Job(accelerator(**how), **own)
 
 
 def test_a_resumed_training_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> None:
@@ -64,6 +65,16 @@ def test_a_resumed_training_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) 
     assert len(trained) == len(reference) - SAVED
     assert trained == dict(islice(reference.items(), SAVED, None))
     assert job.seen.sum == sum(sum(numbers) for numbers, *_ in reference.values())
+
+
+def test_a_loader_without_a_generator_takes_no_number_of_the_restored_one(tmp_path: Path) -> None:
+    job = new(draws=True)
+    with AcceleratorCheckpoints(job.accelerator, tmp_path) as checkpoints:
+        whole = job.train(after=lambda batch: batch == SAVED and checkpoints.save_state())
+    job = new(draws=True, seed=8)
+    with AcceleratorCheckpoints(job.accelerator, tmp_path) as checkpoints:
+        checkpoints.load_state()
+        assert job.train() == dict(islice(whole.items(), SAVED, None))
 
 
 @pytest.mark.parametrize("saved", [SAVED, 20], ids=["within an epoch", "between two"])

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,7 +25,9 @@ from ckpt.integrations.resizing import same_or_first
 pytest.importorskip("torchtitan", reason="torchtitan is not installed")
 
 import torch.distributed.checkpoint as dcp
+from torch.utils.data import IterableDataset
 from torchtitan.components.checkpointer import CheckpointManager as Theirs
+from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.config import ConfigManager
 from torchtitan.trainer import Trainer
 
@@ -75,6 +78,46 @@ def test_save_load_restores_state(tmp_path: Path, mode: str) -> None:
     assert second.states["seen_tokens"] == 1
     assert second.run(6) == whole[3:]
     assert second.parts[0].layer.seen.item() == 6
+
+
+class Numbers(IterableDataset[int]):
+    """A dataset whose position torchtitan's loader saves."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.position += 1
+            yield self.position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_the_loader_takes_no_number_of_the_restored_generators(tmp_path: Path) -> None:
+    def job(seed: int) -> Job:
+        loader = ParallelAwareDataloader(Numbers(), dp_rank=0, dp_world_size=1, batch_size=2)
+        return Job(tmp_path, seed, loader=loader, keep_latest_k=0)
+
+    def drawn(job: Job) -> list[tuple[list[int], float]]:
+        """Return the batch and a random number of each step to the sixth."""
+        batches, found = iter(job.loader), []
+        while job.progress.step < 6:
+            batch = next(batches)
+            job.train()
+            found.append((batch.tolist(), torch.rand(()).item()))
+            job.manager.save(job.progress.step)
+        job.manager.close()
+        return found
+
+    whole = drawn(job(1))
+    second = job(2)
+    assert second.manager.load(3)
+    assert drawn(second) == whole[3:]
 
 
 def test_save_and_purge_keeps_last_k_checkpoints(tmp_path: Path) -> None:

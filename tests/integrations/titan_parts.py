@@ -70,13 +70,16 @@ class Progress:
 class Job:
     """What the trainer has made when it builds its checkpoint manager."""
 
-    def __init__(self, base: Path, seed: int = 1, *, parts: int = 1, **how: Any) -> None:
+    def __init__(
+        self, base: Path, seed: int = 1, *, parts: int = 1, loader: Any = None, **how: Any
+    ) -> None:
         torch.manual_seed(seed)
         self.parts = [Net(number) for number in range(parts)]
         self.optimizers = default_adamw().build(model_parts=self.parts)
         schedule = LRSchedulersContainer.Config(warmup_steps=2)
         self.schedulers = schedule.build(optimizers=self.optimizers, training_steps=50)
-        self.loader, self.progress = Loader(), Progress()
+        self.loader = Loader() if loader is None else loader
+        self.progress = Progress()
         self.states: dict[str, Any] = {"train_state": self.progress, "seen_tokens": seed}
         given = {"enable": True, "interval": 1, "keep_latest_k": 2, "last_save_model_only": False}
         self.manager = CkptManager.Config(**given | how).build(
@@ -98,7 +101,8 @@ class Job:
         self.schedulers.step()
         self.optimizers.zero_grad()
         self.progress.step += 1
-        self.loader.position += 1
+        if isinstance(self.loader, Loader):
+            self.loader.position += 1
         return loss.item()
 
     def run(self, steps: int, *, last: bool = False) -> list[float]:

@@ -57,6 +57,12 @@ class RngState:
     the CPU and, once the accelerator is in use, of its devices.
 
     Put this object into the state as ``PerRank(RngState())``, since each rank has its own states.
+
+    The generators of a loader's workers are in other processes, and are not restored. No library
+    restores them. A loader whose ``generator`` is None draws a number from the global generator of
+    torch when a loop over it starts. So a resume within an epoch draws one number more, unless
+    ``batches()`` of an ``ElasticSampler`` or ``ElasticStream`` starts the loader, or the loader is
+    built with ``generator=torch.Generator()``.
     """
 
     def state_dict(self) -> dict[str, Any]:

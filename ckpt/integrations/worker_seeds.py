@@ -1,0 +1,58 @@
+"""Seeds for the workers of a ``DataLoader`` that take no number of the global generators.
+
+``iter(loader)`` draws a seed for the workers, even if there are none. It draws from the global
+generator of torch if the loader has no generator of its own. A resume within an epoch starts the
+loader once more than an uninterrupted run does, and would shift all random numbers after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+
+class _Own(torch.Generator):
+    """A generator that this module has made."""
+
+
+def give_generator(loader: Any, *place: int) -> None:
+    """Give ``loader`` a generator of its own for the numbers in ``place``, unless its caller has.
+
+    Values that are no ``DataLoader`` are left as they are.
+    """
+    loader = _base(loader)
+    if isinstance(loader, DataLoader) and isinstance(loader.generator, _Own | None):
+        loader.generator = _own_generator(loader, place)
+
+
+@contextmanager
+def seeded(loader: Any, *place: int) -> Generator[None]:
+    """Let ``loader`` draw from a generator of its own, in the ``with`` block only."""
+    loader = _base(loader)
+    generator = loader.generator
+    loader.generator = _own_generator(loader, place)
+    try:
+        yield
+    finally:
+        loader.generator = generator
+
+
+def _own_generator(loader: DataLoader[Any], place: tuple[int, ...]) -> torch.Generator:
+    """Return a generator whose seed depends on ``place``, and on the seed of the generator that
+    ``loader`` would draw from. The latter does not change.
+    """
+    drawn = loader.generator
+    seed = torch.initial_seed() if isinstance(drawn, _Own | None) else drawn.initial_seed()
+    (mixed,) = np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64).tolist()
+    # The loader draws a number on the default device.
+    return _Own(torch.get_default_device()).manual_seed(mixed)
+
+
+def _base(loader: Any) -> Any:
+    """Return the loader inside a prepared loader of accelerate, or ``loader`` itself."""
+    return getattr(loader, "base_dataloader", loader)
