@@ -105,7 +105,8 @@ def test_the_loader_takes_no_number_of_the_restored_generators(tmp_path: Path) -
 
     def drawn(job: Job) -> list[tuple[list[int], float]]:
         """Return the batch and a random number of each step to the sixth."""
-        batches, found = iter(job.loader), []
+        batches: Iterator[torch.Tensor] = iter(job.loader)
+        found: list[tuple[list[int], float]] = []
         while job.progress.step < 6:
             batch = next(batches)
             job.train()

@@ -108,7 +108,7 @@ def test_a_resume_within_an_epoch_trains_bit_for_bit(
 
 def test_a_resume_between_epochs_trains_bit_for_bit_with_persistent_workers(tmp_path: Path) -> None:
     """Workers that stay draw a seed in their first epoch only, which differs after a resume."""
-    more = {"num_workers": 1, "persistent_workers": True}
+    more: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
     first = Job("sampler", 1, **more)
     with CheckpointManager(tmp_path) as manager:
         first.train(between=lambda: manager.save(first.state, first.position.epoch))

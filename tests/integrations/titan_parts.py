@@ -78,7 +78,7 @@ class Job:
         self.optimizers = default_adamw().build(model_parts=self.parts)
         schedule = LRSchedulersContainer.Config(warmup_steps=2)
         self.schedulers = schedule.build(optimizers=self.optimizers, training_steps=50)
-        self.loader = Loader() if loader is None else loader
+        self.loader: Any = Loader() if loader is None else loader
         self.progress = Progress()
         self.states: dict[str, Any] = {"train_state": self.progress, "seen_tokens": seed}
         given = {"enable": True, "interval": 1, "keep_latest_k": 2, "last_save_model_only": False}
