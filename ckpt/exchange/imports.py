@@ -24,6 +24,7 @@ from ckpt.adapters.match.wrapper_prefix import REMOVED
 from ckpt.catalog.index import committed
 from ckpt.config import Tier
 from ckpt.errors import CommitError, ConfigError, StepExists, StorageError, UnsupportedValue
+from ckpt.errors.base import few
 from ckpt.exchange import wrapper_names
 from ckpt.exchange.foreign_files import (
     Kind,
@@ -32,6 +33,12 @@ from ckpt.exchange.foreign_files import (
     detect,
     has_bytes,
     read_source,
+)
+from ckpt.exchange.library_folders import (
+    is_lightning,
+    named_lightning,
+    read_folder,
+    read_lightning,
 )
 from ckpt.manager import CheckpointManager
 from ckpt.model.checksum import checksum
@@ -122,17 +129,17 @@ def import_checkpoint(
         _check_free(backend.url, step, (look or partial(committed, backend))())
         local = backend.url if is_folder(backend.url) else None
     done = Imported(kind=found)
-    metadata: dict[str, Any] = {
-        "imported_from": os.path.abspath(source),
-        "imported_as": found,
-    }
     # With another ``every``, the tier might not take the step. With the other settings, its
     # retention would remove other steps after the import.
     keeps_all = replace(
         tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None
     )
     with _made(local) as scratch:
-        state = read_source(source, found, scratch)
+        state = _read(foreign, done, scratch)
+        metadata: dict[str, Any] = {
+            "imported_from": os.path.abspath(source),
+            "imported_as": done.kind,
+        }
         shaper = _Shaper(done, foreign.plain, foreign.parameter_names)
         live = shaper.shape(state)
         if shaper.without_prefix:
@@ -140,6 +147,37 @@ def import_checkpoint(
         with CheckpointManager(keeps_all, metadata=metadata, slots=1, overlap="off") as manager:
             manager.save(live, step=step)
     return done
+
+
+def _read(foreign: ForeignCheckpoint, done: Imported, scratch: str | None) -> State:
+    """Return the state of the source, with the names that its objects have in a state.
+
+    The kind of a folder or file of a library becomes the name of the library, and files that the
+    import leaves aside are noted.
+    """
+    source = foreign.path
+
+    def read(path: str) -> State:
+        return read_source(path, detect(path), scratch)
+
+    if foreign.kind is None and (folder := read_folder(source, read)) is not None:
+        done.kind = folder.library
+        done.notes += folder.notes
+        if aside := sorted(set(os.listdir(source)) - set(folder.files)):
+            done.notes.append(f"not taken from {source}: {few(aside, quote=False)}")
+        return folder.state
+    try:
+        state = read_source(source, foreign.kind or detect(source), scratch)
+    except UnsupportedValue:
+        if not os.path.isfile(source) or (taken := read_lightning(source)) is None:
+            raise
+        state, notes = taken
+        done.notes += notes
+    if is_lightning(state):
+        done.kind = "lightning"
+        state, notes = named_lightning(state)
+        done.notes += notes
+    return state
 
 
 def _check_free(root: str, step: int, there: Sequence[StepRef]) -> None:

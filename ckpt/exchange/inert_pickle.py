@@ -1,8 +1,8 @@
 """Read a pickle as inert data, without importing or calling anything.
 
-``torch.distributed.checkpoint`` writes its table of contents as a pickle. This module executes the
-opcodes of such a pickle. It replaces each class, each function and each call with an `Inert` that
-has the name and the arguments.
+``torch.distributed.checkpoint`` writes its table of contents as a pickle, and ``torch.save`` its
+values. This module executes the opcodes of such a pickle. It replaces each class, each function and
+each call with an `Inert` that has the name and the arguments. An ``OrderedDict`` becomes a dict.
 """
 
 from __future__ import annotations
@@ -38,6 +38,12 @@ _PLAIN: Final = frozenset(
         "UNICODE",
     }
 )
+
+
+PERSISTENT: Final = "persistent id"
+"""The name of an `Inert` for an object outside of the pickle. Its argument is the id, with which
+``torch.save`` describes a storage.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +96,7 @@ class _Machine:
             "BINGET": lambda arg: self.stack.append(self._memo[arg]),
             "LONG_BINGET": lambda arg: self.stack.append(self._memo[arg]),
             "POP": lambda _: self._drop(),
+            "BINPERSID": lambda _: self.stack.append(Inert(PERSISTENT, (self.stack.pop(),))),
         }
         for name in ("PROTO", "FRAME", "STOP"):
             self._do[name] = lambda _: None
@@ -146,14 +153,17 @@ _KEYS: Final = (str, int, bytes, type(None), Inert)
 """The accepted types of dict keys, which are fast to hash. An ``Inert`` is hashed by identity."""
 
 
-def _called(call: Inert, args: tuple[Any, ...]) -> Inert:
+def _called(call: Inert, args: tuple[Any, ...]) -> Any:
     if type(args) is not tuple:
         raise ValueError("arguments that are not a tuple")
+    if call.name == "collections.OrderedDict" and not args:
+        return {}
     return Inert(call.name, args)
 
 
-def _with_state(made: Inert, state: Any) -> Inert:
-    """Set the state of ``made``, and return it.
+def _with_state(made: Any, state: Any) -> Any:
+    """Set the state of ``made``, and return it. The attributes of a dict, such as the metadata of
+    ``Module.state_dict()``, are left out.
 
     ``made`` is changed in place, since the memo may reference it. Usually ``state`` is a dict. For
     a class with slots it is a pair of dicts, and for some classes a tuple of a few values, which
@@ -164,6 +174,8 @@ def _with_state(made: Inert, state: Any) -> Inert:
     Raises:
         ValueError: The state was set before, or has too many parts.
     """
+    if not isinstance(made, Inert):
+        return made
     parts = state if isinstance(state, tuple) else (state,)
     if made.built or len(parts) > _MOST_PARTS:
         raise ValueError("an object that is built twice, or of too many parts")
@@ -195,5 +207,5 @@ def read_inert(data: bytes, name: str) -> Any:
         raise UnsupportedValue(
             name,
             "pickle of another kind",
-            f"it is not one that torch.distributed.checkpoint writes ({repr(error)[:200]})",
+            f"it is not one that torch writes ({repr(error)[:200]})",
         ) from None

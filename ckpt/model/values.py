@@ -42,6 +42,10 @@ _NAME_CHARS_PER_BYTE: Final = 256
 the tree. A name contains the keys of all containers around the value, so a long key could make a
 small tree need much memory.
 """
+_INDEX_CHARS: Final = 8
+"""The most characters that the index of a list adds to a name, or a number as the key of a dict."""
+_PLAIN, _PAIRS, _PAIR = range(3)
+"""The roles of a JSON array: any array, the array of the pairs of a tagged dict, and a pair."""
 _MOST_COLLISIONS: Final = 16
 """The most members of a set, or keys of a dict, that may have the same hash.
 
@@ -53,6 +57,7 @@ _NAN: Final = "nan:"
 _SCALAR_DTYPE: Final = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _BYTES: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
 _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
+_TAGS: Final = tuple(_MAPPINGS.values())
 
 
 VERSIONS: Final = "_metadata"
@@ -186,44 +191,48 @@ def _excess(tree: Node, nbytes: int) -> str:
     The limits are on the depth, and on the characters of all names for a JSON of ``nbytes`` bytes.
     The time grows linearly with the size of the tree.
     """
-    # These are two parallel lists, since a tuple for each container would start the garbage
+    # These are three parallel lists, since a tuple for each container would start the garbage
     # collector.
     nodes = [tree] if type(tree) in _CONTAINERS else []
     outside = [0] * len(nodes)  # The number of characters in the name of each container
+    roles = [_PLAIN] * len(nodes)
     left = (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
     for _ in range(_MAX_JSON_DEPTH):
         if not nodes:
             return ""
         within: list[Node] = []
         around: list[int] = []
-        for chars, node in zip(outside, nodes, strict=True):
+        parts: list[int] = []
+        for chars, node, role in zip(outside, nodes, roles, strict=True):
             left -= chars * len(node)
             items = node.values() if isinstance(node, dict) else node
             if _CONTAINERS.isdisjoint(map(type, items)):
                 continue
             inner = list(map(_CONTAINERS.__contains__, map(type, items)))
             within += compress(items, inner)
+            count = sum(inner)
             if isinstance(node, dict):
                 around += [chars + len(key) + 1 for key in compress(node, inner)]
+                parts += [_PAIRS if node.get("$") in _TAGS else _PLAIN] * count
             else:
-                around += [chars + _chars_of_key(node)] * sum(inner)
+                more = _chars_of_key(node) if role == _PAIR else _INDEX_CHARS
+                around += [chars + more] * count
+                parts += [_PAIR if role == _PAIRS else _PLAIN] * count
         if left < 0:
             return (
                 f"its names have more than {_NAME_CHARS_PER_BYTE} times as many characters as it "
                 "has bytes"
             )
-        nodes, outside = within, around
+        nodes, outside, roles = within, around, parts
     return "nested too deeply"
 
 
 def _chars_of_key(items: Sequence[Node]) -> int:
-    """Return how many characters a JSON array adds to the names of the values in it.
-
-    An array of two items may be a key and a value of a tagged dict. It then adds the length of the
-    key. Any other array adds at most the digits of an index.
+    """Return how many characters the key of a tagged dict adds to the name of its value. ``items``
+    are the key and the value.
     """
     if len(items) != 2 or type(items[0]) not in (str, dict, list):
-        return 8
+        return _INDEX_CHARS
     return len(items[0]) if type(items[0]) is str else len(msgspec.json.encode(items[0]))
 
 

@@ -158,6 +158,14 @@ def test_the_versions_of_a_state_dict_are_kept():
     assert same(vars(found)["_metadata"], versions)
 
 
+def test_two_long_containers_in_a_list_are_no_key_and_value():
+    """The pairs of a tagged dict have the same JSON, and the name of a value has its key in it."""
+    numbers = list(range(5000))
+    for two in ([numbers, numbers], [{"a": numbers}, {"a": numbers}], [(1, numbers), numbers]):
+        assert same(round_trip(two), two)
+        assert same(round_trip({3: two}), {3: two})
+
+
 @pytest.mark.parametrize("make", [set, frozenset, dict.fromkeys, Counter, OrderedDict.fromkeys])
 def test_what_a_reader_would_refuse_for_its_hashes_is_refused_when_it_is_saved(make):
     """Numbers that are a multiple of 2**61 - 1 apart have one hash."""
