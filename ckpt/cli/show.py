@@ -180,6 +180,7 @@ def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
                 "name": tensor.name,
                 "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
+                "order": list(tensor.order) or list(range(len(tensor.shape))),
                 "bytes": tensor.nbytes,
                 "shards": [
                     {

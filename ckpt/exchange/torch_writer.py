@@ -15,10 +15,12 @@ from typing import Any, Final
 
 import torch
 
+from ckpt.adapters.tensors.layout import empty_in_order
 from ckpt.catalog.tensor_reader import StepReader, Wanted
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Tensor
+from ckpt.staging.image import copyable
 
 _ALIGNMENT: Final = 64
 
@@ -73,7 +75,7 @@ def read_into_scratch(
     reader: StepReader, tensors: Iterable[Tensor], folder: str
 ) -> dict[str, torch.Tensor]:
     """Read ``tensors`` from the checkpoint into a scratch file in ``folder``, and return them by
-    their stored names.
+    their stored names, with their dimensions in memory as they were saved.
     """
     wanted = list(tensors)
     scratch = Scratch(folder, ((tensor.name, tensor.dtype, tensor.shape) for tensor in wanted))
@@ -84,7 +86,16 @@ def read_into_scratch(
             if tensor.nbytes
         ]
     )
-    return scratch.tensors
+    turned = {each.name: _in_order(scratch.tensors[each.name], each) for each in wanted}
+    return scratch.tensors | turned
+
+
+def _in_order(tensor: torch.Tensor, saved: Tensor) -> torch.Tensor:
+    if not saved.order:
+        return tensor
+    made = empty_in_order(tensor.shape, saved.order, dtype=tensor.dtype)
+    copyable(made, saved.dtype).copy_(copyable(tensor, saved.dtype))
+    return made
 
 
 def write_file(path: str, state: dict[str, Any]) -> None:

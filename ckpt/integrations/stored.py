@@ -12,6 +12,7 @@ import torch
 from ckpt.adapters.match.overlaps import read_apart
 from ckpt.adapters.match.sink import TensorSink
 from ckpt.adapters.match.tree import MakeTensor
+from ckpt.adapters.tensors.layout import empty_in_order
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.catalog.candidates import Candidate, candidates
 from ckpt.catalog.finalize import Finisher
@@ -169,9 +170,11 @@ def built(
     made: dict[str, torch.Tensor] = {}
 
     def tensor(name: str) -> torch.Tensor:
+        name = stored[name].name  # Tied names are one tensor
         if name not in made:
+            shape, order = stored[name].shape, stored[name].order
             dtype = getattr(torch, stored[name].dtype)
-            made[name] = torch.empty(stored[name].shape, dtype=dtype, device=device)
+            made[name] = empty_in_order(shape, order, dtype=dtype, device=device)
         return made[name]
 
     result = build(tensor)

@@ -141,7 +141,7 @@ class _Filler:
                 if fault := tiling_fault(tensor.shape, [shard.box for shard in shards]):
                     raise ManifestCorrupt(self._key, f"tensor {tensor.name!r}: {fault}")
                 self._tiled.add((layout, tensor.shape))
-            found.append(Tensor(tensor.name, tensor.dtype, tensor.shape, tuple(shards)))
+            found.append(replace(tensor, shards=tuple(shards)))
         return tuple(found)
 
     def _of(self, tensor: Tensor, layout: int, rank: int) -> Sequence[Shard]:

@@ -104,12 +104,20 @@ class Shard(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A global tensor. ``shape`` is the shape of the whole tensor, not of one shard."""
+    """A global tensor.
+
+    Attributes:
+        shape: The shape of the whole tensor, not of one shard.
+        order: The dimensions in the order in which the tensor had them in memory when it was saved,
+            from the largest stride to the smallest; empty if it was row-major. A restore that makes
+            the tensor uses the same order. The stored bytes are row-major in any case.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
+    order: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

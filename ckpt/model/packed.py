@@ -51,7 +51,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
     """The part of a fragment that many ranks have in common.
 
     Attributes:
-        tensors: The JSON array with ``[name, dtype, shape]`` of each tensor.
+        tensors: The JSON array with ``[name, dtype, shape, order]`` of each tensor.
         dims: The largest number of dimensions of a tensor.
         shards: A column with ``2 + dims`` numbers for each shard: the index of its tensor, its
             offset in the file in bytes, and its shape, padded with ones.
@@ -64,8 +64,8 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
     chunks: bytes
 
 
-Heading = tuple[str, str, tuple[int, ...]]
-"""The name, the dtype and the global shape of a tensor."""
+Heading = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+"""The name, the dtype, the global shape and the order of a tensor (see ``manifest.Tensor``)."""
 
 Table = tuple[tuple[Heading, ...], Ints, Ints, Ints]
 """The headings of a form, and three arrays with an entry for each heading: the bytes of an element,
@@ -84,7 +84,7 @@ class Columns:
     """A form that is unpacked to arrays and checked.
 
     Attributes:
-        headings: The name, the dtype and the global shape of each tensor.
+        headings: The name, the dtype, the global shape and the order of each tensor.
         dims: The largest number of dimensions of a tensor.
         tensor: The index of the tensor of each shard.
         place: The offset of each shard in the file in bytes.
@@ -133,7 +133,9 @@ def frames_of(tensors: Sequence[Tensor], chunks: Sequence[int]) -> Frames:
         for shard in tensor.shards:
             rows.append([index, shard.offset, *shard.shape, *[1] * fill])
             offsets.append([*shard.offsets, *[0] * fill])
-    headings = msgspec.json.encode([(each.name, each.dtype, each.shape) for each in tensors])
+    headings = msgspec.json.encode(
+        [(each.name, each.dtype, each.shape, each.order) for each in tensors]
+    )
     form = Form(msgspec.Raw(headings), dims, _bytes(rows), _bytes(list(chunks)))
     return Frames(compress(msgspec.json.encode(form)), compress(_bytes(offsets)))
 
@@ -189,7 +191,7 @@ def fragment_of(packed: Packed, *, key: str) -> Fragment:
     offsets = offsets_of(packed.offsets, columns, key=key)
     check_packed(packed, columns, key=key)
     shards: list[list[Shard]] = [[] for _ in columns.headings]
-    dims = [len(shape) for _, _, shape in columns.headings]
+    dims = [len(shape) for _, _, shape, _ in columns.headings]
     for index, place, start, shape in zip(
         columns.tensor.tolist(),
         columns.place.tolist(),
@@ -211,8 +213,8 @@ def fragment_of(packed: Packed, *, key: str) -> Fragment:
         **_alike(packed),
         file=replace(file, chunks=chunks) if file else None,
         tensors=tuple(
-            Tensor(name, dtype, shape, tuple(held))
-            for (name, dtype, shape), held in zip(columns.headings, shards, strict=True)
+            Tensor(name, dtype, shape, tuple(held), order)
+            for (name, dtype, shape, order), held in zip(columns.headings, shards, strict=True)
         ),
         replicas=replicas_of(packed.replicas, key=key),
         encoded=tuple(Encoding(each.rank, each.codec, lengths) for each in packed.encoded),
@@ -315,7 +317,7 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
     count = len(columns.chunks)
     require(len(packed.checksums) == CHECKSUM_BYTES * count, key, "not one checksum for each chunk")
     if packed.tied:
-        check_tied(packed.tied, {name for name, _, _ in columns.headings}, key)
+        check_tied(packed.tied, {name for name, *_ in columns.headings}, key)
     if packed.encoded or packed.lengths:
         lengths = _numbers(packed.lengths, key)
         require(
@@ -382,13 +384,13 @@ def _table(raw: msgspec.Raw, dims: int, key: str) -> Table:
         raise ManifestCorrupt(key, str(error)[:200]) from None
     require(0 <= dims <= MAX_DIMENSIONS, key, f"tensors of {dims} dimensions")
     seen: set[str] = set()
-    for name, dtype, shape in headings:
-        check_tensor(name, dtype, shape, seen, key)
+    for name, dtype, shape, order in headings:
+        check_tensor(Tensor(name, dtype, shape, (), order), seen, key)
         require(len(shape) <= dims, key, f"tensor {name!r} has more dimensions than its form")
-    itemsize = np.array([DTYPES[dtype].itemsize for _, dtype, _ in headings], dtype=np.int64)
-    rows = [[*shape, *[1] * (dims - len(shape))] for _, _, shape in headings]
+    itemsize = np.array([DTYPES[dtype].itemsize for _, dtype, *_ in headings], dtype=np.int64)
+    rows = [[*shape, *[1] * (dims - len(shape))] for _, _, shape, _ in headings]
     whole = np.array(rows, dtype=np.int64).reshape(len(rows), dims)
-    own = np.array([len(shape) for _, _, shape in headings], dtype=np.int64)
+    own = np.array([len(shape) for _, _, shape, _ in headings], dtype=np.int64)
     # In the padding of its shape, a shard has the extent 1.
     least = (np.arange(dims) >= own[:, None]).astype(np.int64)
     return headings, itemsize, whole, least

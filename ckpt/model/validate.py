@@ -17,7 +17,7 @@ from ckpt.errors import CodecMissing, ManifestCorrupt
 from ckpt.model.checksum import CHECKSUM_PATTERN
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import data_name, fragment_name
-from ckpt.model.manifest import Encoding, File, Manifest, Packed
+from ckpt.model.manifest import Encoding, File, Manifest, Packed, Tensor
 from ckpt.model.runs import fault_of
 from ckpt.model.values import parse
 
@@ -82,7 +82,7 @@ def _check_layouts(manifest: Manifest, key: str) -> None:
     seen: set[str] = set()
     known: dict[tuple[int, tuple[int, ...]], str | None] = {}
     for tensor, index in zip(manifest.tensors, manifest.layout_of, strict=True):
-        check_tensor(tensor.name, tensor.dtype, tensor.shape, seen, key)
+        check_tensor(tensor, seen, key)
         fits = not tensor.shards and 0 <= index < len(manifest.layouts)
         require(fits, key, f"tensor {tensor.name!r} has no layout")
         if (index, tensor.shape) not in known:
@@ -149,16 +149,17 @@ def _check_names(files: Iterable[File], key: str, *, encoded: Mapping[int, Encod
         require(0 < file.size <= _MAX_BYTES, key, f"file {file.name} of {file.size} bytes")
 
 
-def check_tensor(name: str, dtype: str, shape: tuple[int, ...], seen: set[str], key: str) -> None:
-    """Check the name, the dtype and the shape of a tensor.
+def check_tensor(tensor: Tensor, seen: set[str], key: str) -> None:
+    """Check the name, the dtype, the shape and the order of a tensor.
 
     Args:
         seen: The names of the tensors that were checked before. The function adds ``name``.
         key: The key of the manifest or fragment, for errors.
 
     Raises:
-        ManifestCorrupt: The name occurs twice, or the dtype or the shape is invalid.
+        ManifestCorrupt: The name occurs twice, or the dtype, the shape or the order is invalid.
     """
+    name, dtype, shape = tensor.name, tensor.dtype, tensor.shape
     require(name not in seen, key, f"tensor {name!r} is named twice")
     seen.add(name)
     require(dtype in DTYPES, key, f"tensor {name!r} has the unknown dtype {dtype[:40]!r}")
@@ -168,6 +169,9 @@ def check_tensor(name: str, dtype: str, shape: tuple[int, ...], seen: set[str], 
         key,
         f"tensor {name!r} has an impossible shape",
     )
+    if tensor.order:
+        turned = sorted(tensor.order) == list(range(len(shape)))
+        require(turned, key, f"tensor {name!r} has an impossible order of dimensions")
 
 
 def check_tied(tied: Mapping[str, str], names: set[str], key: str) -> None:

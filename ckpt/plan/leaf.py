@@ -25,6 +25,7 @@ class Leaf:
             the boxes that the checkpoint consists of. The values of the two ranks may differ. The
             fragment does not name the spare boxes. A restore may read a chunk of a spare box in
             place of an equal chunk of the other rank.
+        order: The order of the dimensions in this rank's memory (see ``model.manifest.Tensor``).
     """
 
     name: str
@@ -33,6 +34,7 @@ class Leaf:
     boxes: tuple[Box, ...]
     replicas: tuple[int, ...] = ()
     spare: bool = False
+    order: tuple[int, ...] = ()
 
     @property
     def itemsize(self) -> int:

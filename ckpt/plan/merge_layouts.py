@@ -205,7 +205,7 @@ def holders_of(gathered: Gathered, ranks: Sequence[Light]) -> Mapping[str, int]:
     """Return the names of all tensors, each with a rank whose fragment has it."""
     last = {rank.form: rank.part.rank for rank in ranks}
     order = sorted(last.items(), key=lambda item: item[1])
-    return {name: rank for form, rank in order for name, _, _ in gathered.forms[form].headings}
+    return {name: rank for form, rank in order for name, *_ in gathered.forms[form].headings}
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class _Rows:
 
     @classmethod
     def of(cls, form: Columns, number: Mapping[str, int], dims: int) -> _Rows:
-        numbers = np.array([number[name] for name, _, _ in form.headings], dtype=np.int64)
+        numbers = np.array([number[name] for name, *_ in form.headings], dtype=np.int64)
         tensor = numbers[form.tensor]
         order = np.argsort(tensor, kind="stable")
         tensors, first, counts = np.unique(tensor[order], return_index=True, return_counts=True)
@@ -299,10 +299,10 @@ class _World:
         for index, name in enumerate(self._names):
             if name in self._disputed and (disputed := forms_text(self._parts(name))):
                 raise TensorIncomplete(name, disputed)
-            dtype, shape = self._headings[name]
+            dtype, shape, order = self._headings[name]
             layout, found = self._layout(name, shape, slice(*self._edges[index : index + 2]))
             copies += [found] if found else []
-            tensors.append(Tensor(name, dtype, shape, ()))
+            tensors.append(Tensor(name, dtype, shape, (), order))
             layout_of.append(layout)
         return Layouts(
             came_from=came_from,
@@ -383,7 +383,7 @@ class _World:
             )
         found: list[tuple[int, Tensor]] = []
         for position, rank in enumerate(self._ranks):
-            for _, dtype, whole in (
+            for _, dtype, whole, _ in (
                 each for each in self._forms[position].headings if each[0] == name
             ):
                 cut = [
@@ -433,11 +433,14 @@ class _World:
 
 def _headings(
     gathered: Gathered, ranks: Sequence[Light]
-) -> tuple[dict[str, tuple[str, tuple[int, ...]]], set[str]]:
-    """Return the dtype and the shape of each tensor by name, and the names of the tensors whose
-    dtype or shape differs between ranks.
+) -> tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]], set[str]]:
+    """Return the dtype, the shape and the order of each tensor by name, and the names of the
+    tensors whose dtype or shape differs between ranks.
+
+    The order is that of the lowest rank whose memory is not row-major. Ranks may have different
+    orders, since the part of a rank may have a dimension of one element.
     """
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    found: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {}
     disputed: set[str] = set()
     done: set[tuple[Heading, ...]] = set()
     for form in dict.fromkeys(rank.form for rank in ranks):
@@ -445,10 +448,12 @@ def _headings(
         if headings in done:
             continue
         done.add(headings)
-        for name, dtype, shape in headings:
-            first = found.setdefault(name, (dtype, shape))
-            if first != (dtype, shape):
+        for name, dtype, shape, order in headings:
+            *first, known = found.setdefault(name, (dtype, shape, order))
+            if first != [dtype, shape]:
                 disputed.add(name)
+            elif order and not known:
+                found[name] = dtype, shape, order
     return found, disputed
 
 

@@ -173,5 +173,6 @@ def _tensors(leaves: Sequence[Leaf], items: Iterable[WriteItem], rank: int) -> t
             continue
         shards[item.leaf].append(Shard(rank, item.offset, item.box.offsets, item.box.shape))
     return tuple(
-        Tensor(leaf.name, leaf.dtype, leaf.shape, tuple(shards[i])) for i, leaf in enumerate(leaves)
+        Tensor(leaf.name, leaf.dtype, leaf.shape, tuple(shards[i]), leaf.order)
+        for i, leaf in enumerate(leaves)
     )

@@ -188,6 +188,17 @@ def test_a_state_dict_keeps_the_versions_of_its_modules(cli: Cli, backend: Stora
     assert same(vars(loaded["net"])["_metadata"], vars(state)["_metadata"])
 
 
+def test_a_column_major_tensor_stays_one(cli: Cli, backend: StorageBackend) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool)
+    state = {str(dtype): torch.arange(6).view(2, 3).to(dtype).t() for dtype in dtypes}
+    with CheckpointManager(backend.url) as manager:
+        manager.save(state)
+    assert cli("export", "runs", "out.pt").code == 0
+    loaded = torch.load("out.pt", weights_only=True)
+    assert same(loaded, state)
+    assert {each.stride() for each in loaded.values()} == {(1, 3)}
+
+
 def test_each_tensor_has_a_storage_of_its_own(cli: Cli, saved: Path) -> None:
     cli("export", saved, "out.pt", "--name", "tensors/*")
     loaded = torch.load("out.pt", weights_only=True)

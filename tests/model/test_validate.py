@@ -166,6 +166,10 @@ RULES: dict[str, tuple[Break, str]] = {
     "a giant tensor": (tensor(shape=(1 << 40, 1 << 40)), "impossible shape"),
     "giant beside zero": (tensor(shape=(0, 1 << 40, 1 << 40)), "impossible shape"),
     "too many dimensions": (tensor(shape=(1,) * 65), "impossible shape"),
+    "an order of other dimensions": (tensor(order=(0, 2)), "impossible order"),
+    "an order of fewer dimensions": (tensor(order=(0,)), "impossible order"),
+    "an order with a dimension twice": (tensor(order=(1, 1)), "impossible order"),
+    "an order of giant dimensions": (tensor(order=(0, HUGE)), "impossible order"),
     "a tensor of more bytes than elements": (
         tensor(dtype="complex128", shape=(1 << 60,)),
         "impossible shape",
@@ -287,6 +291,7 @@ FRAGMENT_RULES: dict[str, tuple[Spoil, str]] = {
     ),
     "a dtype nobody knows": (own_tensor(dtype="float42"), "unknown dtype"),
     "a dtype of other size": (own_tensor(dtype="float64"), "shard"),
+    "an impossible order": (own_tensor(order=(1, 1)), "impossible order"),
     "an impossible shape": (own_tensor(shape=(1 << 40, 1 << 40)), "impossible shape"),
     "a box outside": (own_shard(offsets=(8, 0)), "not inside"),
     "a box at a negative place": (own_shard(offsets=(-1, 0)), "not inside"),

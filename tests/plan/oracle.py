@@ -178,7 +178,7 @@ def _check_tensors(
     chunks = {rank: _lengths(file) for rank, file in files.items()}
     seen: set[str] = set()
     for tensor in tensors:
-        check_tensor(tensor.name, tensor.dtype, tensor.shape, seen, key)
+        check_tensor(tensor, seen, key)
         for shard in tensor.shards:
             require(
                 shard.box.inside(tensor.shape),
@@ -251,7 +251,8 @@ def _merge_tensors(fragments: Sequence[Fragment]) -> tuple[Tensor, ...]:
         )
         if fault := tiling_fault(first.shape, [shard.box for shard in shards]):
             raise TensorIncomplete(name, f"{fault}: {ranks_text(parts)}")
-        merged.append(Tensor(name, first.dtype, first.shape, tuple(shards)))
+        order = next((part.order for _, part in parts if part.order), ())
+        merged.append(Tensor(name, first.dtype, first.shape, tuple(shards), order))
     return tuple(merged)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import msgspec
@@ -96,6 +97,19 @@ def test_copies_that_differ_in_one_element_are_refused_with_name_and_ranks(eleme
     with pytest.raises(ReplicasDiverged, match="'x' differs between ranks 1, 2") as caught:
         merged(fragments([], [leaf(ALL)], [leaf(ALL)], arrays=[X, X, other]))
     assert (caught.value.name, caught.value.ranks) == ("x", (1, 2))
+
+
+def test_the_order_of_dimensions_is_that_of_the_lowest_rank_that_has_one():
+    """A part of one row has no order of its own."""
+    parts = [Box((n * 4, 0), (4, 4)) for n in range(3)]
+    orders = [(), (1, 0), (0, 1)]
+    found = fragments(
+        *(
+            [dataclasses.replace(leaf(part), order=order)]
+            for part, order in zip(parts, orders, strict=True)
+        )
+    )
+    assert merged(found).tensors[0].order == (1, 0)
 
 
 def test_digests_of_shared_leaves_must_agree():

@@ -106,6 +106,12 @@ def _disputed(part: Fragment, rng: random.Random) -> Fragment:
     )
 
 
+def _turned(part: Fragment, rng: random.Random) -> Fragment:
+    orders = [rng.choice([(), tuple(reversed(range(len(t.shape))))]) for t in part.tensors]
+    pairs = zip(part.tensors, orders, strict=True)
+    return replace(part, tensors=tuple(replace(t, order=order) for t, order in pairs))
+
+
 def _digest(part: Fragment, rng: random.Random) -> Fragment:
     return replace(part, replicas={"r": f"box{part.rank % 2}=other"})
 
@@ -119,7 +125,7 @@ def _save(part: Fragment, rng: random.Random) -> Fragment:
 
 
 SPOILERS: list[Callable[[Fragment, random.Random], Fragment]] = [
-    _drifted, _drifted, _lacking, _moved, _disputed, _digest, _tree, _save,
+    _drifted, _drifted, _lacking, _moved, _disputed, _turned, _turned, _digest, _tree, _save,
 ]  # fmt: skip
 
 

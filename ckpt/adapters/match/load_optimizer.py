@@ -33,6 +33,7 @@ from ckpt.adapters.walk.modules import (
     check_owners,
     check_state,
     fits,
+    in_present_order,
     is_on_device,
     new_state,
     part_groups,
@@ -374,6 +375,8 @@ class _Loader:
         A present ``step`` is not filled if the saved settings, which replace those of the group,
         place it on another device.
         """
+        weight = self._match.saved.tensors.get(each.weight)
+        saved = in_present_order(saved, weight, each.parameter)
         if self._match.selection.cast:
             saved = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
         group = self._restored_group(each)

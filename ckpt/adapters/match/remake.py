@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ckpt.adapters.tensors.layout import empty_in_order
 from ckpt.errors import FormatUnsupported, KindMismatch, ManifestCorrupt
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, decode
@@ -52,9 +53,8 @@ class Remaker:
                 raise ManifestCorrupt(
                     "tree", f"it names the tensor {str(name)[:80]!r}, which is not there"
                 )
-            self._made[name] = torch.empty(
-                tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu"
-            )
+            dtype = getattr(torch, tensor.dtype)
+            self._made[name] = empty_in_order(tensor.shape, tensor.order, dtype=dtype)
             self._want(name, self._made[name])
         elif tag == "object":
             decode(node["v"], partial(self._order, path))

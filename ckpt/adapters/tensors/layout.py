@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import ge
 from typing import Final, NamedTuple, TypeGuard
 
 import torch
@@ -116,7 +117,65 @@ def form_of(source: Source) -> Form:
 
 def _format(held: torch.Tensor) -> Hashable:
     shape = None if held.is_nested else held.shape  # A nested tensor has no shape
-    return (held.dtype, shape, held.device, held.layout, None if is_plain(held) else type(held))
+    kind = None if is_plain(held) else type(held)
+    return (held.dtype, shape, held.device, held.layout, kind, order_of(held))
+
+
+def order_of(memory: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a local tensor from the largest stride to the smallest; empty if the
+    tensor is row-major, or has no order.
+
+    Of two dimensions with equal strides, one of one element is the smaller one. Only a plain dense
+    tensor (see ``is_plain``) has an order. A tensor of at most one element, and one whose elements
+    share memory, have none.
+    """
+    if not is_plain(memory) or memory.layout is not torch.strided or memory.is_nested:
+        return ()
+    steps = [(stride, n > 1) for stride, n in zip(memory.stride(), memory.shape, strict=True)]
+    if all(map(ge, steps, steps[1:])) or memory.numel() < 2 or is_expanded(memory):
+        return ()
+    return tuple(sorted(range(len(steps)), key=steps.__getitem__, reverse=True))
+
+
+def is_expanded(memory: torch.Tensor) -> bool:
+    """Return True if a dimension of ``memory`` has the same elements again and again."""
+    return any(
+        not stride and length > 1
+        for stride, length in zip(memory.stride(), memory.shape, strict=True)
+    )
+
+
+def empty_in_order(
+    shape: Sequence[int],
+    order: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """Return a new dense tensor of ``shape`` whose dimensions have the order ``order`` in memory
+    (see ``order_of``).
+    """
+    if not order:
+        return torch.empty(shape, dtype=dtype, device=device)
+    turned = torch.empty([shape[dim] for dim in order], dtype=dtype, device=device)
+    return turned.permute(inverse(order))
+
+
+def empty_like_in_order(
+    tensor: torch.Tensor, order: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a new tensor with the layout of ``tensor``, which may be a DTensor, and with the order
+    ``order`` of the dimensions in local memory.
+    """
+    order = order or range(tensor.ndim)
+    turned = tensor.detach().permute(tuple(order))
+    made = torch.empty_like(turned, dtype=dtype, memory_format=torch.contiguous_format)
+    return made.permute(inverse(order))
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """Return the permutation that undoes the permutation ``order``."""
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
@@ -156,6 +215,7 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
             tuple(tensor.shape),
             (Box.whole(tensor.shape),),
             replicas if len(replicas) > 1 else (),
+            order=order_of(local(tensor)),
         )
     boxes = boxes_of(name, tensor)
     memory = local(tensor)
@@ -174,7 +234,8 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
             f"{tensor.placements} on a mesh of {list(tensor.device_mesh.shape)} does not say",
             "make it with distribute_tensor(), or give LocalShards in its place",
         )
-    return Leaf(name, dtype, tuple(tensor.shape), boxes, replicas_of(tensor, replicas))
+    ranks = replicas_of(tensor, replicas)
+    return Leaf(name, dtype, tuple(tensor.shape), boxes, ranks, order=order_of(memory))
 
 
 def boxes_of(name: str, tensor: DTensor) -> tuple[Box, ...]:

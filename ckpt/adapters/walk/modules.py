@@ -16,6 +16,7 @@ from functools import cache
 from itertools import chain
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,7 +24,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckpt.adapters.tensors.declared import declared
-from ckpt.adapters.tensors.layout import holders_of, mesh_ranks
+from ckpt.adapters.tensors.layout import (
+    empty_in_order,
+    empty_like_in_order,
+    holders_of,
+    local,
+    mesh_ranks,
+    order_of,
+)
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.sharded import (
     flat_parameters,
@@ -447,18 +455,39 @@ def state_name(optimizer_path: str, parameter_path: str, key: object) -> str:
 
 def fits(held: Any, saved: Tensor, piece: AnyPiece | None) -> bool:
     """Return True if ``held``, the present value in an optimizer's state of a parameter (or of its
-    part ``piece``), has the dtype and shape of ``saved``, so that a restore can fill it in place.
+    part ``piece``), has the dtype, the shape and the order of ``saved``, so that a restore can fill
+    it in place.
     """
     if not isinstance(held, torch.Tensor | LocalShards):
         return False
     if held.dtype is not None and str(held.dtype) != f"torch.{saved.dtype}":
         return False
-    return tuple(held.shape) == saved.shape or (
+    if tuple(held.shape) == saved.shape:
+        return isinstance(held, LocalShards) or _has_order(held, saved.order)
+    return (
         piece is not None
         and isinstance(held, torch.Tensor)
         and piece.fits(held)
         and piece.shape == saved.shape
     )
+
+
+def _has_order(held: torch.Tensor, order: tuple[int, ...]) -> bool:
+    memory = local(held)
+    return memory.numel() < 2 or order_of(memory) == order
+
+
+def in_present_order(saved: Tensor, weight: Tensor | None, parameter: Source) -> Tensor:
+    """Return ``saved``, a value of an optimizer's state, with the order that a restore gives it.
+
+    This is the saved order. But a value that was saved with the shape and the order of its
+    parameter, ``weight``, gets the order that the parameter has now, since optimizers make their
+    values like the parameters.
+    """
+    like = weight is not None and (weight.shape, weight.order) == (saved.shape, saved.order)
+    if not like or not isinstance(parameter, torch.Tensor) or parameter.shape != saved.shape:
+        return saved
+    return msgspec.structs.replace(saved, order=order_of(local(parameter)))
 
 
 def new_state(
@@ -471,9 +500,10 @@ def new_state(
     """Return a new tensor for a value of an optimizer's state that does not exist yet.
 
     The tensor has the layout that the optimizer would choose. If the saved shape is that of the
-    parameter, this is the layout of the parameter. Otherwise, and always for the key ``step``, the
-    tensor is plain. A tensor for ``step`` is on the CPU unless ``group`` is capturable or fused.
-    Any other tensor is on the device of the parameter. The caller fills the tensor.
+    parameter, this is the layout of the parameter, but with the order of ``saved``. Otherwise, and
+    always for the key ``step``, the tensor is plain. A tensor for ``step`` is on the CPU unless
+    ``group`` is capturable or fused. Any other tensor is on the device of the parameter. The caller
+    fills the tensor.
 
     Args:
         parameter: The parameter that the value belongs to.
@@ -490,6 +520,8 @@ def new_state(
     if piece is not None and piece.shape == saved.shape and key != "step":
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
     if tuple(parameter.shape) == saved.shape and key != "step":
+        if not _has_order(parameter, saved.order):
+            return empty_like_in_order(parameter, saved.order, dtype)
         return torch.empty_like(
             parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False
         ).detach()
@@ -499,7 +531,7 @@ def new_state(
             "step before restoring, so that its layout is known"
         )
     device = parameter.device if is_on_device(key, group) else "cpu"
-    return torch.empty(saved.shape, dtype=dtype, device=device)
+    return empty_in_order(saved.shape, saved.order, dtype=dtype, device=device)
 
 
 def is_on_device(key: object, group: Mapping[str, Any]) -> bool:
