@@ -17,6 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ckpt.errors import CommitError, ReplicasDiverged
+from ckpt.model.key_order import KeyOrder
 from ckpt.model.manifest import FORMAT, FragmentRef, Manifest, Packed
 from ckpt.model.packed import Columns, replicas_of
 from ckpt.model.patterns import patterns_of, unfitting
@@ -314,8 +315,12 @@ def _union_optimizer(
         groups.append(
             {"params": list(dict.fromkeys([*a["params"], *b["params"]])), "values": a["values"]}
         )
+    known = {path for group in one["groups"] for path in group["params"]}
+    added = [path for group in two["groups"] for path in group["params"] if path not in known]
+    keys = KeyOrder.from_node(one).union(KeyOrder.from_node(two), added)
     return {
         **one,
+        **keys.node(),
         "groups": groups,
         "state": _union_mapping(f"{path}/state", one["state"], two["state"], ranks),
     }

@@ -37,11 +37,13 @@ from ckpt.adapters.walk.modules import (
     is_on_device,
     new_state,
     part_groups,
+    part_of,
     placeless,
     state_name,
 )
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
 from ckpt.errors import OptimizerMismatch, RestoreError
+from ckpt.model.key_order import in_order
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, below, unescape
 
@@ -220,7 +222,7 @@ class _Loader:
         for each in self.found:
             saved |= self._keys(each)
             settings |= set(each.saved.settings) if each.saved else set()
-        held = {_part(key) for state in self._keeper.state.values() for key in state}
+        held = {part_of(key) for state in self._keeper.state.values() for key in state}
         if held and saved and held - saved and saved - held:
             return "state", sorted(saved - held), sorted(held - saved)
         there = settings - _HOW - _OF_SCHEDULERS - {_NAMES}
@@ -298,7 +300,7 @@ class _Loader:
         self._match.actions.append(apply)
 
     def _keys(self, each: _Found) -> set[str]:
-        """Return the keys of the saved state of a part, in the form that ``_part`` returns."""
+        """Return the keys of the saved state of a part, in the form that ``part_of`` returns."""
         names = [
             *below(self._match.saved.names, each.source),
             *(each.saved.values if each.saved else ()),
@@ -311,7 +313,7 @@ class _Loader:
         fresh = self._fresh[id(each.parameter)]
         makers: dict[Any, Callable[[], Any]] = {}
         current = self._current(each.parameter)
-        keys = {_part(key): key for key in current}
+        keys = {part_of(key): key for key in current}
         for source in below(match.saved.names, each.source):
             part = source[start:]
             if "/" in part:
@@ -347,7 +349,8 @@ class _Loader:
                 made = placed(made, group, each.parameter.device)
             fresh.update(made)
             if fresh:
-                self._keeper.state[each.parameter] = fresh
+                ordered = in_order(fresh, saved.keys, part_of)
+                self._keeper.state[each.parameter] = {key: fresh[key] for key in ordered}
             else:
                 self._keeper.state.pop(each.parameter, None)
 
@@ -459,8 +462,3 @@ def _key(name: str, part: str, present: Mapping[str, Any]) -> object:
             "optimizer step before restoring"
         )
     return key
-
-
-def _part(key: object) -> str:
-    """Return the text that stands for ``key``, a key of the optimizer's state, in a name."""
-    return state_name("", "", key)[2:]

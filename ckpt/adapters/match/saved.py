@@ -10,6 +10,7 @@ from typing import Any, Final
 from ckpt.adapters.match.remake import torch_value
 from ckpt.adapters.match.saved_dict import read_dict
 from ckpt.errors import ManifestCorrupt
+from ckpt.model.key_order import KeyOrder
 from ckpt.model.manifest import Manifest, Tensor
 from ckpt.model.patterns import patterns_of
 from ckpt.model.values import Node, below, decode, join, parse
@@ -29,10 +30,13 @@ class SavedParameter:
         settings: The settings of the parameter's group.
         values: The nodes of those values of the parameter's state that are not tensors, by their
             full names.
+        keys: The keys of the parameter's state in their order, each as the text that stands for it
+            in a name. It may have keys that the parameter does not have.
     """
 
     settings: Node
     values: Mapping[str, Node]
+    keys: Sequence[str] = ()
 
 
 class Saved:
@@ -241,12 +245,15 @@ class Saved:
         known = self._parameters.get(path)
         if known is None:
             values, names = node["state"], sorted(node["state"])
+            order = KeyOrder.from_node(node)
             known = self._parameters[path] = {
                 name: SavedParameter(
-                    group["values"], {each: values[each] for each in below(names, name)}
+                    group["values"],
+                    {each: values[each] for each in below(names, name)},
+                    order.of_parameter(short),
                 )
                 for group in node["groups"]
-                for name in (f"{path}/{each}" for each in group["params"])
+                for short, name in ((each, f"{path}/{each}") for each in group["params"])
             }
         return known
 

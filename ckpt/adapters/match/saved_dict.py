@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckpt.adapters.match.remake import torch_value
+from ckpt.model.key_order import KeyOrder
 from ckpt.model.values import Node, decode, join
 
 _STATE: Final = "state"
@@ -70,7 +71,11 @@ def read_dict(node: Node, path: str, parameters: Sequence[str]) -> OptimizerDict
         }
         for group in groups
     ]
-    return OptimizerDict({"$": "optimizer", "groups": made, "state": values}, tensors)
+    keys = {
+        full.get(name, name): tuple(join("", key) for key in held) for name, held in state.items()
+    }
+    order = KeyOrder.of(keys).node()
+    return OptimizerDict({"$": "optimizer", "groups": made, "state": values, **order}, tensors)
 
 
 def _items(node: Node) -> Iterator[tuple[str, Node]]:

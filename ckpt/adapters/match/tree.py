@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import count
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from ckpt.adapters.match.remake import torch_value
 from ckpt.errors import ManifestCorrupt
+from ckpt.model.key_order import KeyOrder, in_order
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import VERSIONS, Node, below, decode, following, join, parse, unescape
 
@@ -211,6 +213,7 @@ class StateTree:
         state: dict[Any, Any] = {}
         groups: list[Any] = []
         numbers, plain = count(), sorted(others)
+        order = KeyOrder.from_node(node)
         for index, group in enumerate(node["groups"]):
             ids: list[Any] = []
             names = [self._parameter(parameter) for parameter in group["params"]]
@@ -226,7 +229,8 @@ class StateTree:
                     unescape(full[len(prefix) + 1 :]): self._node(others[full], full)
                     for full in below(plain, prefix)
                 }
-                kept = self._mapping(held, path)
+                ordered = in_order(held, order.of_parameter(parameter), partial(join, ""))
+                kept = self._mapping({key: held[key] for key in ordered}, path)
                 if kept is not _LEFT and kept:
                     state[ids[-1]] = kept
             values = self._node(group["values"], f"{path}/param_groups/{index}")

@@ -467,7 +467,7 @@ class _Walk:
         }
         settings, values = after_state_dict(path, optimizer, keeper.state)
         groups = self._groups(settings, items.names, path)
-        node: Node = {"$": "optimizer", "groups": groups, "state": state}
+        node: Node = {"$": "optimizer", "groups": groups, "state": state, **items.keys.node()}
         if values:
             node["values"] = encode(values, f"{path}/values", self.made)
         if isinstance(optimizer, OptimizerStandIn):

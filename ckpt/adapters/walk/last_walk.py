@@ -23,11 +23,13 @@ from ckpt.adapters.walk.modules import (
     check_owners,
     items_of,
     part_groups,
+    part_of,
     raw_state,
     state_name,
 )
 from ckpt.adapters.walk.segments import Segment, Table
 from ckpt.adapters.walk.stand_in import ModuleStandIn
+from ckpt.model.key_order import KeyOrder
 from ckpt.model.patterns import Patterns
 
 _values: Final = methodcaller("values")
@@ -177,6 +179,7 @@ class OptimizerItems:
         tensors: The tensors of the state. A tensor that has several names occurs once for each.
         others: For each value of the state that is not a tensor, its index in ``Structure.values``
             and its name.
+        keys: The keys of the state of each parameter, in their order.
         are_plain: True if each tensor is exactly a ``torch.Tensor`` or an ``nn.Parameter``.
     """
 
@@ -188,6 +191,7 @@ class OptimizerItems:
         "_own",
         "_sources",
         "are_plain",
+        "keys",
         "names",
         "others",
         "owners",
@@ -213,6 +217,7 @@ class OptimizerItems:
         self.owners: list[tuple[Part, object, Source]] = []
         self.tensors: list[Source] = []
         self.others: list[tuple[int, str]] = []
+        orders: dict[str, tuple[str, ...]] = {}
         index_of, first = dict[int, int](), 0
         for parameter, entry in keeper.state.items():
             index_of[id(parameter)] = first
@@ -226,6 +231,8 @@ class OptimizerItems:
             self.names.append([part.path for parts in group_parts for part in parts])
             for parameter, parts in zip(group["params"], group_parts, strict=True):
                 entry = keeper.state.get(parameter, {})
+                keys = tuple(map(part_of, entry))
+                orders |= {part.path: keys for part in parts if keys}
                 for index, (key, value) in enumerate(entry.items(), index_of.get(id(parameter), 0)):
                     for part in parts:
                         if part.piece is not None and not part.keeps(value):
@@ -235,6 +242,7 @@ class OptimizerItems:
                             self.tensors.append(value)
                         else:
                             self.others.append((index, state_name(path, part.path, key)))
+        self.keys = KeyOrder.of(orders)
         self.are_plain = PLAIN.issuperset(map(type, self.tensors))
 
     def is_of(self, keeper: Keeper, parameters: Parameters, now: Structure, choice: Choice) -> bool:

@@ -453,6 +453,11 @@ def state_name(optimizer_path: str, parameter_path: str, key: object) -> str:
     return join(f"{optimizer_path}/{parameter_path}", key)
 
 
+def part_of(key: object) -> str:
+    """Return the text that stands for ``key``, a key of an optimizer's state, in a name."""
+    return state_name("", "", key)[2:]
+
+
 def fits(held: Any, saved: Tensor, piece: AnyPiece | None) -> bool:
     """Return True if ``held``, the present value in an optimizer's state of a parameter (or of its
     part ``piece``), has the dtype, the shape and the order of ``saved``, so that a restore can fill
