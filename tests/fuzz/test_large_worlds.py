@@ -187,8 +187,8 @@ def of_form(tensors: list[Any], shards: list[list[int]]) -> Packed:
 @pytest.mark.parametrize(
     ("tensors", "expected"),
     [
-        ([["x", "float32", [4]], ["y", "float32", [4]]], "overlap"),
-        ([["x", "float32", [4]], ["y", "complex128", [1 << 60]]], "impossible shape"),
+        ([["x", "float32", [4], []], ["y", "float32", [4], []]], "overlap"),
+        ([["x", "float32", [4], []], ["y", "complex128", [1 << 60], []]], "impossible shape"),
     ],
 )
 def test_shards_that_cannot_be_are_refused_where_fragments_are_merged(
@@ -210,7 +210,7 @@ def test_shards_that_cannot_be_are_refused_where_fragments_are_merged(
 
 def test_a_box_that_is_empty_in_a_dimension_which_its_tensor_lacks_is_refused() -> None:
     """It would have no place in the file, while the tensor has an element."""
-    tensors = [["x", "float32", []], ["y", "float32", [1]]]
+    tensors = [["x", "float32", [], []], ["y", "float32", [1], []]]
     first, second = _numbers(FORM[3])[0], _numbers(FORM[3])[0] + 4
     with pytest.raises(ManifestCorrupt, match="less than nothing"):
         merge([(of_form(tensors[:1], [[0, second, 0]]), record_ref(PACKED[0]))])
@@ -236,7 +236,7 @@ def test_a_frame_unpacks_to_no_more_than_its_length_allows() -> None:
     """The cases are 300 MB of names that compress to 30 kB, and offsets of more shards than the
     form has.
     """
-    form = [[["x", "float32", [1]]] * 100_000 * 4, 1, b"", b""]
+    form = [[["x", "float32", [1], []]] * 100_000 * 4, 1, b"", b""]
     many = zstandard.compress(msgspec.json.encode(form))
     for field, frame in (("form", many), ("offsets", zstandard.compress(bytes(8 << 20)))):
         packed = replace(PACKED[0], world_size=1, **{field: frame})

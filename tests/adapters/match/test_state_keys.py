@@ -33,7 +33,11 @@ def test_the_keys_of_a_parameter_keep_their_order() -> None:
 
 
 def test_each_parameter_keeps_an_order_of_its_own_for_values_of_all_kinds() -> None:
-    state, target = adam(0), adam(0)
+    def plain() -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1)}
+
+    state, target = plain(), plain()
     orders: list[list[Any]] = [["z", 5, "list", "a/b", "n"], ["n", "list", "a/b", "z", 5]]
     values = {"z": torch.ones(2), 5: torch.ones(1), "list": [torch.ones(1)], "a/b": "x", "n": None}
     for parameter, order in zip(state["model"].parameters(), orders, strict=True):
@@ -48,7 +52,8 @@ def test_ranks_with_other_parameters_and_other_orders_keep_theirs() -> None:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         if filled:
             keys = ["a", "b", "c"] if rank else ["c", "a"]
-            optimizer.state[model[str(rank)].weight] = {key: torch.ones(1) for key in keys}
+            (weight,) = model.parameters()
+            optimizer.state[weight] = {key: torch.ones(1) for key in keys}
         return {"model": model, "optimizer": optimizer}
 
     images, manifest = save_ranks(2, lambda rank: stage(rank, filled=True))
