@@ -26,6 +26,7 @@ from ckpt.storage.api import StorageBackend
 BATCH_BYTES: Final = 128 << 20
 """How many bytes of a step are in memory at a time while the whole step is read."""
 
+LIST_NAMES: Final = "`ckpt show` lists all names"
 _ELEMENTS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
@@ -90,7 +91,7 @@ class StepReader:
     def tensor(self, name: str) -> Tensor:
         """Return a tensor of the step. Raises ``EntryMissing`` if the step has no such tensor."""
         if (found := self.tensors.get(name)) is None:
-            raise EntryMissing([name], self.ref.step, way="`ckpt show` prints the names there are")
+            raise EntryMissing([name], self.ref.step, present=self.tensors, way=LIST_NAMES)
         return found
 
     def read(self, wanted: Sequence[Wanted]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -210,6 +211,11 @@ def _place(reader: StepReader) -> str:
     return f"{reader.backend.url.rstrip('/')}/{reader.ref.folder}"
 
 
+def _as_number(difference: float | None) -> float | str | None:
+    """Return a difference for JSON, which has no infinite numbers: ``"inf"`` or ``"nan"`` then."""
+    return difference if difference is None or math.isfinite(difference) else str(difference)
+
+
 def _as_json(
     one: StepReader,
     two: StepReader,
@@ -226,6 +232,8 @@ def _as_json(
         "only_a": found.only_one,
         "only_b": found.only_two,
         "kinds": {name: {"a": _kind(x), "b": _kind(y)} for name, (x, y) in found.kinds.items()},
-        "values": [{"name": name, "max_difference": far.get(name)} for name in found.values],
+        "values": [
+            {"name": name, "max_difference": _as_number(far.get(name))} for name in found.values
+        ],
         "plain": {name: {"a": x, "b": y} for name, (x, y) in plain.items()},
     }

@@ -28,7 +28,7 @@ from ckpt.config import MEMORY, Tier
 from ckpt.errors import CkptError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.patterns import LEFT_OUT
-from ckpt.model.values import parse
+from ckpt.model.values import decode, parse
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend, stores_in_memory
 from ckpt.storage.tiers import resolve_tier, urls_of
@@ -156,6 +156,7 @@ class _Row:
         }
 
 
+_REMOVAL: Final = "being removed"
 _FACTS: Final = ("committed at", "ranks", "tensors")
 """The titles of the columns with facts from the manifest.
 
@@ -330,6 +331,8 @@ def _cell(tier: _Tier, row: _Row) -> str:
         return _size(held) + (", pinned" if held.pins else "")
     if held.state != "incomplete":
         return f"damaged: {held.reason}"
+    if held.is_cut:
+        return f"{_REMOVAL}, {output.size(held.nbytes)}"
     of = f" of {row.known.ranks}" if row.known else ""
     ranks = f"rank{'' if held.finished_ranks == 1 and not of else 's'}"
     return f"incomplete: {held.finished_ranks}{of} {ranks}, {output.size(held.nbytes)}"
@@ -360,7 +363,8 @@ def _metadata(held: StoredStep | None) -> dict[str, Any]:
     If the save was limited to some names by the patterns ``only`` or ``exclude``, the result has
     these patterns under ``LEFT_OUT``.
     """
-    found = parse(held.metadata, "metadata") if held else None
+    raw = parse(held.metadata, "metadata") if held else None
+    found = decode(raw, lambda tag, _: f"<{tag}>")
     if not isinstance(found, dict):
         return {}
     if isinstance(part := found.get(LEFT_OUT), dict):
@@ -392,6 +396,8 @@ def _state(held: StoredStep) -> tuple[str, str]:
     """
     if held.state == "committed":
         return held.state, ""
+    if held.state == "incomplete" and held.is_cut:
+        return held.state, _REMOVAL
     if held.state == "incomplete":
         return held.state, f"{output.count(held.finished_ranks, 'rank')} finished, no manifest"
     return "damaged", held.reason
@@ -412,7 +418,7 @@ def _size(held: StoredStep) -> str:
 
     For an encoded step the text also has the codecs and the size before encoding.
     """
-    stored = output.size(held.stored_bytes)
+    stored = output.size(held.nbytes)
     if not held.codecs:
         return stored
     return f"{stored} ({', '.join(held.codecs)} of {output.size(held.staged_bytes)})"

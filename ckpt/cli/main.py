@@ -310,7 +310,8 @@ def _other(error: Exception, *, as_json: bool) -> int:
         error.show(said)
         # The message may repeat an argument, such as a URL with credentials.
         with suppress(OSError):
-            sys.stderr.writelines(f"{clean(line)}\n" for line in said.getvalue().split("\n")[:-1])
+            lines = said.getvalue().replace("\t", "  ").split("\n")[:-1]
+            sys.stderr.writelines(f"{clean(line)}\n" for line in lines)
         if as_json:
             show_json({"error": type(error).__name__, "message": error.format_message()})
         return error.exit_code

@@ -383,14 +383,15 @@ def workers_for(backend: StorageBackend, *others: StorageBackend) -> Generator[W
         yield workers
 
 
-def seconds(option: str, text: str) -> float:
+def seconds(option: str, text: str, *, unit: bool = False) -> float:
     """Return a time such as '90s', '30m', '2h' or '1d' in seconds; '5' is five seconds.
 
     Raises:
-        ConfigError: ``text`` is not such a time, or it is zero. The message names ``option``.
+        ConfigError: ``text`` is not such a time, it is zero, or it must have a ``unit`` and has
+            none. The message names ``option``.
     """
     match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     number = float(match[1]) * {"m": 60, "h": 3600, "d": 86400}.get(match[2], 1) if match else 0
-    if number <= 0:
+    if number <= 0 or (unit and match and not match[2]):
         raise ConfigError(f"{option} {text}: give a time such as 90s, 30m, 2h or 1d")
     return number

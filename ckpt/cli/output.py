@@ -261,7 +261,7 @@ def _clean_json(value: Any) -> Any:
         case list() | tuple():
             return [_clean_json(item) for item in value]
         case float() if not math.isfinite(value):
-            return str(value)  # JSON has no NaN and no infinite numbers
+            return None  # JSON has no NaN and no infinite numbers
         case None | bool() | int() | float():
             return value
         case _:

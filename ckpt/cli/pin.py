@@ -54,7 +54,7 @@ def pin(
       ckpt pin runs/gpt latest --for 1d
     """
     place, step = place_and_step(where, root, step)
-    duration = seconds("--for", hold)
+    duration = seconds("--for", hold, unit=True)
     backend = open_root(place, config, timeout=timeout)
     ref = backend.ask(partial(find, backend, step))[0]
     put = backend.ask(partial(put_pin, backend, ref, duration, reason))

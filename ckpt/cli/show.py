@@ -31,7 +31,7 @@ from ckpt.cli.output import ranges
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import decode, exact, following, join, parse
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import ObjectInfo, StorageBackend
 
 _MOST_CHARS: Final = 100
 _MOST_VALUES: Final = 10_000
@@ -64,7 +64,7 @@ def show(
     refs = backend.ask(partial(find, backend, wanted))
     ref = refs[0]
     with naming_the_one_before(refs, wanted), naming_a_removed([backend], ref):
-        manifest = backend.ask(partial(_read, backend, ref))
+        manifest, objects = backend.ask(partial(_read, backend, ref))
     if json:
         output.show_json(_as_json(manifest, f"{backend.url.rstrip('/')}/{ref.folder}"))
         return
@@ -75,8 +75,8 @@ def show(
             "place": f"{backend.url.rstrip('/')}/{ref.folder}",
             "committed at": output.moment(manifest.created_at),
             "written by": output.count(manifest.world_size, "rank"),
-            "size": f"{output.size(manifest.nbytes)} in "
-            f"{output.count(len(manifest.files), 'file')}{_encoded(manifest)}",
+            "size": f"{output.size(sum(info.size for info in objects))} in "
+            f"{output.count(len(objects), 'file')}{_encoded(manifest)}",
             "format": f"{manifest.format}, chunks of up to {manifest.chunk_bytes / 2**20:g} MiB",
         }
     )
@@ -87,12 +87,15 @@ def show(
         _show_files(manifest)
 
 
-def _read(backend: StorageBackend, ref: StepRef) -> Manifest:
-    """Return the manifest. Its metadata includes the metrics that were added after the commit."""
+def _read(backend: StorageBackend, ref: StepRef) -> tuple[Manifest, list[ObjectInfo]]:
+    """Return the manifest, and the objects of the step. The metadata of the manifest includes the
+    metrics that were added after the commit.
+    """
     manifest = read_manifest(backend, ref)
-    keys = [info.key for info in own_objects(backend, ref)]
-    metadata = with_late(manifest.metadata, late_metrics(backend, ref, keys))
-    return msgspec.structs.replace(manifest, metadata=metadata)
+    objects = own_objects(backend, ref)
+    late = late_metrics(backend, ref, [info.key for info in objects])
+    metadata = with_late(manifest.metadata, late)
+    return msgspec.structs.replace(manifest, metadata=metadata), objects
 
 
 def _show_tensors(manifest: Manifest) -> None:
@@ -136,7 +139,7 @@ def _show_values(title: str, values: Mapping[str, str]) -> None:
 def _encoded(manifest: Manifest) -> str:
     if not manifest.codecs:
         return ""
-    return f", {', '.join(manifest.codecs)} makes it {output.size(manifest.stored_bytes)}"
+    return f", {', '.join(manifest.codecs)} of {output.size(manifest.nbytes)}"
 
 
 def _show_files(manifest: Manifest) -> None:

@@ -5,9 +5,16 @@ The target is the state that a restore fills.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from heapq import nsmallest
+from itertools import islice
+from typing import Final
 
 from ckpt.errors.base import CkptError, both, few
+
+_MOST_COMPARED: Final = 20_000
+"""How many names of a checkpoint are compared with a missing name, which takes 0.2 s."""
 
 
 class RestoreError(CkptError):
@@ -27,8 +34,12 @@ class NoCheckpoint(RestoreError):
 class EntryMissing(RestoreError):
     """The target has names that the checkpoint does not have.
 
-    ``sources`` maps each name in the target to the name that was looked for in the checkpoint. The
-    two names differ if the user has passed ``rename``.
+    Attributes:
+        names: The names in the target.
+        step: The step.
+        sources: Each of ``names`` -> the name that was looked for in the checkpoint. The two names
+            differ if the user has passed ``rename``.
+        near: Names in the checkpoint that are like the missing ones.
     """
 
     def __init__(
@@ -37,16 +48,30 @@ class EntryMissing(RestoreError):
         step: int,
         sources: Mapping[str, str] | None = None,
         *,
+        present: Collection[str] = (),
         way: str = "give the name that it was saved under (rename=; ckpt show lists the names), "
         "take it out of the state, restore another step, or let it keep what it has "
         "(strict=False)",
     ) -> None:
-        """``way`` is the part of the message that advises the user. The default is for the restore
-        of a state.
+        """``present`` are the names in the checkpoint. ``way`` is the part of the message that
+        advises the user. The default is for the restore of a state.
         """
         self.names, self.step, self.sources = tuple(names), step, dict(sources or {})
         listed = [both(name, self.sources.get(name, name)) for name in self.names]
-        super().__init__(f"step {step} has no {few(listed, quote=False)}: {way}")
+        looked_for = [self.sources.get(name, name) for name in self.names[:3]]
+        self.near = _near(looked_for, present)
+        examples = self.near or nsmallest(3, present)
+        others = len(present) - len(examples) if not self.near else 0
+        more = f" and {others} more" if others else ""
+        has = f"; it has {few(examples)}{more}" if present else ""
+        super().__init__(f"step {step} has no {few(listed, quote=False)}{has}: {way}")
+
+
+def _near(names: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
+    """Return the names of ``present`` that are most like ``names``, at most three."""
+    compared = list(islice(present, _MOST_COMPARED))
+    matches = [match for name in names for match in get_close_matches(name, compared, n=2)]
+    return tuple(dict.fromkeys(matches))[:3]
 
 
 class EntryUnexpected(RestoreError):

@@ -18,7 +18,7 @@ from typing import Final, Literal
 import torch
 
 from ckpt.adapters.match.tree import Notes, StateTree, chosen
-from ckpt.catalog.tensor_reader import StepReader
+from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader
 from ckpt.errors import AccessDenied, ConfigError, EntryMissing, OutOfSpace, StorageError
 from ckpt.exchange import dcp_writer, safetensors_writer, torch_writer
 from ckpt.exchange.opened import TensorView
@@ -106,7 +106,10 @@ def export(
     names = [name for name in sorted(reader.tensors) if chosen(name, globs)]
     if not names:
         raise EntryMissing(
-            list(globs) or ["tensor"], reader.ref.step, way="`ckpt show` prints the names there are"
+            list(globs) or ["tensor"],
+            reader.ref.step,
+            present=reader.tensors,
+            way=LIST_NAMES,
         )
     stored = {reader.tensors[name].name: reader.tensors[name] for name in names}
     nbytes = sum(tensor.nbytes for tensor in stored.values())

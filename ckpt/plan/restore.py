@@ -149,7 +149,7 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
     """
     tensors = manifest.tensor_map()
     if missing := [leaf.name for leaf in wanted if leaf.name not in tensors]:
-        raise EntryMissing(missing, manifest.step)
+        raise EntryMissing(missing, manifest.step, present=tensors)
     table = _ChunkTable(manifest)
     for index, leaf in enumerate(wanted):
         tensor = tensors[leaf.name]

@@ -16,7 +16,7 @@ def test_the_command_line_tells_the_codec_and_what_it_takes(cli: Cli) -> None:
         ("zstd", shown["stored_bytes"])
     ]
     assert "(zstd of 1.20 MB)" in cli("ls").out
-    assert "zstd makes it" in cli("show", 5, "--files").out
+    assert ", zstd of 1.20 MB" in cli("show", 5, "--files").out
     assert cli("verify", 5).code == 0
     cli("copy", "runs", "raw")
     both = cli("ls", "--root", "runs", "--root", "raw")

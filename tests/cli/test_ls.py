@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckpt.config import load_config
+from ckpt.coordination.claim_marker import claim_committed_for_removal
 from ckpt.model.keys import StepRef
+from ckpt.model.readable import size
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Rule
@@ -36,7 +38,7 @@ def test_steps_are_listed_newest_first(cli: Cli, steps: dict[int, Written]) -> N
     ]
     assert [row.split()[0] for row in rows] == ["100", "200", "300"]
     assert all(
-        "committed" in row and "8.62 kB" in row and row.endswith("team=speech") for row in rows
+        "committed" in row and "10.9 kB" in row and row.endswith("team=speech") for row in rows
     )
     assert ran.err == ""
 
@@ -144,9 +146,9 @@ def test_several_tiers_have_a_column_each(cli: Cli, tiers: str) -> None:
     near, far = (str(Path(name).absolute()) for name in ("runs", "far"))
     assert header == ["step", "attempt", "committed", "at", "ranks", near, far, "metadata"]
     assert [row[0] for row in rows] == ["100", "200", "300"]
-    assert rows[-1][5:12] == ["8.62", "kB", "incomplete:", "1", "of", "2", "ranks,"]
-    assert rows[1][5:] == ["8.62", "kB", "8.62", "kB", "team=speech"]
-    assert rows[0][5:] == ["8.62", "kB", "-", "team=speech"]
+    assert rows[-1][5:12] == ["10.9", "kB", "incomplete:", "1", "of", "2", "ranks,"]
+    assert rows[1][5:] == ["10.9", "kB", "10.9", "kB", "team=speech"]
+    assert rows[0][5:] == ["10.9", "kB", "-", "team=speech"]
     assert cli("ls", "--root", "runs", "--root", "far").out == ran.out
 
 
@@ -182,7 +184,7 @@ def test_a_tier_that_cannot_be_reached_does_not_hide_the_others(
     assert ran.err.count("\n") == 1
     rows = ran.out.splitlines()[1:]
     assert len(rows) == 3
-    assert all("8.62 kB" in row and "unreachable" in row for row in rows)
+    assert all("10.9 kB" in row and "unreachable" in row for row in rows)
     found = cli("ls", "--root", "runs", "--root", bad, "--json").json
     assert found["tiers"][0]["error"] is None
     assert found["tiers"][1]["error"]
@@ -192,7 +194,7 @@ def test_an_empty_tier_is_a_column_of_dashes(cli: Cli, tiers: str) -> None:
     ran = cli("ls", "--root", "empty", "--root", "runs")
     assert ran.code == 0
     assert ran.err == ""
-    assert [row.split()[5:8] for row in ran.out.splitlines()[1:]] == [["-", "8.62", "kB"]] * 3
+    assert [row.split()[5:8] for row in ran.out.splitlines()[1:]] == [["-", "10.9", "kB"]] * 3
 
 
 def test_when_no_tier_has_anything_it_says_so(cli: Cli) -> None:
@@ -245,7 +247,7 @@ def test_a_memory_tier_of_a_file_has_its_column(cli: Cli, memory: str) -> None:
     assert ran.code == 0, ran.err
     header, *rows = [line.split() for line in ran.out.splitlines()]
     assert header[5:] == [memory, str(Path("disk").absolute())]
-    assert [row[5:] for row in rows] == [["4.53", "kB", "4.53", "kB"], ["4.53", "kB", "-"]]
+    assert [row[5:] for row in rows] == [["5.64", "kB", "5.64", "kB"], ["5.64", "kB", "-"]]
 
 
 def test_memory_shows_all_that_lies_in_this_machines_with_its_url(cli: Cli, memory: str) -> None:
@@ -401,3 +403,33 @@ def test_a_store_that_answers_slowly_is_waited_for(
     ran = cli("ls", "--timeout", "0.8")
     assert (ran.code, ran.err) == (0, "")
     assert len(ran.out.splitlines()) == 4
+
+
+def test_a_metric_that_is_no_number_is_nan_in_the_table_and_null_in_json(
+    cli: Cli, backend: StorageBackend
+) -> None:
+    metrics = {"loss": {"$": "float", "v": "nan"}, "accuracy": 0.5}
+    write_checkpoint(backend, 4, ARRAYS, metadata={"metrics": metrics})
+    assert cli("ls").out.rstrip().endswith("accuracy=0.5, loss=nan")
+    (step,) = cli("ls", "--json").json["steps"]
+    assert step["metrics"] == step["metadata"]["metrics"] == {"loss": None, "accuracy": 0.5}
+
+
+def test_ls_show_and_prune_give_a_step_the_size_that_its_files_have(
+    cli: Cli, backend: StorageBackend
+) -> None:
+    write_checkpoint(backend, 3, ARRAYS)
+    written = write_checkpoint(backend, 4, ARRAYS, world_size=2)
+    folder = Path("runs", written.ref.folder)
+    total = size(sum(path.stat().st_size for path in folder.iterdir()))
+    assert f"  {total}  " in cli("ls", "-n", 1).out
+    assert f"{total} in 5 files" in cli("show", 4).out
+    assert f"  {total}  " in cli("prune", "--keep-last", 1, "--dry-run").out.splitlines()[2]
+
+
+def test_a_step_that_is_being_removed_is_shown_as_such(cli: Cli, backend: StorageBackend) -> None:
+    removed = write_checkpoint(backend, 3, ARRAYS, commit=False)
+    assert claim_committed_for_removal(backend, removed.ref)
+    write_checkpoint(backend, 4, ARRAYS)
+    assert "incomplete: being removed" in cli("ls").out.splitlines()[1]
+    assert "being removed, " in cli("ls", "runs", "empty").out.splitlines()[1]

@@ -423,3 +423,9 @@ def test_tables_fit_a_terminal_of_80_columns(cli: Cli, tmp_path: Path) -> None:
     assert "note=a note of the user a note" in wide[1]
     narrow = on_terminal(90, "ls", places[0])
     assert narrow[1].endswith("...")
+
+
+def test_a_missing_word_is_named_with_the_words_that_there_are(cli: Cli) -> None:
+    ran = cli("agent")
+    assert ran.code == 2
+    assert ran.err.splitlines()[-3:] == ["  status,", "  stop,", "  prefetch"]

@@ -49,6 +49,7 @@ def test_json_has_the_pin(cli: Cli, runs: Path) -> None:
     [
         (("pin", 1, "--for", "soon"), 2, "90s, 30m, 2h or 1d"),
         (("pin", 1, "--for", "0"), 2, "90s, 30m, 2h or 1d"),
+        (("pin", 1, "--for", "2"), 2, "90s, 30m, 2h or 1d"),
         (("pin", 1, "--for", "400d"), 2, "366 days"),
         (("pin", 9), 7, "9"),
         (("pin", 1, "--reason", "x" * 300), 2, "at most 200"),

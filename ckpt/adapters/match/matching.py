@@ -231,7 +231,12 @@ class Matching:
             RestoreError: Elements of a part of ``LocalShards`` share their memory.
         """
         if self._missing and self.selection.strict:
-            raise EntryMissing(list(self._missing), self.saved.manifest.step, self._missing)
+            raise EntryMissing(
+                list(self._missing),
+                self.saved.manifest.step,
+                self._missing,
+                present=self.saved.names,
+            )
         unexpected = self.saved.unexpected(self._taken, self._opened)
         if fill := read_apart(self._names, self._targets):
             self.actions.insert(0, fill)
