@@ -215,6 +215,20 @@ def root_mesh(mesh: Any) -> Any:
     return find("torch.distributed.device_mesh:_mesh_resources.get_root_mesh")(mesh)
 
 
+def ranks_of_mesh(mesh: Any) -> torch.Tensor:
+    """Return the ranks of ``mesh`` and of the meshes beside it that a root mesh was cut into. The
+    first dimension has a mesh each.
+
+    ``DeviceMesh.mesh`` has only the mesh with the rank of this process, which needs a process
+    group. A mesh from a file may have no process group.
+    """
+    if (ranks := getattr(mesh, "_rank_map", None)) is not None:
+        found: torch.Tensor = mesh._layout.remap_to_tensor(ranks)
+        return found
+    # Torch up to 2.9 keeps the tensor itself.
+    return torch.unsqueeze(mesh.mesh, 0)
+
+
 def fsdp2_groups(module: nn.Module) -> Sequence[Any]:
     """Return the groups of parameters that ``fully_shard(module)`` has made.
 

@@ -40,6 +40,7 @@ from ckpt.exchange.library_folders import (
     read_folder,
     read_lightning,
 )
+from ckpt.exchange.rank_files import check_whole, read_rank_files, without_warnings
 from ckpt.manager import CheckpointManager
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef
@@ -135,7 +136,8 @@ def import_checkpoint(
         tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None
     )
     with _made(local) as scratch:
-        state = _read(foreign, done, scratch)
+        with without_warnings():
+            state = _read(foreign, done, scratch)
         metadata: dict[str, Any] = {
             "imported_from": os.path.abspath(source),
             "imported_as": done.kind,
@@ -160,7 +162,10 @@ def _read(foreign: ForeignCheckpoint, done: Imported, scratch: str | None) -> St
     def read(path: str) -> State:
         return read_source(path, detect(path), scratch)
 
-    if foreign.kind is None and (folder := read_folder(source, read)) is not None:
+    folder = None
+    if foreign.kind is None:
+        folder = read_folder(source, read) or read_rank_files(source, read, scratch)
+    if folder is not None:
         done.kind = folder.library
         done.notes += folder.notes
         if aside := sorted(set(os.listdir(source)) - set(folder.files)):
@@ -173,6 +178,7 @@ def _read(foreign: ForeignCheckpoint, done: Imported, scratch: str | None) -> St
             raise
         state, notes = taken
         done.notes += notes
+    check_whole(state, source)
     if is_lightning(state):
         done.kind = "lightning"
         state, notes = named_lightning(state)

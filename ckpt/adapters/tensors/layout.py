@@ -19,6 +19,7 @@ from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.torch_private import (
     StridedShard,
     plain_alias,
+    ranks_of_mesh,
     root_mesh,
     waited,
 )
@@ -238,16 +239,20 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
     return Leaf(name, dtype, tuple(tensor.shape), boxes, ranks, order=order_of(memory))
 
 
-def boxes_of(name: str, tensor: DTensor) -> tuple[Box, ...]:
-    """Return the boxes of a DTensor that this rank holds; empty if it holds none.
+def boxes_of(name: str, tensor: DTensor, rank: int | None = None) -> tuple[Box, ...]:
+    """Return the boxes of a DTensor that ``rank`` holds; empty if it holds none. None stands for
+    this rank.
 
     Raises:
         UnsupportedValue: A placement does not assign boxes to ranks, such as ``Partial``. The error
             has ``name``.
     """
-    if not tensor.device_mesh.get_coordinate():
-        return ()
-    return tuple(cut_boxes(tensor.shape, _cuts(name, tensor)))
+    if rank is None:
+        here = tensor.device_mesh.get_coordinate()
+    else:
+        places = (ranks_of_mesh(tensor.device_mesh) == rank).nonzero().tolist()
+        here = places[0][1:] if places else None
+    return tuple(cut_boxes(tensor.shape, _cuts(name, tensor, here))) if here else ()
 
 
 def check_initialized(name: str, tensor: Source) -> None:
@@ -416,8 +421,7 @@ def _alike(tensor: DTensor, kept: Mapping[int, int], around: tuple[int, ...]) ->
     return tuple(sorted(own))
 
 
-def _cuts(name: str, tensor: DTensor) -> Iterator[Cut]:
-    here = tensor.device_mesh.get_coordinate() or ()
+def _cuts(name: str, tensor: DTensor, here: Sequence[int]) -> Iterator[Cut]:
     for dim, (placement, at) in enumerate(zip(tensor.placements, here, strict=True)):
         parts = tensor.device_mesh.size(dim)
         match placement:
