@@ -26,6 +26,7 @@ from ckpt.config import Tier
 from ckpt.errors import CommitError, ConfigError, StepExists, StorageError, UnsupportedValue
 from ckpt.errors.base import few
 from ckpt.exchange import wrapper_names
+from ckpt.exchange.flat_states import unflattened
 from ckpt.exchange.foreign_files import (
     Kind,
     State,
@@ -263,6 +264,8 @@ class _Shaper:
             raise ConfigError(
                 f"--plain {unknown[0]}: the source holds {', '.join(map(repr, sorted(state)[:10]))}"
             )
+        state, notes = unflattened(state)
+        self._done.notes += notes
         if _is_module(state) and not self._plain:
             state = {"model": state}
         state = self._renamed(state)
@@ -377,6 +380,10 @@ class _Shaper:
             ids: The names or numbers of its parameters, in order.
         """
         fitting, how = self._fitting(value, ids)
+        if not fitting and (owners := self._owners(value, ids)):
+            modules = " and ".join(map(repr, dict.fromkeys(module for module, _ in owners)))
+            self._done.names[name] = f"optimizer of {len(ids)} parameters of {modules}, by name"
+            return [self._parameter(*owner) for owner in owners]
         if not fitting:
             self._done.names[name] = f"optimizer of {len(ids)} parameters, by place"
             self._done.notes.append(
@@ -394,13 +401,38 @@ class _Shaper:
                 f"{name!r} can be the optimizer of {' or '.join(map(repr, fitting))}, and is that "
                 f"of {module!r} now; --plain NAME leaves a module out"
             )
-        names, entries = fitting[module], self._modules[module]
-        for each in names:
-            self._taken.add((module, each))
-            if not isinstance(entries[each], nn.Parameter):
-                entries[each] = nn.Parameter(entries[each], requires_grad=False)
+        names = fitting[module]
         self._done.names[name] = f"optimizer of {len(ids)} parameters of {module!r}, {how}"
-        return [entries[each] for each in names]
+        return [self._parameter(module, each) for each in names]
+
+    def _parameter(self, module: str, name: str) -> nn.Parameter:
+        """Make the tensor ``name`` of a module a parameter of an optimizer, and return it."""
+        self._taken.add((module, name))
+        entries = self._modules[module]
+        if not isinstance(entries[name], nn.Parameter):
+            entries[name] = nn.Parameter(entries[name], requires_grad=False)
+        parameter: nn.Parameter = entries[name]
+        return parameter
+
+    def _owners(self, value: Mapping[str, Any], ids: list[Any]) -> list[tuple[str, str]]:
+        """Return the module and the name of each parameter of an optimizer over several modules.
+        The result is empty if a parameter has no name, or if no module or several modules have it.
+
+        A name may begin with that of the module: ``critic/0.weight``.
+        """
+        given = self._names_of(value, ids)
+        owners: list[tuple[str, str]] = []
+        for each in given[0] if given else ():
+            held = [
+                (module, name)
+                for module, entries in self._modules.items()
+                for name in (each, each.removeprefix(f"{module}/"))
+                if name in entries
+            ]
+            if len(held) != 1:
+                return []
+            owners += held
+        return owners
 
     def _is_taken(self, module: str, names: Sequence[str]) -> bool:
         """Return True if another optimizer has one of the parameters ``names`` of a module."""
@@ -468,13 +500,18 @@ def _digest(tensor: torch.Tensor) -> str:
 def _is_module(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
-        and any(isinstance(item, torch.Tensor) for item in value.values())
+        and any(isinstance(item, torch.Tensor) and not _is_count(item) for item in value.values())
         and all(
             isinstance(key, str)
             and (isinstance(item, torch.Tensor) or key.endswith("_extra_state"))
             for key, item in value.items()
         )
     )
+
+
+def _is_count(tensor: torch.Tensor) -> bool:
+    """Return True if ``tensor`` may be a count, such as the step that torchtitan saves."""
+    return tensor.ndim == 0 and not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _is_optimizer(value: Any) -> bool:

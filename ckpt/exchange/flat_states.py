@@ -1,0 +1,85 @@
+"""Put the entries of a flat state back into the model and the optimizer that they are from.
+
+torchtitan saves the names of its model beside the other entries of the state, and an optimizer as a
+flat dict with keys such as ``state.0.weight.exp_avg`` and ``param_groups.0.weight.lr``
+(``flatten_optimizer_state_dict`` of ``torch.distributed.checkpoint``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import torch
+
+State = dict[str, Any]
+
+_PARTS: Final = ("state", "param_groups")
+
+
+def unflattened(state: Mapping[str, Any]) -> tuple[State, list[str]]:
+    """Return ``state`` with the state dict of an optimizer in place of each flat one.
+
+    If the parameters of such an optimizer are tensors at the top level of the state, all tensors at
+    the top level become the entry ``model``.
+
+    Returns:
+        The new state, and notes for the user.
+    """
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    inside = [value for value in state.values() if isinstance(value, Mapping)]
+    known = {str(key) for value in (tensors, *inside) for key in value}
+    flat = {name: _optimizer(value, known) for name, value in state.items() if _is_flat(value)}
+    found = {**state, **flat}
+    names = {
+        each
+        for value in flat.values()
+        for group in value["param_groups"]
+        for each in group["params"]
+    }
+    if not names or not names <= tensors.keys() or "model" in state:
+        return found, []
+    rest = {name: value for name, value in found.items() if name not in tensors}
+    note = f"the {len(tensors)} tensors beside {', '.join(map(repr, flat))} are 'model' now"
+    return {"model": tensors, **rest}, [note]
+
+
+def _is_flat(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and any(isinstance(key, str) and key.startswith("param_groups.") for key in value)
+        and all(isinstance(key, str) and key.partition(".")[0] in _PARTS for key in value)
+    )
+
+
+def _optimizer(flat: Mapping[str, Any], known: Collection[str]) -> State:
+    """Return the state dict of an optimizer, with a group for all parameters of equal settings.
+
+    Args:
+        flat: The flat dict.
+        known: The names that parameters may have. The longest one counts, since a name has dots and
+            a key may have some. Else a key has none.
+    """
+    parts: dict[str, dict[str, State]] = {part: defaultdict(dict) for part in _PARTS}
+    for path, value in flat.items():
+        part, _, rest = path.partition(".")
+        ends = [at for at, char in enumerate(rest) if char == "."]
+        end = next((at for at in reversed(ends) if rest[:at] in known), ends[-1] if ends else 0)
+        parts[part][rest[:end]][rest[end + 1 :]] = value
+    groups: list[State] = []
+    for name, settings in parts["param_groups"].items():
+        same = next((group for group in groups if _has_settings(group, settings)), None)
+        if same is None:
+            groups.append({**settings, "params": [name]})
+        else:
+            same["params"].append(name)
+    return {"state": dict(parts["state"]), "param_groups": groups}
+
+
+def _has_settings(group: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Return True if ``settings`` are those of ``group``. A tensor equals only itself."""
+    return set(group) - {"params"} == set(settings) and all(
+        group[key] is value or (not isinstance(value, torch.Tensor) and group[key] == value)
+        for key, value in settings.items()
+    )
