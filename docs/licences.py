@@ -15,10 +15,10 @@ from packaging.utils import canonicalize_name
 
 PAGE = Path(__file__).with_suffix(".md")
 DISTRIBUTION = "ckpt-stream"
-EXTRAS = ("", "s3", "obstore", "gcs", "otlp")
+EXTRAS = ("", "s3", "obstore", "gcs", "azure", "sftp", "smb", "webdav", "otlp")
 HEAD = """# Licences
 
-This page lists the packages that `pip install .`, the extras for object stores and the extra for
+This page lists the packages that `pip install .`, the extras for stores and the extra for
 OpenTelemetry bring, with the licence that each package states in its metadata. `make licences`
 writes it from the installed packages (versions as in `constraints.txt`). The licence of ckpt itself
 is Apache-2.0.

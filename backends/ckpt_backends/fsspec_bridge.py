@@ -1,24 +1,29 @@
-"""The backend for any file system that fsspec knows, and the base of the S3 and GCS backends.
+"""The backend for file systems of fsspec, and the base of the S3 and GCS backends.
 
-The guarantees depend on the file system. On object stores (``OBJECT_STORES``), an object appears
-as a whole or not at all. On a local disk behind ``dir::``, an object is written under a temporary
-name and renamed, but its bytes are not forced to the medium. On other file systems, such as SFTP or
-SMB, a crash during ``put`` may leave a short object. Use a local disk behind ``dir::`` or such a
-file system only as an additional tier.
+``store_table`` lists the stores that are served. The guarantees depend on the file system. On
+object stores (``OBJECT_STORES``), an object appears as a whole or not at all. On a local disk
+behind ``dir::``, an object is written under a temporary name and renamed, but its bytes are not
+forced to the medium. On a store that is not in the table, a crash during ``put`` may leave a short
+object.
 """
 
 from __future__ import annotations
 
 import posixpath
 import secrets as entropy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
-from typing import Any, Final
-from urllib.parse import parse_qsl, urlsplit
+from typing import Any, Final, cast
 
-from ckpt.errors import ConfigError, MissingExtra, ObjectExists, ObjectNotFound, StorageError
+from ckpt.errors import (
+    ConfigError,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.storage.api import (
     Buffer,
     Capabilities,
@@ -33,26 +38,21 @@ from ckpt.storage.api import (
     is_there,
 )
 from ckpt.storage.places import OBJECT_STORES
+from ckpt.storage.registry import scheme_of
+from ckpt_backends.client_options import missing_extra, secrets_of
+from ckpt_backends.file_server import FILE_SERVERS, open_file_server
 from ckpt_backends.foreign_errors import clean, foreign
 from ckpt_backends.posix import open_posix
 from ckpt_backends.store_table import check_tested
 
 PART_BYTES: Final = 8 << 20
 # On these stores, the server lets only one of several ``pipe_file(mode="create")`` succeed.
-_CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs"})
+_CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
 _RENAMES: Final = frozenset({"file", "local"})  # ``mv`` of these file systems is one rename
+_LOCAL: Final = frozenset({"memory", "file", "local"})
+_TURN_SECONDS: Final = 60.0
 _TEMPORARY: Final = ".tmp"
 _MODIFIED: Final = ("mtime", "LastModified", "updated", "modified", "last_modified", "created")
-_EXTRAS: Final = {
-    "s3": "s3",
-    "s3a": "s3",
-    "s3fs": "s3",
-    "obstore": "obstore",
-    "gs": "gcs",
-    "gcs": "gcs",
-    "gcsfs": "gcs",
-}
-_SECRET_NAMES: Final = ("secret", "token", "password", "key", "credential", "sas", "conn")
 
 
 def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
@@ -77,10 +77,14 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
 
     shown = clean(url)
     options = check_tested(shown, options)
+    target = url.removeprefix("dir::")
+    if (scheme := scheme_of(target)) in FILE_SERVERS:
+        settings = {name: value for name, value in options.items() if name not in ("dir", scheme)}
+        inner = cast(Mapping[str, object], options.get(scheme, {}))
+        return open_file_server(target, {**settings, **inner})
     secrets = secrets_of(options)
-    chained = {} if "::" in url else {"use_listings_cache": False}
     try:
-        fs, root = url_to_fs(url, skip_instance_cache=True, **chained, **options)
+        fs, root = url_to_fs(url, skip_instance_cache=True, **options)
     except ImportError as error:
         raise missing_extra(shown, error) from error
     except (ValueError, TypeError, OSError) as error:
@@ -91,75 +95,21 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
             f"{shown!r}: before release 2025.12, fsspec opens the folder of the option 'path' "
             "instead of that of the URL: leave the option out, or install a later release"
         )
+    _forget_listings(fs)
     return StorageBackendOnFsspec(fs, str(root), shown, secrets=secrets)
 
 
-@dataclass(frozen=True, slots=True)
-class BucketPrefix:
-    """A prefix of a bucket: the root of a store.
+def _forget_listings(fs: Any) -> None:
+    """Switch off the memory for listings of a file system and of those behind it.
 
-    Attributes:
-        bucket: The name of the bucket.
-        prefix: The prefix without slashes at its ends; '' for the whole bucket.
-        url: The URL of the root for display, without credentials.
+    The option ``use_listings_cache`` cannot be given to each file system: some pass all options on
+    to their client, which refuses it.
     """
-
-    bucket: str
-    prefix: str
-    url: str
-
-    @property
-    def root(self) -> str:
-        """The path of the root in the fsspec file system."""
-        return f"{self.bucket}/{self.prefix}"
-
-
-def parse_bucket_url(
-    url: str, options: Mapping[str, object], *, scheme: str
-) -> tuple[BucketPrefix, dict[str, Any]]:
-    """Return the root that ``url`` names, and ``options`` together with the options in the query
-    of ``url``. An option in ``options`` overrides one of the same name in the query.
-
-    Raises:
-        ConfigError: ``url`` names no bucket.
-    """
-    split, shown = urlsplit(url, allow_fragments=False), clean(url.partition("?")[0])
-    bucket = split.netloc.rpartition("@")[2]
-    if not bucket:
-        raise ConfigError(f"{shown!r} names no bucket: write {scheme}://bucket/prefix")
-    place = BucketPrefix(bucket, split.path.strip("/"), shown.rstrip("/"))
-    return place, {**dict(parse_qsl(split.query)), **options}
-
-
-def missing_extra(url: str, error: ImportError) -> MissingExtra:
-    """Return the error that a package is missing. It names the extra of ckpt that installs the
-    package if there is one, and else the package that ``error`` asks for.
-    """
-    scheme = url.partition("://")[0].rpartition("::")[2]
-    package = {"http": "aiohttp", "https": "aiohttp"}.get(scheme, error.name or "")
-    # fsspec writes "Please install adlfs to access ..." or "Install s3fs to access S3".
-    if not package:
-        words = [word.strip("\"'.,`") for word in str(error).split()]
-        lowered = [word.lower() for word in words]
-        package = words[lowered.index("install") + 1] if "install" in lowered[:-1] else scheme
-    return MissingExtra(url, package, _EXTRAS.get(package) or _EXTRAS.get(scheme))
-
-
-def secrets_of(options: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the values of options that may be secrets, so that they can be removed from
-    messages.
-    """
-    found: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            found += secrets_of({str(key): item for key, item in value.items()})
-        elif (
-            isinstance(value, str)
-            and len(value) >= 4
-            and any(word in name.lower() for word in _SECRET_NAMES)
-        ):
-            found.append(value)
-    return tuple(found)
+    while fs is not None:
+        listings: Any = getattr(fs, "dircache", None)
+        if hasattr(listings, "use_listings_cache"):
+            listings.use_listings_cache = False
+        fs = getattr(fs, "fs", None)
 
 
 class StorageBackendOnFsspec:
@@ -171,7 +121,8 @@ class StorageBackendOnFsspec:
     False then.
 
     Thread safety: any thread may call all methods. fsspec runs the requests of all asynchronous
-    file systems on one thread, which runs its event loop.
+    file systems on one thread, which runs its event loop. A synchronous file system, except for
+    those of this machine, serves one request at a time.
 
     Args:
         fs: The file system.
@@ -191,13 +142,16 @@ class StorageBackendOnFsspec:
         capabilities: Capabilities | None = None,
     ) -> None:
         self._fs, self._root, self.url, self._secrets = fs, root.rstrip("/"), url, tuple(secrets)
-        names = _protocols(fs)
+        target = _target_of(fs)
+        names = _protocols(target)
+        local = bool(names & _LOCAL)
+        self._turn = threading.RLock() if not (local or _is_async(target)) else None
         self._object_store = bool(names & OBJECT_STORES)
         self._creates = bool(names & _CREATES)
         self._renames = bool(names & _RENAMES)
         self.capabilities = capabilities or Capabilities(
             put_if_absent=self._creates,
-            shared=not names & {"memory", "file", "local"},
+            shared=not local,
             part_bytes=PART_BYTES,
             parallel_parts=not self._object_store,
         )
@@ -251,12 +205,10 @@ class StorageBackendOnFsspec:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = posixpath.dirname(check_prefix(prefix))
-        with self.errors(prefix):
+        found: Mapping[str, Any] = {}
+        with suppress(ObjectNotFound), self.errors(prefix):
             self._fs.invalidate_cache()
-            try:
-                found = self._fs.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
-            except (FileNotFoundError, NotADirectoryError):
-                found = {}
+            found = self._fs.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
         for path, info in found.items():
             key = self._key(path)
             if (
@@ -269,23 +221,19 @@ class StorageBackendOnFsspec:
 
     def folders(self, prefix: str) -> Iterator[str]:
         folder = check_prefix(prefix).removesuffix("/")
-        with self.errors(prefix):
+        found: Sequence[Mapping[str, Any]] = ()
+        with suppress(ObjectNotFound), self.errors(prefix):
             self._fs.invalidate_cache()
-            try:
-                found = self._fs.ls(f"{self._root}/{folder}".rstrip("/"), detail=True)
-            except (FileNotFoundError, NotADirectoryError):
-                found = []
+            found = self._fs.ls(f"{self._root}/{folder}".rstrip("/"), detail=True)
         for info in found:
             key = self._key(info["name"].rstrip("/"))
             if info["type"] == "directory" and key and key != folder:
                 yield posixpath.basename(key)
 
     def delete(self, key: str) -> None:
-        with (
-            self.errors(key),
-            suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError),
-        ):
-            self._fs.rm_file(self.path_of(key))
+        path = self.path_of(key)
+        with suppress(ObjectNotFound), self.errors(key):
+            self._fs.rm_file(path)
 
     def close(self) -> None:
         """Do nothing. The file system is freed together with this object."""
@@ -325,19 +273,39 @@ class StorageBackendOnFsspec:
                 self._fs.rm_file(temporary)
             raise
 
-    def errors(self, key: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def errors(self, key: str) -> Generator[None]:
         """Return a context manager that turns the errors of client libraries into storage errors
-        about ``key``.
+        about ``key``. If the file system serves one request at a time, it waits for the turn.
+
+        Raises:
+            TransientStorageError: The turn did not come in time.
         """
-        return foreign(key, secrets=self._secrets, bucket=self._root.partition("/")[0])
+        if self._turn is not None and not self._turn.acquire(timeout=_TURN_SECONDS):
+            raise TransientStorageError(key, f"the client was busy for {_TURN_SECONDS:.0f} seconds")
+        try:
+            bucket = self._root.partition("/")[0]
+            with foreign(key, secrets=self._secrets, bucket=bucket):
+                yield
+        finally:
+            if self._turn is not None:
+                self._turn.release()
+
+
+def _target_of(fs: Any) -> Any:
+    """Return the file system that a chained one such as ``dir::`` stands before; else ``fs``."""
+    while (target := getattr(fs, "fs", None)) is not None:
+        fs = target
+    return fs
 
 
 def _protocols(fs: Any) -> set[str]:
-    """Return the protocol names of a file system. For ``dir::``, return those of the file system
-    behind it.
-    """
-    names = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-    return _protocols(fs.fs) if "dir" in names else names
+    """Return the protocol names of a file system."""
+    return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+
+
+def _is_async(fs: Any) -> bool:
+    return bool(getattr(fs, "async_impl", False))
 
 
 class _StreamUpload:

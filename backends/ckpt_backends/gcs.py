@@ -23,15 +23,14 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, Upload, check_key
-from ckpt_backends.foreign_errors import clean
-from ckpt_backends.fsspec_bridge import (
-    PART_BYTES,
+from ckpt_backends.client_options import (
     BucketPrefix,
-    StorageBackendOnFsspec,
     missing_extra,
     parse_bucket_url,
     secrets_of,
 )
+from ckpt_backends.foreign_errors import clean
+from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec
 from ckpt_backends.gcs_upload import ResumableUpload
 from ckpt_backends.jitter import give_gcsfs_its_own_dice
 

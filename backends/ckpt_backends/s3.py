@@ -38,15 +38,14 @@ from ckpt.storage.api import (
     check_written,
     is_there,
 )
-from ckpt_backends.foreign_errors import clean
-from ckpt_backends.fsspec_bridge import (
-    PART_BYTES,
+from ckpt_backends.client_options import (
     BucketPrefix,
-    StorageBackendOnFsspec,
     missing_extra,
     parse_bucket_url,
     secrets_of,
 )
+from ckpt_backends.foreign_errors import clean
+from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec
 from ckpt_backends.jitter import give_botocore_its_own_dice
 from ckpt_backends.s3_bulk import S3Bulk, bulk_of, expect_nothing, session_of
 from ckpt_backends.s3_obstore import ObstoreUpload, ObstoreWriter

@@ -13,7 +13,7 @@ OBJECT_STORES: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "cos"}
 )
 """The URL schemes of object stores. Some of them are served only through fsspec."""
-_ALIASES: Final = {"gcs": "gs", "s3a": "s3"}
+_ALIASES: Final = {"gcs": "gs", "s3a": "s3", "abfss": "abfs", "az": "abfs", "ssh": "sftp"}
 
 Relation = Literal["apart", "same", "inside", "around"]
 

@@ -32,6 +32,14 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "s3a": "ckpt_backends.s3:open_s3",
     "gs": "ckpt_backends.gcs:open_gcs",
     "gcs": "ckpt_backends.gcs:open_gcs",
+    "abfs": "ckpt_backends.azure:open_azure",
+    "abfss": "ckpt_backends.azure:open_azure",
+    "az": "ckpt_backends.azure:open_azure",
+    "sftp": "ckpt_backends.file_server:open_file_server",
+    "ssh": "ckpt_backends.file_server:open_file_server",
+    "smb": "ckpt_backends.file_server:open_file_server",
+    "ftp": "ckpt_backends.file_server:open_file_server",
+    "webdav": "ckpt_backends.file_server:open_file_server",
 }
 FALLBACK: Final = "ckpt_backends.fsspec_bridge:open_fsspec"
 _GROUP: Final = "ckpt.backends"

@@ -45,10 +45,15 @@ _ENDPOINT_VARIABLES: Final = {
     "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
     "gs": ("STORAGE_EMULATOR_HOST",),
     "gcs": ("STORAGE_EMULATOR_HOST",),
+    "abfs": ("AZURE_STORAGE_ACCOUNT_NAME",),
+    "abfss": ("AZURE_STORAGE_ACCOUNT_NAME",),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME",),
 }
 """For each scheme, the environment variables that may name the server of the store. The client
 libraries use the first variable that is set.
 """
+
+_SERVER_OPTIONS: Final = ("account_host", "account_name", "base_url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +345,9 @@ def server_of(tier: Tier) -> str:
 
     The server is taken from ``endpoint_url`` in the options, else in the query of the URL, else in
     the ``client_kwargs`` of the options, else from an environment variable that the client
-    libraries read. The result is '' if none of these names a server, or if the tier is a folder.
+    libraries read. For Azure, the options ``account_host`` and ``account_name`` stand for it, and
+    for WebDAV the option ``base_url``. The result is '' if none of these names a server, or if the
+    tier is a folder.
     """
     if is_folder(tier.url):
         return ""
@@ -349,6 +356,7 @@ def server_of(tier: Tier) -> str:
     given = settings.get("endpoint_url") or (
         client.get("endpoint_url") if isinstance(client, Mapping) else None
     )
+    given = given or next(filter(None, map(settings.get, _SERVER_OPTIONS)), None)
     if not given:
         names = _ENDPOINT_VARIABLES.get(scheme_of(tier.url), ())
         given = next((os.environ[name] for name in names if os.environ.get(name)), "")  # noqa: TID251

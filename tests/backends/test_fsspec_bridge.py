@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import errno
+import ftplib
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 
 import fsspec
@@ -11,9 +13,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from ckpt import errors
 from ckpt.errors import ConfigError, MissingExtra, StorageError
 from ckpt.storage.testing import BackendConformance
-from ckpt.storage.testing.conformance import fetch, payload, send
-from ckpt_backends import foreign_errors
-from ckpt_backends.fsspec_bridge import StorageBackendOnFsspec, missing_extra, open_fsspec
+from ckpt.storage.testing.conformance import at_once, fetch, payload, send
+from ckpt_backends import foreign_errors, fsspec_bridge
+from ckpt_backends.client_options import missing_extra
+from ckpt_backends.fsspec_bridge import StorageBackendOnFsspec, open_fsspec
 
 
 class TestFsspecMemory(BackendConformance):
@@ -75,6 +78,8 @@ def test_the_time_of_a_file_is_read_in_each_form(told, modified):
 
 # errors
 
+TRANSIENT = "TransientStorageError"
+
 
 def boto_error(code: str, status: int):
     from botocore.exceptions import ClientError
@@ -107,7 +112,9 @@ def examples():
         (PermissionError("x"), "AccessDenied"),
         (OSError(errno.ENOSPC, "full"), "OutOfSpace"),
         (OSError(errno.EBUSY, "SlowDown"), "TransientStorageError"),
-        (OSError(errno.EIO, "?"), "StorageError"),
+        (OSError(errno.EIO, "?"), "TransientStorageError"),
+        (OSError("Failure"), "TransientStorageError"),
+        (OSError("write: No space left on device"), "OutOfSpace"),
         (OSError("Forbidden: https://x"), "AccessDenied"),
         (TimeoutError(), "TransientStorageError"),
         (ConnectionResetError(), "TransientStorageError"),
@@ -133,7 +140,40 @@ def examples():
         (gcs_error(429), "TransientStorageError"),
         (gcs_error(503), "TransientStorageError"),
         (gcs_error(401), "AccessDenied"),
-        (ValueError("what"), "StorageError"),
+        # An unknown failure says nothing about the object, so it is not damage.
+        (ValueError("what"), "TransientStorageError"),
+        (ftplib.error_perm("550 /x is not retrievable."), "ObjectNotFound"),
+        (ftplib.error_perm("550 Permission denied."), "AccessDenied"),
+        (ftplib.error_perm("552 Quota exceeded"), "OutOfSpace"),
+        (ftplib.error_perm("530 Authentication failed."), "AccessDenied"),
+        (ftplib.error_perm("502 Command not implemented."), "StorageError"),
+        (ftplib.error_temp("452 Insufficient storage space"), "OutOfSpace"),
+        (ftplib.error_temp("426 Transfer aborted."), "TransientStorageError"),
+    ]
+
+
+def examples_of_file_servers():
+    smb = pytest.importorskip("smbprotocol.exceptions")
+    paramiko = pytest.importorskip("paramiko")
+    dav = pytest.importorskip("webdav4.client")
+    azure = pytest.importorskip("azure.core.exceptions")
+    return [
+        (smb.SMBOSError(0xC0000034, "x"), "ObjectNotFound"),
+        (smb.SMBOSError(0xC00000BA, "x"), "ObjectNotFound"),
+        (smb.SMBOSError(0xC0000035, "x"), "ObjectExists"),
+        (smb.SMBOSError(0xC000007F, "x"), "OutOfSpace"),
+        (smb.SMBOSError(0xC0000022, "x"), "AccessDenied"),
+        (smb.SMBOSError(0xC0000043, "x"), "TransientStorageError"),  # somebody has it open
+        (smb.SMBException("Request requires 4 credits but only 1 is available"), TRANSIENT),
+        (smb.SMBAuthenticationError("x"), "AccessDenied"),
+        (paramiko.AuthenticationException("x"), "AccessDenied"),
+        (paramiko.SSHException("x"), TRANSIENT),
+        (dav.ResourceNotFound("x"), "ObjectNotFound"),
+        (dav.InsufficientStorage("x"), "OutOfSpace"),
+        (dav.ForbiddenOperation("x"), "AccessDenied"),
+        (azure.ResourceNotFoundError("x"), "ObjectNotFound"),
+        (azure.ResourceExistsError("x"), "ObjectExists"),
+        (azure.ServiceRequestError("x"), TRANSIENT),
     ]
 
 
@@ -144,6 +184,51 @@ def test_a_foreign_error_becomes_ours(error, name):
     assert type(caught.value) is getattr(errors, name)
     assert caught.value.key == "the/key"
     assert caught.value.__cause__ is None
+
+
+def test_the_errors_of_file_servers_and_azure_become_ours():
+    for error, name in examples_of_file_servers():
+        with pytest.raises(StorageError) as caught, foreign_errors.foreign("the/key"):
+            raise error
+        assert (type(caught.value).__name__, repr(error)) == (name, repr(error))
+
+
+class Busy(MemoryFileSystem):
+    """A synchronous file system of fsspec that notes how many threads are in it."""
+
+    protocol = "busy"
+    inside = 0
+    most = 0
+
+    def cat_file(self, path, **options):
+        Busy.inside += 1
+        Busy.most = max(Busy.most, Busy.inside)
+        found = super().cat_file(path, **options)
+        Busy.inside -= 1
+        return found
+
+
+def test_a_synchronous_file_system_serves_one_request_at_a_time(monkeypatch):
+    backend = StorageBackendOnFsspec(Busy(), f"/{uuid.uuid4().hex}", "busy://x")
+    backend.put("key", [payload(1 << 20)])
+    assert at_once(lambda _: fetch(backend, "key"), 16) == [payload(1 << 20)] * 16
+    assert Busy.most == 1
+    # A request that does not get its turn is told in time.
+    monkeypatch.setattr(fsspec_bridge, "_TURN_SECONDS", 0.1)
+    with backend.errors("key"), ThreadPoolExecutor(1) as other:
+        waiting = other.submit(backend.head, "key")
+        with pytest.raises(errors.TransientStorageError, match="busy"):
+            waiting.result()
+    backend.delete("key")
+
+
+def test_no_file_system_remembers_a_listing(tmp_path):
+    pytest.importorskip("aiohttp")
+    for url in ("http://host/x", "simplecache::http://host/x"):
+        backend = open_fsspec(url, {"untested": True})
+        assert isinstance(backend, StorageBackendOnFsspec)
+        target = fsspec_bridge._target_of(backend._fs)
+        assert not target.dircache.use_listings_cache
 
 
 def test_our_own_errors_and_bugs_pass():

@@ -1,0 +1,312 @@
+"""The backend for Azure Blob Storage, over adlfs.
+
+adlfs finds the credentials and runs the event loop. The requests are those of
+``azure.storage.blob``, since the files of adlfs send their parts one after another, and its
+``info`` and ``find`` make several requests. A small object is put with one request, which can have
+the condition that the key has no object. A large object is sent in blocks, several at a time, and
+appears when the list of its blocks is committed.
+
+Azure itself removes blocks that are not committed within a week.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import secrets as entropy
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, TypeVar, cast
+
+from ckpt.errors import (
+    ConfigError,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    TransientStorageError,
+)
+from ckpt.storage.api import (
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    PutUpload,
+    Upload,
+    check_key,
+    check_prefix,
+    check_written,
+)
+from ckpt_backends.client_options import missing_extra, secrets_of
+from ckpt_backends.foreign_errors import clean
+from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec
+
+_MIB: Final = 1 << 20
+_MOST_BLOCKS: Final = 50_000
+_CONCURRENCY: Final = 16
+_WHOLE_BYTES: Final = 1 << 20
+"""The most bytes that one request puts. The HTTP client sends more bytes than that in one piece,
+during which it does no other work.
+"""
+_TOKEN: Final = "ckptput"  # noqa: S105 - the name of a blob's metadata, not a secret
+_FOLDER: Final = "hdi_isfolder"  # The metadata of a folder in an account with real folders
+_LIMITS: Final[Mapping[str, object]] = {
+    "connection_timeout": 10,
+    "read_timeout": 60,
+    "retry_total": 1,  # The pipeline retries too
+}
+"""The options of each request."""
+
+T = TypeVar("T")
+
+
+def open_azure(url: str, options: Mapping[str, object]) -> AzureBackend:
+    """Return the backend whose root is ``abfs://container/prefix``. No request is made yet.
+
+    Args:
+        url: The root, also in the form ``abfss://container@account.dfs.core.windows.net/prefix``.
+        options: The options of ``adlfs.AzureBlobFileSystem``, such as ``account_name``,
+            ``account_key``, ``sas_token``, ``connection_string``, ``anon``, ``tenant_id``,
+            ``client_id`` and ``client_secret``. Without these, adlfs reads the variables
+            ``AZURE_STORAGE_...``, and the identity of the machine.
+
+    Raises:
+        MissingExtra: adlfs is not installed.
+        ConfigError: The URL names no container, or adlfs refuses the options.
+    """
+    shown, secrets = clean(url.partition("?")[0]).rstrip("/"), secrets_of(options)
+    try:
+        from adlfs import AzureBlobFileSystem
+
+        kind: Any = AzureBlobFileSystem
+        settings = {**kind._get_kwargs_from_urls(url), **options}
+        container, _, prefix = str(kind._strip_protocol(url)).strip("/").partition("/")
+        if not container:
+            raise ConfigError(f"{shown!r} names no container: write abfs://container/prefix")
+        fs = kind(**settings, use_listings_cache=False, skip_instance_cache=True)
+    except ImportError as error:
+        raise missing_extra(shown, error) from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error), secrets)}") from None
+    return AzureBackend(fs, container, prefix, shown, secrets=secrets)
+
+
+class AzureBackend(StorageBackendOnFsspec):
+    """A prefix of a container of Azure Blob Storage as a store.
+
+    Thread safety: several threads may call all methods at the same time. A forked process must not
+    use this object.
+    """
+
+    def __init__(
+        self, fs: Any, container: str, prefix: str, url: str, *, secrets: Sequence[str]
+    ) -> None:
+        capabilities = Capabilities(
+            put_if_absent=True,
+            shared=True,
+            part_bytes=PART_BYTES,
+            max_concurrency=_CONCURRENCY,
+            takes_parts=True,
+        )
+        super().__init__(
+            fs, f"{container}/{prefix}", url, secrets=secrets, capabilities=capabilities
+        )
+        self._container, self._prefix = container, f"{prefix}/" if prefix else ""
+
+    def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
+        """Put an object.
+
+        After a lost reply, the client may repeat a put that succeeded, and its condition then
+        fails. So each put stores a random token in the metadata of the object. If the object has
+        the token of this call, the put has succeeded.
+        """
+        value, token = b"".join(parts), entropy.token_hex(16)
+        send = self._put_whole if len(value) <= _WHOLE_BYTES else self._put_blocks
+        try:
+            send(key, value, metadata={_TOKEN: token}, if_absent=if_absent)
+        except (ObjectExists, TransientStorageError):
+            if not if_absent or self._token_of(key) != token:
+                raise
+        return ObjectInfo(key=key, size=len(value))
+
+    def _put_whole(
+        self, key: str, value: bytes, *, metadata: Mapping[str, str], if_absent: bool
+    ) -> None:
+        self.call(key, "upload_blob", value, overwrite=not if_absent, metadata=metadata)
+
+    def _put_blocks(
+        self, key: str, value: bytes, *, metadata: Mapping[str, str], if_absent: bool
+    ) -> None:
+        upload = _BlockUpload(self, key, len(value), PART_BYTES)
+        for start in range(0, len(value), PART_BYTES):
+            upload.write(start, memoryview(value)[start : start + PART_BYTES])
+        upload.commit(metadata=metadata, if_absent=if_absent)
+
+    def upload(self, key: str, size: int) -> Upload:
+        check_key(key)
+        part_bytes = max(PART_BYTES, math.ceil(size / _MOST_BLOCKS / _MIB) * _MIB)
+        if size < 2 * part_bytes:
+            return PutUpload(self, key, size)
+        return _BlockUpload(self, key, size, part_bytes)
+
+    def _receive(self, key: str, offset: int, out: memoryview) -> int:
+        async def receive(blob: Any) -> bytes:
+            stream = await blob.download_blob(offset=offset, length=out.nbytes, **_LIMITS)
+            return bytes(await stream.readall())
+
+        try:
+            data = self._with_blob(key, receive)
+        except StorageError:
+            size = self.head(key).size
+            if offset < size:
+                raise
+            return 0  # Azure refuses a range that begins behind the end
+        out[: len(data)] = data
+        return len(data)
+
+    def head(self, key: str) -> ObjectInfo:
+        found = self.call(key, "get_blob_properties")
+        if _FOLDER in (found.metadata or {}):
+            raise ObjectNotFound(key, "not a file")
+        return ObjectInfo(key=key, size=int(found.size))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for blob in self._listed(check_prefix(prefix), "list_blobs", include=["metadata"]):
+            if _FOLDER not in (blob.metadata or {}):
+                yield ObjectInfo(
+                    key=str(blob.name).removeprefix(self._prefix),
+                    size=int(blob.size),
+                    modified=blob.last_modified.timestamp(),
+                )
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        start = check_prefix(prefix).removesuffix("/")
+        start = f"{start}/" if start else ""
+        for found in self._listed(start, "walk_blobs", delimiter="/"):
+            if str(found.name).endswith("/"):
+                yield str(found.name).removeprefix(self._prefix + start).rstrip("/")
+
+    def delete(self, key: str) -> None:
+        with suppress(ObjectNotFound):
+            self.call(key, "delete_blob")
+
+    def call(self, key: str, method: str, *arguments: object, **named: object) -> Any:
+        """Make one request about the object ``key`` and return the answer. Errors are raised as
+        storage errors.
+
+        Args:
+            key: The key of the object.
+            method: The name of the method of ``azure.storage.blob.aio.BlobClient``.
+            *arguments: The arguments of the method.
+            **named: More arguments of the method.
+        """
+        return self._with_blob(
+            key, lambda blob: getattr(blob, method)(*arguments, **named, **_LIMITS)
+        )
+
+    def _with_blob(self, key: str, work: Callable[[Any], Awaitable[T]]) -> T:
+        """Return the result of ``work``, which gets the client of the object ``key``."""
+        name = self._prefix + check_key(key)
+
+        async def ask() -> T:
+            async with self._fs.service_client.get_blob_client(self._container, name) as blob:
+                return await work(blob)
+
+        return self._ask(key, ask)
+
+    def _listed(self, prefix: str, method: str, **named: object) -> Sequence[Any]:
+        """Return the entries of a listing of the keys below the root that start with ``prefix``."""
+
+        async def ask() -> Sequence[Any]:
+            async with self._fs.service_client.get_container_client(self._container) as container:
+                listing = getattr(container, method)
+                start = self._prefix + prefix
+                return [
+                    entry async for entry in listing(name_starts_with=start, **named, **_LIMITS)
+                ]
+
+        return self._ask(prefix, ask)
+
+    def _ask(self, key: str, ask: Callable[[], Awaitable[T]]) -> T:
+        from fsspec.asyn import sync
+
+        try:
+            with self.errors(key):
+                return cast(T, sync(self._fs.loop, ask))
+        except ObjectNotFound as error:
+            if "ContainerNotFound" in error.detail:
+                raise StorageError(
+                    key, f"there is no container {self._container!r}: create it, or correct the URL"
+                ) from None
+            raise
+
+    def _token_of(self, key: str) -> str:
+        """Return the token that ``put`` stored in the metadata of the object, or '' if it cannot be
+        read.
+        """
+        with suppress(StorageError):
+            metadata = self.call(key, "get_blob_properties").metadata
+            return str((metadata or {}).get(_TOKEN, ""))
+        return ""
+
+
+class _BlockUpload:
+    """The upload of a large object in blocks.
+
+    Thread safety: several threads may call ``write`` at the same time. See ``Upload`` for the other
+    methods.
+    """
+
+    def __init__(self, backend: AzureBackend, key: str, size: int, part_bytes: int) -> None:
+        self._backend, self._key, self._size = backend, key, size
+        self.part_bytes = part_bytes
+        self._token = entropy.token_hex(8)  # Blocks of another upload have other names
+        self._done: dict[int, int] = {}
+
+    def write(self, offset: int, data: memoryview) -> None:
+        if offset + data.nbytes > self._size:
+            raise StorageError(
+                self._key, f"bytes {offset} to {offset + data.nbytes} are not part of this upload"
+            )
+        self._backend.call(
+            self._key,
+            "stage_block",
+            self._name(offset),
+            io.BytesIO(data.cast("B")),
+            length=data.nbytes,
+        )
+        self._done[offset] = data.nbytes
+
+    def finish(self, size: int | None = None) -> ObjectInfo:
+        size = check_written(self._key, sum(self._done.values()), self._size, size)
+        try:
+            self.commit()
+        except StorageError:
+            if not self._complete_anyway(size):
+                raise
+        return ObjectInfo(key=self._key, size=size)
+
+    def commit(self, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False) -> None:
+        """Make the blocks written so far the object, with ``metadata``."""
+        from azure.core import MatchConditions
+
+        condition = {"match_condition": MatchConditions.IfMissing} if if_absent else {}
+        blocks = [self._name(offset) for offset in sorted(self._done)]
+        self._backend.call(self._key, "commit_block_list", blocks, metadata=metadata, **condition)
+
+    def abort(self) -> None:
+        """Do nothing. Azure has no request that removes the blocks, and removes them by itself."""
+
+    def _name(self, offset: int) -> str:
+        """Return the name of a block. All names of an object must have the same length."""
+        return base64.b64encode(f"{self._token}{offset:016x}".encode()).decode()
+
+    def _complete_anyway(self, size: int) -> bool:
+        """Return True if the blocks were committed although the request failed, because only its
+        reply was lost.
+
+        This is so if the object has the size ``size``: each attempt has keys of its own, and every
+        restore compares the bytes with the checksums in the manifest.
+        """
+        with suppress(StorageError):
+            return self._backend.head(self._key).size == size
+        return False

@@ -1,0 +1,101 @@
+"""The options of the clients of stores, and the URLs that hold some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlsplit
+
+from ckpt.errors import ConfigError, MissingExtra
+from ckpt_backends.foreign_errors import clean
+
+_EXTRAS: Final = {
+    "s3": "s3",
+    "s3a": "s3",
+    "s3fs": "s3",
+    "obstore": "obstore",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "gcsfs": "gcs",
+    "abfs": "azure",
+    "abfss": "azure",
+    "az": "azure",
+    "adlfs": "azure",
+    "sftp": "sftp",
+    "ssh": "sftp",
+    "paramiko": "sftp",
+    "smb": "smb",
+    "smbclient": "smb",
+    "webdav": "webdav",
+    "webdav4": "webdav",
+}
+_SECRET_NAMES: Final = ("secret", "token", "password", "key", "credential", "sas", "conn")
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPrefix:
+    """A prefix of a bucket: the root of a store.
+
+    Attributes:
+        bucket: The name of the bucket.
+        prefix: The prefix without slashes at its ends; '' for the whole bucket.
+        url: The URL of the root for display, without credentials.
+    """
+
+    bucket: str
+    prefix: str
+    url: str
+
+    @property
+    def root(self) -> str:
+        """The path of the root in the fsspec file system."""
+        return f"{self.bucket}/{self.prefix}"
+
+
+def parse_bucket_url(
+    url: str, options: Mapping[str, object], *, scheme: str
+) -> tuple[BucketPrefix, dict[str, Any]]:
+    """Return the root that ``url`` names, and ``options`` together with the options in the query
+    of ``url``. An option in ``options`` overrides one of the same name in the query.
+
+    Raises:
+        ConfigError: ``url`` names no bucket.
+    """
+    split, shown = urlsplit(url, allow_fragments=False), clean(url.partition("?")[0])
+    bucket = split.netloc.rpartition("@")[2]
+    if not bucket:
+        raise ConfigError(f"{shown!r} names no bucket: write {scheme}://bucket/prefix")
+    place = BucketPrefix(bucket, split.path.strip("/"), shown.rstrip("/"))
+    return place, {**dict(parse_qsl(split.query)), **options}
+
+
+def missing_extra(url: str, error: ImportError) -> MissingExtra:
+    """Return the error that a package is missing. It names the extra of ckpt that installs the
+    package if there is one, and else the package that ``error`` asks for.
+    """
+    scheme = url.partition("://")[0].rpartition("::")[2]
+    package = {"http": "aiohttp", "https": "aiohttp"}.get(scheme, error.name or "")
+    # fsspec writes "Please install adlfs to access ..." or "Install s3fs to access S3".
+    if not package:
+        words = [word.strip("\"'.,`") for word in str(error).split()]
+        lowered = [word.lower() for word in words]
+        package = words[lowered.index("install") + 1] if "install" in lowered[:-1] else scheme
+    return MissingExtra(url, package, _EXTRAS.get(package) or _EXTRAS.get(scheme))
+
+
+def secrets_of(options: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the values of options that may be secrets, so that they can be removed from
+    messages.
+    """
+    found: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            found += secrets_of({str(key): item for key, item in value.items()})
+        elif (
+            isinstance(value, str)
+            and len(value) >= 4
+            and any(word in name.lower() for word in _SECRET_NAMES)
+        ):
+            found.append(value)
+    return tuple(found)

@@ -1,0 +1,425 @@
+"""The backend for a file server that is reached by connections: SFTP, SMB, FTP and WebDAV.
+
+The clients of these servers are not safe for threads, so each connection serves one request at a
+time. The backend opens a few connections, and a request waits for a free one. Each wait ends after
+some time with ``TransientStorageError``.
+
+An object is written under a temporary name in its folder and then renamed, so no reader sees a part
+of it, and a crash leaves only the temporary file. The protocols have no rename that only one of two
+clients can win, so ``capabilities.put_if_absent`` is False. This is enough if only one process
+writes the key.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import posixpath
+import secrets as entropy
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any, ClassVar, Final, Protocol, cast
+
+from ckpt.errors import (
+    ConfigError,
+    ObjectExists,
+    ObjectNotFound,
+    OutOfSpace,
+    StorageError,
+    TransientStorageError,
+)
+from ckpt.storage.api import (
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    PutUpload,
+    Upload,
+    check_key,
+    check_prefix,
+    check_read,
+    is_there,
+)
+from ckpt_backends.client_options import missing_extra, secrets_of
+from ckpt_backends.foreign_errors import clean, foreign
+
+WAIT_SECONDS: Final = 60
+"""How long a connection waits for the server unless the option ``timeout`` says otherwise, and how
+long a request waits for a free connection.
+"""
+_MOST_CONNECTIONS: Final = 4
+_PART_BYTES: Final = 1 << 20
+_TEMPORARY: Final = ".tmp"
+_PROBE_BYTES: Final = 64 << 10
+_TRIES: Final = 3  # A folder may be removed between its creation and the creation of a file in it
+
+
+FILE_SERVERS: Final[Mapping[str, str]] = {
+    "sftp": "ckpt_backends.sftp:SftpConnection",
+    "ssh": "ckpt_backends.sftp:SftpConnection",
+    "smb": "ckpt_backends.smb:SmbConnection",
+    "ftp": "ckpt_backends.ftp:FtpConnection",
+    "webdav": "ckpt_backends.webdav:WebdavConnection",
+}
+"""The class of the connections for each URL scheme."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file or a folder in the listing of a folder.
+
+    Attributes:
+        name: Its name in the folder.
+        size: The size of a file in bytes; None for a folder.
+        modified: When it was last changed, in seconds since 1970; None if the server does not say.
+    """
+
+    name: str
+    size: int | None
+    modified: float | None
+
+
+class Connection(Protocol):
+    """A connection to a file server. Only one thread at a time uses it.
+
+    Paths are absolute. Methods raise the errors of the client, which ``foreign_errors`` translates,
+    or storage errors. A missing file or folder is ``ObjectNotFound`` after the translation.
+
+    Attributes:
+        DEFAULTS: Options of the file system of fsspec that hold unless the user gives others. They
+            limit each wait of the client.
+        PASSES_OPTIONS: Whether the file system passes unknown options to the client, which refuses
+            them. Otherwise it ignores them.
+
+    Args:
+        fs: The file system of fsspec for the server, which makes the connection.
+    """
+
+    DEFAULTS: ClassVar[Mapping[str, object]]
+    PASSES_OPTIONS: ClassVar[bool]
+
+    def __init__(self, fs: Any) -> None: ...
+
+    def write(self, path: str, parts: Sequence[memoryview]) -> None:
+        """Write a new file, and force its bytes to the disk of the server if the protocol can."""
+        ...
+
+    def replace(self, source: str, target: str) -> None:
+        """Rename a file. An existing file of the name ``target`` is replaced."""
+        ...
+
+    def read(self, path: str, offset: int, out: memoryview) -> int:
+        """Fill ``out`` from the byte ``offset`` of a file on. Return the number of bytes, which is
+        less than the length of ``out`` if the file ends before.
+        """
+        ...
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes. A folder counts as missing."""
+        ...
+
+    def entries(self, path: str) -> list[Entry]:
+        """Return the files and folders in a folder."""
+        ...
+
+    def make_folder(self, path: str) -> None:
+        """Create a folder. An existing folder is no error."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Remove a file. A folder counts as missing."""
+        ...
+
+    def remove_folder(self, path: str) -> None:
+        """Remove a folder. Raise an error if it is not empty."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Connections:
+    """The connections to one server, at most ``_MOST_CONNECTIONS`` of them.
+
+    Thread safety: any thread may call all methods.
+    """
+
+    def __init__(self, connect: Callable[[], Connection]) -> None:
+        self._connect = connect
+        self._slots = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+
+    @contextmanager
+    def one(self, key: str) -> Generator[Connection]:
+        """Yield a connection that no other thread uses.
+
+        If the block raises another error than ``ObjectNotFound`` or ``ObjectExists``, the state of
+        the connection is unknown, and it is closed. The idle connections are then closed too, since
+        a server that was restarted has dropped all of them.
+        """
+        if not self._slots.acquire(timeout=WAIT_SECONDS):
+            raise TransientStorageError(
+                key, f"all connections were busy for {WAIT_SECONDS} seconds"
+            )
+        try:
+            connection = self._take() or self._connect()
+            try:
+                yield connection
+            except (ObjectNotFound, ObjectExists):
+                self._put_back(connection)
+                raise
+            except BaseException:
+                _shut(connection)
+                self.close()
+                raise
+            self._put_back(connection)
+        finally:
+            self._slots.release()
+
+    def close(self) -> None:
+        """Close the connections that are idle."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            _shut(connection)
+
+    def _take(self) -> Connection | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _put_back(self, connection: Connection) -> None:
+        with self._lock:
+            self._idle.append(connection)
+
+
+def _shut(connection: Connection) -> None:
+    with suppress(Exception):  # A failed close needs no further action
+        connection.close()
+
+
+def open_file_server(url: str, options: Mapping[str, object]) -> FileServerBackend:
+    """Return the backend for a folder of a file server. The server is not contacted yet.
+
+    Args:
+        url: ``sftp://``, ``smb://`` or ``ftp://user@host:port/path``, or ``webdav://path``.
+        options: The options of the file system of fsspec for this scheme, such as ``username`` and
+            ``password``; for WebDAV ``base_url`` and ``auth``. ``timeout`` is how many seconds a
+            connection waits for the server.
+
+    Raises:
+        MissingExtra: The package of this scheme is not installed.
+        ConfigError: The URL or an option is invalid.
+    """
+    from fsspec import get_filesystem_class
+
+    scheme, shown = url.partition("://")[0].lower(), clean(url)
+    try:
+        kind: Any = get_filesystem_class(scheme)
+        dialect = cast(type[Connection], pkgutil.resolve_name(FILE_SERVERS[scheme]))
+        settings = {**dialect.DEFAULTS, **kind._get_kwargs_from_urls(url), **options}
+        root = str(kind._strip_protocol(url))
+    except ImportError as error:
+        raise missing_extra(shown, error) from error
+    except ValueError as error:
+        raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error))}") from None
+    secrets = secrets_of(settings)
+    unknown = settings.keys() - signature(kind.__init__).parameters.keys()
+    if unknown and not dialect.PASSES_OPTIONS:
+        raise ConfigError(f"{shown!r} does not take the option {min(unknown)!r}")
+
+    def connect() -> Connection:
+        try:
+            return dialect(kind(skip_instance_cache=True, **settings))
+        except (TypeError, ValueError) as error:  # An option that the client does not take
+            raise ConfigError(f"{shown!r}: {clean(str(error), secrets)}") from None
+
+    return FileServerBackend(connect, f"/{root.strip('/')}", shown, secrets=secrets)
+
+
+class FileServerBackend:
+    """A folder of a file server as a store.
+
+    Thread safety: any thread may call all methods.
+
+    Args:
+        connect: Returns a new connection to the server.
+        root: The path of the root on the server.
+        url: The URL of the root for display, without credentials.
+        secrets: Strings that must not appear in messages.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Connection],
+        root: str,
+        url: str,
+        *,
+        secrets: Sequence[str] = (),
+    ) -> None:
+        self._root, self.url, self._secrets = root.rstrip("/"), url, tuple(secrets)
+        self._connections = _Connections(connect)
+        self.capabilities = Capabilities(
+            put_if_absent=False,
+            shared=True,
+            part_bytes=_PART_BYTES,
+            max_concurrency=_MOST_CONNECTIONS,
+        )
+
+    def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
+        path, views = self._path(key), [memoryview(part).cast("B") for part in parts]
+        if if_absent and is_there(self, key):
+            raise ObjectExists(key)
+        with self._connection(key) as connection:
+            _place(connection, path, views)
+        return ObjectInfo(key=key, size=sum(view.nbytes for view in views))
+
+    def upload(self, key: str, size: int) -> Upload:
+        return PutUpload(self, check_key(key), size)
+
+    def read_into(self, key: str, offset: int, out: memoryview) -> None:
+        if not out.nbytes:
+            self.head(key)
+            return
+        path = self._path(key)
+        with self._connection(key) as connection:
+            done = connection.read(path, offset, out.cast("B"))
+        check_read(key, offset, done, out.nbytes)
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        with self._connection(key) as connection:
+            return ObjectInfo(key=key, size=connection.size(path))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        start = posixpath.dirname(check_prefix(prefix))
+        folders = [start]
+        while folders:
+            folder = folders.pop()
+            for entry in self._entries(folder, prefix):
+                key = f"{folder}/{entry.name}".lstrip("/")
+                if entry.size is None:
+                    if f"{key}/".startswith(prefix):
+                        folders.append(key)
+                elif key.startswith(prefix):
+                    yield ObjectInfo(key=key, size=entry.size, modified=entry.modified)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        for entry in self._entries(check_prefix(prefix).removesuffix("/"), prefix):
+            if entry.size is None:
+                yield entry.name
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with suppress(ObjectNotFound), self._connection(key) as connection:
+            connection.remove(path)
+            self._remove_empty(connection, posixpath.dirname(path))
+
+    def close(self) -> None:
+        self._connections.close()
+
+    def _entries(self, folder: str, prefix: str) -> Sequence[Entry]:
+        """Return the entries of a folder without temporary ones. ``prefix`` is for errors."""
+        path = f"{self._root}/{folder}".rstrip("/")
+        try:
+            with self._connection(prefix) as connection:
+                listed = connection.entries(path)
+        except ObjectNotFound:
+            return []
+        return [entry for entry in listed if not entry.name.endswith(_TEMPORARY)]
+
+    def _remove_empty(self, connection: Connection, folder: str) -> None:
+        """Remove ``folder`` and its parents inside of the root, up to the first one in use."""
+        while folder.startswith(f"{self._root}/"):
+            with suppress(StorageError), foreign(folder):
+                connection.remove_folder(folder)
+                folder = posixpath.dirname(folder)
+                continue
+            return
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    @contextmanager
+    def _connection(self, key: str) -> Generator[Connection]:
+        """Yield a connection. Errors are raised as storage errors about ``key``."""
+        told = partial(foreign, key, secrets=self._secrets)
+        try:
+            # The inner translation tells the connections what happened, and the outer one is for
+            # the attempt to connect.
+            with told(), self._connections.one(key) as connection, told():
+                yield connection
+        except StorageError as error:
+            if error.key == key:
+                raise
+            raise type(error)(key, clean(error.detail, self._secrets)) from None
+
+
+def _place(connection: Connection, path: str, parts: Sequence[memoryview]) -> None:
+    """Write a temporary file in the folder of ``path``, and rename it to ``path``. The folder and
+    its parents are created if the server says that they are missing.
+    """
+    folder = posixpath.dirname(path)
+    temporary = temporary_in(folder)
+    try:
+        for _ in range(_TRIES):
+            try:
+                with foreign(path):
+                    connection.write(temporary, parts)
+                    connection.replace(temporary, path)
+                return
+            except ObjectNotFound:
+                _make_folders(connection, folder)
+            except TransientStorageError as error:
+                if _is_full(connection, temporary):
+                    raise OutOfSpace(path, error.detail) from None
+                raise
+        raise TransientStorageError(path, f"its folder {folder!r} is removed again and again")
+    except BaseException:
+        with suppress(Exception):
+            connection.remove(temporary)
+        raise
+
+
+def temporary_in(folder: str) -> str:
+    """Return a new path in ``folder`` that no listing names."""
+    return f"{folder}/.{entropy.token_hex(8)}{_TEMPORARY}"
+
+
+def _is_full(connection: Connection, unfinished: str) -> bool:
+    """Return True if the server answers, but does not take a small file either, after it did not
+    take all bytes of ``unfinished``.
+
+    Some servers and protocols have no code for a full disk: they say "failure", or only close the
+    connection of the transfer.
+    """
+    probe = temporary_in(posixpath.dirname(unfinished))
+    try:
+        with suppress(ObjectNotFound), foreign(unfinished):
+            connection.size(unfinished)
+    except StorageError:
+        return False
+    try:
+        with foreign(probe):
+            connection.write(probe, [memoryview(bytes(_PROBE_BYTES))])
+    except StorageError:
+        return True
+    finally:
+        with suppress(Exception):
+            connection.remove(probe)
+    return False
+
+
+def _make_folders(connection: Connection, folder: str) -> None:
+    """Create ``folder``, and before it its parents if the server says that they are missing."""
+    for _ in range(_TRIES):
+        try:
+            with foreign(folder):
+                connection.make_folder(folder)
+            return
+        except ObjectNotFound:
+            parent = posixpath.dirname(folder)
+            if parent in ("", "/", folder):
+                raise
+            _make_folders(connection, parent)

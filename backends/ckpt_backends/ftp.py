@@ -1,0 +1,112 @@
+"""Connections to an FTP server, over ``ftplib``."""
+
+from __future__ import annotations
+
+from calendar import timegm
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from ftplib import Error, error_perm
+from time import strptime
+from typing import Any, ClassVar
+
+from ckpt.errors import ObjectNotFound
+from ckpt_backends.file_server import WAIT_SECONDS, Entry
+
+
+class FtpConnection:
+    """See ``ckpt_backends.file_server.Connection``."""
+
+    DEFAULTS: ClassVar[Mapping[str, object]] = {"timeout": WAIT_SECONDS}
+    PASSES_OPTIONS: ClassVar[bool] = False
+
+    def __init__(self, fs: Any) -> None:
+        self._fs, self._ftp = fs, fs.ftp  # The file system closes its connection when it is freed
+        self._ftp.voidcmd("TYPE I")  # Otherwise servers refuse to tell sizes
+
+    def write(self, path: str, parts: Sequence[memoryview]) -> None:
+        cut: OSError | None = None
+        with self._ftp.transfercmd(f"STOR {path}") as sender:
+            try:
+                for part in parts:
+                    sender.sendall(part)
+                _end_encryption(sender)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                cut = error  # The server has closed the transfer, and the reply says why
+        self._ftp.voidresp()
+        if cut is not None:
+            raise cut
+
+    def replace(self, source: str, target: str) -> None:
+        self._ftp.rename(source, target)
+
+    def read(self, path: str, offset: int, out: memoryview) -> int:
+        done = 0
+        with self._ftp.transfercmd(f"RETR {path}", rest=offset) as receiver:
+            while done < out.nbytes and (count := receiver.recv_into(out[done:])):
+                done += count
+            whole = done < out.nbytes
+            if whole:
+                _end_encryption(receiver)
+        try:
+            self._ftp.voidresp()
+        except Error:
+            # The server says that the transfer was cut, since the rest of the file is not read.
+            if whole:
+                raise
+        return done
+
+    def size(self, path: str) -> int:
+        size = self._ftp.size(path)
+        if size is None:
+            raise ObjectNotFound(path)
+        return int(size)
+
+    def entries(self, path: str) -> list[Entry]:
+        try:
+            listed = list(self._ftp.mlsd(path))
+        except error_perm as error:
+            if str(error)[:3] in ("501", "550"):
+                raise ObjectNotFound(path, str(error)) from None
+            raise
+        finally:
+            self._ftp.voidcmd("TYPE I")  # The listing was sent as text
+        return [
+            Entry(name, size, _moment(facts.get("modify")))
+            for name, facts in listed
+            if (kind := facts["type"].lower()) in ("dir", "file")
+            for size in [int(facts["size"]) if kind == "file" else None]
+        ]
+
+    def make_folder(self, path: str) -> None:
+        try:
+            self._ftp.mkd(path)
+        except error_perm:
+            # The reply is the same for a folder that exists and for a missing parent.
+            here = self._ftp.pwd()
+            self._ftp.cwd(path)
+            self._ftp.cwd(here)
+
+    def remove(self, path: str) -> None:
+        self.size(path)
+        self._ftp.delete(path)
+
+    def remove_folder(self, path: str) -> None:
+        self._ftp.rmd(path)
+
+    def close(self) -> None:
+        self._ftp.close()
+
+
+def _end_encryption(transfer: Any) -> None:
+    """Tell the other side that an encrypted transfer ends. A plain one has no such message."""
+    if hasattr(transfer, "unwrap"):
+        transfer.unwrap()
+
+
+def _moment(text: str | None) -> float | None:
+    """Return a time of the protocol, such as "20261128034500.123", in seconds since 1970."""
+    with suppress(ValueError):
+        return float(timegm(strptime((text or "").partition(".")[0], "%Y%m%d%H%M%S")))
+    return None

@@ -1,0 +1,109 @@
+"""Connections to an SFTP server, over paramiko."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, Final
+
+from paramiko.sftp import CMD_EXTENDED
+
+from ckpt.errors import ObjectNotFound
+from ckpt_backends.file_server import WAIT_SECONDS, Entry
+
+_REQUEST_BYTES: Final = 32 << 10  # The most bytes of one write that every server takes
+_WINDOW: Final = 64  # How many writes are sent before the answers are read
+_FLUSH: Final = "fsync@openssh.com"
+
+
+class SftpConnection:
+    """See ``ckpt_backends.file_server.Connection``."""
+
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        "timeout": WAIT_SECONDS,
+        "banner_timeout": WAIT_SECONDS,
+        "auth_timeout": WAIT_SECONDS,
+        "channel_timeout": WAIT_SECONDS,
+    }
+    PASSES_OPTIONS: ClassVar[bool] = True
+
+    def __init__(self, fs: Any) -> None:
+        self._client, self._sftp = fs.client, fs.ftp
+        self._sftp.get_channel().settimeout(float(fs.ssh_kwargs["timeout"]))
+
+    def write(self, path: str, parts: Sequence[memoryview]) -> None:
+        with self._sftp.open(path, "wb") as file:
+            file.set_pipelined(True)
+            for part in parts:
+                for start in range(0, part.nbytes, _REQUEST_BYTES):
+                    file.write(part[start : start + _REQUEST_BYTES])
+                    if len(file._reqs) >= _WINDOW:
+                        self._settle(file)
+            self._settle(file)
+            with suppress(OSError):  # Servers need not have this extension
+                self._request(_FLUSH, file.handle)
+
+    def _settle(self, file: Any) -> None:
+        """Read the answers to all writes of a file. ``file.close`` would drop them, and with them
+        the errors.
+        """
+        while file._reqs:
+            self._sftp._read_response(file._reqs.popleft())
+
+    def _request(self, extension: str, *arguments: object) -> None:
+        self._sftp._request(CMD_EXTENDED, extension, *arguments)
+
+    def replace(self, source: str, target: str) -> None:
+        self._sftp.posix_rename(source, target)
+
+    def read(self, path: str, offset: int, out: memoryview) -> int:
+        ranges = [
+            (offset + start, min(_REQUEST_BYTES, out.nbytes - start))
+            for start in range(0, out.nbytes, _REQUEST_BYTES)
+        ]
+        done = 0
+        try:
+            with self._sftp.open(path, "rb") as file:
+                for data in file.readv(ranges):
+                    out[done : done + len(data)] = data
+                    done += len(data)
+        except OSError as error:
+            if error.errno is None:
+                self.size(path)  # Raises if the path is that of a folder
+            raise
+        return done
+
+    def size(self, path: str) -> int:
+        status = self._sftp.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise ObjectNotFound(path, "not a file")
+        return int(status.st_size)
+
+    def entries(self, path: str) -> list[Entry]:
+        return [
+            Entry(
+                item.filename,
+                None if stat.S_ISDIR(item.st_mode) else item.st_size,
+                item.st_mtime,
+            )
+            for item in self._sftp.listdir_attr(path)
+        ]
+
+    def make_folder(self, path: str) -> None:
+        try:
+            self._sftp.mkdir(path, 0o700)
+        except OSError:
+            # Many servers say "Failure" for a folder that exists.
+            if not stat.S_ISDIR(self._sftp.stat(path).st_mode):
+                raise
+
+    def remove(self, path: str) -> None:
+        self.size(path)  # Some servers say "Failure" for a folder
+        self._sftp.remove(path)
+
+    def remove_folder(self, path: str) -> None:
+        self._sftp.rmdir(path)
+
+    def close(self) -> None:
+        self._client.close()

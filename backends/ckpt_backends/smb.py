@@ -1,0 +1,117 @@
+"""Connections to an SMB server, over smbprotocol."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import smbclient
+from smbprotocol.exceptions import SMBOSError
+
+from ckpt.errors import ObjectNotFound, TransientStorageError
+from ckpt_backends.file_server import WAIT_SECONDS, Entry
+
+_ACCESS_DENIED: Final = 0xC0000022
+_SHARED: Final = "rwd"  # By default, the client opens a file for itself alone
+
+
+class _PatienceLimited(dict[str, Any]):
+    """The connections of the client, which wait at most ``seconds`` for an answer.
+
+    By default the client waits 10 minutes, then asks whether the server is alive, and waits once
+    more.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def __setitem__(self, server: str, connection: Any) -> None:
+        connection._receive_timeout = self._seconds / 2
+        super().__setitem__(server, connection)
+
+
+class SmbConnection:
+    """See ``ckpt_backends.file_server.Connection``."""
+
+    DEFAULTS: ClassVar[Mapping[str, object]] = {
+        "timeout": WAIT_SECONDS,
+        # All file systems of fsspec share one connection, so each of ours makes its own.
+        "register_session_retries": -1,
+    }
+    PASSES_OPTIONS: ClassVar[bool] = False
+
+    def __init__(self, fs: Any) -> None:
+        self._host = fs.host
+        self._cache = _PatienceLimited(fs.timeout)
+        # The client connects again by itself if the server has closed the connection.
+        self._at: dict[str, Any] = {
+            "port": fs._port,
+            "connection_cache": self._cache,
+            "username": fs.username,
+            "password": fs.password,
+            "encrypt": fs.encrypt,
+            "connection_timeout": fs.timeout,
+        }
+        smbclient.register_session(fs.host, **self._at)
+
+    def write(self, path: str, parts: Sequence[memoryview]) -> None:
+        with self._open(path, "wb", "r") as file:
+            for part in parts:
+                while part.nbytes:
+                    part = part[file.write(part) :]
+            file.fd.flush()
+
+    def replace(self, source: str, target: str) -> None:
+        try:
+            smbclient.replace(self._unc(source), self._unc(target), **self._at)
+        except SMBOSError as error:
+            if error.ntstatus != _ACCESS_DENIED:
+                raise
+            self.size(target)
+            # The server gives the same answer if somebody reads the target
+            raise TransientStorageError(target, "it cannot be replaced now") from None
+
+    def read(self, path: str, offset: int, out: memoryview) -> int:
+        done = 0
+        with self._open(path, "rb", _SHARED) as file:
+            file.seek(offset)
+            while done < out.nbytes and (count := file.readinto(out[done:])):
+                done += count
+        return done
+
+    def size(self, path: str) -> int:
+        status = smbclient.stat(self._unc(path), **self._at)
+        if not stat.S_ISREG(status.st_mode):
+            raise ObjectNotFound(path, "not a file")
+        return int(status.st_size)
+
+    def entries(self, path: str) -> list[Entry]:
+        return [
+            Entry(
+                item.name,
+                None if item.is_dir() else item.smb_info.end_of_file,
+                item.smb_info.last_write_time.timestamp(),
+            )
+            for item in smbclient.scandir(self._unc(path), **self._at)
+        ]
+
+    def make_folder(self, path: str) -> None:
+        smbclient.makedirs(self._unc(path), exist_ok=True, **self._at)
+
+    def remove(self, path: str) -> None:
+        smbclient.remove(self._unc(path), **self._at)
+
+    def remove_folder(self, path: str) -> None:
+        smbclient.rmdir(self._unc(path), **self._at)
+
+    def close(self) -> None:
+        smbclient.reset_connection_cache(fail_on_error=False, connection_cache=self._cache)
+
+    def _open(self, path: str, mode: str, shared: str) -> Any:
+        client: Any = smbclient
+        return client.open_file(self._unc(path), mode, buffering=0, share_access=shared, **self._at)
+
+    def _unc(self, path: str) -> str:
+        return f"\\\\{self._host}" + path.replace("/", "\\")

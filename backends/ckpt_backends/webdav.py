@@ -1,0 +1,110 @@
+"""Connections to a WebDAV server, over webdav4."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+from webdav4.client import ResourceAlreadyExists, ResourceConflict
+
+from ckpt.errors import ObjectNotFound, StorageError
+from ckpt_backends.file_server import WAIT_SECONDS, Entry, temporary_in
+
+
+class WebdavConnection:
+    """See ``ckpt_backends.file_server.Connection``."""
+
+    DEFAULTS: ClassVar[Mapping[str, object]] = {"timeout": WAIT_SECONDS}
+    PASSES_OPTIONS: ClassVar[bool] = True
+
+    def __init__(self, fs: Any) -> None:
+        self._client = fs.client
+
+    def write(self, path: str, parts: Sequence[memoryview]) -> None:
+        length = str(sum(part.nbytes for part in parts))
+        self._request("PUT", path, content=_blocks(parts), headers={"Content-Length": length})
+
+    def replace(self, source: str, target: str) -> None:
+        self._client.move(quote(source), quote(target), overwrite=True)
+
+    def read(self, path: str, offset: int, out: memoryview) -> int:
+        self.size(path)  # Some servers list a folder as text
+        wanted = {"Range": f"bytes={offset}-{offset + out.nbytes - 1}"}
+        url = self._client.join_url(quote(path))
+        with self._client.http.stream("GET", url, headers=wanted) as response:
+            if response.status_code == 416:
+                return 0  # The range begins at the end of the file, or behind it
+            response.raise_for_status()
+            skip = 0 if response.status_code == 206 else offset  # 200: the server sends everything
+            done = 0
+            for block in response.iter_bytes():
+                data = block[skip:]
+                skip = max(0, skip - len(block))
+                count = min(len(data), out.nbytes - done)
+                out[done : done + count] = data[:count]
+                done += count
+                if done == out.nbytes:
+                    break
+        return done
+
+    def size(self, path: str) -> int:
+        found = self._client.info(quote(path))
+        if found["type"] != "file":
+            raise ObjectNotFound(path, "not a file")
+        return int(found["content_length"])
+
+    def entries(self, path: str) -> list[Entry]:
+        listed = self._client.ls(quote(path), detail=True, allow_listing_resource=False)
+        return [
+            Entry(
+                item["name"].rstrip("/").rpartition("/")[2],
+                None if item["type"] == "directory" else int(item["content_length"]),
+                item["modified"].timestamp() if item.get("modified") else None,
+            )
+            for item in listed
+        ]
+
+    def make_folder(self, path: str) -> None:
+        try:
+            with suppress(ResourceAlreadyExists):
+                self._client.mkdir(quote(path))
+        except ResourceConflict as error:  # The status for a missing parent
+            raise ObjectNotFound(path, str(error)) from None
+
+    def remove(self, path: str) -> None:
+        self.size(path)  # A request for a folder would remove all that is in it
+        self._client.remove(quote(path))
+
+    def remove_folder(self, path: str) -> None:
+        """Rename the folder, so that no other client can put a file into it, and remove it if it is
+        empty. A request to remove a folder would also remove the files in it.
+        """
+        if self.entries(path):
+            raise StorageError(path, "the folder is not empty")
+        aside = temporary_in(posixpath.dirname(path))
+        self._client.move(quote(path), quote(aside))
+        if files := self.entries(aside):
+            self.make_folder(path)
+            for file in files:
+                self.replace(f"{aside}/{file.name}", f"{path}/{file.name}")
+        self._client.remove(quote(aside))
+
+    def close(self) -> None:
+        self._client.http.close()
+
+    def _request(self, method: str, path: str, **arguments: Any) -> None:
+        response = self._client.http.request(
+            method, self._client.join_url(quote(path)), **arguments
+        )
+        if response.status_code == 409:  # The status for a missing folder
+            raise ObjectNotFound(path, "its folder is missing")
+        response.raise_for_status()
+
+
+def _blocks(parts: Sequence[memoryview]) -> Iterator[bytes]:
+    for part in parts:
+        for start in range(0, part.nbytes, 1 << 20):
+            yield bytes(part[start : start + (1 << 20)])

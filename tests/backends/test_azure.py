@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import uuid
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager, Tier
+from ckpt.errors import AccessDenied, ConfigError, ObjectExists, StorageError, TransientStorageError
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import BackendConformance
+from ckpt.storage.testing.conformance import at_once, fetch, payload
+from ckpt_backends import azure
+from tests.servers import ACCOUNT_KEY, azure_options, azurite
+
+__all__ = ["azurite"]
+pytestmark = pytest.mark.server
+
+
+class TestAzure(BackendConformance):
+    @pytest.fixture
+    def open_root(self, azurite):
+        place = uuid.uuid4().hex
+        return lambda name: open_backend(f"abfs://bucket/{place}/{name}", azure_options(azurite))
+
+
+@pytest.fixture
+def tier(azurite):
+    return Tier(f"abfs://bucket/{uuid.uuid4().hex}", options=azure_options(azurite))
+
+
+@pytest.fixture
+def backend(tier):
+    backend = open_backend(tier.url, tier.options)
+    yield backend
+    backend.close()
+
+
+def test_a_job_saves_and_restores(tier):
+    with CheckpointManager(tier) as manager:
+        for step in range(3):
+            manager.save({"w": torch.full((100_000,), float(step))}, step=step)
+    state = {"w": torch.zeros(100_000)}
+    with CheckpointManager(tier) as manager:
+        assert manager.steps() == [0, 1, 2]
+        manager.restore(state)
+    assert state["w"].eq(2).all()
+
+
+def test_of_eight_large_conditional_puts_exactly_one_wins(tier):
+    backends = [open_backend(tier.url, tier.options) for _ in range(8)]
+
+    def race(number):
+        try:
+            backends[number].put("marker", [payload(9 << 20, number)], if_absent=True)
+        except ObjectExists:
+            return False
+        return True
+
+    won = at_once(race, 8)
+    assert won.count(True) == 1
+    assert fetch(backends[0], "marker") == payload(9 << 20, won.index(True))
+    for backend in backends:
+        backend.close()
+
+
+def test_a_conditional_put_whose_reply_is_lost_has_succeeded(backend, monkeypatch):
+    call = azure.AzureBackend.call
+
+    def lose(self, key, method, *arguments, **named):
+        answer = call(self, key, method, *arguments, **named)
+        if method == "upload_blob":
+            raise TransientStorageError(key, "the reply is lost")
+        return answer
+
+    monkeypatch.setattr(azure.AzureBackend, "call", lose)
+    backend.put("mine", [b"x"], if_absent=True)
+    call(backend, "other", "upload_blob", b"y")
+    with pytest.raises(ObjectExists):
+        backend.put("other", [b"x"], if_absent=True)
+
+
+def test_a_missing_container_is_named(azurite):
+    backend = open_backend("abfs://nosuch/x", azure_options(azurite))
+    for ask in (
+        lambda: backend.put("key", [b"x"]),
+        lambda: backend.head("key"),
+        lambda: list(backend.list("")),
+        lambda: list(backend.folders("")),
+    ):
+        with pytest.raises(StorageError, match="no container 'nosuch'"):
+            ask()
+
+
+def test_a_wrong_key_is_access_denied_and_not_told(azurite):
+    options = azure_options(azurite)
+    wrong = ACCOUNT_KEY[::-1].replace("=", "") + "="
+    options["connection_string"] = str(options["connection_string"]).replace(ACCOUNT_KEY, wrong)
+    with pytest.raises(AccessDenied) as caught:
+        open_backend("abfs://bucket/x", options).head("key")
+    assert wrong not in str(caught.value)
+
+
+def test_a_url_of_azure_itself_is_taken(azurite):
+    url = "abfss://bucket@ckpttest.dfs.core.windows.net/runs/x"
+    backend = open_backend(url, azure_options(azurite))
+    backend.put("key", [b"one"])
+    same = open_backend("abfs://bucket/runs/x", azure_options(azurite))
+    assert fetch(same, "key") == b"one"
+    same.delete("key")
+
+
+def test_a_url_without_container_is_refused():
+    pytest.importorskip("adlfs")
+    with pytest.raises(ConfigError, match="no container"):
+        open_backend("abfs://", {"account_name": "x", "anon": True})

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+import uuid
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager, Tier
+from ckpt.catalog.index import committed
+from ckpt.catalog.verify import verify_step
+from ckpt.errors import AccessDenied, ConfigError, OutOfSpace, TransientStorageError
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import BackendConformance
+from ckpt.storage.testing.conformance import at_once, fetch, payload
+from tests.kit.disks import mount
+from tests.kit.file_servers import SHARES, served
+
+__all__ = ["mount"]
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(scope="module", params=list(SHARES))
+def share(request, tmp_path_factory):
+    work = tmp_path_factory.mktemp(request.param)
+    folder = work / "served"
+    folder.mkdir()
+    yield from served(request.param, work / "server", folder)
+
+
+class TestFileServer(BackendConformance):
+    @pytest.fixture
+    def open_root(self, share):
+        place = uuid.uuid4().hex
+        return lambda name: open_backend(f"{share.url}/{place}/{name}", share.options)
+
+    def test_reads_while_a_key_is_replaced_see_one_version_or_the_other(self, backend):
+        if backend.url.startswith("webdav"):
+            pytest.skip("WebDAV removes the old file before it renames the new one")
+        versions = [bytes([number]) * 50_000 for number in range(4)]
+        backend.put("flip", [versions[0]])
+
+        def work(number):
+            if number < len(versions):
+                # An SMB server refuses to replace a file that is open, so the put is retried.
+                RetryPolicy().call(partial(backend.put, "flip", [versions[number]]))
+                return set()
+            return {fetch(backend, "flip")}
+
+        assert set().union(*at_once(work, 10)) <= set(versions)
+
+
+@pytest.fixture
+def tier(share):
+    return Tier(f"{share.url}/{uuid.uuid4().hex}", options=share.options)
+
+
+def test_a_job_saves_restores_verifies_and_prunes(tier, share):
+    with CheckpointManager(replace(tier, keep_last=2)) as manager:
+        for step in range(1, 5):
+            manager.save({"w": torch.full((100_000,), float(step))}, step=step)
+    state = {"w": torch.zeros(100_000)}
+    with CheckpointManager(tier) as manager:
+        assert manager.steps() == [3, 4]
+        manager.restore(state)
+    assert state["w"].eq(4).all()
+    place = share.folder / tier.url.rpartition("/")[2]
+    assert len([path for path in place.iterdir() if path.is_dir()]) == 2
+    backend = open_backend(tier.url, tier.options)
+    with Workers("check", 4) as workers:
+        for ref in committed(backend):
+            assert verify_step(backend, ref, workers=workers).faults == ()
+    backend.close()
+    assert list(share.folder.rglob("*.tmp")) == []
+
+
+def test_a_file_server_is_a_farther_tier(tier, tmp_path):
+    with CheckpointManager([tmp_path / "near", tier]) as manager:
+        manager.save({"w": torch.ones(10_000)}, step=1)
+    shutil.rmtree(tmp_path / "near")
+    state = {"w": torch.zeros(10_000)}
+    with CheckpointManager([tmp_path / "near", tier]) as manager:
+        manager.restore(state)
+    assert state["w"].eq(1).all()
+
+
+def test_many_threads_read_one_file_at_once(tier):
+    backend = open_backend(tier.url, tier.options)
+    data = payload(3 << 20)
+    backend.put("file", [data])
+    assert at_once(lambda _: fetch(backend, "file"), 16) == [data] * 16
+    backend.close()
+
+
+def test_a_listing_is_never_stale(tier):
+    one, two = (open_backend(tier.url, tier.options) for _ in range(2))
+    for number in range(3):
+        assert len(list(one.list(""))) == number
+        two.put(f"step/{number}", [b"x"])
+        one.head(f"step/{number}")
+    assert list(one.folders("")) == ["step"]
+    one.close()
+    two.close()
+
+
+# faults of the server
+
+
+@pytest.fixture(params=list(SHARES))
+def own_share(request, tmp_path):
+    """Start a server of its own for a test that disturbs it."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    yield from served(request.param, tmp_path / "server", folder)
+
+
+@pytest.fixture(params=list(SHARES))
+def small_share(request, tmp_path, mount):
+    """Start a server over a disk of 4 MiB."""
+    yield from served(request.param, tmp_path / "server", mount("size=4m"))
+
+
+def test_a_full_disk_is_out_of_space_and_leaves_nothing(small_share):
+    backend = open_backend(f"{small_share.url}/root", small_share.options)
+    backend.put("step/first", [payload(1 << 20)])
+    with pytest.raises(OutOfSpace):
+        backend.put("step/manifest.json", [payload(8 << 20)])
+    assert [info.key for info in backend.list("")] == ["step/first"]
+    assert [path.name for path in small_share.folder.rglob("*") if path.is_file()] == ["first"]
+    backend.put("step/last", [payload(1 << 20)])
+    assert fetch(backend, "step/first") == payload(1 << 20)
+    backend.close()
+
+
+def test_a_server_that_stops_answering_is_a_transient_error_in_time(own_share):
+    backend = open_backend(f"{own_share.url}/root", {**own_share.options, "timeout": 1})
+    backend.put("file", [b"x"])
+    processes = own_share.server.family()
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        with pytest.raises(TransientStorageError):
+            backend.head("file")
+        assert time.monotonic() - start < 10
+    finally:
+        for process in processes:
+            os.kill(process, signal.SIGCONT)
+    assert RetryPolicy().call(partial(fetch, backend, "file")) == b"x"
+    backend.close()
+
+
+def test_the_connections_of_a_restarted_server_are_replaced(own_share):
+    backend = open_backend(f"{own_share.url}/root", own_share.options)
+    at_once(lambda number: backend.put(f"file/{number}", [b"x"]), 4)
+    own_share.server.kill()
+    own_share.server.start()
+    assert RetryPolicy().call(partial(fetch, backend, "file/3")) == b"x"
+    assert RetryPolicy().call(lambda: len(list(backend.list("")))) == 4
+    backend.close()
+
+
+def test_a_wrong_password_is_told_without_the_password(own_share):
+    if "password" not in own_share.options:
+        pytest.skip("this server asks for no password")
+    backend = open_backend(f"{own_share.url}/root", {**own_share.options, "password": "hunter2"})
+    with pytest.raises(AccessDenied) as caught:
+        backend.head("file")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_an_option_that_the_client_does_not_take_is_a_config_error(share):
+    with pytest.raises(ConfigError, match="nosuch"):
+        open_backend(f"{share.url}/root", {**share.options, "nosuch": 1}).head("file")
