@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -18,10 +18,12 @@ from ckpt.cli.options import (
 )
 from ckpt.cli.store_timeout import open_watched
 from ckpt.errors import ConfigError
+from ckpt.errors.base import few
 from ckpt.storage.tiers import resolve_tier
 
 Format = Literal["torch", "dcp", "safetensors"]
 """The formats that can be imported."""
+_MOST_ASIDE: Final = 20
 
 
 def import_(
@@ -105,6 +107,7 @@ def import_(
                 "format": done.kind,
                 "names": done.names,
                 "notes": done.notes,
+                "left_aside": done.aside,
             }
         )
         return
@@ -112,6 +115,8 @@ def import_(
     output.show_table(("name", "what"), list(done.names.items()))
     for note in done.notes:
         output.warn(note)
+    if done.aside:
+        output.warn(f"not taken from {source}: {few(done.aside, _MOST_ASIDE, quote=False)}")
 
 
 def _lines(path: str | None) -> list[str] | None:

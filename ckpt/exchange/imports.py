@@ -8,6 +8,7 @@ objects are not needed, since a checkpoint has only names, tensors and plain val
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,24 +25,17 @@ from ckpt.adapters.match.wrapper_prefix import REMOVED
 from ckpt.catalog.index import committed
 from ckpt.config import Tier
 from ckpt.errors import CommitError, ConfigError, StepExists, StorageError, UnsupportedValue
-from ckpt.errors.base import few
 from ckpt.exchange import wrapper_names
+from ckpt.exchange.contents import State
 from ckpt.exchange.flat_states import unflattened
 from ckpt.exchange.foreign_files import (
     Kind,
-    State,
     check_kind,
     detect,
-    has_bytes,
-    read_source,
 )
-from ckpt.exchange.library_folders import (
-    is_lightning,
-    named_lightning,
-    read_folder,
-    read_lightning,
-)
-from ckpt.exchange.rank_files import check_whole, read_rank_files, without_warnings
+from ckpt.exchange.rank_files import without_warnings
+from ckpt.exchange.sources import read_contents
+from ckpt.exchange.torch_reader import has_bytes
 from ckpt.manager import CheckpointManager
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef
@@ -49,6 +43,7 @@ from ckpt.staging.image import copyable
 from ckpt.storage.places import is_folder, relation
 from ckpt.storage.registry import open_backend
 
+_log = logging.getLogger("ckpt")
 _BUFFERS: Final = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 _ALIASES: Final = {"state_dict": "model", "optim": "optimizer"}
 _MODEL: Final = "model"
@@ -62,11 +57,13 @@ class Imported:
         names: A text that describes each entry of the state, by the name of the entry.
         notes: Notes for the user about differences between the source and the checkpoint.
         kind: The kind of the source.
+        aside: The files and subfolders of the source folder that are not in the checkpoint.
     """
 
     names: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[str] = field(default_factory=list[str])
     kind: str = ""
+    aside: list[str] = field(default_factory=list[str])
 
 
 class _Module(nn.Module):
@@ -153,38 +150,14 @@ def import_checkpoint(
 
 
 def _read(foreign: ForeignCheckpoint, done: Imported, scratch: str | None) -> State:
-    """Return the state of the source, with the names that its objects have in a state.
-
-    The kind of a folder or file of a library becomes the name of the library, and files that the
-    import leaves aside are noted.
-    """
-    source = foreign.path
-
-    def read(path: str) -> State:
-        return read_source(path, detect(path), scratch)
-
-    folder = None
-    if foreign.kind is None:
-        folder = read_folder(source, read) or read_rank_files(source, read, scratch)
-    if folder is not None:
-        done.kind = folder.library
-        done.notes += folder.notes
-        if aside := sorted(set(os.listdir(source)) - set(folder.files)):
-            done.notes.append(f"not taken from {source}: {few(aside, quote=False)}")
-        return folder.state
-    try:
-        state = read_source(source, foreign.kind or detect(source), scratch)
-    except UnsupportedValue:
-        if not os.path.isfile(source) or (taken := read_lightning(source)) is None:
-            raise
-        state, notes = taken
-        done.notes += notes
-    check_whole(state, source)
-    if is_lightning(state):
-        done.kind = "lightning"
-        state, notes = named_lightning(state)
-        done.notes += notes
-    return state
+    """Return the state of the source, and tell in ``done`` what it is and what it leaves aside."""
+    contents = read_contents(foreign.path, foreign.kind, scratch)
+    done.kind = contents.library or done.kind
+    done.notes += contents.notes
+    done.aside = contents.aside
+    if done.aside:
+        _log.info("ckpt: import of %s leaves aside %s", foreign.path, ", ".join(done.aside))
+    return contents.state
 
 
 def _check_free(root: str, step: int, there: Sequence[StepRef]) -> None:

@@ -254,9 +254,16 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
 
         Raises:
             CkptError: The save has failed on some tier. Another tier may have the step.
+            ConfigError: The planner has cached its plan for another storage writer.
             Exception: The planner has raised an error while it gave the items.
         """
-        order: _Order = plan.storage_data
+        order: object = plan.storage_data
+        if not isinstance(order, _Order):
+            raise ConfigError(
+                "the planner uses a plan that it has cached for another storage writer "
+                "(enable_plan_caching=True), and it caches by the name of its class: give this "
+                "writer a planner of its own, class CkptPlanner(DefaultSavePlanner): pass"
+            )
         try:
             self._save(order, plan, planner)
         finally:

@@ -266,3 +266,37 @@ def test_a_disk_without_room_for_the_tensors_is_told(cli: Cli, tmp_path: Path) -
         assert "no space left" in ran.err
     finally:
         subprocess.run(["umount", "-l", "small"], check=True)
+
+
+# -- what an import leaves aside -------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_files_that_an_import_does_not_take_are_named(
+    cli: Cli, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Megatron writes ``common.pt`` beside the table of contents, and Lightning ``meta.pt``."""
+    dcp.save({"model": MODEL}, checkpoint_id="c", no_dist=True)
+    torch.save({"iteration": 7}, "c/common.pt")
+    os.mkdir("c/logs")
+    with caplog.at_level("INFO", logger="ckpt"):
+        ran = cli("import", "c", "runs", "--step", 1)
+    assert ran.code == 0, ran.err
+    assert "warning: not taken from c: common.pt, logs" in ran.err
+    assert "leaves aside common.pt, logs" in caplog.text
+    ran = cli("import", "c", "runs", "--step", 2, "--json")
+    assert ran.json["left_aside"] == ["common.pt", "logs"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_folder_whose_state_is_in_subfolders_is_refused(cli: Cli) -> None:
+    """FSDP under accelerate: the files beside the subfolders are not the state."""
+    for name in ("optimizer_0", "pytorch_model_fsdp_0"):
+        dcp.save({"model": MODEL}, checkpoint_id=f"c/{name}", no_dist=True)
+    for others in ((), ("scheduler.bin",)):
+        for name in others:
+            torch.save({"last_epoch": 3}, f"c/{name}")
+        ran = cli("import", "c", "runs", "--step", 1)
+        assert ran.code == 2
+        assert "ckpt import c/pytorch_model_fsdp_0 ROOT --step N" in ran.err
+    assert cli("import", "c/pytorch_model_fsdp_0", "runs", "--step", 1).code == 0

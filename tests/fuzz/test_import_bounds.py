@@ -29,7 +29,7 @@ STATE = {"w": torch.arange(6.0), "n": [torch.ones(2), {"a": (1, 2)}]}
 
 
 def read(source: Path, kind: Kind | None = None) -> dict[str, object]:
-    return read_source(str(source), kind or detect(str(source)), None)
+    return read_source(str(source), kind or detect(str(source)), None).state
 
 
 def refused(source: Path, kind: Kind | None = None) -> str:

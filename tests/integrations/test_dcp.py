@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -530,6 +531,31 @@ def test_a_plan_that_another_writer_cached_is_refused(tmp_path):
     error = error_of(lambda: dcp.save(saved, storage_writer=writer, planner=planner))
     assert isinstance(error, ConfigError)
     assert "enable_plan_caching" in str(error)
+
+
+def test_a_plan_that_was_cached_for_other_storage_is_refused(tmp_path):
+    class Planner(DefaultSavePlanner):
+        """DCP caches plans by the name of this class, and other tests must not find them."""
+
+    class Own(Planner):
+        """The planner that the error asks for."""
+
+    saved = {"t": torch.ones(2)}
+    for name in ("one", "two"):
+        other = FileSystemWriter(str(tmp_path / name))
+        dcp.save(saved, storage_writer=other, planner=Planner(enable_plan_caching=True))
+    writer = CkptWriter(tmp_path / "root")
+    error = error_of(
+        lambda: dcp.save(saved, storage_writer=writer, planner=Planner(enable_plan_caching=True))
+    )
+    assert isinstance(error, ConfigError)
+    assert "cached for another storage writer" in str(error)
+    for step in (1, 2):
+        planner = Own(enable_plan_caching=True)
+        dcp.save(saved, checkpoint_id=f"step-{step}", storage_writer=writer, planner=planner)
+    writer.close()
+    with CheckpointManager(tmp_path / "root") as manager:
+        assert manager.steps() == [1, 2]
 
 
 def test_an_empty_state_is_a_step(tmp_path):

@@ -1,0 +1,133 @@
+"""Recognize folders of other programs that ``ckpt import`` cannot read, by the names in them.
+
+The weights of such a folder are in files of a kind that only its own program can load, or in pieces
+that only its own program can put together. An error says how to get them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Final
+
+Paths = Collection[str]
+
+_ZERO_PART: Final = re.compile(r"(?:.*/)?(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+.*_states\.pt")
+_TAGGED: Final = re.compile(r"[^/]+/(?:bf16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class FolderKind:
+    """A kind of folder that an import refuses.
+
+    Attributes:
+        what: What the folder is, such as "a checkpoint of Orbax".
+        way: How to import what is in it. ``{folder}`` and ``{parent}`` stand for the paths of the
+            folder and of the folder above it, and ``{name}`` for its name.
+    """
+
+    what: str
+    way: str
+
+    def text(self, folder: str) -> str:
+        """Return a text for an error about the folder at the path ``folder``."""
+        parent, name = os.path.split(os.path.abspath(folder))
+        way = self.way.format(
+            folder=shlex.quote(folder), parent=shlex.quote(parent), name=shlex.quote(name)
+        )
+        return f"{folder} is {self.what}: {way}"
+
+
+_FP32: Final = "the whole weights, and ckpt import fp32 ROOT --step N takes them{more}"
+_MORE: Final = (
+    "; to keep the optimizer too, load the folder with engine.load_checkpoint(), and save "
+    "zero_state(engine) of ckpt.integrations.deepspeed"
+)
+
+
+def unreadable(paths: Paths) -> FolderKind | None:
+    """Return the kind of a folder with these relative paths in it, if an import refuses it.
+
+    Args:
+        paths: The paths of the folder's files and of those in its subfolders.
+    """
+    return next((kind for has, kind in _KINDS if has(paths)), None)
+
+
+def note_about(paths: Paths) -> list[str]:
+    """Return notes for the user about a folder that an import takes, with these paths in it."""
+    if {".metadata", "metadata.json", "common.pt"} <= {*paths}:
+        return [
+            "the folder is of Megatron-core: all layers are stacked in one tensor of each kind, "
+            "under Megatron's names, and common.pt has the iteration and the settings; to get a "
+            "model of Hugging Face, export the folder with Megatron Bridge, and import the result"
+        ]
+    return []
+
+
+def state_folders(paths: Paths) -> list[str]:
+    """Return the subfolders that are folders of ``torch.distributed.checkpoint``."""
+    return sorted(path.removesuffix("/.metadata") for path in paths if path.endswith("/.metadata"))
+
+
+def _has(*names: str) -> Callable[[Paths], bool]:
+    """Return a function that tells whether a folder or one of its subfolders has these names."""
+    return lambda paths: any(path.rpartition("/")[2] in names for path in paths)
+
+
+def _is_universal(paths: Paths) -> bool:
+    return "zero/optimizer_state.pt" in paths
+
+
+def _is_zero_tag(paths: Paths) -> bool:
+    return any("/" not in path and _ZERO_PART.fullmatch(path) for path in paths)
+
+
+def _is_deepspeed_run(paths: Paths) -> bool:
+    return any(map(_TAGGED.fullmatch, paths))
+
+
+_KINDS: Final[tuple[tuple[Callable[[Paths], bool], FolderKind], ...]] = (
+    (
+        _has(".snapshot_metadata"),
+        FolderKind(
+            "a snapshot of torchsnapshot",
+            "load it with torchsnapshot.Snapshot(path).restore(state), and save the objects "
+            "in state with CheckpointManager(ROOT).save(state, step=N)",
+        ),
+    ),
+    (
+        _has("_CHECKPOINT_METADATA", "manifest.ocdbt"),
+        FolderKind(
+            "a checkpoint of Orbax",
+            "load it with orbax.checkpoint.StandardCheckpointer().restore(), and save the arrays "
+            "with CheckpointManager(ROOT).save(ckpt.integrations.arrays.state_of(tree), step=N)",
+        ),
+    ),
+    (
+        _is_universal,
+        FolderKind(
+            "a universal checkpoint of DeepSpeed, whose weights are in zero/NAME/fp32.pt",
+            "python zero_to_fp32.py RUN fp32, in the run that it was made of, writes "
+            + _FP32.format(more=_MORE),
+        ),
+    ),
+    (
+        _is_zero_tag,
+        FolderKind(
+            "one step of DeepSpeed's ZeRO, whose ranks have the weights in pieces",
+            "python {parent}/zero_to_fp32.py {parent} fp32 --tag {name} writes "
+            + _FP32.format(more=_MORE),
+        ),
+    ),
+    (
+        _is_deepspeed_run,
+        FolderKind(
+            "the folder of a DeepSpeed run",
+            "python {folder}/zero_to_fp32.py {folder} fp32 writes " + _FP32.format(more=_MORE),
+        ),
+    ),
+)
