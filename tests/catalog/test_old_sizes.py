@@ -32,6 +32,7 @@ from tests.kit.stores import Wrapped
 
 ME = Owner.here("mine00")
 Change = Callable[[int], int]
+Store = Callable[[], Any]
 
 
 class OldSizes(Wrapped):
@@ -66,16 +67,16 @@ def ref(tmp_path: Path) -> StepRef:
 
 
 @pytest.fixture
-def store(tmp_path: Path, change: Change) -> Callable[[], OldSizes]:
+def store(tmp_path: Path, change: Change) -> Store:
     return lambda: OldSizes(tmp_path / "root", change)
 
 
-def test_the_owner_is_found(store, ref: StepRef) -> None:
+def test_the_owner_is_found(store: Store, ref: StepRef) -> None:
     assert read_owner(store()) == ME
     assert confirm(store(), ME)
 
 
-def test_the_step_is_read_listed_and_verified(store, ref: StepRef) -> None:
+def test_the_step_is_read_listed_and_verified(store: Store, ref: StepRef) -> None:
     assert read_manifest(store(), ref).step == 7
     assert creation_time(store(), ref) > 0
     [held] = Inventory(store()).look()
@@ -86,17 +87,17 @@ def test_the_step_is_read_listed_and_verified(store, ref: StepRef) -> None:
         assert len(read_fragments(StepFolder(store(), ref, workers))) == 2
 
 
-def test_the_fragment_of_another_rank_is_merged(store, ref: StepRef) -> None:
+def test_the_fragment_of_another_rank_is_merged(store: Store, ref: StepRef) -> None:
     named = read_manifest(open_backend(store().url), ref).fragments[1]
     assert len(SharedStore(store()).read(ref, named)) == named.size
 
 
-def test_a_put_whose_reply_was_lost_is_found_done(store, ref: StepRef) -> None:
+def test_a_put_whose_reply_was_lost_is_found_done(store: Store, ref: StepRef) -> None:
     put_once(store(), ref.manifest, Path(store().url, ref.manifest).read_bytes())
 
 
 def test_a_copy_removes_no_manifest_and_writes_nothing_again(
-    store, ref: StepRef, tmp_path: Path, change: Change
+    store: Store, ref: StepRef, tmp_path: Path, change: Change
 ) -> None:
     with Workers("test", 2) as workers:
         fetch_step([store()], StepFolder(open_backend(str(tmp_path / "copy")), ref, workers))
