@@ -3,7 +3,8 @@
 ``O_DIRECT`` takes a tenth of the CPU time of buffered I/O, and does not displace the trainer's
 pages from memory. It needs offsets, lengths and addresses that are multiples of a block. A file
 system may refuse ``O_DIRECT`` when the file is opened, or only at a later request. So every call
-can fall back to the page cache.
+can fall back to the page cache. btrfs refuses nothing: it takes any alignment, and copies data that
+it compresses or keeps checksums of.
 
 A write is direct if its offset and its memory are aligned. The end of the file is padded to a whole
 block for this. A read is direct in one of two ways:
