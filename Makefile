@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-tiers test test-fast coverage integrations torture safety check check-text check-mypy check-pyright check-protocol matrix lowest bench licences docs build clean
+.PHONY: help demo demo-tiers test test-fast coverage integrations torture safety stores check check-text check-mypy check-pyright check-protocol matrix lowest bench licences docs build clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
@@ -73,6 +73,9 @@ check-text: $(STAMP)
 
 safety: $(STAMP) ## measure what changes of a state give, into docs/safety.md
 	$(BIN)/python -m tests.safety.page
+
+stores: $(STAMP) ## measure real servers and mounts, into docs/stores.md (needs root and the programs that it names; 15 minutes)
+	$(BIN)/python -m tests.stores.page $(ARGS)
 
 matrix: $(STAMP) ## the tests on each release of torch, and restores between them (30 GB in .build, an hour)
 	$(BIN)/python -m tests.versions.matrix $(ARGS)

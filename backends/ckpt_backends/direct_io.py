@@ -219,6 +219,9 @@ def rename_if_absent(source: str, target: str) -> None:
             raise
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            # sshfs reports EPERM if another client has made ``target`` since its own last look.
+            if os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from error
             text = (
                 "it can neither link nor rename without replacing; with one leader, open it with "
                 "the option put_if_absent=false"

@@ -566,6 +566,20 @@ def test_a_file_system_without_any_conditional_rename_says_what_to_do(
     assert leftovers(tmp_path) == []
 
 
+def test_a_name_that_another_client_makes_meanwhile_is_there(backend, tmp_path, monkeypatch):
+    """Between the client's look and the link, sshfs reports it as EPERM."""
+    monkeypatch.setattr(direct_io, "_rename_noreplace", lambda source, target: False)
+
+    def link(source, target, **how):
+        Path(target).write_bytes(b"other")
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(ObjectExists):
+        backend.put("key", [b"mine"], if_absent=True)
+    assert leftovers(tmp_path) == [str(tmp_path / "root" / "key")]
+
+
 def test_a_link_whose_reply_was_lost_has_won(backend, monkeypatch):
     """NFS repeats the request, and learns that the name is taken: by its own first request."""
     real = os.link

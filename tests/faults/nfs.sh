@@ -4,12 +4,14 @@
 #   apt-get install --no-install-recommends user-mode-linux kmod rpcbind nfs-common nfs-kernel-server
 #   PYTHON=.venv/bin/python tests/faults/nfs.sh
 #
+# MODULE=tests.stores.nfs measures the two mounts for docs/stores.md instead.
+#
 # Boots with the host's root as its own, so it writes below /mnt and /run only, which are its own tmpfs. Prints what nfs.py has said.
 set -u
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ "${1:-}" != inside ]; then
     init=$(mktemp /tmp/ckpt-nfs.XXXXXX)
-    printf '#!/bin/bash\nexec bash %q inside %q\n' "$HERE/nfs.sh" "${PYTHON:-$HERE/../../.venv/bin/python}" >"$init"
+    printf '#!/bin/bash\nexec bash %q inside %q %q\n' "$HERE/nfs.sh" "${PYTHON:-$HERE/../../.venv/bin/python}" "${MODULE:-tests.faults.nfs}" >"$init"
     chmod +x "$init"
     said=$(TMPDIR=/dev/shm timeout "${LIMIT:-600}" linux.uml mem=2G root=none rootfstype=hostfs rootflags=/ rw init="$init" con=null con0=fd:0,fd:1 quiet </dev/null 2>&1)
     rm -f "$init"
@@ -33,5 +35,5 @@ exportfs -o rw,no_root_squash,insecure,fsid=0,no_subtree_check,sync 127.0.0.1:/m
 rpc.nfsd -G 10 -L 10 4; rpc.mountd
 mount -t nfs -o vers=4.2,proto=tcp 127.0.0.1:/ /mnt/hard && echo "hard mount of NFS 4.2"
 mount -t nfs -o vers=3,proto=tcp,soft,timeo=20,retrans=1 127.0.0.1:/mnt/export /mnt/soft && echo "soft mount of NFS 3"
-cd "$HERE/../.." && PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$PWD:$PWD/backends" OMP_NUM_THREADS=1 "$2" -W ignore -m tests.faults.nfs /mnt/hard /mnt/soft
+cd "$HERE/../.." && PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$PWD:$PWD/backends" OMP_NUM_THREADS=1 "$2" -W ignore -m "$3" /mnt/hard /mnt/soft
 halt -f

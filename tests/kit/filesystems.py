@@ -88,14 +88,15 @@ def _image(folder: Path, kind: str, mib: int, options: str) -> Generator[Path]:
 
 
 @contextmanager
-def overlay(folder: Path) -> Generator[Path]:
-    """Mount an overlay whose lower layer is ``folder`` and whose upper layer is on a tmpfs.
+def overlay(folder: Path, *, mib: int = 200) -> Generator[Path]:
+    """Mount an overlay whose lower layer is ``folder`` and whose upper layer is a tmpfs of ``mib``
+    MiB.
 
     The lower layer has an empty folder ``image``.
     """
     lower = folder / "lower"
     (lower / "image").mkdir(parents=True)
-    with disk(folder / "layer", "tmpfs") as layer:
+    with disk(folder / "layer", "tmpfs", mib=mib) as layer:
         (layer / "upper").mkdir()
         (layer / "work").mkdir()
         layers = f"lowerdir={lower},upperdir={layer}/upper,workdir={layer}/work"
@@ -120,8 +121,12 @@ def bindfs(source: Path, point: Path) -> Generator[Path]:
 
 @contextmanager
 def mergerfs(sources: Sequence[Path], point: Path) -> Generator[Path]:
+    """Mount the union of ``sources``. By default, a source with less than 4 GiB free takes no new
+    file, and the call fails as on a full disk. The option sets this bound to 1 MiB.
+    """
     branches = ":".join(map(str, sources))
-    with _fuse(["mergerfs", "-f", "-o", "category.create=mfs", branches, point], point):
+    options = "category.create=mfs,minfreespace=1M"
+    with _fuse(["mergerfs", "-f", "-o", options, branches, point], point):
         yield point
 
 
@@ -145,12 +150,15 @@ def rclone(source: Path, point: Path, *, cache: str = "writes") -> Generator[Pat
 
 @contextmanager
 def juicefs(source: Path, point: Path, *, gib: int = 0) -> Generator[Path]:
-    """Mount a JuiceFS (of ``gib`` GiB; 0: without a limit) that keeps its blocks in ``source``."""
+    """Mount a JuiceFS (of ``gib`` GiB; 0: without a limit) that keeps its blocks in ``source``.
+
+    By default, a deleted file counts for a day. The option lets it go at once.
+    """
     own = os.path.join(os.path.dirname(sys.executable), "juicefs")
     program = own if os.path.exists(own) else "juicefs"
     meta = f"sqlite3://{source}/meta.db"
     storage = ["--storage", "file", "--bucket", f"{source}/blocks/", "--capacity", gib]
-    command(program, "format", "--no-update", *storage, meta, "test")
+    command(program, "format", "--no-update", "--trash-days", 0, *storage, meta, "test")
     cache = ["--cache-dir", source / "cache", "--cache-size", "64M", "--no-usage-report"]
     with _fuse([program, "mount", "--no-syslog", *cache, meta, point], point):
         yield point

@@ -18,9 +18,9 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Rule
 
 
-def whole(root: Path | str) -> list[int]:
+def whole(root: Path | str, options: Mapping[str, object] | None = None) -> list[int]:
     """Return the steps that are listed below ``root``, after a check that all of them verify."""
-    backend = open_backend(str(root))
+    backend = open_backend(str(root), options)
     with Workers("check", 2) as workers:
         for ref in committed(backend):
             report = verify_step(backend, ref, workers=workers, on_progress=lambda *_: None)

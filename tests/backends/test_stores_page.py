@@ -1,0 +1,36 @@
+"""docs/stores.md says what was measured, and the product says the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.stores.measure import Measured, Place, measure
+from tests.stores.page import PAGE, contradictions, page, results
+from tests.stores.places import FILE_SYSTEMS, NFS
+
+
+def test_the_tables_are_those_of_the_results() -> None:
+    text = PAGE.read_text()
+    assert page(text, results()) == text, "run: python -m tests.stores.page --write"
+
+
+def test_the_table_of_the_product_says_what_was_measured() -> None:
+    assert list(contradictions(results())) == []
+
+
+def test_each_result_has_a_row() -> None:
+    mounts = {setup.name for setup in FILE_SYSTEMS} | {*NFS}
+    assert {name for name, row in results().items() if not row.scheme} <= mounts
+
+
+def test_a_folder_is_measured(tmp_path: Path) -> None:
+    done = measure(Place(clients=[str(tmp_path / "run")]))
+    assert done == Measured(fault="", winners=1)
+
+
+def test_a_store_that_two_writers_can_win_is_told(tmp_path: Path) -> None:
+    """The writers see two folders, as two clients that hide their files from each other."""
+    clients = [str(tmp_path / "one"), str(tmp_path / "two")]
+    done = measure(Place(clients=clients))
+    assert done.winners == 2
+    assert done.fault
