@@ -263,6 +263,48 @@ def has_frozen_graphs() -> bool:
     return "torch._inductor.freezing" in sys.modules
 
 
+# -- modules ---------------------------------------------------------------------------------------
+
+
+def harmless_loads() -> frozenset[Any]:
+    """Return the methods ``_load_from_state_dict`` of torch that change nothing if the state dict
+    has all names of the module.
+    """
+    names = (
+        "torch.nn:Module",
+        "torch.nn.modules.batchnorm:_NormBase",
+        "torch.nn.modules.instancenorm:_InstanceNorm",
+    )
+    return frozenset(find(f"{name}._load_from_state_dict") for name in names)
+
+
+def load_method(module: nn.Module) -> Any:
+    """Return the function by which ``module`` loads its own part of a state dict."""
+    method: Any = module._load_from_state_dict
+    return getattr(method, "__func__", method)
+
+
+def module_hooks(module: nn.Module, method: str) -> tuple[Callable[..., Any], ...]:
+    """Return the hooks of ``module`` for ``method``, such as "load_state_dict_post"."""
+    hooks: Mapping[int, Any] = getattr(module, f"_{method}_hooks")
+    return tuple(hooks.values())
+
+
+def version_of(module: nn.Module) -> Any:
+    """Return the version that the state dict of ``module`` has."""
+    return module._version
+
+
+def forget_post_hooks(module: nn.Module) -> None:
+    """Remove the post-hooks of ``load_state_dict()`` from ``module``, but not from its children."""
+    module._load_state_dict_post_hooks.clear()
+
+
+def no_incompatible_keys() -> Any:
+    """Return what ``Module.load_state_dict`` passes to post-hooks if all keys fit."""
+    return find("torch.nn.modules.module:_IncompatibleKeys")([], [])
+
+
 # -- optimizers ------------------------------------------------------------------------------------
 
 

@@ -309,10 +309,12 @@ def _flat(
                 yield from _settings(join(join(path, "param_groups"), str(index)), group, text)
             for name, item in state.items():  # The names begin at the root of the whole state
                 yield from _flat(name if isinstance(name, str) else join(path, name), item, text)
-            if "extra" in value.fields:
-                yield from _flat(join(path, "extra"), value.fields["extra"], text)
-        case _Tagged(fields=fields):
+            for key in value.fields.keys() & {"extra", "values"}:
+                yield from _flat(join(path, key), value.fields[key], text)
+        case _Tagged(tag=tag, fields=fields):
             for key, item in fields.items():
+                if (tag, key) == ("module", "versions"):  # They are no values of the state
+                    continue
                 yield from _flat(path if key in ("v", "values") else join(path, key), item, text)
         case dict() if value or not path:
             for key, item in value.items():

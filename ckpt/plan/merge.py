@@ -318,9 +318,13 @@ def _union_optimizer(
     known = {path for group in one["groups"] for path in group["params"]}
     added = [path for group in two["groups"] for path in group["params"] if path not in known]
     keys = KeyOrder.from_node(one).union(KeyOrder.from_node(two), added)
-    return {
+    merged = {
+        **two,
         **one,
         **keys.node(),
         "groups": groups,
         "state": _union_mapping(f"{path}/state", one["state"], two["state"], ranks),
     }
+    if "values" in one and "values" in two:
+        merged["values"] = _union(f"{path}/values", one["values"], two["values"], ranks)
+    return merged

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.adapters.match.fill_tensor import fill_tensor
+from ckpt.adapters.match.load_module import match_module
 from ckpt.adapters.match.load_optimizer import match_optimizer
 from ckpt.adapters.match.matching import Matched, Matching
 from ckpt.adapters.match.renaming import Renaming
@@ -34,11 +35,9 @@ from ckpt.adapters.tensors.adapted import adapted
 from ckpt.adapters.tensors.gathered import forget_copies, release
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.tensors.per_rank import PerRank
-from ckpt.adapters.tensors.sharded import as_source, is_fsdp1
-from ckpt.adapters.torch_private import with_versions
+from ckpt.adapters.tensors.sharded import as_source
 from ckpt.adapters.walk.collect import find_parameters
-from ckpt.adapters.walk.items import Part
-from ckpt.adapters.walk.modules import asked, items_of, raw_state, unwrapped
+from ckpt.adapters.walk.modules import asked, items_of, unwrapped
 from ckpt.adapters.walk.objects import (
     check_mode,
     declares_state,
@@ -131,6 +130,7 @@ class _Match:
         self._mapping(self._state, "", "")
         matched = self._all.done()
         matched.actions += [value.settle for value in self._restored if isinstance(value, StandIn)]
+        matched.actions += self._all.last_actions
         matched.actions.append(forget_copies)
         matched.uninitialised = tuple(
             name
@@ -195,7 +195,7 @@ class _Match:
             target = adapted(target)
         match target:
             case nn.Module():
-                _match_module(self._all, target, node, path, source)
+                match_module(self._all, target, node, path, source)
                 self._restored.append(target)
             case Optimizer() if not declares_state(target):
                 match_optimizer(self._all, unwrapped(target), node, path, source)
@@ -348,59 +348,6 @@ class _Match:
         return self._rank if self._rank < saved_world else None
 
 
-def _match_module(match: Matching, module: nn.Module, node: Node, path: str, source: str) -> None:
-    """Match a module with a saved module or a plain dict of tensors, by canonical names.
-
-    ``node`` is ``ABSENT`` if the checkpoint has no value called ``source``, and the renaming may
-    find the tensors of the module elsewhere in the checkpoint.
-
-    Raises:
-        KindMismatch, ShapeMismatch, DtypeMismatch: The saved values do not fit.
-    """
-    if node is not ABSENT and not is_mapping(node):
-        match.expect(node, path, "module")
-    match.open(path, source)
-    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    extra: dict[str, Callable[[], Any]] = {}
-    items = items_of(path, module)
-    for fqn in items.left:
-        match.claim(f"{path}/{fqn}", match.source(f"{path}/{fqn}"), silent=True)
-    for entry in items.entries:
-        name = f"{path}/{entry.fqn}"
-        there = match.source(name)
-        found = match.saved.node(there)
-        if not match.takes(name):
-            match.claim(name, there, silent=True)
-        elif found is ABSENT:
-            match.lack(name, there)
-        elif id(entry.value) not in own and not isinstance(entry.value, LocalShards):
-            # This is extra state, which may be any value.
-            match.claim(name, there)
-            extra[entry.key] = match.values.order(found, name)
-        else:
-            match.claim(name, there)
-            fill_tensor(match, name, there, Part(name, entry.piece).all_of(entry.value), found)
-    if extra:
-        match.actions.append(partial(_load_extra, _keyed_by(module), path, extra))
-
-
 def _keyed_by(module: nn.Module) -> nn.Module:
     """Return the module in whose state dict the items of ``module`` have their keys."""
     return module.keyed_by() if isinstance(module, ModuleStandIn) else module
-
-
-def _load_extra(module: nn.Module, path: str, extra: dict[str, Callable[[], Any]]) -> None:
-    """Load the extra state of ``module``, together with the present versions of its modules.
-
-    Without the versions, a module would assume that its tensors, which the restore has filled, are
-    from an old version, and convert them. If any part of ``module`` is wrapped in FSDP1, each
-    module gets its extra state directly, since the hooks of FSDP1 would change the keys once more.
-    """
-    loaded = {key: made() for key, made in extra.items()}
-    if is_fsdp1(module):
-        for key in [each for each in loaded if each.rpartition(".")[2] == _EXTRA]:
-            owner, value = module.get_submodule(key.rpartition(".")[0]), loaded.pop(key)
-            if type(owner).set_extra_state is not nn.Module.set_extra_state:
-                owner.set_extra_state(value)
-    if loaded:
-        module.load_state_dict(with_versions(loaded, raw_state(path, module)), strict=False)

@@ -25,6 +25,9 @@ from ckpt.errors import CkptError, RestoreError
 
 _PARAMETERS: Final = "params"
 _NAMES: Final = "param_names"
+_LOST_TEXT: Final = "<generator object Optimizer.load_state_dict"
+"""The beginning of the text that torch makes of a string (findings/torch-optimizer-text-state.sh).
+"""
 
 
 @contextmanager
@@ -163,8 +166,8 @@ class Loading:
             _set_state(target)
 
     def _undo_casts(self, state_dict: Mapping[str, Any]) -> None:
-        """Put those tensors of ``state_dict`` back that ``Optimizer.load_state_dict`` has converted
-        to the dtype of their parameter.
+        """Put those values of ``state_dict`` back that ``Optimizer.load_state_dict`` has changed:
+        tensors that it converts to the dtype of their parameter, and strings, which it loses.
         """
         groups = self._optimizer.param_groups
         parameters = chain.from_iterable(group[_PARAMETERS] for group in groups)
@@ -173,6 +176,8 @@ class Loading:
             for key, value in state_dict["state"].get(number, {}).items():
                 if _is_cast(value, state.get(key), parameter):
                     state[key] = value.to(parameter.device)
+                elif isinstance(value, str) and str(state.get(key)).startswith(_LOST_TEXT):
+                    state[key] = value
 
 
 def _loads_alone(optimizer: Optimizer) -> bool:

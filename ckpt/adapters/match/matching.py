@@ -96,6 +96,7 @@ class Matching:
         self.values = Remaker(saved.tensors, self._want)
         self.real = RealTensors()
         self.actions: list[Callable[[], None]] = []
+        self.last_actions: list[Callable[[], None]] = []
         self._opened: dict[str, list[str]] = {}
         self._taken: set[str] = set()
         self._missing: dict[str, str] = {}
@@ -172,12 +173,21 @@ class Matching:
         if tag(node) not in tags:
             raise KindMismatch(path, kind(node), tags[0])
 
-    def want(self, name: str, source: str, target: Source, stored_as: str = "") -> None:
+    def want(
+        self,
+        name: str,
+        source: str,
+        target: Source,
+        stored_as: str = "",
+        *,
+        of: Source | None = None,
+    ) -> None:
         """Request that the restore reads the tensor ``source`` of the checkpoint into ``target``,
         the tensor ``name`` of the state.
 
         ``stored_as`` is the name under which the bytes are stored, if it is not ``source``. If the
-        checkpoint has no such tensor, ``name`` is recorded as missing (see ``lack``).
+        checkpoint has no such tensor, ``name`` is recorded as missing (see ``lack``). ``of`` is the
+        tensor of the state, if ``target`` only holds its value until the module loads it.
 
         Raises:
             ShapeMismatch: The target has another shape.
@@ -195,7 +205,7 @@ class Matching:
             target = self.real.to_fill(name, target)
         leaf = leaf_of(name, target, ())
         stored = self.saved.manifest.tied.get(bytes_of, bytes_of)
-        known = self._filled.setdefault(memory_of(target), stored)
+        known = self._filled.setdefault(memory_of(target if of is None else of), stored)
         if known != stored:
             raise RestoreError(
                 f"{name!r} ({stored!r} in the checkpoint) and what {known!r} is for share their "

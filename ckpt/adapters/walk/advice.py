@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import enum
+import io
 import os
 import random
 import types
@@ -18,6 +19,11 @@ import torch
 
 _IN_CODE: Final = (
     "it is made by code, so leave it out of the state, and make it again before the restore"
+)
+_BYTES: Final = (
+    "save its bytes, .getvalue(), and make it again of them. Extra state is such a value if "
+    "get_extra_state() returns the bytes, or a tensor of them as Transformer Engine does from "
+    "version 1.14 on"
 )
 _RANDOM: Final = (
     "save its state as a plain value; RngState() has the global states of Python, NumPy and torch"
@@ -41,6 +47,8 @@ def advice_for(value: object) -> str:
             return "save its .value, and make it again of that"
         case _ if isinstance(value, _CODE):
             return _IN_CODE
+        case io.IOBase():  # It counts as an iterator too
+            return _BYTES if isinstance(value, io.BytesIO) else _IN_CODE
         case Iterator():
             return "save the position that it has reached, as a plain value"
         case torch.Generator() | random.Random() | np.random.Generator() | np.random.RandomState():

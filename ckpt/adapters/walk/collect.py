@@ -422,8 +422,12 @@ class _Walk:
 
         key = (items, self._choice, *late, *wrappers.key)
         self._registry.add_segment(path, key, wrappers.tensors, named)
-        left = {"left": dict.fromkeys(items.left, True)} if items.left else {}
-        return {"$": "module", "values": values, **left}
+        node: Node = {"$": "module", "values": values}
+        if items.left:
+            node["left"] = dict.fromkeys(items.left, True)
+        if items.versions is not None:
+            node["versions"] = encode(items.versions, f"{path}/versions", self.made)
+        return node
 
     def _check_pieces(self, items: ModuleItems, path: str) -> None:
         """Raise ``UnsupportedValue`` if an earlier module of the walk has saved the same piece of a

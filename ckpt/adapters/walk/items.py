@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -13,6 +13,8 @@ from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.sharded import Piece
 
 AnyPiece = Piece | DeclaredPart
+FIRST_VERSION: Final = {"version": 1}
+"""The metadata of a module whose class does not set a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,6 +103,9 @@ class ModuleItems:
         others: The entries whose values are no tensors.
         pieced: The identity of each tensor that holds pieces of larger tensors.
         left: The canonical names of the items that are not saved.
+        versions: The canonical name of each module inside -> the version, and other metadata, that
+            its state dict has, unless it is ``FIRST_VERSION``. It is None if the state dict has no
+            metadata.
     """
 
     entries: tuple[Entry, ...]
@@ -111,6 +116,7 @@ class ModuleItems:
     others: tuple[Entry, ...] = field(init=False)
     pieced: frozenset[int] = field(init=False)
     left: tuple[str, ...] = ()
+    versions: Mapping[str, Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         held = tuple(entry for entry in self.entries if isinstance(entry.value, Source))

@@ -43,12 +43,12 @@ from ckpt.adapters.tensors.sharded import (
 from ckpt.adapters.tensors.units import units_of
 from ckpt.adapters.tensors.zero import is_zero
 from ckpt.adapters.torch_private import has_step_hooks
-from ckpt.adapters.walk.items import AnyPiece, Entry, ModuleItems, Part
+from ckpt.adapters.walk.items import FIRST_VERSION, AnyPiece, Entry, ModuleItems, Part
 from ckpt.adapters.walk.segments import place_of, same_view
 from ckpt.adapters.walk.stand_in import ModuleStandIn, OptimizerStandIn
 from ckpt.errors import CkptError, RestoreError, UnsupportedValue
 from ckpt.model.manifest import Tensor
-from ckpt.model.values import join
+from ckpt.model.values import VERSIONS, join
 
 PLACELESS: Final = "~param/"
 OWN_STATE: Final = (
@@ -226,9 +226,13 @@ def entries(path: str, module: nn.Module) -> Iterator[Entry]:
 
     The tensors are not detached. A flat parameter of FSDP1 gives an entry for each parameter in it.
     """
+    yield from _entries(module, raw_state(path, module))
+
+
+def _entries(module: nn.Module, raw: Mapping[str, Any]) -> Iterator[Entry]:
     prefixes = _wrapper_prefixes(module)
     flats: Mapping[int, Mapping[str, AnyPiece | None]] = flat_parameters(module)
-    for key, value in raw_state(path, module).items():
+    for key, value in raw.items():
         for name, piece in flats.get(id(value), {"": declared(value)}).items():
             yield Entry(
                 key=name or key, fqn=_clean(name or key, prefixes), value=value, piece=piece
@@ -272,7 +276,8 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
     """
     if isinstance(module, ModuleStandIn):
         return module.items(path)
-    shown = tuple(entries(path, module))
+    raw = raw_state(path, module)
+    shown = tuple(_entries(module, raw))
     _check_fsdp1(path, module, {id(entry.value) for entry in shown})
     found = tuple(_shared(module, (*shown, *_unlisted(module, shown))))
     parts: dict[int, dict[AnyPiece | None, Part]] = defaultdict(dict)
@@ -290,7 +295,20 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
         entries=found[: len(shown)],
         parts={key: tuple(of.values()) for key, of in parts.items()},
         holders=holders,
+        versions=_versions(module, raw),
     )
+
+
+def _versions(module: nn.Module, raw: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]] | None:
+    """Return the metadata of the modules in ``raw``, a state dict of ``module``, by their canonical
+    names, without those that are ``FIRST_VERSION``. The metadata of a module inside of a wrapper
+    replaces that of the wrapper.
+    """
+    if (metadata := vars(raw).get(VERSIONS) if hasattr(raw, "__dict__") else None) is None:
+        return None
+    name = canonical(module)
+    found = {name(f"{key}." if key else "").rstrip("."): of for key, of in metadata.items()}
+    return {fqn: of for fqn, of in found.items() if of != FIRST_VERSION}
 
 
 def _unlisted(module: nn.Module, shown: Sequence[Entry]) -> Iterator[Entry]:

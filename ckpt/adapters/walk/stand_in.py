@@ -69,7 +69,14 @@ class Checked(ABC):
 
 
 class ModuleStandIn(nn.Module, StandIn):
-    """The base class of objects that stand for a module."""
+    """The base class of objects that stand for a module.
+
+    Attributes:
+        fills_module: True if the items are tensors of the state dict of ``keyed_by()``. A restore
+            then calls the ``load_state_dict()`` of that module if it has code of its own.
+    """
+
+    fills_module = False
 
     @abstractmethod
     def items(self, path: str) -> ModuleItems:

@@ -32,6 +32,8 @@ def trainable(model: nn.Module) -> nn.Module:
 
 
 class _Trainable(ModuleStandIn):
+    fills_module = True
+
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"trainable({type(model).__name__}): give a module")

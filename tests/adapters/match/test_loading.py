@@ -262,6 +262,16 @@ def test_moments_stay_in_their_own_dtype_under_an_own_load_state_dict() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, Loads])
+def test_a_string_in_the_state_stays_a_string(kind: Make) -> None:
+    """Torch loads it as the text of a generator: see findings/torch-optimizer-text-state.sh."""
+    source, target = state(kind, steps=1), state(kind)
+    for values in source["optimizer"].state.values():
+        values["mode"] = "warmup"
+    restored(saved(source), target)
+    assert_same(target["optimizer"].state_dict(), source["optimizer"].state_dict())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, Loads])
 def test_an_optimizer_of_a_meta_model_runs_its_code_over_real_tensors(kind: Make) -> None:
     source = state(kind, steps=2)
     age(source["optimizer"])

@@ -7,6 +7,7 @@ import datetime as dt
 import enum
 import functools
 import gc
+import io
 import json
 import re
 import time
@@ -502,6 +503,8 @@ class Settings:
         (torch.Generator(), "save its state as a plain value"),
         (np.random.default_rng(), "save its state as a plain value"),
         (iter([1]), "the position that it has reached"),
+        (io.BytesIO(b"fp8"), "save its bytes, .getvalue()"),
+        (io.StringIO("x"), "leave it out of the state"),
         (Opaque(), "give it state_dict()/load_state_dict(), or save its parts as plain values"),
     ],
     ids=lambda value: None if isinstance(value, str) else type(value).__name__,

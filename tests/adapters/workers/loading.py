@@ -1,4 +1,5 @@
-"""Restore the state of an old Adam into AdamW, on each rank, and compare with torch's own load.
+"""Restore a model with load hooks, and the state of an old Adam into AdamW, on each rank, and
+compare with torch's own load.
 
 Arguments: the layout, and a folder for the checkpoint.
 """
@@ -20,9 +21,28 @@ from torch.optim import Optimizer
 from ckpt import CheckpointManager
 
 
+class Coded(nn.Linear):
+    """Doubles its weight when it loads a state dict, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.loads = 0
+        self.register_load_state_dict_pre_hook(self.twice)
+        self.register_load_state_dict_post_hook(lambda m, _: setattr(m, "loads", int(m.count)))
+
+    @staticmethod
+    def twice(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+        state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 2
+
+
+def coded(model: Any) -> Any:
+    return getattr(model, "module", model)[1]
+
+
 def build(layout: str, kind: type[Optimizer]) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    model: Any = nn.Sequential(nn.Linear(6, 8), Coded())
     if layout == "fsdp2":
         fully_shard(model)
     elif layout == "ddp":
@@ -62,6 +82,7 @@ def main(layout: str, root: str) -> None:
     model, optimizer = build(layout, torch.optim.Adam)
     for _ in range(2):
         train(model, optimizer)
+    coded(model).count.fill_(3)
     wanted, reference = build(layout, torch.optim.AdamW)
     wanted.load_state_dict(copy.deepcopy(model.state_dict()))
     inside(reference).load_state_dict(copy.deepcopy(inside(optimizer).state_dict()))
@@ -75,6 +96,7 @@ def main(layout: str, root: str) -> None:
         manager.save({"model": model, "optimizer": optimizer}, 1)
         manager.restore({"model": target, "optimizer": restored})
     assert ends == ["post"]
+    assert coded(target).loads == coded(wanted).loads == 3
     if layout == "zero":
         for group in reference.param_groups:
             group["decoupled_weight_decay"] = True

@@ -1,0 +1,308 @@
+"""Match a module of the state with a saved module, and run the code by which it loads a state dict.
+
+A restore fills the tensors of a module in place. Then, if the module has load hooks, methods of its
+own or extra state, it calls ``load_state_dict`` with the whole state dict, as a program without
+ckpt does. The tensors in this dict are those of the module itself, so torch copies nothing. Only
+tensors that a pre-hook or a method gets are read into memory of their own, since such code may
+compare them with the present ones, keep these, or give the module another size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ckpt.adapters.match.fill_tensor import fill_tensor
+from ckpt.adapters.match.load_code import has_setter, is_converted, load_code
+from ckpt.adapters.match.load_trial import Size, check_sizes
+from ckpt.adapters.match.loading import of_own_code
+from ckpt.adapters.match.matching import Matching
+from ckpt.adapters.match.materialise import is_meta
+from ckpt.adapters.match.remake import torch_value
+from ckpt.adapters.match.saved import ABSENT, is_mapping, tag
+from ckpt.adapters.tensors.layout import PLAIN
+from ckpt.adapters.tensors.local_shards import LocalShards
+from ckpt.adapters.tensors.sharded import is_fsdp1
+from ckpt.adapters.torch_private import no_incompatible_keys, version_of
+from ckpt.adapters.walk.items import FIRST_VERSION, Entry, Part
+from ckpt.adapters.walk.modules import canonical, items_of
+from ckpt.adapters.walk.stand_in import ModuleStandIn
+from ckpt.errors import RestoreError, UnsupportedValue
+from ckpt.model.values import VERSIONS, Node, decode
+
+_EXTRA: Final = "_extra_state"  # The last part of the key under which torch saves extra state
+_Versions = Mapping[str, Mapping[str, Any]]
+
+
+def match_module(match: Matching, module: nn.Module, node: Node, path: str, source: str) -> None:
+    """Match a module with a saved module or a plain dict of tensors, by canonical names.
+
+    ``node`` is ``ABSENT`` if the checkpoint has no value called ``source``, and the renaming may
+    find the tensors of the module elsewhere in the checkpoint.
+
+    Raises:
+        KindMismatch, ShapeMismatch, DtypeMismatch: The saved values do not fit.
+        RestoreError: Code of the module would have to convert a part of its tensors only.
+        UnsupportedValue: Code of the module cannot run, since FSDP1 holds its parameters.
+    """
+    if node is not ABSENT and not is_mapping(node):
+        match.expect(node, path, "module")
+    match.open(path, source)
+    loader = _Loader(match, module, path)
+    for fqn in loader.items.left:
+        match.claim(f"{path}/{fqn}", match.source(f"{path}/{fqn}"), silent=True)
+    for entry in loader.items.entries:
+        name = f"{path}/{entry.fqn}"
+        there = match.source(name)
+        found = match.saved.node(there)
+        if not match.takes(name):
+            match.claim(name, there, silent=True)
+        elif found is ABSENT:
+            match.lack(name, there)
+        else:
+            match.claim(name, there)
+            loader.take(entry, name, there, found)
+    loader.end(node)
+
+
+class _Loader:
+    """Matches one module.
+
+    Attributes:
+        items: The items of the module.
+    """
+
+    def __init__(self, match: Matching, module: nn.Module, path: str) -> None:
+        self._match, self._path = match, path
+        self.items = items_of(path, module)
+        self._module = module.keyed_by() if isinstance(module, ModuleStandIn) else module
+        self._tensors = {id(each) for each in (*module.parameters(), *module.buffers())}
+        self._is_hookless = is_fsdp1(self._module) or (
+            isinstance(module, ModuleStandIn) and not module.fills_module
+        )
+        self._code = load_code(self._module, without_hooks=self._is_hookless)
+        self._modules = dict(self._module.named_modules(remove_duplicate=False))
+        self._values: dict[str, Callable[[], Any]] = {}
+        self._taken: set[str] = set()
+        self._sizes: dict[str, Size] = {}
+
+    def take(self, entry: Entry, name: str, source: str, node: Node) -> None:
+        """Match ``entry``, which is ``name`` in the state, with its node in the checkpoint."""
+        self._taken.add(entry.key)
+        value = entry.value
+        if id(value) not in self._tensors and not isinstance(value, LocalShards):
+            # This is extra state, which may be any value.
+            if self._match.selection.strict and not self._has_taker(entry.key):
+                raise RestoreError(
+                    f"{name!r} is added by state_dict() of {type(self._module).__qualname__}, and "
+                    "no code takes it in load_state_dict(): write such code, or restore with "
+                    "strict=False"
+                )
+            self._values[entry.key] = self._match.values.order(node, name)
+        elif self._is_apart(entry, node):
+            self._read_apart(entry, name, source, node)
+        else:
+            fill_tensor(self._match, name, source, Part(name, entry.piece).all_of(value), node)
+
+    def _has_taker(self, key: str) -> bool:
+        """Return True if code of the module takes the extra state ``key``."""
+        owner, _, name = key.rpartition(".")
+        return self._code.reader(key) is not None or (
+            name == _EXTRA and owner in self._modules and has_setter(self._modules[owner])
+        )
+
+    def _is_apart(self, entry: Entry, node: Node) -> bool:
+        """Return True if the saved tensor is read into memory of its own."""
+        return (
+            self._code.reader(entry.key) is not None
+            and (type(entry.value) in PLAIN or is_lazy(entry.value))
+            and entry.piece is None
+            and not is_meta(entry.value)
+            and tag(node) in ("tensor", "array")
+            and node["n"] in self._match.saved.tensors
+        )
+
+    def _read_apart(self, entry: Entry, name: str, source: str, node: Node) -> None:
+        target, saved = entry.value, self._match.saved.tensors[node["n"]]
+        if is_lazy(target) or tuple(target.shape) != saved.shape:
+            present = () if is_lazy(target) else tuple(target.shape)
+            self._sizes[entry.key] = Size(name, source, saved.shape, present)
+        made = torch.empty(saved.shape, dtype=target.dtype, device=target.device)
+        self._match.want(name, source, made, node["n"], of=None if is_lazy(target) else target)
+        self._values[entry.key] = lambda: made
+
+    def end(self, node: Node) -> None:
+        """Request the call of the module's code, if it has any."""
+        if not self._taken or not (self._code or self._values):
+            return
+        versions = self._versions(node)
+        if self._sizes:
+            check_sizes(self._module, self._code, self._sizes, self._whole(versions))
+        if not self._is_hookless:
+            self._match.actions.append(partial(self._load, versions, ""))
+            return
+        prefixes = self._outermost()
+        for prefix in prefixes:
+            self._check_free(prefix)
+            self._match.actions.append(partial(self._load, versions, prefix))
+        self._match.actions.append(partial(self._set_extra, prefixes))
+        self._match.last_actions.append(partial(self._run_post_hooks, prefixes))
+
+    def _outermost(self) -> tuple[str, ...]:
+        """Return the readers that are inside of no other reader."""
+        return tuple(each for each in self._code.readers if self._code.reader(each) == each)
+
+    def _check_free(self, prefix: str) -> None:
+        """Raise ``UnsupportedValue`` if the module at ``prefix`` cannot load its part of the state
+        dict, since FSDP1 or a framework holds its tensors in another form.
+        """
+        owner = self._module.get_submodule(prefix[:-1])
+        entries = [entry for entry in self.items.entries if entry.key.startswith(prefix)]
+        if (
+            not prefix
+            or any(
+                each.piece is not None or isinstance(each.value, LocalShards) for each in entries
+            )
+            or any(map(is_converted, owner.modules()))
+        ):
+            name = canonical(self._module)(prefix).rstrip(".")
+            raise UnsupportedValue(
+                f"{self._path}/{name}" if name else self._path,
+                f"{type(owner).__qualname__}, whose own code loads a state dict that it does not "
+                "have here, since FSDP1 or a framework holds its parameters in another form",
+                "take fully_shard() (FSDP2), or do the work in a post-hook of load_state_dict()",
+            )
+
+    def _whole(self, versions: _Versions, prefix: str = "") -> OrderedDict[str, Any]:
+        """Return the state dict of the module at ``prefix`` to load: the restored values, and the
+        present values of all entries that are not restored.
+        """
+        items = self.items
+        if items.left:  # Of a part of a module
+            items = items_of(self._path, self._module)
+        whole: Any = OrderedDict(
+            (
+                entry.key[len(prefix) :],
+                self._values[entry.key]() if entry.key in self._values else _own(entry),
+            )
+            for entry in items.entries
+            if entry.key.startswith(prefix)
+        )
+        inside = {key: of for key, of in versions.items() if f"{key}.".startswith(prefix)}
+        setattr(whole, VERSIONS, {key[len(prefix) :]: of for key, of in inside.items()})
+        return whole  # type: ignore[no-any-return]
+
+    def _load(self, versions: _Versions, prefix: str) -> None:
+        module = self._module.get_submodule(prefix[:-1])
+        kind = type(module).__qualname__
+        with of_own_code(self._path, kind, "load_state_dict()"):
+            whole = self._whole(versions, prefix)
+            if prefix:
+                result: Any = nn.Module.load_state_dict(module, whole, strict=False)
+            else:
+                options = {"strict": False} if _takes_strict(module) else {}
+                result = module.load_state_dict(whole, **options)
+        keys = [*getattr(result, "missing_keys", ()), *getattr(result, "unexpected_keys", ())]
+        if keys and self._match.selection.strict:
+            raise RestoreError(
+                f"{self._path!r} was read, but load_state_dict() of {kind} did not take "
+                f"{', '.join(map(repr, keys[:5]))}: correct its hooks, or restore with "
+                "strict=False. Tensors of the state are overwritten: do not train on with it"
+            )
+
+    def _versions(self, node: Node) -> _Versions:
+        """Return the versions of the modules as the state dict to load has them, by their keys.
+
+        A module gets the version that was saved if all of its entries are restored, and its present
+        version if none is.
+
+        Raises:
+            RestoreError: A part of the entries of a module is restored, and the versions differ.
+        """
+        saved, default = self._saved_versions(node)
+        present, shares = self.items.versions or {}, self._shares()
+        canonical_of = canonical(self._module)
+        versions: dict[str, Mapping[str, Any]] = {}
+        for key, child in self._modules.items():
+            prefix = f"{key}." if key else ""
+            fqn = canonical_of(prefix).rstrip(".")
+            now = present.get(fqn, {"version": version_of(child)})
+            then = now if saved is None else saved.get(fqn, saved.get(key, default))
+            share = shares.get(key, 0.0)
+            if 0 < share < 1 and then and then != now and self._code.reader(prefix) is not None:
+                raise RestoreError(
+                    f"{self._path}/{fqn} was saved by {dict(then)} of {type(child).__qualname__}, "
+                    f"which is {dict(now)} now: restore all of its entries, or none (only=)"
+                )
+            versions[key] = dict(then if share == 1 else now)
+        return versions
+
+    def _shares(self) -> dict[str, float]:
+        """Return the share of the entries of each module that the restore takes, by the module's
+        key. For a module that has none, the entries of the modules inside count.
+        """
+        own, below = Counter[str](), Counter[str]()
+        own_taken, below_taken = Counter[str](), Counter[str]()
+        for key in (entry.key for entry in self.items.entries):
+            owner, is_taken = key.rpartition(".")[0], key in self._taken
+            own[owner] += 1
+            own_taken[owner] += is_taken
+            while owner:
+                owner = owner.rpartition(".")[0]
+                below[owner] += 1
+                below_taken[owner] += is_taken
+        shares = {key: below_taken[key] / total for key, total in below.items()}
+        return shares | {key: own_taken[key] / total for key, total in own.items()}
+
+    def _saved_versions(self, node: Node) -> tuple[_Versions | None, Mapping[str, Any]]:
+        """Return the versions that were saved, by the names of modules, and the version of every
+        other module. The first value is None if they are unknown.
+
+        A state dict of another program that has none gives no versions to any module, as in
+        ``load_state_dict``.
+        """
+        if node is ABSENT or (tag(node) == "module" and "versions" not in node):
+            return None, {}
+        if tag(node) == "module":
+            return decode(node["versions"], torch_value), FIRST_VERSION
+        saved = decode(node["m"], torch_value) if "m" in node else {}
+        return (saved if isinstance(saved, Mapping) else {}), {}
+
+    def _set_extra(self, prefixes: tuple[str, ...]) -> None:
+        """Give each module outside of ``prefixes`` its extra state directly.
+
+        The hooks of FSDP1 would change the keys of a state dict once more.
+        """
+        with of_own_code(self._path, type(self._module).__qualname__, "set_extra_state()"):
+            for key, make in self._values.items():
+                if key.startswith(prefixes):
+                    continue
+                owner, _, name = key.rpartition(".")
+                module = self._module.get_submodule(owner)
+                if name == _EXTRA and has_setter(module):
+                    module.set_extra_state(make())
+
+    def _run_post_hooks(self, prefixes: tuple[str, ...]) -> None:
+        with of_own_code(self._path, type(self._module).__qualname__, "load_state_dict()"):
+            for prefix, child, hook in self._code.post_hooks:
+                if not prefix.startswith(prefixes):
+                    hook(child, no_incompatible_keys())
+
+
+def _own(entry: Entry) -> Any:
+    value = entry.value
+    if isinstance(value, torch.Tensor) and not is_lazy(value):
+        return value.detach()
+    return value
+
+
+def _takes_strict(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.load_state_dict).parameters.values()
+    return any(each.name == "strict" or each.kind is each.VAR_KEYWORD for each in parameters)
