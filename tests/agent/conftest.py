@@ -44,7 +44,11 @@ def new_place() -> Iterator[AgentFolder]:
 
 
 def holders(place: AgentFolder, name: str) -> list[int]:
-    """Return the processes that have the lock file ``name`` open.
+    """Return the process that has taken the lock "listen", or the processes that have the file of
+    the lock "work" open.
+
+    The file of "listen" is open elsewhere too, without the lock: in an agent that finds the lock
+    taken, until it ends, and in a new worker, until it runs its own program.
 
     Only processes with ``agent`` in their command line count. It takes milliseconds to look through
     the open files of all processes, and tests call this again and again.
@@ -53,10 +57,18 @@ def holders(place: AgentFolder, name: str) -> list[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if b"agent" in (folder / "cmdline").read_bytes() and any(
-                os.readlink(each) == wanted for each in (folder / "fd").iterdir()
+                name != "listen" or folder.name in _takers(folder / "fdinfo" / each.name)
+                for each in (folder / "fd").iterdir()
+                if os.readlink(each) == wanted
             ):
                 found.append(int(folder.name))
     return [pid for pid in found if pid != os.getpid()]
+
+
+def _takers(descriptor: Path) -> list[str]:
+    """Return the processes that have taken the lock of an open file."""
+    lines = descriptor.read_text().splitlines()
+    return [line.split()[5] for line in lines if line.startswith("lock:")]
 
 
 def job(attempt: str = "abc", pid: int | None = None) -> Job:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+from contextlib import ExitStack
 
 import pytest
 
 from ckpt.agent.client import connect
 from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.errors import AgentError
+from tests.agent.conftest import holders
 from tests.kit.waiting import until
+from tests.processes import ended
 from tests.users import ATTACKER, begin_as, only_root
 
 
@@ -87,3 +92,29 @@ def test_a_lock_has_one_holder_and_ends_with_the_last_descriptor(place: AgentFol
     os.close(inherited)
     assert second.take()
     second.close()
+
+
+AGENT = """
+import os, sys
+from ckpt.agent.folder import AgentFolder, Lock
+lock = Lock(AgentFolder(sys.argv[1]), "listen")
+print(lock.take(), flush=True)
+os.fork()
+sys.stdin.read()
+"""
+
+
+def test_one_process_has_a_lock_although_others_have_its_file_open(place: AgentFolder) -> None:
+    """A worker has it until it runs its own program, and so has an agent that finds it taken."""
+    with ExitStack() as stack:
+        command = [sys.executable, "-c", AGENT, place.path, "agent"]
+        agents = []
+        for _ in range(2):
+            agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            agents.append(stack.enter_context(ended(agent)))
+            assert agent.stdout is not None
+            assert agent.stdout.readline() == (b"True\n" if len(agents) == 1 else b"False\n")
+        assert holders(place, "listen") == [agents[0].pid]
+        for agent in agents:  # The forks end too
+            assert agent.stdin is not None
+            agent.stdin.close()
