@@ -7,7 +7,7 @@ has lost files as the newest step, and remove an older step that is complete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -160,11 +160,14 @@ class Inventory:
         """Return the metrics of each committed step that the last ``look`` found."""
         return [held.metrics for held in self._known.values()]
 
-    def look(self, *, begun: bool = False) -> list[StoredStep]:
+    def look(
+        self, *, begun: bool = False, among: Container[StepRef] | None = None
+    ) -> list[StoredStep]:
         """Return all attempts on the tier, newest step first.
 
         Args:
             begun: Return only the attempts without a manifest.
+            among: Return only these attempts; None for all.
 
         Raises:
             StorageError: The tier cannot be listed, or a step cannot be read. If the inventory is
@@ -172,6 +175,8 @@ class Inventory:
                 does not answer.
         """
         refs = attempts(self._backend)
+        if among is not None:
+            refs = [ref for ref in refs if ref in among]
         if begun:
             refs = [ref for ref in refs if not is_committed(self._backend, ref)]
         with about(self._backend.url):

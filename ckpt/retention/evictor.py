@@ -1,7 +1,9 @@
 """Remove steps from a tier that is full.
 
 Remains of failed saves are removed first, then steps that the retention policy does not keep, then
-the oldest of the kept steps. The newest step is removed only if another durable tier has it too.
+the oldest of the kept steps. Then come steps of earlier jobs that a farther tier lacks, since the
+running job could not save otherwise. The newest step is removed only if another durable tier has it
+too.
 """
 
 from __future__ import annotations
@@ -169,9 +171,9 @@ class Evictor:
         """Yield the steps to remove to free ``over`` bytes.
 
         Remains of failed saves come first, then committed steps in the order of ``first_to_go``.
-        Parts of steps of ended jobs and unfinished copies follow. The newest step comes last, and
-        only if another durable tier has it too. Steps in ``tried`` are left out, and so are ``ref``
-        and all steps that must stay.
+        Parts of steps of ended jobs and unfinished copies follow, and then the steps that a farther
+        tier lacks. The newest step comes last, and only if another durable tier has it too. Steps
+        in ``tried`` are left out, and so are ``ref`` and all steps that must stay.
         """
         own = self._claim.own
         whole = {held.ref: held for held in found if held.state == "committed"}
@@ -185,15 +187,14 @@ class Evictor:
             and one.held.ref not in whole
             and not (one.held.is_part and one.held.ref == restored)
         ]
-        order += [
-            whole[other]
-            for other in first_to_go(whole, self._rule, metrics, own=own)
-            if other != last
-        ]
+        going = [ref for ref in first_to_go(whole, self._rule, metrics, own=own) if ref != last]
+        owed = {ref for ref in going if self._guard.is_owed(ref)}
+        order += [whole[other] for other in going if other not in owed]
         parts = [held for held in found if held.is_part and self._claim.is_dead(held.ref)]
         order += [held for held in parts if held.ref != restored]
         # Next are unfinished copies that this job makes of steps of earlier jobs.
         order += [h for h in found if h.state == "incomplete" and self._claim.brings(h.ref)]
+        order += [whole[other] for other in going if other in owed]
         order += [whole[last]] if last is not None else []
         # Remains may be in two of these groups.
         for held in {held.ref: held for held in order}.values():

@@ -116,6 +116,26 @@ def unknown_metric(rule: Retention, metrics: Collection[Mapping[str, float]]) ->
     )
 
 
+def history(steps: Iterable[StoredStep], head: StepRef) -> list[StoredStep]:
+    """Return the checkpoints of ``steps`` that led to the step ``head``, with ``head``, newest step
+    first.
+
+    These are the steps of the job of ``head`` up to ``head``, and the steps of other jobs before
+    the first step of that job, over any number of jobs. A step of another job with a higher number
+    was given up when the job of ``head`` went back. Of several attempts at a step, the one with the
+    youngest manifest counts.
+    """
+    committed = [held for held in steps if held.state == "committed" and held.ref <= head]
+    first = min(
+        (held.ref.step for held in committed if held.ref.job == head.job), default=head.step
+    )
+    chosen: dict[int, StoredStep] = {}
+    for held in sorted(committed, key=lambda held: (held.created_at, held.ref)):
+        if held.ref.job == head.job or held.ref.step < first:
+            chosen[held.ref.step] = held
+    return [chosen[step] for step in sorted(chosen, reverse=True)]
+
+
 def first_to_go(
     committed: Collection[StepRef],
     rule: Retention,
@@ -185,6 +205,13 @@ class StepGuard(Protocol):
         steps that a subclass adds.
         """
         return self.waiting()
+
+    def is_owed(self, ref: StepRef) -> bool:
+        """Return True if a farther tier may want and lack ``ref``, a step of an earlier job. A full
+        tier removes such a step last. This sends no request.
+        """
+        del ref
+        return False
 
     def is_elsewhere(self, ref: StepRef) -> bool:
         """Return True if another durable tier has the checkpoint ``ref``. This may send requests to

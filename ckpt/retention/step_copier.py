@@ -40,6 +40,9 @@ class _CopyGuard(StepGuard):
         newer = frozenset(other for other in attempts(self.far) if other > self.ref)
         return newer | self.guard.waiting()
 
+    def is_owed(self, ref: StepRef) -> bool:
+        return self.guard.is_owed(ref)
+
     def is_elsewhere(self, ref: StepRef) -> bool:
         return self.guard.is_elsewhere(ref)
 

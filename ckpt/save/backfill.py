@@ -1,13 +1,16 @@
-"""Copies to the farther tiers the steps that an earlier job has committed on the nearest durable
-tier only.
+"""Copies to the farther tiers the steps that earlier jobs have committed on nearer durable tiers
+only, however many jobs have ended since.
 
 The backfill begins after the first commit of this job, because the roots belong to this job only
-from then on. It copies nothing unless this job has restored a step of the earlier job. It copies
-steps up to the restored step, which are a part of this job's history too, and no later steps. The
-leader copies the files of all ranks from the nearest durable tier, newest step first. To each
-farther tier it copies at most ``backlog`` steps, and only steps that this tier would keep. Steps of
-the running job have priority. If the earlier job had an agent, the agent has copied these steps
-right after the end of that job (``ckpt.agent.finish``).
+from then on. It copies nothing unless this job has restored a step. The steps to copy follow from
+what the tiers have and take, not from what any job has noted: all steps that led to the restored
+step (``retention.policy.history``) and that a farther tier wants and lacks. The leader copies the
+files of all ranks, newest step first, to each farther tier at most ``backlog`` steps. Steps of the
+running job have priority. If the earlier job had an agent, the agent has copied these steps right
+after the end of that job (``ckpt.agent.finish``).
+
+Until a farther tier has such a step, retention keeps it on the nearer ones. If a tier does not take
+a step now, the step stays. It is tried again after the next commit on that tier, and by later jobs.
 """
 
 from __future__ import annotations
@@ -15,18 +18,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
-from ckpt.catalog.index import attempts
+from ckpt.catalog.index import attempts, is_committed
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import SaveConfig
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, IntegrityError
 from ckpt.model.keys import StepRef
 from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.policy import FixedGuard
+from ckpt.retention.policy import FixedGuard, history
 from ckpt.retention.step_copier import StepCopier
 from ckpt.save.job_steps import EarlierSteps, JobSteps
 from ckpt.save.tier_writer import TierWriter
@@ -34,19 +38,35 @@ from ckpt.save.tier_writer import TierWriter
 _log = logging.getLogger("ckpt")
 
 
+@dataclass(slots=True)
+class _Tries:
+    """The commits on a tier since the last try to copy steps there, and those to wait for."""
+
+    commits: int = 0
+    pause: int = 1
+
+    def is_due(self) -> bool:
+        """Count a commit. Return True if the copies are to be tried again now."""
+        self.commits += 1
+        if self.commits < self.pause:
+            return False
+        self.commits, self.pause = 0, 2 * self.pause
+        return True
+
+
 class Backfill:
-    """Copies the steps of the earlier job from the nearest durable tier to the farther tiers, on a
-    thread of its own.
+    """Copies steps of earlier jobs to farther durable tiers, on a thread of its own.
 
     Args:
         near: The writer of the nearest durable tier.
         far: The writers of farther tiers, nearest first.
-        earlier: Gets the steps to copy, so that the pruner of the nearest durable tier keeps them.
+        earlier: Gets the steps to copy, so that the pruners of the nearer tiers keep them.
         steps: The steps of the running job.
         config: The threads to use, the backlog, and how long to retry requests.
 
     Thread safety: ``begin`` may be called from any thread. The owner calls ``close`` once. All
-    fields are set once, or are thread-safe objects.
+    fields are set once, or are thread-safe objects, except that the backfill's thread alone changes
+    ``_owed``.
     """
 
     def __init__(
@@ -63,15 +83,22 @@ class Backfill:
         patience = config.commit_timeout_seconds
         self._retry = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._watcher = Workers("backfill", 1, nice=config.nice, cpus=config.cpus).started()
+        self._restored: StepRef | None = None
+        self._owed: dict[str, frozenset[StepRef]] = {}
+        self._tries: dict[str, _Tries] = {writer.url: _Tries() for writer in self._far}
 
-    def begin(self) -> None:
+    def begin(self, url: str) -> None:
         """Start to copy in the background, and return at once.
 
-        The saver calls this after each commit of a step on a durable tier. Only the first call has
-        an effect.
+        The saver calls this after each commit of a step on a durable tier. The first call starts
+        the copies. Later calls start those again that the tier ``url`` has not taken, each time
+        after twice as many commits as before.
         """
         if (restored := self._earlier.begin()) is not None:
+            self._restored = restored
             self._watcher.submit(self._run, restored)
+        elif self._restored is not None and self._owed.get(url) and self._tries[url].is_due():
+            self._watcher.submit(self._again, url, self._restored)
 
     def close(self) -> None:
         """Wait until the backfill has copied its steps or has failed to copy them. A failure is
@@ -86,93 +113,126 @@ class Backfill:
         self._watcher.close()
 
     def _run(self, restored: StepRef) -> None:
-        near = self._near.tier
-        own = self._near.root.own
         try:
-            found = [
-                ref
-                for ref in attempts(near.backend)
-                if ref <= restored and ref.job == restored.job != own
-            ]
-            self._earlier.set_left(found)
-            if found:
-                held = {
-                    one.ref: one
-                    for one in Inventory(near.backend).look()
-                    if one.state == "committed"
-                }
-                line = [held[ref] for ref in found if ref in held]
-                for writer in self._far:
+            lines = [self._line(index, restored) for index in range(len(self._far))]
+            for writer, line in zip(self._far, lines, strict=True):
+                taken = [held for held in line if writer.tier.takes(held.ref.step)]
+                self._set_owed(writer, taken[: self._config.backlog])
+            for writer, line in zip(self._far, lines, strict=True):
+                if self._owed[writer.url]:
                     self._go(writer, line)
         except Exception as error:  # noqa: BLE001 - of no consequence for the running job
             _log.warning(
-                "ckpt: what the job before left on %s was not taken farther: %s", near.url, error
+                "ckpt: what earlier jobs left on %s was not taken farther: %s",
+                self._near.url,
+                error,
             )
         finally:
-            self._earlier.set_left([])
-            self._near.prune_later()  # The near tier need not keep these steps any more
+            self._prune_later()
+
+    def _again(self, url: str, restored: StepRef) -> None:
+        """Copy to the tier ``url`` what it has not taken before, if it still lacks that."""
+        index = next(index for index, writer in enumerate(self._far) if writer.url == url)
+        try:
+            if self._owed[url]:
+                self._go(self._far[index], self._line(index, restored))
+        except Exception as error:  # noqa: BLE001 - of no consequence for the running job
+            _log.warning("ckpt: what earlier jobs left is not taken to %s: %s", url, error)
+        finally:
+            self._prune_later()
+
+    def _prune_later(self) -> None:
+        for writer in (self._near, *self._far[:-1]):
+            writer.prune_later()  # The tier need not keep all of these steps any more
+
+    def _set_owed(self, writer: TierWriter, steps: Iterable[StoredStep]) -> None:
+        """Note that the tier of ``writer`` wants and lacks ``steps``, and no others."""
+        self._owed[writer.url] = frozenset(held.ref for held in steps)
+        if len(self._owed) == len(self._far):  # Before that, all steps of earlier jobs stay
+            self._earlier.set_owed(frozenset[StepRef]().union(*self._owed.values()))
+
+    def _line(self, index: int, restored: StepRef) -> list[StoredStep]:
+        """Return the steps up to ``restored`` on the durable tiers that are nearer than the farther
+        tier ``index``, newest step first.
+
+        Of the tiers between the nearest and that one, only steps count that the nearest tier does
+        not have and whose folders that one lacks: at most ``backlog`` of each tier.
+        """
+        own, target = self._near.root.own, self._far[index].tier
+        steps = [held for held in Inventory(self._near.tier.backend).look() if held.ref.job != own]
+        for between in self._far[:index]:
+            store = between.tier.backend
+            absent = {*attempts(store)} - {*attempts(target.backend)} - {held.ref for held in steps}
+            absent = {ref for ref in absent if ref <= restored and target.takes(ref.step)}
+            newest = sorted((ref for ref in absent if ref.job != own), reverse=True)
+            steps += Inventory(store).look(among={*newest[: self._config.backlog]})
+        return history(steps, restored)
 
     def _go(self, writer: TierWriter, line: Sequence[StoredStep]) -> None:
-        """Copy the steps of ``line`` that the tier of ``writer`` lacks."""
-        near, far = self._near.url, writer.url
+        """Copy the steps of ``line`` that the tier of ``writer`` wants and lacks."""
+        far = writer.url
         others = [self._near.tier, *(other.tier for other in self._far if other is not writer)]
         durable = [other.backend for other in others if not other.in_memory]
-        copier = StepCopier(
-            writer.tier,
-            writer.root,
-            [other.backend for other in others],
-            FixedGuard(elsewhere=durable),
-            self._retry,
-        )
+        farther = [other.url for other in self._far if other.tier.index > writer.tier.index]
+        owed_farther = frozenset[StepRef]().union(*(self._owed[url] for url in farther))
+        guard = FixedGuard(owed_farther, durable)
+        copier = StepCopier(writer.tier, writer.root, durable, guard, self._retry)
         try:
             going = self._retry.call(partial(copier.lacking, line, self._config.backlog))
+            self._set_owed(writer, going)
             if going:
                 _log.info(
-                    "ckpt: of the job before, %s lacks steps %s: they follow from %s",
+                    "ckpt: of earlier jobs, %s lacks steps %s: they follow from %s",
                     far,
                     _numbers(going),
-                    near,
+                    self._near.url,
                 )
                 writer.claim()
         except CkptError as error:
-            _log.warning(
-                "ckpt: what the job before left on %s is not taken to %s: %s", near, far, error
-            )
+            _log.warning("ckpt: what earlier jobs left is not taken to %s: %s", far, error)
             return
+        owed = {held.ref: held for held in going}
         for index, held in enumerate(going):
             self._steps.wait_idle(far, self._hurry)
             if self._hurry.is_set() and self._steps.last_step is not None:
                 _log.warning(
-                    "ckpt: steps %s of the job before are not taken to %s: a planned stop ends "
+                    "ckpt: steps %s of earlier jobs are not taken to %s: a planned stop ends "
                     "this job",
                     _numbers(going[index:]),
                     far,
                 )
                 return
-            self._take(copier, held)
+            if self._take(copier, held):
+                del owed[held.ref]
+                self._set_owed(writer, owed.values())
             writer.prune_later()
 
-    def _take(self, copier: StepCopier, held: StoredStep) -> None:
-        """Copy the step ``held``. A failure is logged, and does not stop the other copies."""
+    def _take(self, copier: StepCopier, held: StoredStep) -> bool:
+        """Copy the step ``held``. A failure is logged, and does not stop the other copies.
+
+        Return True if the tier has the step, or can never get it since its files are damaged.
+        """
         config, began = self._config, time.perf_counter()
         try:
+            sources = [store for store in copier.sources if is_committed(store, held.ref)]
             with Workers("backfill", config.threads, nice=config.nice, cpus=config.cpus) as workers:
-                report = copier.copy(held, workers)
+                report = replace(copier, sources=sources).copy(held, workers)
         except CkptError as error:
             _log.warning(
-                "ckpt: step %d of the job before is not taken to %s: %s",
+                "ckpt: step %d of an earlier job is not taken to %s: %s",
                 held.ref.step,
                 copier.tier.url,
                 error,
             )
-            return
+            return isinstance(error, IntegrityError)
         _log.info(
-            "ckpt: step %d of the job before is on %s now: %s in %.2f s",
+            "ckpt: step %d of an earlier job is on %s now: %s in %.2f s",
             held.ref.step,
             copier.tier.url,
             size(report.copied_bytes),
             time.perf_counter() - began,
         )
+        return True
 
 
 def _numbers(steps: Sequence[StoredStep]) -> str:

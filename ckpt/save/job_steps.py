@@ -7,7 +7,7 @@ a lock of its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +15,6 @@ from ckpt.catalog.index import attempts
 from ckpt.errors import CkptError, ObjectNotFound
 from ckpt.locks import Condition
 from ckpt.model.keys import StepRef
-from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 
 _IMAGE: Final = ""
@@ -23,22 +22,22 @@ _IMAGE: Final = ""
 
 
 class EarlierSteps:
-    """The steps of the earlier job that the backfill has yet to copy to farther tiers.
+    """The steps of earlier jobs that the backfill has yet to copy to farther tiers.
 
     Args:
-        near: The nearest durable tier, which has the steps.
+        tiers: The durable tiers, nearest first.
         own: The attempt of the running job.
         patience_seconds: How long ``needed`` waits for the backfill to list the steps.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards all fields.
     """
 
-    def __init__(self, near: StorageBackend, own: str, patience_seconds: float) -> None:
-        self._near, self._own, self._patience_seconds = near, own, patience_seconds
+    def __init__(self, tiers: Sequence[OpenTier], own: str, patience_seconds: float) -> None:
+        self._tiers, self._own, self._patience_seconds = tuple(tiers), own, patience_seconds
         self._lock = threading.Lock()
         self._restored: StepRef | None = None
         self._begun = False
-        self._left: frozenset[StepRef] = frozenset()
+        self._owed: frozenset[StepRef] = frozenset()
         self._listed = threading.Event()
 
     def set_restored(self, ref: StepRef) -> None:
@@ -61,30 +60,44 @@ class EarlierSteps:
                 self._listed.set()
             return self._restored
 
-    def set_left(self, refs: Sequence[StepRef]) -> None:
-        """Set the steps that the backfill has yet to read from the nearest durable tier."""
+    def set_owed(self, refs: Iterable[StepRef]) -> None:
+        """Set the steps that a farther tier wants and lacks."""
         with self._lock:
-            self._left = frozenset(refs)
+            self._owed = frozenset(refs)
         self._listed.set()
 
-    def needed(self) -> frozenset[StepRef]:
-        """Return the steps that the backfill has yet to read from the nearest durable tier.
+    def needed(self, tier: OpenTier) -> frozenset[StepRef]:
+        """Return the steps of earlier jobs that must stay on ``tier``, since a farther tier wants
+        and lacks them.
 
-        Before ``begin`` these are all steps of other jobs on that tier, or none if this job has
-        restored no step. After ``begin`` the call waits until the backfill has listed the steps, at
-        most for ``patience_seconds``.
+        Until the backfill has listed them, these are all steps of other jobs on ``tier`` that a
+        farther tier takes, or none if this job has restored no step. After ``begin`` the call waits
+        for the backfill, at most for ``patience_seconds``.
 
         Raises:
             StorageError: The tier cannot be listed.
         """
         with self._lock:
-            begun, restored = self._begun, self._restored
-        if not begun and restored is not None:
-            return frozenset(ref for ref in attempts(self._near) if ref.job != self._own)
+            begun = self._begun
         if begun:
             self._listed.wait(self._patience_seconds)
         with self._lock:
-            return self._left
+            if self._listed.is_set():
+                return self._owed
+            if self._restored is None:
+                return frozenset()
+        return frozenset(ref for ref in attempts(tier.backend) if self._may_be_owed(tier, ref))
+
+    def is_owed(self, tier: OpenTier, ref: StepRef) -> bool:
+        """Return True if ``needed`` has ``ref``. The call neither waits nor lists the tier."""
+        with self._lock:
+            if self._listed.is_set():
+                return ref in self._owed
+            return self._restored is not None and self._may_be_owed(tier, ref)
+
+    def _may_be_owed(self, tier: OpenTier, ref: StepRef) -> bool:
+        farther = (other for other in self._tiers if other.index > tier.index)
+        return ref.job != self._own and any(other.takes(ref.step) for other in farther)
 
 
 class JobSteps:
@@ -204,12 +217,17 @@ class JobSteps:
         If this rank has a backfill, the call may wait for it (see ``EarlierSteps.needed``).
 
         Raises:
-            StorageError: The nearest durable tier, on which steps of an earlier job must be listed,
-                does not answer.
+            StorageError: ``tier``, on which steps of earlier jobs must be listed, does not answer.
         """
-        earlier = self._earlier.needed() if self._earlier is not None else frozenset[StepRef]()
+        earlier = self._earlier.needed(tier) if self._earlier is not None else frozenset[StepRef]()
         copied = self._copied(tier) if self._copied is not None else frozenset[StepRef]()
         return self.waiting() | earlier | copied
+
+    def is_owed(self, tier: OpenTier, ref: StepRef) -> bool:
+        """Return True if ``ref`` is a step of an earlier job that a farther tier than ``tier`` may
+        want and lack.
+        """
+        return self._earlier is not None and self._earlier.is_owed(tier, ref)
 
     def is_on_other_tier(self, here: OpenTier, ref: StepRef) -> bool:
         """Return True if a durable tier other than ``here`` has ``ref``, or a newer step of this
@@ -263,6 +281,10 @@ class TierSteps:
     def protected(self) -> frozenset[StepRef]:
         """Return the steps that no retention rule may remove from this tier yet."""
         return self.steps.protected(self.tier)
+
+    def is_owed(self, ref: StepRef) -> bool:
+        """Return True if a farther tier may want and lack ``ref``, a step of an earlier job."""
+        return self.steps.is_owed(self.tier, ref)
 
     def is_elsewhere(self, ref: StepRef) -> bool:
         """Return True if another durable tier has ``ref``, or a newer step of this job."""

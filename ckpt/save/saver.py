@@ -134,7 +134,7 @@ class Saver:
         # On a tier that is local to each node, the leader sees only the files of its own node.
         fills = self._is_leader and len(durable) > 1 and not durable[0].nodes
         patience = config.commit_timeout_seconds
-        earlier = EarlierSteps(durable[0].backend, coordinator.attempt, patience) if fills else None
+        earlier = EarlierSteps(durable, coordinator.attempt, patience) if fills else None
         copied = self._replicas.copied if self._replicas is not None else None
         self.steps = JobSteps(tiers, earlier, copied)
         self._slot_steps = SlotSteps(coordinator.rank, self.steps)
@@ -543,7 +543,7 @@ class Saver:
         if not writer.in_memory:
             self.steps.set_durable(ref)
             if self._backfill is not None:
-                self._backfill.begin()
+                self._backfill.begin(writer.url)
         self.slots.look_again()
         with self._lock:
             first, self._swept = not self._swept, True

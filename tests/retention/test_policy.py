@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.catalog.inventory import StoredStep
 from ckpt.config import Best
 from ckpt.errors import ConfigError
 from ckpt.model.keys import StepRef
-from ckpt.retention.policy import Metrics, Retention, first_to_go, newest, reasons
+from ckpt.retention.policy import Metrics, Retention, first_to_go, history, newest, reasons
 
 
 def refs(*steps: int, attempt: str = "aa") -> list[StepRef]:
@@ -27,6 +28,33 @@ def doomed(
 
 def going(committed: list[StepRef], own: str = "", **rule: Any) -> list[int]:
     return [ref.step for ref in doomed(committed, Retention(**rule), own=own)]
+
+
+def held(step: int, job: str, created_at: float = 0.0, *, committed: bool = True) -> StoredStep:
+    return StoredStep(
+        ref=StepRef(step, job),
+        objects=(),
+        state="committed" if committed else "incomplete",
+        created_at=created_at,
+    )
+
+
+def led_to(head: StepRef, *steps: StoredStep) -> list[tuple[int, str]]:
+    return [(one.ref.step, one.ref.attempt) for one in history(steps, head)]
+
+
+def test_the_history_of_a_step_goes_through_any_number_of_jobs():
+    jobs = [held(1, "ax"), held(2, "ax"), held(3, "bx"), held(4, "cx"), held(5, "cx")]
+    assert led_to(StepRef(4, "cx"), *jobs) == [(4, "cx"), (3, "bx"), (2, "ax"), (1, "ax")]
+    unfinished = held(3, "bx", committed=False)
+    assert led_to(StepRef(4, "cx"), jobs[0], unfinished, jobs[3]) == [(4, "cx"), (1, "ax")]
+
+
+def test_what_a_job_went_back_from_is_not_its_history():
+    back = [held(10, "ax"), held(20, "ax"), held(30, "ax"), held(15, "bx"), held(40, "bx")]
+    assert led_to(StepRef(40, "bx"), *back) == [(40, "bx"), (15, "bx"), (10, "ax")]
+    again = [held(10, "ax", 1.0), held(10, "bx", 2.0), held(20, "cx", 3.0)]
+    assert led_to(StepRef(20, "cx"), *again) == [(20, "cx"), (10, "bx")]
 
 
 def test_without_a_rule_everything_stays():

@@ -25,7 +25,7 @@ from tests.kit.states import IMAGE, state
 from tests.kit.stores import Gated, faulty, whole, wrap_stores
 
 
-def left_by_a_job(near: Tier | Path, *steps: int) -> None:
+def left_by_a_job(near: Tier | Path | list[Path], *steps: int) -> None:
     """The job copied nothing before it died."""
     with CheckpointManager(near) as manager:
         manager.restore(state(0))
@@ -45,7 +45,7 @@ def test_the_newest_follow_and_restore_from_there(near, far, caplog):
     go_on(near, far, step=6, backlog=3)
     assert whole(far) == [3, 4, 5, 6]
     assert "lacks steps 5, 4, 3" in caplog.text
-    assert "step 4 of the job before is on " + str(far) in caplog.text
+    assert "step 4 of an earlier job is on " + str(far) in caplog.text
     shutil.rmtree(near)
     with CheckpointManager(far) as manager:
         for step in (3, 4, 5, 6):
@@ -124,7 +124,7 @@ def test_a_far_tier_that_does_not_take_it_costs_a_warning(near, far, monkeypatch
     faulty(monkeypatch, far, [Rule(verb="upload", key="step-000000002", fault=Raise(AccessDenied))])
     go_on(near, far, step=3)
     assert whole(far) == [1, 3]
-    assert "step 2 of the job before is not taken to" in caplog.text
+    assert "step 2 of an earlier job is not taken to" in caplog.text
 
 
 def test_a_far_tier_that_was_away_has_it_in_the_end(near, far, monkeypatch):
@@ -243,7 +243,7 @@ def test_what_was_evicted_while_it_was_on_its_way_is_not_listed(near, far, monke
         held.open.set()
     assert whole(far) == [2, 3]
     assert not list(far.glob("step-000000001.*/manifest.json"))
-    assert "step 1 of the job before is not taken to" in caplog.text
+    assert "step 1 of an earlier job is not taken to" in caplog.text
 
 
 class Newest(Gated):
@@ -278,4 +278,94 @@ def test_a_planned_stop_waits_for_the_copy_under_way_only(near, far, monkeypatch
         manager.save(state(last), last)
         assert store.begun.wait(60)
     assert whole(far) == ([3, last] if stops else [1, 2, 3, last])
-    assert ("steps 2, 1 of the job before are not taken to" in caplog.text) == stops
+    assert ("steps 2, 1 of earlier jobs are not taken to" in caplog.text) == stops
+
+
+def test_what_several_jobs_in_a_row_could_not_copy_follows(near, far):
+    """The near tier keeps it until the far tier has it."""
+    tiers = Tier(str(near), keep_last=2), Tier(str(far), every=100)
+    left_by_a_job(near, 100)
+    for step in (110, 120, 130):  # Each job dies before it can copy
+        with CheckpointManager(near) as manager:
+            assert manager.restore(state(0)) is not None
+            manager.save(state(step), step)
+    with CheckpointManager(tiers) as manager:
+        assert manager.restore(state(0)) is not None
+        for step in (140, 150):
+            manager.save(state(step), step)
+    assert (whole(near), whole(far)) == ([140, 150], [100])
+
+
+@pytest.mark.parametrize("fault", [AccessDenied, TransientStorageError])
+def test_a_far_tier_that_takes_nothing_leaves_the_steps_on_the_near_one(
+    near, far, monkeypatch, fault
+):
+    tiers = Tier(str(near), keep_last=1), Tier(str(far), every=100)
+    left_by_a_job(near, 100)
+    with monkeypatch.context() as away:
+        faulty(away, far, [Rule(verb="upload", nth=n, fault=Raise(fault)) for n in range(1, 99)])
+        for step in (110, 120):
+            go_on(*tiers, step=step)
+            assert whole(near) == [100, step]
+    go_on(*tiers, step=130)
+    assert (whole(near), whole(far)) == ([130], [100])
+
+
+def test_a_far_tier_that_cannot_be_listed_leaves_the_steps_on_the_near_one(near, far, monkeypatch):
+    tiers = Tier(str(near), keep_last=1), Tier(str(far), every=100)
+    left_by_a_job(near, 100)
+    with monkeypatch.context() as away:
+        faulty(away, far, [Rule(verb="head", nth=n, fault=Raise(AccessDenied)) for n in range(99)])
+        go_on(*tiers, step=110)
+    assert whole(near) == [100, 110]
+
+
+def test_a_far_tier_that_comes_back_gets_the_steps_in_the_same_job(near, far, monkeypatch):
+    left_by_a_job(near, 1, 2)
+    fault = Raise(AccessDenied)
+    rules = [Rule(verb="upload", key="step-000000002", nth=n, fault=fault) for n in (1, 2)]
+    faulty(monkeypatch, far, rules)
+    with CheckpointManager([Tier(str(near), keep_last=1), far]) as manager:
+        assert manager.restore(state(0)) is not None
+        backfill = manager._saver._backfill
+        assert backfill is not None
+        for step in range(3, 9):
+            manager.save(state(step), step)
+            backfill._watcher.submit(int).result(30)  # A try that has begun is over
+    assert (whole(near), whole(far)) == ([8], [*range(1, 9)])
+
+
+def test_a_farther_tier_gets_what_only_a_tier_between_has(near, far, tmp_path):
+    between, tiers = tmp_path / "between", [str(near), str(tmp_path / "between")]
+    left_by_a_job([near, between], 100, 101)
+    shutil.rmtree(next(near.glob("step-000000100.*")))
+    kept = [Tier(tiers[0], keep_last=1), Tier(tiers[1], keep_last=1), Tier(str(far), every=100)]
+    with CheckpointManager(kept) as manager:
+        assert manager.restore(state(0)) is not None
+        for step in (102, 103):
+            manager.save(state(step), step)
+    assert whole(far) == [100]
+    assert (whole(near), whole(between)) == ([103], [103])
+
+
+def test_a_tier_with_a_capacity_evicts_what_a_far_tier_lacks_last(near, far, monkeypatch):
+    left_by_a_job(near, 100, 101)
+    faulty(
+        monkeypatch, far, [Rule(verb="upload", nth=n, fault=Raise(AccessDenied)) for n in (1, 2)]
+    )
+    tiers = [Tier(str(near), capacity=3 * IMAGE + 100_000), Tier(str(far), every=100)]
+    with CheckpointManager(tiers) as manager:
+        assert manager.restore(state(0)) is not None
+        for step in (102, 103, 104):
+            manager.save(state(step), step)
+    assert whole(near) == [100, 103, 104]
+
+
+def test_steps_of_a_job_that_was_gone_back_from_are_not_copied(near, far):
+    left_by_a_job(near, 10, 20, 30)
+    with CheckpointManager(near) as manager:
+        manager.restore(state(0), step=10)
+        for step in (15, 40):
+            manager.save(state(step), step)
+    go_on(near, far, step=50)
+    assert whole(far) == [10, 15, 40, 50]

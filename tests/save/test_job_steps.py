@@ -112,17 +112,17 @@ def test_steps_of_the_job_before_stay_until_the_backfill_is_done_with_them(tiers
     near = tiers[0].backend
     for ref in (ONE, StepRef(2, "b" * 12)):
         near.put(ref.manifest, [b"{}"])
-    earlier = EarlierSteps(near, "b" * 12, 30)
+    earlier = EarlierSteps(tiers, "b" * 12, 30)
     steps = JobSteps(tiers, earlier)
     assert steps.protected(tiers[0]) == frozenset(), "nothing was restored"
     steps.set_restored(ONE)
     assert steps.protected(tiers[0]) == {ONE}, "before the first commit: all of other jobs"
     assert earlier.begin() == ONE
     assert earlier.begin() is None, "a backfill begins once"
-    earlier.set_left([ONE])
+    earlier.set_owed([ONE])
     steps.begin_waiting(THREE, "far")
     assert steps.protected(tiers[0]) == {ONE, THREE}
-    earlier.set_left([])
+    earlier.set_owed([])
     assert steps.protected(tiers[0]) == {THREE}
 
 
@@ -133,9 +133,9 @@ def test_a_step_whose_copies_this_node_keeps_stays_on_that_tier_alone(tiers) -> 
 
 
 def test_a_job_that_restored_nothing_has_nothing_to_fill(tiers) -> None:
-    earlier = EarlierSteps(tiers[0].backend, "b" * 12, 30)
+    earlier = EarlierSteps(tiers, "b" * 12, 30)
     assert earlier.begin() is None
-    assert earlier.needed() == frozenset()
+    assert earlier.needed(tiers[0]) == frozenset()
 
 
 def test_a_step_in_a_slot_is_removed_manifest_first_and_stays_kept_if_that_fails(
