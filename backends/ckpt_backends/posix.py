@@ -55,6 +55,8 @@ _PART_BYTES: Final = 8 << 20
 _ABANDONED_SECONDS: Final = 3600.0  # A live upload touches its file with every part
 _TRIES: Final = 32
 _FLAGS: Final = frozenset({"put_if_absent", "shared", "direct", "reserve"})
+_NOWHERE: Final = "nowhere"
+"""What stands for the identity of a root that does not exist. No root has it."""
 
 
 def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
@@ -138,6 +140,14 @@ class PosixBackend:
             self._make_folders(self._root)
             found = os.stat(self._root)
         return f"{found.st_dev}:{found.st_ino if keeps_inode_numbers(self._root) else self._top()}"
+
+    def mark(self) -> str:
+        self.identity()
+        self._remember_root()
+        return self._first or ""
+
+    def hold(self, mark: str) -> None:
+        self._first = mark or self._seen() or _NOWHERE
 
     def is_replaced(self) -> bool:
         return self._first is not None and self._first != self._seen()

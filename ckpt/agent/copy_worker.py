@@ -19,6 +19,7 @@ from typing import Final
 import msgspec
 
 from ckpt.agent.folder import check_peer
+from ckpt.agent.job_tiers import open_tier
 from ckpt.agent.messages import (
     CopyFile,
     FileCopied,
@@ -39,7 +40,6 @@ from ckpt.pipeline.image_writer import OnBytes
 from ckpt.pipeline.workers import Workers
 from ckpt.processes import Process
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.registry import open_backend
 
 _log = logging.getLogger("ckpt")
 _IDLE_SECONDS: Final = 300.0
@@ -69,7 +69,7 @@ class _Service:
     """Carries out the requests of one trainer. Thread safety: one thread."""
 
     def __init__(self, order: Order) -> None:
-        self._tiers = order.job.open_as()
+        self._job, self._tiers = order.job, order.job.open_as()
         self._open: dict[int, StorageBackend] = {}
         self._copier = Workers("copying", 1)
         self._connection = socket.socket(fileno=order.connection)
@@ -151,7 +151,6 @@ class _Service:
     def _tier(self, index: int) -> tuple[Tier, StorageBackend]:
         if index >= len(self._tiers):
             raise AgentError(f"the job has {len(self._tiers)} tiers, and no tier {index}")
-        tier = self._tiers[index]
         if index not in self._open:
-            self._open[index] = open_backend(tier.url, tier.options)
-        return tier, self._open[index]
+            self._open[index] = open_tier(self._job, index).backend
+        return self._tiers[index], self._open[index]

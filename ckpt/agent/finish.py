@@ -4,7 +4,8 @@
    lacks only its manifest is finished.
 2. The newest step in memory is copied to the nearest durable tier, if all steps on that tier are
    older.
-3. The farther tiers get the steps that they lack and would keep, newest first.
+3. The farther tiers get the steps that they lack and would keep, newest first. These are steps of
+   the job, and of earlier jobs that could not copy them.
 4. Retention is applied as the trainer would apply it.
 5. Once durable tiers have the steps of the job, its memory is freed (``Finish.clean``).
 
@@ -13,6 +14,9 @@ agent. The agent works on a root only if the owner of the root is the job itself
 or if the root has no owner. It reads the owner again before each manifest and each removal, and
 stops if the owner has changed. Without an agent, the next job copies the steps to the farther tiers
 (``save.backfill``).
+
+The agent makes no root either. If a root is not the one that the trainer had, for example because
+its disk was unmounted, the agent tries again later. The steps stay in memory until then.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
+from ckpt.agent.job_tiers import open_tier
 from ckpt.agent.messages import Job
 from ckpt.agent.node_parts import NodeParts
 from ckpt.agent.reports import Copied, Ended, OnReport, progress_of
@@ -35,18 +40,17 @@ from ckpt.catalog.transfer_by_rank import copy_part
 from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.codec.registry import NO_CODEC
 from ckpt.coordination.api import LEADER
-from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
-from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError
+from ckpt.coordination.owner import NO_PROCESS, Owner, owner_of, read_owner
+from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError, about
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim, attempts_of
-from ckpt.retention.policy import FixedGuard, PruneContext, Retention
+from ckpt.retention.policy import FixedGuard, PruneContext, Retention, history
 from ckpt.retention.pruner import prune
 from ckpt.retention.removal import discard, remove
 from ckpt.retention.step_copier import StepCopier
 from ckpt.staging.slot_files import remove_orphans
-from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
@@ -87,11 +91,11 @@ class Finish:
         self._handed_over = False
         self._ended: set[str] = set()
         looked: list[tuple[OpenTier, Owner | None]] = []
-        for index, given in enumerate(job.open_as()):
+        for index in range(len(job.tiers)):
             try:
-                tier = OpenTier(index, given, open_backend(given.url, given.options))
+                tier = open_tier(job, index)
                 self._open.append(tier)
-                looked.append((tier, read_owner(tier.backend)))
+                looked.append((tier, owner_of(tier.backend)))
             except CkptError as error:
                 self._errors.append(str(error))
         for _, owner in looked:
@@ -193,8 +197,9 @@ class Finish:
         """Return True if a farther tier lacks a step that the nearest shared tier has and that the
         farther tier would keep.
         """
-        line = self._own(self._durable[0])
-        return any(self._lacking(self._copier(far, []), line) for far in self._durable[1:])
+        return any(
+            self._lacking(self._copier(far, []), self._line(far)) for far in self._durable[1:]
+        )
 
     def clean(self) -> Ended:
         """Free the memory of the steps that need not stay in memory (see ``_free``), and remove the
@@ -239,9 +244,11 @@ class Finish:
 
         Raises:
             RootInUse: One of these roots has another owner than when the agent began.
+            RootLost: One of these roots is gone, or another folder has taken its place.
         """
         for root in {*self._memory, *self._on_node, *self._durable[:1], target}:
-            owner = read_owner(root.tier.backend)
+            with about(root.tier.url):
+                owner = owner_of(root.tier.backend)
             if (owner and owner.attempt) != (root.owner and root.owner.attempt):
                 raise RootInUse(root.tier.url, str(owner or "a job that has closed since"))
 
@@ -322,7 +329,7 @@ class Finish:
             line = [held for held in self._own(root) if held.ref.step > there]
             # A copy evicts steps of the tier only if the tier has a capacity. Then the steps that
             # farther tiers still need must stay.
-            waiting = self._waiting() if near.tier.tier.capacity is not None and line else ()
+            waiting = self._waiting(near) if near.tier.tier.capacity is not None and line else ()
             copier = self._copier(near, [root, *self._durable[1:]], waiting)
             going = {held.ref: held for held in (*line[:1], *copier.lacking(line, len(line)))}
             for held in going.values():
@@ -332,15 +339,23 @@ class Finish:
         """Copy to the tier ``far`` the steps that it lacks and would keep, newest first."""
         others = [root for root in self._durable[1:] if root is not far]
         copier = self._copier(far, [*self._durable[:1], *self._memory, *others])
-        for held in self._lacking(copier, self._line()):
+        for held in self._lacking(copier, self._line(far)):
             self._attempt(partial(self._copy, copier, held))
 
-    def _line(self) -> list[StoredStep]:
-        """Return the committed steps of the job in memory and on the nearest durable tier, each
-        step once.
+    def _line(self, far: _Root) -> list[StoredStep]:
+        """Return the steps that the tier ``far`` may get: those in memory and on the durable tiers
+        that are nearer than ``far`` (see ``_history``).
         """
-        nearer = [*self._durable[:1], *self._memory]
-        return list({held.ref: held for root in nearer[::-1] for held in self._own(root)}.values())
+        return self._history([*self._durable[: self._durable.index(far)], *self._memory])
+
+    def _history(self, roots: Sequence[_Root]) -> list[StoredStep]:
+        """Return the committed steps of the job on ``roots``, and those of earlier jobs that led to
+        them, newest step first.
+        """
+        looks = [Inventory(root.tier.backend).look() for root in roots[::-1]]
+        steps = {held.ref: held for look in looks for held in look if held.state == "committed"}
+        own = [ref for ref in steps if ref.job == self._me.attempt]
+        return history(steps.values(), max(own)) if own else []
 
     def _lacking(self, copier: StepCopier, line: Sequence[StoredStep]) -> list[StoredStep]:
         """Return the steps of ``line`` that the tier of ``copier`` lacks and would keep, newest
@@ -380,14 +395,12 @@ class Finish:
         _log.info("ckpt: step %d is on %s now, in %.2f s", step, url, time.perf_counter() - began)
 
     def _prune(self, root: _Root) -> None:
-        """Apply retention to a durable tier. On the nearest durable tier, also keep the steps that
-        farther tiers still lack.
-        """
+        """Apply retention to a durable tier. Also keep the steps that farther tiers still lack."""
         rule = Retention.of(root.tier.tier)
         if rule.keeps_all or not self._own(root):
             return
         self._confirm(root)
-        left = FixedGuard(self._waiting() if root is self._durable[0] else ())
+        left = FixedGuard(self._waiting(root))
         context = PruneContext(own=self._me.attempt, alive=False, guard=left, claim=root.claim)
         prune(root.tier.backend, rule, context)
 
@@ -441,18 +454,19 @@ class Finish:
         context = PruneContext(own=self._me.attempt, alive=False, guard=guard, claim=root.claim)
         prune(backend, rule, context, inventory=inventory)
 
-    def _waiting(self) -> set[StepRef]:
-        """Return the steps that a farther tier lacks and may still get from the nearest durable
-        tier. Return all steps of ``_line`` if a farther tier cannot be read, or if any task has
-        failed before.
+    def _waiting(self, root: _Root) -> set[StepRef]:
+        """Return the steps that a tier farther than ``root`` lacks and may still get. If a farther
+        tier cannot be read, or any task has failed before, return all steps of ``_history``.
         """
-        line = self._line()
-        every = {held.ref for held in line}
+        every = {held.ref for held in self._history([root, *self._memory])}
         if self._errors:
             return every
         try:
-            copiers = [self._copier(far, []) for far in self._durable[1:]]
-            return {held.ref for copier in copiers for held in self._lacking(copier, line)}
+            lines = [
+                self._lacking(self._copier(far, []), self._line(far))
+                for far in self._durable[self._durable.index(root) + 1 :]
+            ]
+            return {held.ref for line in lines for held in line}
         except CkptError:  # The copy to the farther tier meets the same error, and reports it
             return every
 

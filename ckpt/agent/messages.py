@@ -23,7 +23,7 @@ from ckpt.errors import AgentError
 from ckpt.processes import Process
 from ckpt.version import __version__
 
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 """The number of the message format. It rises when the messages change between two releases."""
 VERSION: Final = f"{__version__}-{PROTOCOL}"
 MOST_BYTES: Final = 4 << 20
@@ -74,6 +74,8 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         roots: The locations of the tiers, in the order of ``tiers``, by which the agent compares
             jobs. Symbolic links are resolved, so the agent asks no file system, which may not
             answer. Empty if the URLs are to be compared.
+        marks: What recognizes the root of each tier (see ``HoldsRoot.mark``), in the order of
+            ``tiers``. A text is empty if the tier has no such mark, or gave none in time.
     """
 
     owner: Owner
@@ -86,6 +88,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     before: tuple[str, ...] = ()
     here: tuple[int, ...] = ()
     roots: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Job({self.owner})"

@@ -29,6 +29,7 @@ from ckpt.errors import AgentError, CkptError, ConfigError
 from ckpt.events import Event, StepVerified
 from ckpt.pipeline.workers import Workers
 from ckpt.processes import Process
+from ckpt.storage.api import HoldsRoot
 from ckpt.storage.places import is_folder, resolved
 from ckpt.storage.registry import scheme_of
 from ckpt.storage.tiers import Nodes, OpenTier
@@ -213,6 +214,7 @@ def register(
             # The trainer resolves the links, since it uses these file systems in any case.
             roots = tuple(resolved(url) for url in urls_of(job))
             job = msgspec.structs.replace(job, before=_owners_of(tiers), roots=roots)
+            job = msgspec.structs.replace(job, marks=_marks_of(tiers))
             made = Registration(job, copier, notify)
         except CkptError as error:
             return str(error)
@@ -353,6 +355,25 @@ def _owners_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
         looking.close()
     found = [one.result() for one in looked.done if one.exception() is None]
     return tuple({owner.attempt for owner in found if owner is not None})
+
+
+def _marks_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
+    """Return what recognizes the root of each tier. A root that does not exist yet is made, since
+    the agent makes none. The text is empty for a tier without such a mark, and for one that fails
+    or does not answer within ``_LOOK_SECONDS``.
+    """
+    looking = Workers("roots", len(tiers))
+    looks = [looking.submit(_mark_of, tier) for tier in tiers]
+    done, hanging = wait(looks, _LOOK_SECONDS)
+    if not hanging:
+        looking.close()
+    return tuple(
+        look.result() if look in done and look.exception() is None else "" for look in looks
+    )
+
+
+def _mark_of(tier: OpenTier) -> str:
+    return tier.backend.mark() if isinstance(tier.backend, HoldsRoot) else ""
 
 
 def _place_of(tier: OpenTier) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
+from ckpt.agent.job_tiers import open_tier
 from ckpt.agent.reports import Ended, OnReport, Order, Verified, Verifying, at_intervals
 from ckpt.catalog.index import committed, is_committed, read_packed
 from ckpt.catalog.mending import mend_step
@@ -30,7 +31,6 @@ from ckpt.pipeline.pace import Pace
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
@@ -72,8 +72,7 @@ class Scrub:
         self._tiers: list[OpenTier] = []
         for index, given in enumerate(order.job.open_as()):
             try:
-                backend = open_backend(given.url, given.options)
-                self._tiers.append(OpenTier(index, given, backend))
+                self._tiers.append(open_tier(order.job, index))
             except CkptError as error:
                 self._errors[given.url] = str(error)
 

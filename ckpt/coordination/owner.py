@@ -141,7 +141,7 @@ def succeed(backend: StorageBackend, me: Owner) -> Owner:
         RootInUse: The root's owner is alive on this machine.
         RootLost: The root is gone, or another folder has taken its place.
     """
-    owner = _owner_of(backend)
+    owner = owner_of(backend)
     ended: tuple[str, ...] = ()
     if owner is not None:
         if owner.attempt not in {me.attempt, *_ended} and owner.alive:
@@ -162,7 +162,7 @@ def confirm(backend: StorageBackend, me: Owner) -> bool:
         RootInUse: Another attempt has taken the root over.
         RootLost: The root is gone, or another folder has taken its place.
     """
-    owner = _owner_of(backend)
+    owner = owner_of(backend)
     if owner is not None and owner.attempt != me.attempt:
         raise RootInUse(backend.url, str(owner), here=owner.here_too)
     return owner is not None
@@ -196,7 +196,7 @@ def _leave(backend: StorageBackend, me: Owner) -> Owner | None:
     return owner if owner is not None and owner.attempt == me.attempt else None
 
 
-def _owner_of(backend: StorageBackend) -> Owner | None:
+def owner_of(backend: StorageBackend) -> Owner | None:
     """Return the owner of the root, or None if it has none.
 
     Raises:

@@ -280,6 +280,28 @@ class Rooted(Protocol):
 
 
 @runtime_checkable
+class HoldsRoot(Rooted, Protocol):
+    """A folder that another process can be told to use only as long as it is the same folder."""
+
+    def mark(self) -> str:
+        """Return the text with which ``is_replaced`` recognizes the root. The root is created if it
+        does not exist.
+
+        Raises:
+            RootLost: The root has existed before, and is gone.
+            StorageError: The root cannot be created or examined.
+        """
+        ...
+
+    def hold(self, mark: str) -> None:
+        """From now on, create no root, and treat a root with another mark as replaced.
+
+        If ``mark`` is empty, the root counts as replaced if it does not exist now.
+        """
+        ...
+
+
+@runtime_checkable
 class HasSpace(Protocol):
     """A store that can report its free space."""
 

@@ -22,13 +22,19 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.agent import client
 from ckpt.agent.client import status
-from ckpt.agent.finish import Finish
+from ckpt.agent.finish import Finish, _Root
 from ckpt.agent.folder import AgentFolder, Lock
+from ckpt.agent.messages import Job
 from ckpt.catalog.index import committed
 from ckpt.coordination.owner import Owner, read_owner
-from ckpt.errors import AgentError, ConfigError, LeftToAgent, RootInUse
+from ckpt.errors import AgentError, ConfigError, LeftToAgent, RootInUse, RootLost
 from ckpt.model.keys import OWNER
+from ckpt.pipeline.workers import Workers
+from ckpt.processes import Process, machine
+from ckpt.retention.claim import Claim
 from ckpt.storage.registry import open_backend
+from ckpt.storage.tiers import OpenTier
+from ckpt_backends.posix import PosixBackend
 from tests.agent.conftest import await_state, holders, job_of, memory_folder
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import Cli, cli
@@ -162,6 +168,107 @@ def test_retention_is_applied_as_by_the_trainer(place: AgentFolder, tmp_path: Pa
     await_state(place, "done")
     assert whole(tmp_path / "disk") == [4]
     assert whole(tmp_path / "far") == [3, 4]
+
+
+def test_a_step_that_an_earlier_job_could_not_copy_is_copied_and_stays_near_until_then(
+    tmp_path: Path,
+) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    for steps in ([100], [110, 120]):
+        with CheckpointManager(near) as manager:
+            manager.restore({"x": torch.zeros(3, dtype=torch.int64)})
+            for step in steps:
+                manager.save({"x": torch.full((3,), step)}, step)
+    backend = open_backend(str(near))
+    newest = committed(backend)[0]
+    me = Owner(newest.job, "here", machine(), pid=1 << 30, started=1)
+    me = msgspec.structs.replace(me, ended=(committed(backend)[-1].job,))
+    backend.put(OWNER, [msgspec.json.encode(me)])
+    tiers = ({"url": str(near), "keep_last": 1}, {"url": str(far), "every": 100})
+    job = Job(me, (Process(me.pid, 1),), ranks=1, tiers=tiers, backlog=4, environment={})
+    far.write_text("no folder")
+    with Workers("test", 2) as workers, Finish(job, workers, lambda _: None) as finishing:
+        assert finishing.run().outcome == "failed"
+    assert whole(near) == [100, 110, 120], "what the far tier lacks is unknown"
+    far.unlink()
+    far.mkdir()
+    with Workers("test", 2) as workers, Finish(job, workers, lambda _: None) as finishing:
+        assert finishing.run().error == ""
+    assert (whole(near), whole(far)) == ([120], [100])
+
+
+UNMOUNTED = """
+import os, sys, torch
+from ckpt import CheckpointManager, Tier
+disk, away, end = sys.argv[1:]
+tiers = ["memory", disk + "/run"]
+manager = CheckpointManager(tiers, agent="required", on_error="warn", commit_timeout_seconds=10)
+state = {"x": torch.zeros(200_000, dtype=torch.int64)}
+for step in range(1, 6):
+    state["x"].fill_(step)
+    manager.save_async(state, step).exception(60)
+    if step == 2:
+        os.rename(disk, away)
+        os.makedirs(disk if end == "mount point" else disk + "/run")
+manager.close(detach=True)
+"""
+
+
+@pytest.mark.parametrize("left", ["mount point", "root"])
+def test_steps_stay_in_memory_while_the_disk_of_the_root_is_unmounted(
+    place: AgentFolder, tmp_path: Path, tiers, left
+) -> None:
+    """Without its disk, the path is an empty folder, or an empty folder in the mount point."""
+    disk, away = tmp_path / "mount", tmp_path / "disk"
+    disk.mkdir()
+    tiers[1:] = [{"url": str(disk / "run")}]
+    run_code(UNMOUNTED, disk, away, left)
+    assert until(lambda: (found := job_of(place)) is not None and "root is gone" in found.error)
+    assert [*disk.rglob("*")] == ([] if left == "mount point" else [disk / "run"])
+    shutil.rmtree(disk)
+    away.rename(disk)
+    assert whole(disk / "run") == [1, 2]
+    assert "from 5" in train(tiers, 6, 6, "restore")
+    assert whole(disk / "run") == [1, 2, 6]
+
+
+def test_an_agent_finishes_a_job_when_its_disk_is_there_again(tmp_path: Path) -> None:
+    near, far, away = tmp_path / "near", tmp_path / "far", tmp_path / "away"
+    with CheckpointManager(near) as manager:
+        manager.save({"x": torch.zeros(3)}, 1)
+    backend, other = PosixBackend(str(near), shared=False), PosixBackend(str(far), shared=False)
+    me = Owner(committed(backend)[0].job, "here", machine(), pid=1 << 30, started=1)
+    backend.put(OWNER, [msgspec.json.encode(me)])
+    tiers = ({"url": str(near)}, {"url": str(far)})
+    marks = (backend.mark(), other.mark())
+    job = Job(me, (Process(me.pid, 1),), 1, tiers, backlog=4, environment={}, marks=marks)
+    assert far.is_dir(), "the trainer makes the root"
+
+    def finish() -> str:
+        with Workers("test", 2) as workers, Finish(job, workers, lambda _: None) as finishing:
+            return finishing.run().error
+
+    far.rename(away)
+    assert "root is gone" in finish()
+    far.mkdir()
+    assert "root is gone" in finish()
+    assert not list(far.iterdir())
+    far.rmdir()
+    away.rename(far)
+    assert finish() == ""
+    assert whole(far) == [1]
+
+
+def test_a_root_that_is_lost_during_the_work_is_no_root_of_another_job(tmp_path: Path) -> None:
+    backend = PosixBackend(str(tmp_path / "root"), shared=False)
+    backend.mark()
+    tier = OpenTier(0, Tier(backend.url), backend)
+    root = _Root(tier, None, Claim(backend, Owner.here("abcabcabcabc")))
+    finishing = finish_of(Owner.here("abcabcabcabc"), _memory=[], _on_node=[], _durable=[])
+    finishing._confirm(root)
+    (tmp_path / "root").rmdir()
+    with pytest.raises(RootLost):
+        finishing._confirm(root)
 
 
 def version(place: AgentFolder) -> str:
