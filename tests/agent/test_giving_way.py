@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-import ckpt.agent.finish
+import ckpt.agent.job_tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.finish import Finish
 from ckpt.agent.messages import Job, fields_of
@@ -55,6 +55,8 @@ def dead(tmp_path: Path, left: tuple[Path, Owner]) -> Job:
     """The job was to have its steps on "far" and "farther" too."""
     shutil.copytree(left[0], tmp_path / "near")
     tiers = [Tier(str(tmp_path / name)) for name in ("near", "far", "farther")]
+    for name in ("far", "farther"):
+        (tmp_path / name).mkdir()  # The trainer makes the roots when it registers
     return Job(
         owner=left[1],
         processes=(),
@@ -97,7 +99,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, root: Path, on_put: Callable[[str], N
         found = open_backend(url, options)
         return Watched(found, on_put) if url == str(root) else found
 
-    monkeypatch.setattr(ckpt.agent.finish, "open_backend", opened)
+    monkeypatch.setattr(ckpt.agent.job_tiers, "open_backend", opened)
 
 
 def test_all_of_it_is_taken_farther_newest_first_and_twice_does_nothing_more(

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-import ckpt.agent.scrub
+import ckpt.agent.job_tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.agent.client import status
 from ckpt.agent.folder import AgentFolder
@@ -146,7 +146,7 @@ def test_a_store_that_is_away_costs_no_other(tiers, monkeypatch) -> None:
             )
         return found
 
-    monkeypatch.setattr(ckpt.agent.scrub, "open_backend", opened)
+    monkeypatch.setattr(ckpt.agent.job_tiers, "open_backend", opened)
     ended, reported = one_round(job)
     assert ended.outcome == "failed"
     assert [Path(one.tier).name for one in reported] == ["near"]
