@@ -34,6 +34,7 @@ from ckpt.coordination.api import LEADER
 from ckpt.coordination.claim_marker import claim_for_finish, release_finish
 from ckpt.coordination.committer import put_once
 from ckpt.coordination.owner import Owner, read_owner
+from ckpt.coordination.tombstone import delete_tombstone
 from ckpt.errors import (
     CkptError,
     CommitError,
@@ -132,6 +133,7 @@ def _put(folder: StepFolder, manifest: Manifest) -> None:
     if faults := size_faults(folder, manifest.stored_files().values()):
         raise faults[0].error()
     folder.require_fragments(manifest)
+    retry.call(partial(delete_tombstone, backend, ref))
     retry.call(partial(put_once, backend, ref.manifest, pack(manifest)))
     release_finish(backend, ref)
 

@@ -12,12 +12,14 @@ from itertools import islice
 from typing import Final, TypeVar
 
 from ckpt.catalog.fragments import filled, load_fragment
+from ckpt.coordination.tombstone import TOMBSTONE, has_manifest
 from ckpt.errors import (
     AccessDenied,
     IntegrityError,
     LinkRefused,
     ManifestCorrupt,
     NoCheckpoint,
+    ObjectNotFound,
     StorageError,
     TransientStorageError,
     about,
@@ -32,7 +34,6 @@ from ckpt.storage.api import (
     ObjectInfo,
     StorageBackend,
     Unfinished,
-    is_there,
     read_record,
 )
 
@@ -88,7 +89,7 @@ def unfinished_of(backend: StorageBackend, ref: StepRef) -> tuple[Unfinished, ..
 
 def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
     """Return True if the store has a manifest for ``ref``."""
-    return ask(backend, partial(is_there, backend, ref.manifest))
+    return ask(backend, partial(has_manifest, backend, ref))
 
 
 def committed(backend: StorageBackend) -> list[StepRef]:
@@ -124,6 +125,8 @@ def read_packed(
     """
 
     def decode(data: bytes) -> tuple[Manifest, bytes]:
+        if data == TOMBSTONE:
+            raise ObjectNotFound(ref.manifest, "it was removed")
         manifest = check_manifest(unpack(data, Manifest, key=ref.manifest), key=ref.manifest)
         check_place(StepRef(manifest.step, manifest.attempt), ref)
         return manifest, data

@@ -100,8 +100,11 @@ class StoredStep:
 
     @property
     def is_empty(self) -> bool:
-        """Return True if the folder of the step has neither files nor unfinished writes."""
-        return self.state == "incomplete" and not self.objects and not self.unfinished
+        """Return True if the folder of the step has neither files nor unfinished writes, except for
+        a tombstone in place of the manifest.
+        """
+        files = [info for info in self.objects if info.key != self.ref.manifest]
+        return self.state == "incomplete" and not files and not self.unfinished
 
     @property
     def nbytes(self) -> int:
@@ -218,7 +221,9 @@ class Inventory:
                     ref=ref, objects=objects, state="unsupported", reason=_reason(error)
                 )
             except IntegrityError as error:
-                state, reason = "damaged", _reason(error)
+                # Otherwise a tombstone has taken the place of the manifest meanwhile.
+                if there := is_committed(self._backend, ref):
+                    state, reason = "damaged", _reason(error)
         skipped = self._shown and objects
         unfinished = () if skipped else unfinished_of(self._backend, ref)
         is_cut = any(

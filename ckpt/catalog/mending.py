@@ -24,7 +24,7 @@ from ckpt.catalog.transfer import (
 )
 from ckpt.catalog.verify import Fault, StepFolder, verify_files
 from ckpt.coordination.claim_marker import claim_for_finish, clear_away, release_finish
-from ckpt.errors import IntegrityError, StorageError
+from ckpt.errors import IntegrityError, ObjectNotFound, StorageError
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import StoredFile
 from ckpt.pipeline.image_writer import OnBytes
@@ -63,8 +63,7 @@ def mend_step(
         ObjectExists: A fragment is damaged, and the sources have the files in another encoding.
         StorageError: A store has failed, or the step is being removed.
     """
-    # This request raises if the step was removed.
-    folder.retry.call(partial(folder.backend.head, folder.ref.manifest))
+    _check_manifest(folder)
     wrong = {fault.key for fault in faults}
     origin = TieredReader([folder.backend, *sources], folder.ref, retry=folder.retry)
     found = origin.whole(lambda found: origin.filled(found, None))
@@ -118,14 +117,19 @@ def _copy(
         raise lost
 
 
+def _check_manifest(folder: StepFolder) -> None:
+    """Raise ``ObjectNotFound`` if the step was removed."""
+    if not is_committed(folder.backend, folder.ref):
+        raise ObjectNotFound(folder.ref.manifest)
+
+
 def _put_manifest(folder: StepFolder, found: Found, confirm: Callable[[], object]) -> None:
     """Replace a damaged manifest. A claim marker keeps the step from being removed meanwhile."""
     backend, ref = folder.backend, folder.ref
     if not folder.retry.call(partial(claim_for_finish, backend, ref)):
         raise StorageError(ref.folder, f"it is being removed on {backend.url}")
     try:
-        # This request raises if the step was removed before the marker was put.
-        folder.retry.call(partial(backend.head, ref.manifest))
+        _check_manifest(folder)
         check_files(folder, found.manifest, confirm)
         folder.retry.call(partial(backend.put, ref.manifest, [found.packed]))
     finally:

@@ -35,6 +35,7 @@ from ckpt.catalog.tiered_reader import OnRepair, TieredReader
 from ckpt.catalog.verify import Meter, OnProgress, StepFolder, fault_of, size_faults, verify_files
 from ckpt.codec.registry import NO_CODEC, Encoder, encoder_of
 from ckpt.coordination.claim_marker import claim_for_finish, release_finish
+from ckpt.coordination.tombstone import delete_tombstone, has_manifest
 from ckpt.errors import (
     FormatUnsupported,
     IntegrityError,
@@ -387,6 +388,7 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
     if not folder.retry.call(partial(claim_for_finish, destination, ref)):
         raise StorageError(ref.folder, f"it is being cleared away on {destination.url}")
     look()
+    folder.retry.call(partial(delete_tombstone, destination, ref))
     _commit(folder, packed)
     release_finish(destination, ref)
 
@@ -419,6 +421,8 @@ def _make_way(folder: StepFolder, packed: bytes) -> bool:
     except ObjectNotFound:
         return False
     except IntegrityError as error:
+        if not folder.retry.call(partial(has_manifest, destination, ref)):
+            return False  # A tombstone stays until all files are there
         if not isinstance(error, FormatUnsupported):
             folder.retry.call(partial(destination.delete, ref.manifest))
             return False

@@ -9,8 +9,10 @@ A rank deletes its marker once its files are gone. From then on the set of fragm
 A finisher checks that the set is complete while its own marker exists. A finisher deletes its
 marker when the manifest exists, and a rank checks for the manifest while its own marker exists. A
 process that removes a checkpoint puts a third kind of marker before it removes the manifest, and
-deletes the marker last. Therefore no manifest ever names a removed file, in whatever order the
-processes run, and however long one of them stops.
+deletes the marker last. If a rank of another job may still put the manifest, the removal leaves a
+tombstone in its place (``coordination.tombstone``). Therefore no manifest ever names a removed
+file, in whatever order the processes run, as long as no rank stops for a day between its last look
+at the owner of the root and its put of the manifest.
 
 On a tier that nodes share, a rank also has a marker of its own, which it puts first and deletes
 last. If a node is lost, the agent of another node puts the markers of that node's ranks before it
@@ -23,6 +25,7 @@ from __future__ import annotations
 import contextlib
 from typing import Final
 
+from ckpt.coordination.tombstone import has_manifest
 from ckpt.errors import CkptError, ObjectExists, ObjectNotFound, OutOfSpace
 from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend, is_there
@@ -52,7 +55,7 @@ def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
     """
     if not _claim(backend, ref.claim_marker, _REMOVE):
         return False
-    if is_there(backend, ref.manifest):
+    if has_manifest(backend, ref):
         # A finisher was faster, and has deleted its marker already.
         release_removal(backend, ref)
         return False

@@ -47,6 +47,7 @@ from ckpt.coordination.commit_state_machine import (
     encode,
 )
 from ckpt.coordination.leaving import who_has_left
+from ckpt.coordination.tombstone import TOMBSTONE, has_manifest
 from ckpt.errors import (
     CkptError,
     CommitError,
@@ -64,7 +65,7 @@ from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef, Packed
 from ckpt.plan.merge import Known, merge
-from ckpt.storage.api import StorageBackend, is_there, read_record
+from ckpt.storage.api import StorageBackend, read_record
 
 T = TypeVar("T")
 
@@ -200,7 +201,7 @@ class SharedStore:
             ) from error
 
     def is_absent(self, ref: StepRef) -> bool:
-        return not is_there(self._backend, ref.manifest)
+        return not has_manifest(self._backend, ref)
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
         """Do nothing, since the other ranks can read the fragment from the tier."""
@@ -406,11 +407,13 @@ def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
     been lost, or two ranks may have merged the same fragments.
 
     Raises:
-        CommitError: The object exists with other bytes.
+        CommitError: The object exists with other bytes, or as a tombstone.
         StorageError: The put has failed, and the object cannot be read.
     """
 
     def compare(there: bytes) -> None:
+        if there == TOMBSTONE:
+            raise CommitError(f"{key!r} was removed by another job, which has taken the root over")
         if there != data:
             raise ManifestCorrupt(key, "it has other content")
 

@@ -26,7 +26,7 @@ _LIMIT = 64 << 10
 NO_PROCESS: Final = 0
 """The ``pid`` in the record of a job that has closed and has left its root to the agent."""
 _MOST_ENDED: Final = 64
-"""The largest number of ended attempts in the record of an owner."""
+"""The largest number of ended attempts, and of unseen ones, in the record of an owner."""
 _ended: Final[set[str]] = set()
 """The attempts of this process that are over.
 
@@ -47,6 +47,7 @@ class Owner(msgspec.Struct, frozen=True):
         run: The name that torchrun gave the run; empty without torchrun.
         restart: How often torchrun has restarted all ranks.
         ended: Attempts that owned the root before and whose processes are known to have ended.
+        unseen: Attempts that owned the root before and may be alive, on other machines.
     """
 
     attempt: str
@@ -57,6 +58,7 @@ class Owner(msgspec.Struct, frozen=True):
     run: str = ""
     restart: int = 0
     ended: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
 
     @classmethod
     def here(cls, attempt: str) -> Owner:
@@ -121,8 +123,8 @@ _decoder: Final = msgspec.json.Decoder(Owner)
 def claim(backend: StorageBackend, me: Owner) -> Owner:
     """Make ``me`` the owner of the root, and return the record that was written.
 
-    The new record is ``me`` with the attempts that have ended. These are the ended attempts in the
-    earlier record, and the attempt of the earlier record if it is known to have ended.
+    The new record is ``me`` with the attempts that have ended, and those that may be alive. These
+    are the attempts in the earlier record, and the attempt of the earlier record itself.
 
     Raises:
         RootInUse: The root's owner is alive on this machine.
@@ -142,14 +144,17 @@ def succeed(backend: StorageBackend, me: Owner) -> Owner:
         RootLost: The root is gone, or another folder has taken its place.
     """
     owner = owner_of(backend)
-    ended: tuple[str, ...] = ()
-    if owner is not None:
-        if owner.attempt not in {me.attempt, *_ended} and owner.alive:
-            raise RootInUse(backend.url, str(owner), here=owner.here_too)
-        ended = owner.ended
-        if owner.attempt != me.attempt and owner.has_ended(me):
+    if owner is None:
+        return me
+    if owner.attempt not in {me.attempt, *_ended} and owner.alive:
+        raise RootInUse(backend.url, str(owner), here=owner.here_too)
+    ended, unseen = owner.ended, owner.unseen
+    if owner.attempt != me.attempt:
+        if owner.has_ended(me):
             ended = (*ended, owner.attempt)[-_MOST_ENDED:]
-    return msgspec.structs.replace(me, ended=ended or me.ended)
+        else:
+            unseen = (*unseen, owner.attempt)[-_MOST_ENDED:]
+    return msgspec.structs.replace(me, ended=ended or me.ended, unseen=unseen or me.unseen)
 
 
 def confirm(backend: StorageBackend, me: Owner) -> bool:

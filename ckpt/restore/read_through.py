@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from ckpt.catalog.index import is_committed
 from ckpt.catalog.tiered_reader import Found, TieredReader
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
 from ckpt.catalog.verify import Fault, StepFolder, verify_files
@@ -88,8 +89,8 @@ class _CacheGuard(StepGuard):
         for place, tier in enumerate(self.tiers):
             if place != self.position and not tier.in_memory and not self.origin.gone(place, ""):
                 with suppress(IntegrityError, StorageError):
-                    self.context.retry.call(partial(tier.backend.head, ref.manifest))
-                    return True
+                    if is_committed(tier.backend, ref):
+                        return True
         return False
 
 

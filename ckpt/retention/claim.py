@@ -58,6 +58,7 @@ class Claim:
         self._there: frozenset[StepRef] | None = None
         self._brought: set[StepRef] = set()
         self._ended: frozenset[str] = frozenset()
+        self._unseen: frozenset[str] = frozenset()
         self._seen = me.attempt
         self.claimed = False
 
@@ -83,7 +84,7 @@ class Claim:
         self._me = succeed(self._backend, self._me)
         # If the next call finds no room for ``writer.json``, the job makes room. For that it must
         # know the ended jobs, whose steps it may remove.
-        self._ended = frozenset(self._me.ended)
+        self._ended, self._unseen = frozenset(self._me.ended), frozenset(self._me.unseen)
         claim(self._backend, self._me)
         there = committed(self._backend)
         if self._there is None:
@@ -104,6 +105,7 @@ class Claim:
         if owner and others and (self._there is not None or not owner.has_ended(self._me)):
             raise RootInUse(self._backend.url, str(owner), here=owner.here_too)
         self._seen = owner.attempt if owner is not None else self.own
+        self._unseen = frozenset(owner.unseen if owner is not None else ())
         if owner is not None and not others:
             self._ended = frozenset(owner.ended)
 
@@ -120,6 +122,7 @@ class Claim:
         self._there = frozenset()
         self._seen = owner.attempt if owner is not None else self.own
         self._ended = frozenset(owner.ended if owner is not None else ())
+        self._unseen = frozenset(owner.unseen if owner is not None else ())
 
     def confirm(self) -> bool:
         """Return True if ``writer.json`` names this job, and False if the root has no owner.
@@ -182,6 +185,12 @@ class Claim:
         (``bring``).
         """
         return ref not in self._brought and ref.job in self._ended
+
+    def may_come(self, ref: StepRef) -> bool:
+        """Return True if a process of another job may still put the manifest of ``ref``: that job
+        owned the root, lost it to another one, and is not known to have ended.
+        """
+        return ref.job in self._unseen
 
     @property
     def has_heritage(self) -> bool:

@@ -28,6 +28,7 @@ from ckpt.coordination.claim_marker import (
     release_marker,
     release_removal,
 )
+from ckpt.coordination.tombstone import bury
 from ckpt.errors import OutOfSpace
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef, is_file_name, is_fragment, is_late_metrics, parse_folder
@@ -42,9 +43,10 @@ _RETRY: Final = RetryPolicy()
 def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None) -> bool:
     """Remove one attempt at a step, unless another job has taken the root over.
 
-    The claim marker is put first. Then the manifest is deleted, then the files, and the marker
-    last. A step that is pinned stays, and so does one that another process finishes or copies. In a
-    store with folders, the unfinished writes in the folder and the folder itself are removed too.
+    The claim marker is put first. Then the manifest is deleted, or replaced by a tombstone if a
+    process of another job may still put it. The files follow, and the marker comes last. A step
+    that is pinned stays, and so does one that another process finishes or copies. In a store with
+    folders, the unfinished writes in the folder and the folder itself are removed too.
 
     If the attempt has no files, no marker is put. Then only its unfinished writes and its empty
     folder are removed.
@@ -89,14 +91,31 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
             backend.delete(held.ref.manifest)
             with suppress(OutOfSpace):
                 marked = claim_committed_for_removal(backend, held.ref)
-    backend.delete(held.ref.manifest)
+    stays = {held.ref.claim_marker, *_remove_manifest(backend, held, claim)}
     for key in {*(info.key for info in held.objects), *_added_since(backend, held.ref, marked)}:
-        if key != held.ref.claim_marker:
+        if key not in stays:
             backend.delete(key)
     discard(backend, _unfinished_in(backend, held))
     if marked:
         release_removal(backend, held.ref)
     return True
+
+
+def _remove_manifest(
+    backend: StorageBackend, held: StoredStep, claim: Claim | None
+) -> tuple[str, ...]:
+    """Delete the manifest of a step, or put a tombstone in its place if a process of another job
+    may still put the manifest. Return the keys of the files that must stay.
+
+    If a full store has no room for the tombstone, the manifest is deleted.
+    """
+    is_remains = held.state == "incomplete" and not held.is_cut
+    if claim is not None and claim.may_come(held.ref) and not is_remains:
+        with suppress(OutOfSpace):
+            bury(backend, held.ref)
+            return (held.ref.manifest,)
+    backend.delete(held.ref.manifest)
+    return ()
 
 
 def _remove_folder(backend: StorageBackend, held: StoredStep) -> None:

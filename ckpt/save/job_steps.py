@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckpt.catalog.index import attempts
-from ckpt.errors import CkptError, ObjectNotFound
+from ckpt.coordination.tombstone import has_manifest
+from ckpt.errors import CkptError
 from ckpt.locks import Condition
 from ckpt.model.keys import StepRef
 from ckpt.storage.tiers import OpenTier
@@ -247,12 +248,9 @@ class JobSteps:
         if newest is not None and newest.step < ref.step:
             return False
         try:
-            tier.backend.head((newest or ref).manifest)
-        except ObjectNotFound:
-            return False
+            return has_manifest(tier.backend, newest or ref)
         except CkptError:
             return newest is not None
-        return True
 
 
 @dataclass(frozen=True, slots=True)

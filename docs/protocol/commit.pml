@@ -12,9 +12,12 @@
    its ranks from copies, and these ranks may live. A reader (PINNER) pins
    a step, renews the pin, and reads. Each of them may die before every step.
 
-   A removal deletes a manifest when no manifest of that step is on its way, and no rank is between
-   its last look at the owner and its put. An agent removes a checkpoint when all ranks have ended,
-   and no rank clears away a save when the agent begins. A marker that another process has deleted is not put
+   If another job removes a checkpoint, it leaves a tombstone in place of the manifest, which goes when
+   no manifest of that step is on its way, and no rank is between its last look at the owner and its put.
+   Whoever copies the step again deletes the tombstone behind its marker, when all files are there.
+   An agent, which removes what is of its own job, leaves none: it deletes a manifest when none is on its
+   way. An agent removes a checkpoint when all ranks have ended, and no rank clears away a save when the
+   agent begins. A marker that another process has deleted is not put
    again before the process that had put it is over. These are assumptions of docs/protocol.md.
 
    Not modelled: a disk that is too full for a marker, and markers that are a day old.
@@ -73,7 +76,7 @@ byte word[12], intent[SAVES], turn[SAVES], outcome[SAVES];
 bool gone[2];
 /* a tier */
 byte data[SAVES], fragment[SAVES], mark[SAVES];
-bool manifest[SAVES];
+bool manifest[SAVES], tomb[SAVES];
 byte owner[2];
 /* puts on their way, of the dead or of those who got no answer */
 byte late_fragment[SAVES];
@@ -216,10 +219,12 @@ put: /* each try looks whose the root is */
   if /* if absent, and content with what is there already: it is the same */
   :: atomic { crashes < CRASHES -> crashes++; putting[S]--; goto dead }
   :: atomic { crashes < CRASHES -> crashes++; putting[S]--; late_manifest[S] = true; goto dead }
-  :: atomic { putting[S]--; APPEAR(S); goto conclude_committed }
+  :: atomic { !tomb[S] -> putting[S]--; APPEAR(S); goto conclude_committed }
+  :: atomic { tomb[S] && exclusive && !unanswered -> putting[S]--; goto withdraw }
+  :: atomic { tomb[S] && !(exclusive && !unanswered) -> putting[S]--; goto put_failed }
   :: atomic { !manifest[S] && exclusive && !unanswered -> putting[S]--; goto withdraw } /* the store said no */
   :: atomic { putting[S]--; unanswered = true; late_manifest[S] = true }
-  :: atomic { putting[S]--; unanswered = true; APPEAR(S) }
+  :: atomic { !tomb[S] -> putting[S]--; unanswered = true; APPEAR(S) }
   fi;
   if
   :: goto put /* again */
@@ -376,6 +381,9 @@ inline finish(may)
   if :: goto over :: fragment[S] == ALL fi;
 #endif
   if :: goto over :: may fi;
+#if OTHERS > 0
+  if :: goto over :: atomic { tomb[S] = false } fi;
+#endif
   if
   :: goto over
   :: atomic { late_manifest[S] = true; finisher_put[S] = true; goto over } /* it dies, and its put arrives */
@@ -400,8 +408,8 @@ over:
 #define NOTHING_COMES (!late_manifest[S] && putting[S] == 0)
 
 /* A checkpoint is removed, or what a removal that was cut off has left. `may` is the last look at
-   the owner. A remover that dies is followed by one more. */
-inline remove(may)
+   the owner, and `leaves` whether a tombstone is left. A remover that dies is followed by one more. */
+inline remove(may, leaves)
 {
   if :: goto over :: may fi;
 #ifdef BUG_REMOVE_WITHOUT_MARK
@@ -422,9 +430,10 @@ inline remove(may)
   if
   :: goto cut
   :: atomic {
-      NOTHING_COMES -> assert(held[S] == 0);
+      leaves || NOTHING_COMES -> assert(held[S] == 0);
       assert(owner[t] != a || ended[a] == ALL); /* of a job that lives, and has the root */
-      manifest[S] = false; evicted[S] = true
+      manifest[S] = false; evicted[S] = true;
+      tomb[S] = leaves
     }
   fi;
 #ifdef BUG_UNMARK_REMOVAL_EARLY
@@ -467,7 +476,15 @@ proctype Other(byte me)
   fi;
   if :: !there -> goto begun :: there fi;
 removal:
-  remove(!takes || owner[t] == ANOTHER);
+#ifdef BUG_REMOVE_WITHOUT_TOMBSTONE
+  if :: goto over :: atomic { MAY_MARK(BY_REMOVER) -> MARK(BY_REMOVER) } fi;
+  atomic { manifest[S] = false; evicted[S] = true };
+  atomic { MAY_DELETE(S); fragment[S] = 0 };
+  atomic { MAY_DELETE(S); data[S] = 0 };
+  atomic { UNMARK; LEAVE };
+#else
+  remove(!takes || owner[t] == ANOTHER, true);
+#endif
   goto over;
 begun:
 #ifdef BUG_EVICT_BEGUN
@@ -478,7 +495,13 @@ begun:
   atomic { mark[S] = NONE };
 #endif
 over:
-  atomic { LEAVE }
+  atomic { LEAVE };
+end_day:
+#ifdef BUG_TOMBSTONE_GOES_EARLY
+  tomb[S] = false
+#else
+  atomic { NOTHING_COMES -> tomb[S] = false }
+#endif
 }
 #endif
 
@@ -519,7 +542,7 @@ finishing:
   finish(owner[t] == a);
 removal: /* retention, or what is in memory is freed */
   if :: goto over :: ended[a] == ALL fi;
-  remove(owner[t] == a);
+  remove(owner[t] == a, false);
   goto over;
 copy: /* the data of each rank, then the fragments */
   do
@@ -610,14 +633,14 @@ proctype Network()
 end:
   do
   :: atomic { late_fragment[0] != 0 -> fragment[0] = fragment[0] | late_fragment[0]; late_fragment[0] = 0 }
-  :: atomic { late_manifest[0] -> if :: !manifest[0] -> APPEAR(0) :: else fi; if :: late_manifest[0] = false :: true fi }
+  :: atomic { late_manifest[0] -> if :: !manifest[0] && !tomb[0] -> APPEAR(0) :: else fi; if :: late_manifest[0] = false :: true fi }
 #if ATTEMPTS * TIERS > 1
   :: atomic { late_fragment[1] != 0 -> fragment[1] = fragment[1] | late_fragment[1]; late_fragment[1] = 0 }
-  :: atomic { late_manifest[1] -> if :: !manifest[1] -> APPEAR(1) :: else fi; late_manifest[1] = false }
+  :: atomic { late_manifest[1] -> if :: !manifest[1] && !tomb[1] -> APPEAR(1) :: else fi; late_manifest[1] = false }
   :: atomic { late_fragment[2] != 0 -> fragment[2] = fragment[2] | late_fragment[2]; late_fragment[2] = 0 }
-  :: atomic { late_manifest[2] -> if :: !manifest[2] -> APPEAR(2) :: else fi; late_manifest[2] = false }
+  :: atomic { late_manifest[2] -> if :: !manifest[2] && !tomb[2] -> APPEAR(2) :: else fi; late_manifest[2] = false }
   :: atomic { late_fragment[3] != 0 -> fragment[3] = fragment[3] | late_fragment[3]; late_fragment[3] = 0 }
-  :: atomic { late_manifest[3] -> if :: !manifest[3] -> APPEAR(3) :: else fi; late_manifest[3] = false }
+  :: atomic { late_manifest[3] -> if :: !manifest[3] && !tomb[3] -> APPEAR(3) :: else fi; late_manifest[3] = false }
 #endif
   od
 }
