@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-tiers test test-fast coverage integrations torture safety stores check check-text check-mypy check-pyright check-protocol matrix lowest bench licences docs build clean
+.PHONY: help demo demo-tiers test test-fast coverage integrations torture safety stores check check-text check-mypy check-pyright check-protocol matrix lowest imports bench licences docs build clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
@@ -85,6 +85,9 @@ lowest: $(STAMP) ## the quick tests with the lowest versions that pyproject.toml
 
 check-protocol: ## the commit protocol, model-checked with Spin (five minutes; spin and gcc)
 	docs/protocol/check.sh
+
+imports: $(STAMP) ## write folders with other libraries, import them, and write docs/imports.md (10 GB in .build)
+	$(BIN)/python -m tests.exchange.folders.table $(ARGS)
 
 bench: $(STAMP) ## all scenarios against the peers: tables and plots in bench/results (25 minutes)
 	$(BIN)/python -m bench all --out bench/results $(ARGS)

@@ -1,9 +1,10 @@
 """Join the files that each rank of a job has written with ``torch.save``.
 
 Some trainers save the ``state_dict()`` of a sharded model on each rank, as verl does with
-``model_world_size_2_rank_0.pt``. Its DTensors say which part of the whole tensor a rank holds.
-Files are joined if their names differ only in the number after ``rank``, and there is one of each
-rank.
+``model_world_size_2_rank_0.pt`` and torch_checkpointing with ``model_0.pt``. The DTensors say which
+part of the whole tensor a rank holds. Files are joined if their names differ only in the number at
+the end, and there is one of each rank. A job of one rank has no DTensors, and then all files of the
+folder end in 0.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ckpt.model.values import join
 from ckpt.staging.image import copyable
 
 _NAME: Final = re.compile(
-    r"(.*?)(?:[_-]world_size[_-][0-9]+)?[_-]?rank[_-]?([0-9]{1,7})\.(?:pt|pth|bin|ckpt)"
+    r"(.+?)(?:[_-]world_size[_-][0-9]+)?(?:[_-]?rank)?[_-]?([0-9]{1,7})\.(?:pt|pth|bin|ckpt)"
 )
 
 Load = Callable[[str], Any]
@@ -62,7 +63,7 @@ def without_warnings() -> Generator[None]:
 
 def read_rank_files(source: str, load: Load, scratch: str | None) -> LibraryFolder | None:
     """Return the joined state of the files in the folder ``source``, or None if these are not the
-    parts of sharded tensors.
+    files of the ranks of one job.
 
     Args:
         source: The folder.
@@ -79,7 +80,7 @@ def read_rank_files(source: str, load: Load, scratch: str | None) -> LibraryFold
         if hit := _NAME.fullmatch(name):
             ranks.setdefault(hit[1], {})[int(hit[2])] = name
     found = LibraryFolder("torch")
-    is_sharded = False
+    is_of_job = len(ranks) > 1 and all(names.keys() == {0} for names in ranks.values())
     for kind, names in sorted(ranks.items()):
         try:
             parts = {rank: load(os.path.join(source, name)) for rank, name in names.items()}
@@ -88,7 +89,7 @@ def read_rank_files(source: str, load: Load, scratch: str | None) -> LibraryFold
             continue
         files = [names[rank] for rank in sorted(names)]
         for name, tensor in _sharded(parts[min(parts)]):
-            is_sharded = True
+            is_of_job = True
             if missing := {*ranks_of_mesh(tensor.device_mesh).flatten().tolist()} - names.keys():
                 raise IntegrityError(
                     f"{source}: rank {min(missing)} holds a part of {name!r}, and its file beside "
@@ -96,7 +97,7 @@ def read_rank_files(source: str, load: Load, scratch: str | None) -> LibraryFold
                 )
         found.state[kind] = _Joined(parts, scratch).value
         found.files += files
-    return found if is_sharded else None
+    return found if is_of_job else None
 
 
 class _Joined:

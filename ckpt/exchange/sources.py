@@ -10,6 +10,7 @@ from ckpt.exchange.folder_kind import note_about
 from ckpt.exchange.foreign_files import Kind, check_nothing_lost, detect, paths_in, read_source
 from ckpt.exchange.library_folders import is_lightning, named_lightning, read_folder, read_lightning
 from ckpt.exchange.rank_files import check_whole, read_rank_files
+from ckpt.exchange.torch_reader import load
 
 
 def read_contents(source: str, kind: Kind | None, scratch: str | None) -> Contents:
@@ -44,7 +45,7 @@ def _of_library(source: str, scratch: str | None) -> Contents | None:
         notes.extend(contents.notes)
         return contents.state
 
-    folder = read_folder(source, read) or read_rank_files(source, read, scratch)
+    folder = read_folder(source, read) or read_rank_files(source, load, scratch)
     if folder is None:
         return None
     return Contents(folder.state, folder.files, [*folder.notes, *notes], library=folder.library)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.conftest import Cli
 from tests.exchange.folders.compare import compare
+from tests.exchange.folders.write_torch_checkpointing import main
 from tests.kit.worlds import world
 
 WRITER = Path(__file__).parent / "folders" / "write_rank_files.py"
@@ -43,3 +44,18 @@ def test_the_files_of_all_ranks_restore_as_a_whole(cli: Cli, tmp_path: Path, ran
     assert ran.code == 4
     assert "rank 1 holds a part of 'first.weight', and its file" in ran.err
     assert not Path("alone").exists()
+
+
+def test_the_files_of_a_job_of_one_rank_have_the_names_of_the_objects(
+    cli: Cli, tmp_path: Path
+) -> None:
+    """torch_checkpointing writes such files."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    main(str(theirs))
+    assert cli("import", theirs / "state", "runs", "--step", 2).code == 0
+    assert compare(Path("runs"), theirs) == {
+        "weights": "yes",
+        "optimizer": "yes",
+        "position": "yes",
+    }

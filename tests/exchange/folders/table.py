@@ -2,18 +2,20 @@
 
 ``python -m tests.exchange.folders.table`` (``make imports``) makes an environment for each set of
 packages in ``.build/imports``, which takes 10 GB and some minutes at the first time. A release of
-torch that the index does not have is left out, and the page says so. ``--only TEXT`` runs the rows
-whose name has this text, and prints the table instead of writing the page.
+torch that the index does not have is left out, and the page says so. Results stay in
+``.build/imports``; a row that is there is not run again, unless ``--again`` says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
+import json
 import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,7 @@ from tests.exchange.folders.net import TRUTH
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 BUILD: Final = ROOT / ".build" / "imports"
+RESULTS: Final = BUILD / "results.json"
 PAGE: Final = ROOT / "docs" / "imports.md"
 BEGIN, END = "<!-- measured: make imports -->", "<!-- end of what is measured -->"
 COLUMNS: Final = ("weights", "optimizer", "scheduler", "position")
@@ -67,13 +70,22 @@ DEEPSPEED: Final = (
     "deepspeed==0.19.8", "hjson==3.1.0", "py-cpuinfo==9.0.0", "ninja==1.13.2", "einops==0.8.2",
     "msgpack==1.2.4",
 )  # fmt: skip
-TORCHES: Final = ("2.11.0", "2.13.0", "2.15.0")
+TORCHES: Final = ("2.13.0", "2.15.0", "2.11.0")
 _FORMATS: Final[tuple[Format, ...]] = ("torch", "safetensors", "dcp")
-KINDS: Final = (("fsdp2", 2), ("fsdp2", 4), ("tp", 2), ("hsdp", 4), ("flat", 2))
+
+
+KINDS: Final = (
+    ("fsdp2", 2),
+    ("tp", 2),
+    ("hsdp", 4),
+    ("flat", 2),
+    ("hf", 2),
+    ("hf-consolidated", 2),
+)
 
 
 def rows() -> list[Row]:
-    found = [
+    of_torch = [
         Row(
             name=f"torch {version}, DCP, {kind} on {ranks} ranks",
             writer=("dcp", kind),
@@ -81,82 +93,65 @@ def rows() -> list[Row]:
             packages=() if version == "2.13.0" else (f"torch=={version}", "numpy", "safetensors"),
         )
         for version in TORCHES
-        for kind, ranks in (*KINDS, ("hf", 2), ("hf-consolidated", 2))
+        for kind, ranks in KINDS
     ]
-    return [
-        *found,
+    return [*_OF_LIBRARIES, *of_torch]
+
+
+_OF_LIBRARIES: Final = (
+    Row(name="accelerate 1.15.0, save_state", writer=("accelerate",)),
+    Row(name="Lightning 2.6.6, save_checkpoint", writer=("lightning",), source="last.ckpt"),
+    Row(
+        name="transformers 5.24.0, Trainer",
+        writer=("trainer",),
+        source="checkpoint-4",
+        packages=TRANSFORMERS,
+    ),
+    Row(
+        name="transformers 5.24.0, save_pretrained",
+        writer=("transformers",),
+        packages=TRANSFORMERS,
+    ),
+    Row(name="torchsnapshot 0.1.0", writer=("torchsnapshot",)),
+    Row(
+        name="Orbax 0.12.8",
+        writer=("orbax",),
+        packages=("orbax-checkpoint==0.12.8", "jax==0.10.2"),
+    ),
+    Row(name="torch_checkpointing 0.1.1", writer=("torch_checkpointing",)),
+    Row(
+        name="torch_checkpointing 0.1.1, FSDP2 on 2 ranks",
+        writer=("torch_checkpointing",),
+        ranks=2,
+    ),
+    Row(
+        name="Megatron-core 0.16.1, torch_dist on 2 ranks",
+        writer=("megatron",),
+        ranks=2,
+        packages=("megatron-core==0.16.1",),
+    ),
+    Row(
+        name="torch 2.13.0, a file of each rank (verl), 2 ranks",
+        writer=("rank_files",),
+        source="actor",
+        ranks=2,
+    ),
+    *(
         Row(
-            name="torch 2.13.0, a file of each rank (verl), 2 ranks",
-            writer=("rank_files",),
-            source="actor",
-            ranks=2,
-        ),
-        Row(
-            name="torch 2.13.0, a file of each rank, FSDP2 x TP on 4 ranks",
-            writer=("rank_files",),
-            source="actor",
-            ranks=4,
-        ),
-        Row(
-            name="transformers 5.24.0, save_pretrained",
-            writer=("transformers",),
-            packages=TRANSFORMERS,
-        ),
-        Row(
-            name="transformers 5.24.0, Trainer",
-            writer=("trainer",),
-            source="checkpoint-4",
-            packages=TRANSFORMERS,
-        ),
-        Row(name="accelerate 1.15.0, save_state", writer=("accelerate",)),
-        Row(name="Lightning 2.6.6, save_checkpoint", writer=("lightning",), source="last.ckpt"),
-        Row(
-            name="DeepSpeed 0.19.8, ZeRO 1 on 2 ranks",
-            writer=("deepspeed", "1"),
-            source="run/global_step2",
-            ranks=2,
-            packages=DEEPSPEED,
-        ),
-        Row(
-            name="DeepSpeed 0.19.8, ZeRO 3 on 2 ranks",
-            writer=("deepspeed", "3"),
-            source="run/global_step2",
-            ranks=2,
-            packages=DEEPSPEED,
-        ),
-        Row(
-            name="DeepSpeed 0.19.8, zero_to_fp32.py",
-            writer=("deepspeed", "3"),
-            source="fp32",
-            ranks=2,
-            packages=DEEPSPEED,
-        ),
-        Row(
-            name="DeepSpeed 0.19.8, universal",
-            writer=("deepspeed", "1", "universal"),
-            source="universal",
+            name=f"DeepSpeed 0.19.8, {name} on 2 ranks",
+            writer=("deepspeed", *words),
+            source=source,
             ranks=2,
             packages=DEEPSPEED,
-        ),
-        Row(
-            name="Megatron-core 0.16.1, torch_dist on 2 ranks",
-            writer=("megatron",),
-            ranks=2,
-            packages=("megatron-core==0.16.1",),
-        ),
-        Row(name="torch_checkpointing 0.1.1", writer=("torch_checkpointing",)),
-        Row(
-            name="torch_checkpointing 0.1.1, FSDP2 on 2 ranks",
-            writer=("torch_checkpointing",),
-            ranks=2,
-        ),
-        Row(name="torchsnapshot 0.1.0", writer=("torchsnapshot",)),
-        Row(
-            name="Orbax 0.12.8",
-            writer=("orbax",),
-            packages=("orbax-checkpoint==0.12.8", "jax==0.10.2"),
-        ),
-    ]
+        )
+        for name, words, source in (
+            ("ZeRO 1", ("1", "universal"), "run/global_step2"),
+            ("universal of ZeRO 1", ("1", "universal"), "universal"),
+            ("ZeRO 3", ("3",), "run/global_step2"),
+            ("zero_to_fp32.py of ZeRO 3", ("3",), "fp32"),
+        )
+    ),
+)
 
 
 # -- environments ----------------------------------------------------------------------------------
@@ -203,6 +198,8 @@ def write(row: Row, python: str) -> Path:
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
+        # A lock in the user's own folder, which a killed job leaves, would stop DeepSpeed for ever.
+        "TORCH_EXTENSIONS_DIR": str(BUILD / "extensions"),
     }
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False
@@ -283,36 +280,52 @@ def _is_exported(
     return is_same(state["model"], dict(truth))
 
 
-def table(asked: str) -> list[str]:
+def results() -> dict[str, list[str]]:
+    """Return the cells of the rows that were run, by the names of the rows."""
+    found: dict[str, list[str]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return found
+
+
+def run(row: Row) -> None:
+    """Run a row, and keep its cells."""
+    if (python := python_of(row)) is None:
+        line = ["left out: the index does not have it"]
+    else:
+        try:
+            line = cells(row, write(row, python))
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            print(row.name, error, sep="\n", file=sys.stderr)
+            return
+    print(row.name, *line, sep="\t", flush=True)
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps({**results(), row.name: line}, indent=1))
+
+
+def write_page() -> None:
+    """Write the rows that were run into the page, and the names of the others."""
+    known = results()
     header = ("what wrote the folder", *COLUMNS, "names", "exports")
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
-    for row in rows():
-        if asked not in row.name:
-            continue
-        if (python := python_of(row)) is None:
-            lines.append(f"| {row.name} | left out: the index does not have it |" + " |" * 6)
-            continue
-        try:
-            line = [row.name, *cells(row, write(row, python))]
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(error, file=sys.stderr)
-            line = [row.name, "left out: the writer failed here", *([""] * (len(COLUMNS) + 1))]
-        print(*line, sep="\t", flush=True)
-        lines.append(f"| {' | '.join(line)} |")
-    return lines
+    for name in (row.name for row in rows() if row.name in known):
+        lines.append(f"| {name} | {' | '.join([*known[name], *[''] * 6][:6])} |")
+    said = f"Run on {dt.date.today():%Y-%m-%d}, read with torch {torch.__version__}."
+    if others := [row.name for row in rows() if row.name not in known]:
+        said += f" Not run: {'; '.join(others)}."
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    said = textwrap.fill(said, 100, break_on_hyphens=False)
+    text = "\n".join([BEGIN, "", said, "", *lines, "", END])
+    PAGE.write_text(head + text + rest.partition(END)[2])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="")
-    asked = parser.parse_args(arguments).only
-    lines = table(asked)
-    if asked:
-        return
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    said = f"Run on {dt.date.today():%Y-%m-%d}, read with torch {torch.__version__}."
-    text = "\n".join([BEGIN, "", said, "", *lines, "", END])
-    PAGE.write_text(head + text + rest.partition(END)[2])
+    parser.add_argument("--only", default="", help="run the rows whose name has this text")
+    parser.add_argument("--again", action="store_true", help="run rows that were run before, too")
+    asked = parser.parse_args(arguments)
+    for row in rows():
+        if asked.only in row.name and (asked.again or row.name not in results()):
+            run(row)
+    write_page()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -41,10 +42,17 @@ def main(out: str, stage: str, universal: str = "") -> None:
         )
         from tests.exchange.folders.net import TRUTH
 
-        loaded = {}
+        loaded: dict[str, torch.Tensor] = {}
         for file in Path(out, "fp32").glob("*.bin"):
             loaded |= torch.load(file, weights_only=True)
-        truth = {"model": loaded, "optimizer": None, "groups": [], "lr": [], "at": "", "step": 0}
+        truth: dict[str, Any] = {
+            "model": loaded,
+            "optimizer": None,
+            "groups": [],
+            "lr": [],
+            "at": "",
+            "step": 0,
+        }
         torch.save({**truth, "schedule": None}, os.path.join(out, TRUTH))
     dist.barrier()
     dist.destroy_process_group()

@@ -35,8 +35,8 @@ def main(out: str) -> None:
         if value.shape[0] % world == 0 and "layers" not in name:
             part = value.chunk(world)[rank].clone()
             state[name] = ShardedTensor.from_rank_offsets(name, part, (0, rank, world))
-    for index, layer in enumerate(net.layers):
-        parts = layer.weight.detach().chunk(world)[rank].clone()
+    for index, weight in enumerate(layer.weight.detach() for layer in net.layers):  # type: ignore[union-attr,operator]
+        parts = weight.chunk(world)[rank].clone()
         state[f"layers.{index}.weight"] = ShardedTensor.from_rank_offsets(
             "layers.weight", parts, (0, index, 2), (1, rank, world), prepend_axis_num=1
         )
