@@ -426,7 +426,11 @@ class _Walk:
         if items.left:
             node["left"] = dict.fromkeys(items.left, True)
         if items.versions is not None:
-            node["versions"] = encode(items.versions, f"{path}/versions", self.made)
+            known = self._last_walk.versions.get(path)
+            if known is None or known[0] is not items:
+                made = encode(items.versions, f"{path}/versions", self.made)
+                known = self._last_walk.versions[path] = (items, made)
+            node["versions"] = known[1]
         return node
 
     def _check_pieces(self, items: ModuleItems, path: str) -> None:

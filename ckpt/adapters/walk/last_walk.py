@@ -31,6 +31,7 @@ from ckpt.adapters.walk.segments import Segment, Table
 from ckpt.adapters.walk.stand_in import ModuleStandIn
 from ckpt.model.key_order import KeyOrder
 from ckpt.model.patterns import Patterns
+from ckpt.model.values import Node
 
 _values: Final = methodcaller("values")
 
@@ -79,6 +80,7 @@ class LastWalk:
         self.tables: dict[str, Table] = {}
         self.modules: dict[str, _KnownModule] = {}
         self.optimizers: dict[str, OptimizerItems] = {}
+        self.versions: dict[str, tuple[ModuleItems, Node]] = {}
         self._choices: dict[Patterns, Choice] = {}
 
     def choice(self, patterns: Patterns) -> Choice:
@@ -125,6 +127,7 @@ class LastWalk:
         self.tables.clear()
         self.modules.clear()
         self.optimizers.clear()
+        self.versions.clear()
         self._choices.clear()
 
 
