@@ -129,7 +129,7 @@ def test_no_manifest_is_put_once_another_job_has_taken_a_root(
     assert ended == Ended("superseded")
     assert copied == [(3, "far")]
     assert steps(tmp_path / "far") == [3]
-    assert not (tmp_path / "farther").exists()
+    assert not list((tmp_path / "farther").iterdir())
     assert finish(dead)[0] == Ended("superseded")
 
 
@@ -162,7 +162,7 @@ def test_a_job_after_it_on_the_same_roots_ends_its_turn(tmp_path: Path, dead: Jo
         manager.save({"x": torch.ones(1000, dtype=torch.int64)}, 4)
         assert finish(dead) == (Ended("superseded"), [])
     assert finish(dead) == (Ended("superseded"), [])  # it has closed, and the root names no job
-    assert not (tmp_path / "far").exists()
+    assert not list((tmp_path / "far").iterdir())
 
 
 def test_a_job_after_another_of_the_same_process_is_finished(tmp_path: Path, dead: Job) -> None:
@@ -172,7 +172,6 @@ def test_a_job_after_another_of_the_same_process_is_finished(tmp_path: Path, dea
     first = msgspec.structs.replace(dead.owner, attempt="feedbeefzzzz", pid=NO_PROCESS)
     near = read_owner(open_backend(str(tmp_path / "near")))
     assert near is not None
-    (tmp_path / "far").mkdir()
     (tmp_path / "far" / OWNER).write_bytes(msgspec.json.encode(first))
     assert finish(dead)[0] == Ended("superseded")
     second = msgspec.structs.replace(near, ended=(first.attempt,))
@@ -183,7 +182,6 @@ def test_a_job_after_another_of_the_same_process_is_finished(tmp_path: Path, dea
 
 def test_a_job_that_lives_keeps_the_root_that_it_had_before(tmp_path: Path, dead: Job) -> None:
     alive = Owner.here("feedbeefzzzz")
-    (tmp_path / "far").mkdir()
     (tmp_path / "far" / OWNER).write_bytes(msgspec.json.encode(alive))
     after_it = msgspec.structs.replace(dead, before=(alive.attempt,))
     assert finish(after_it)[0] == Ended("superseded")
