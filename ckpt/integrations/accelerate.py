@@ -34,6 +34,7 @@ from ckpt.config import MEMORY, Tier
 from ckpt.errors import CkptError, ConfigError, EntryMissing, EntryUnexpected, RestoreError
 from ckpt.errors.base import few
 from ckpt.events import Event, Restored
+from ckpt.integrations.own_state import saved_as
 from ckpt.integrations.resizing import refusing_resize, same_or_first
 from ckpt.integrations.tested import warn_of_untested, warn_once
 from ckpt.integrations.worker_seeds import give_generator
@@ -307,9 +308,10 @@ class _Position:
 
 def _prepared(accelerator: Any) -> dict[str, list[Any]]:
     """Return the objects that ``accelerator.save_state`` saves: kind -> list of objects."""
+    is_sharded = accelerator.distributed_type.value == "FSDP"
     return {
         "model": accelerator._models,
-        "optimizer": accelerator._optimizers,
+        "optimizer": saved_as(accelerator._optimizers, "optimizer", is_sharded=is_sharded),
         "scheduler": accelerator._schedulers,
         "loader": [dict(_of_loader(loader)) for loader in accelerator._dataloaders],
         "registered": [_registered(value) for value in accelerator._custom_objects],

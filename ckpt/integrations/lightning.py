@@ -44,6 +44,7 @@ from ckpt.integrations.lightning_loops import (
 )
 from ckpt.integrations.lightning_paths import BEST, NEWEST, Candidate, path_of, step_of
 from ckpt.integrations.lightning_strategy import MODULE, CkptStrategy, mix_in
+from ckpt.integrations.own_state import saved_as
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef, parse_folder
@@ -592,7 +593,7 @@ def _refuse_unknown(save_last: object, settings: Settings) -> None:
 def _state(strategy: Strategy, carried: _Carried) -> dict[str, Any]:
     return {
         **_state_of_model(strategy, carried),
-        "optimizers": list(strategy.optimizers),
+        "optimizers": saved_as(strategy.optimizers, "optimizers"),
         "rng": PerRank(RngState(), on_resize="same_rank"),
     }
 

@@ -39,6 +39,7 @@ from ckpt.config import Mode, SaveConfig, Tier
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
 from ckpt.events import Event, Observer, SaveCommitted
 from ckpt.integrations.all_ranks import of_all, of_first
+from ckpt.integrations.own_state import saved_as
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.integrations.trainer_folder import (
     Kept,
@@ -360,9 +361,10 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
 
     def _ckpt_state(self) -> dict[str, Any]:
+        (optimizer,) = saved_as([self.optimizer], "optimizer")
         state = {
             "model": self.model_wrapped,
-            "optimizer": self.optimizer,
+            "optimizer": optimizer,
             "scheduler": self.lr_scheduler,
             "rng": PerRank(self._ckpt_rng, on_resize="same_rank"),
         }
