@@ -346,7 +346,7 @@ class _Loader:
             # A parameter on the meta device is real by now, if the restore fills it.
             made = {key: make() for key, make in makers.items()}
             if isinstance(each.parameter, torch.Tensor) and not is_meta(each.parameter):
-                made = placed(made, group, each.parameter.device)
+                made = placed(made, group, each.parameter)
             fresh.update(made)
             if fresh:
                 ordered = in_order(fresh, saved.keys, part_of)

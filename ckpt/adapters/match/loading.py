@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any, Final
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from ckpt.adapters.tensors.zero import Keeper, is_zero
@@ -145,7 +146,7 @@ class Loading:
         for number, values in state_dict["state"].items():
             if number in owners:
                 parameter, group = owners[number]
-                state[parameter] = placed(values, group, parameter.device)
+                state[parameter] = placed(values, group, parameter)
             else:
                 state[number] = values
         _replace(self._keeper.state, state)
@@ -208,18 +209,28 @@ def _replace(mapping: MutableMapping[Any, Any], items: Mapping[Any, Any]) -> Non
     mapping.update(items)
 
 
-def placed(value: Any, group: Mapping[str, Any], device: torch.device) -> Any:
-    """Return a value of an optimizer's state with all tensors inside of it on ``device``, the
-    device of the parameter, as torch's own ``load_state_dict`` does.
+def placed(value: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
+    """Return a value of an optimizer's state with all tensors inside of it on the device of
+    ``parameter``, as torch's own ``load_state_dict`` does. Tensors of the shape of a sharded
+    ``parameter`` are sharded as it is.
 
     The call moves the tensors in lists, tuples and dicts, and changes dicts in place. It moves a
     ``step`` in a dict only if ``group``, the parameter group, places it on the device.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return _sharded(value.to(parameter.device), parameter)
     if isinstance(value, dict):
         for key in [key for key in value if is_on_device(key, group)]:
-            value[key] = placed(value[key], group, device)
+            value[key] = placed(value[key], group, parameter)
     if type(value) in (list, tuple):
-        return type(value)(placed(item, group, device) for item in value)
+        return type(value)(placed(item, group, parameter) for item in value)
     return value
+
+
+def _sharded(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != parameter.shape:
+        return value
+    # Each rank has read the whole tensor, so none sends its part to another.
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ckpt.adapters.match import load_optimizer
 from ckpt.adapters.match.loading import placed
 from ckpt.adapters.walk.modules import new_state
 from tests.adapters.saving import assert_same, restored, saved
+from tests.kit.worlds import world
 
 
 def adam(*, fused: bool, steps: int) -> dict[str, Any]:
@@ -64,12 +66,18 @@ def test_a_held_step_is_filled_in_place_unless_the_settings_move_it(fused: bool)
 
 def test_tensors_inside_of_lists_go_to_the_device_of_the_parameter() -> None:
     value = {"dirs": [torch.ones(2), (torch.ones(1), None, 3)], "in": {"step": torch.ones(())}}
-    meta = torch.device("meta")
-    moved = placed(value, {}, meta)
+    parameter = torch.empty(3, device="meta")
+    meta = parameter.device
+    moved = placed(value, {}, parameter)
     assert moved["dirs"][0].device == moved["dirs"][1][0].device == meta
     assert moved["dirs"][1][1:] == (None, 3)
     assert moved["in"]["step"].device.type == "cpu"
-    assert placed(value, {"fused": True}, meta)["in"]["step"].device == meta
+    assert placed(value, {"fused": True}, parameter)["in"]["step"].device == meta
+
+
+@pytest.mark.distributed
+def test_tensors_inside_of_dicts_are_sharded_as_their_parameter(tmp_path: Path) -> None:
+    world(2, Path(__file__).with_name("buffers_by_beta.py"), tmp_path)
 
 
 def test_lists_of_a_meta_parameter_that_becomes_real_keep_their_values() -> None:
