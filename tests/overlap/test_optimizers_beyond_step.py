@@ -318,3 +318,24 @@ def test_an_optimizer_of_bitsandbytes_is_refused_by_name(root: str) -> None:
         pytest.raises(UnsupportedValue, match="AdamW8bit, an optimizer with a state_dict"),
     ):
         manager.save_async({"model": model, "optimizer": optim.AdamW8bit(model.parameters())}, 1)
+
+
+def test_a_wrapper_with_state_beside_that_of_the_inner_optimizer_is_refused(root: str) -> None:
+    """Magma of the package pytorch_optimizer is such a wrapper."""
+
+    class Wrapper(torch.optim.AdamW):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer.param_groups[0]["params"])
+            self.optimizer, self.alignment = optimizer, torch.ones(())
+            self.state, self.param_groups = optimizer.state, optimizer.param_groups
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"base": self.optimizer.state_dict(), "alignment": self.alignment}
+
+    model = nn.Linear(4, 4)
+    wrapper = Wrapper(torch.optim.AdamW(model.parameters()))
+    with (
+        CheckpointManager(root) as manager,
+        pytest.raises(UnsupportedValue, match="Wrapper, an optimizer with a state_dict"),
+    ):
+        manager.save_async({"model": model, "optimizer": wrapper}, 1)

@@ -56,16 +56,19 @@ OWN_STATE: Final = (
 )
 PLACING: Final = ("capturable", "fused")
 """The settings of a parameter group that place ``step`` on the device of the parameter."""
+_WRAPPING: Final = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
+"""The packages whose wrappers of optimizers have no state of their own."""
 _DICT: Final = frozenset({dict})
 WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """The children of wrapper modules, whose names a state dict may have inside of other names."""
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """Return the optimizer inside of a wrapper as Accelerate and Lightning make it, or
+    """Return the optimizer inside of a wrapper that Accelerate or Lightning has made, or
     ``optimizer`` itself if it is no such wrapper.
 
-    Such a wrapper has the same ``state`` and ``param_groups`` objects as the optimizer inside.
+    Such a wrapper has the same ``state`` and ``param_groups`` objects as the optimizer inside. A
+    wrapper of another package may have these too, and more state beside them.
     """
     found: Optimizer = optimizer
     while (inner := _inner(found)) is not None and (
@@ -76,6 +79,8 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer | None:
+    if not any(each.__module__.partition(".")[0] in _WRAPPING for each in type(optimizer).__mro__):
+        return None
     # Accelerate keeps the inner one in the attribute ``optimizer``, and Lightning in
     # ``_optimizer``.
     held = (optimizer.__dict__.get(name) for name in ("optimizer", "_optimizer"))
