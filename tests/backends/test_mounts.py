@@ -6,8 +6,6 @@ A test is skipped if this machine cannot mount the file system, or lacks its pro
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -20,11 +18,10 @@ from ckpt.errors import OutOfSpace, RootInUse, RootLost
 from ckpt.storage.testing.conformance import store
 from ckpt_backends.posix import open_posix
 from tests.kit import filesystems
-from tests.kit.filesystems import evict, mounts, unmount
+from tests.kit.filesystems import Mounts, evict, mounts, unmount
 from tests.kit.stores import whole
 
 __all__ = ["mounts"]
-Mounts = Callable[[AbstractContextManager[Path]], Path]
 
 
 @pytest.fixture

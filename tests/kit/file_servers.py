@@ -11,7 +11,7 @@ import pwd
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,7 +146,7 @@ folder to be served.
 """
 
 
-def served(name: str, work: Path, folder: Path) -> Iterator[Share]:
+def served(name: str, work: Path, folder: Path) -> Generator[Share]:
     """Yield a share of the server ``name``, and stop the server at the end."""
     work.mkdir(parents=True, exist_ok=True)
     share = SHARES[name](work, folder)

