@@ -31,6 +31,7 @@ from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import StepRef
 from ckpt.model.runs import Runs
+from ckpt.model.views import View
 
 FORMAT = 4
 """The version of the format. This package reads and writes no other version, and no earlier version
@@ -141,6 +142,7 @@ class Packed(
             are the offsets of the shard's box.
         checksums: The checksums of the chunks, 16 bytes each.
         tied: Tied names, each with the name that its bytes are stored under.
+        views: The tensors that shared the memory of others, each with its place in a buffer.
         tree: The plain values and the containers of the state (see ``model.values``).
         per_rank: The tree of the ``PerRank`` values of this rank.
         replicas: A frame with the JSON of ``Fragment.replicas``; empty if the rank has no
@@ -173,6 +175,7 @@ class Packed(
     encoded: tuple[Encoding, ...] = ()
     lengths: bytes = b""
     in_manifest: bool = False
+    views: dict[str, View] = {}
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,6 +202,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     metadata: msgspec.Raw
     encoded: tuple[Encoding, ...] = ()
     in_manifest: bool = False
+    views: dict[str, View] = {}
 
 
 class Manifest(
@@ -215,6 +219,7 @@ class Manifest(
 
     Attributes:
         tied: Tied names, each with the name that its bytes are stored under.
+        views: The tensors that shared the memory of others, each with its place in a buffer.
         tree: The plain values and the containers of the state (see ``model.values``).
         encoded: The encodings of the files that are encoded on this tier.
         layouts: The layouts of the tensors. A layout states which rank holds which box, as runs
@@ -244,6 +249,7 @@ class Manifest(
     layout_of: tuple[int, ...]
     encoded: tuple[Encoding, ...] = ()
     carried: tuple[Packed, ...] = ()
+    views: dict[str, View] = {}
     per_rank: Mapping[str, msgspec.Raw] = {}
     is_filled: bool = False
 

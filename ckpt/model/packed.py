@@ -34,10 +34,11 @@ from ckpt.model.validate import (
     check_tied,
     require,
 )
+from ckpt.model.views import views_fault
 
 _ALIKE: Final = (
     "format", "step", "attempt", "rank", "world_size", "created_at", "chunk_bytes",
-    "tied", "tree", "per_rank", "metadata", "in_manifest",
+    "tied", "tree", "per_rank", "metadata", "in_manifest", "views",
 )  # fmt: skip
 _MAX_FRAME_BYTES: Final = 1 << 30
 """The most bytes of an unpacked frame. A rank with a million tensors needs about a fifth of this
@@ -318,6 +319,9 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
     require(len(packed.checksums) == CHECKSUM_BYTES * count, key, "not one checksum for each chunk")
     if packed.tied:
         check_tied(packed.tied, {name for name, *_ in columns.headings}, key)
+    if packed.views:
+        kinds = {name: (dtype, shape) for name, dtype, shape, _ in columns.headings}
+        require(not (fault := views_fault(packed.views, kinds)), key, fault)
     if packed.encoded or packed.lengths:
         lengths = _numbers(packed.lengths, key)
         require(

@@ -20,6 +20,7 @@ from ckpt.model.keys import data_name, fragment_name
 from ckpt.model.manifest import Encoding, File, Manifest, Packed, Tensor
 from ckpt.model.runs import fault_of
 from ckpt.model.values import parse
+from ckpt.model.views import views_fault
 
 MAX_CHUNK_BYTES = 64 << 20
 MAX_DIMENSIONS = 64
@@ -92,6 +93,8 @@ def _check_layouts(manifest: Manifest, key: str) -> None:
         if fault := known[index, tensor.shape]:
             raise ManifestCorrupt(key, f"tensor {tensor.name!r}: {fault}")
     check_tied(manifest.tied, seen, key)
+    kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
+    require(not (fault := views_fault(manifest.views, kinds)), key, fault)
 
 
 def check_heading(record: Packed, key: str) -> None:

@@ -18,11 +18,12 @@ from msgspec.structs import replace
 
 from ckpt.errors import CommitError, ReplicasDiverged
 from ckpt.model.key_order import KeyOrder
-from ckpt.model.manifest import FORMAT, FragmentRef, Manifest, Packed
+from ckpt.model.manifest import FORMAT, FragmentRef, Manifest, Packed, Tensor
 from ckpt.model.packed import Columns, replicas_of
 from ckpt.model.patterns import patterns_of, unfitting
 from ckpt.model.runs import Ints
 from ckpt.model.values import Node, join, parse
+from ckpt.model.views import View, views_of_all
 from ckpt.plan.merge_errors import kind_of, mixed
 from ckpt.plan.merge_layouts import Gathered, Layouts, Light, first_of, holders_of, merge_layouts
 
@@ -97,8 +98,15 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], known: Known | None = Non
         layouts=found.layouts,
         layout_of=found.layout_of,
         encoded=tuple(encoding for rank in ranks for encoding in rank.part.encoded),
+        views=_merge_views(ranks, found.tensors),
         carried=_carried(ranks),
     )
+
+
+def _merge_views(ranks: Sequence[Light], tensors: Sequence[Tensor]) -> dict[str, View]:
+    parts = [rank.part.views for rank in ranks if rank.part.views]
+    kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors} if parts else {}
+    return views_of_all(parts, kinds)
 
 
 def _carried(ranks: Sequence[Light]) -> tuple[Packed, ...]:
@@ -109,7 +117,7 @@ def _carried(ranks: Sequence[Light]) -> tuple[Packed, ...]:
     """
     if not any(rank.part.in_manifest for rank in ranks):
         return ()
-    return tuple(replace(rank.part, tied={}) for rank in ranks)
+    return tuple(replace(rank.part, tied={}, views={}) for rank in ranks)
 
 
 def check_frames(frames: Sequence[tuple[int, bytes]]) -> None:

@@ -252,6 +252,7 @@ class RankFiles:
             file=File(self._data_name, self._rank, job.plan.size, chunks),
             tensors=job.plan.tensors,
             tied=dict(job.tied),
+            views=dict(job.views),
             tree=msgspec.Raw(job.tree),
             per_rank=msgspec.Raw(job.per_rank),
             replicas=dict(job.replicas()),

@@ -15,6 +15,7 @@ from ckpt.model.manifest import Chunk
 from ckpt.model.metrics import METRICS
 from ckpt.model.patterns import LEFT_OUT
 from ckpt.model.values import dumps, to_json
+from ckpt.model.views import View
 from ckpt.pipeline.image_writer import Source
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.plan.save import SavePlan
@@ -33,6 +34,7 @@ class SaveJob:
         image: The bytes of the image. The state may still be copied into it while it is written.
             The bytes are valid until the save has ended.
         tied: Name of a tensor that shares memory with another tensor -> the other tensor's name.
+        views: Name of a tensor that shares a buffer with other tensors -> its place in the buffer.
         tree: The plain values of the state, encoded.
         per_rank: The plain values that only this rank has, encoded.
         replicas: Waits until the whole state is in the image, and returns the digests of tensors
@@ -53,6 +55,7 @@ class SaveJob:
     plan: SavePlan
     image: Source
     tied: Mapping[str, str]
+    views: Mapping[str, View]
     tree: bytes
     per_rank: bytes
     replicas: Callable[[], Mapping[str, str]]
@@ -133,6 +136,7 @@ class SaveJobs:
             plan=prepared.plan,
             image=snapshot.window,
             tied=collected.tied,
+            views=collected.views,
             tree=dumps(collected.tree, "state"),
             per_rank=dumps(collected.per_rank, "state"),
             replicas=snapshot.replicas,

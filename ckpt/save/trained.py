@@ -92,7 +92,9 @@ _needs_gradient: Final = attrgetter("requires_grad")
 
 def _moves(group: Mapping[str, Any]) -> bool:
     try:
-        return float(group["lr"]) != 0.0
+        rate = group["lr"]
+        detach = getattr(rate, "detach", None)  # A rate that is learned requires a gradient
+        return float(detach() if detach else rate) != 0.0
     except (KeyError, TypeError, ValueError):
         # The optimizer has no single learning rate: assume that it trains.
         return True

@@ -25,6 +25,7 @@ from ckpt.model.manifest import (
 from ckpt.model.packed import fragment_of, pack_fragment
 from ckpt.model.runs import Level, Run, Runs
 from ckpt.model.validate import MAX_CHUNK_BYTES, check_manifest
+from ckpt.model.views import View
 from tests.model.records import records
 
 MANIFEST, FRAGMENT = records()
@@ -170,6 +171,15 @@ RULES: dict[str, tuple[Break, str]] = {
     "an order of fewer dimensions": (tensor(order=(0,)), "impossible order"),
     "an order with a dimension twice": (tensor(order=(1, 1)), "impossible order"),
     "an order of giant dimensions": (tensor(order=(0, HUGE)), "impossible order"),
+    "a view of nothing": (edit(views={"no": View("no", 0, ())}), "is a view, and is not stored"),
+    "a view of fewer dimensions": (edit(views={"weight": View("b", 0, (4,))}), "impossible place"),
+    "a view of negative strides": (edit(views={"weight": View("b", 0, (-4, 1))}), "impossible"),
+    "a view of giant strides": (edit(views={"weight": View("b", 0, (HUGE, 1))}), "impossible"),
+    "a view before its buffer": (edit(views={"weight": View("b", -4, (4, 1))}), "impossible"),
+    "a view at half an element": (edit(views={"weight": View("b", 2, (4, 1))}), "impossible"),
+    "a view without elements": (edit(views={"empty": View("b", 0, (3, 1))}), "without elements"),
+    "a buffer of gaps": (edit(views={"weight": View("b", 1 << 20, (4, 1))}), "larger than"),
+    "a view of wide rows": (edit(views={"weight": View("b", 0, (1 << 20, 1))}), "larger than"),
     "a tensor of more bytes than elements": (
         tensor(dtype="complex128", shape=(1 << 60,)),
         "impossible shape",

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ckpt.errors import CommitError, ManifestCorrupt, ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box
 from ckpt.model.encoding import pack
+from ckpt.model.views import View
 from ckpt.plan import merge_layouts
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import Known, merge
@@ -110,6 +111,20 @@ def test_the_order_of_dimensions_is_that_of_the_lowest_rank_that_has_one():
         )
     )
     assert merged(found).tensors[0].order == (1, 0)
+
+
+def test_the_views_of_a_buffer_are_those_of_the_lowest_rank_that_has_it():
+    """Views of two ranks would not have their places in one buffer."""
+    names = ("a", "b", "c", "d")
+    places = [
+        {"a": View("a", 0, (4, 1)), "b": View("a", 192, (4, 1))},
+        {"a": View("a", 0, (4, 1)), "c": View("a", 192, (4, 1)), "d": View("d", 0, (4, 1))},
+    ]
+    arrays = dict.fromkeys(names, X["x"])
+    leaves = [leaf(ALL, name=name) for name in names]
+    found = fragments(leaves, leaves, arrays=arrays)
+    parts = [replace(part, views=views) for part, views in zip(found, places, strict=True)]
+    assert merged(parts).views == {**places[0], "d": View("d", 0, (4, 1))}
 
 
 def test_digests_of_shared_leaves_must_agree():

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +30,7 @@ from ckpt.adapters.match.matching import Matched, Matching
 from ckpt.adapters.match.renaming import Renaming
 from ckpt.adapters.match.saved import ABSENT, Saved, holds_tensors, is_mapping, kind, tag
 from ckpt.adapters.match.selection import ALL, Selection
+from ckpt.adapters.match.slots import Holders, fill_slots, tensors_of
 from ckpt.adapters.match.targets import has_live, has_sharded, holds_names
 from ckpt.adapters.match.wrapper_prefix import removed_from, with_prefix
 from ckpt.adapters.tensors.adapted import adapted
@@ -44,6 +46,7 @@ from ckpt.adapters.walk.objects import (
     is_stateful,
     look_again,
     walk_objects,
+    walk_tensors,
 )
 from ckpt.adapters.walk.stand_in import Checked, ModuleStandIn, Refilled, StandIn
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
@@ -128,6 +131,7 @@ class _Match:
         modules = [(path, value) for path, value in self._objects if isinstance(value, nn.Module)]
         self._actions.append(self._all.real.change_places)
         self._mapping(self._state, "", "")
+        self._fill_slots([module for _, module in modules])
         matched = self._all.done()
         matched.actions += [value.settle for value in self._restored if isinstance(value, StandIn)]
         matched.actions += self._all.last_actions
@@ -138,6 +142,18 @@ class _Match:
             for name in self._all.real.left_out(path, _keyed_by(module))
         )
         return matched
+
+    def _fill_slots(self, modules: Sequence[nn.Module]) -> None:
+        if not self._all.slots:
+            return
+        optimizers = [
+            (path, unwrapped(value))
+            for path, value in self._objects
+            if isinstance(value, Optimizer) and not declares_state(value)
+        ]
+        others = (tensor for _, tensor in walk_tensors(self._state))
+        holders = Holders(optimizers, chain(tensors_of(modules), others))
+        fill_slots(self._all.slots, holders, dict(self._all.filled), self._all.values.buffers)
 
     # -- containers --------------------------------------------------------------------------------
 

@@ -21,7 +21,10 @@ from ckpt.adapters.match.loading import Loading, placed
 from ckpt.adapters.match.matching import Matching
 from ckpt.adapters.match.materialise import is_meta
 from ckpt.adapters.match.own_step import state_of_step
+from ckpt.adapters.match.remake import named
 from ckpt.adapters.match.saved import ABSENT, SavedParameter, is_mapping, tag
+from ckpt.adapters.match.slots import Slot, can_fill, in_group, in_state
+from ckpt.adapters.tensors.layout import empty_in_order, is_plain
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.wrapped import is_wrapper
 from ckpt.adapters.tensors.zero import keeper_of
@@ -279,25 +282,51 @@ class _Loader:
                 f"{self._path}/param_groups: parameters with different settings in the checkpoint "
                 "share a group here: group them as they were saved"
             )
-        made = self._match.values.order(values[0])
+        node, chosen = values[0], dict[str, Source]()
+        tensors = {} if tag(node) else {k: v for k, v in node.items() if tag(v) == "tensor"}
+        for key, item in tensors.items():
+            self._match.slots.append(self._setting(group, key, item["n"], chosen))
+        made = self._match.values.order({k: v for k, v in node.items() if k not in tensors})
 
         def apply() -> None:
-            settings = made()
+            settings = {**made(), **chosen}
+            if tensors:
+                settings = {key: settings[key] for key in node}
             if not isinstance(self._optimizer, OptimizerStandIn):
                 self._loading.drop(group, settings)
-            for key, value in settings.items():
-                if (
-                    isinstance(current := group.get(key), torch.Tensor)
-                    and isinstance(value, torch.Tensor)
-                    and not self._loading.is_apart
-                ):
-                    # A captured graph reads the learning rate at its address, so the tensor is
-                    # filled in place.
-                    current.copy_(value)
-                else:
-                    group[key] = value
+            group.update(settings)
 
         self._match.actions.append(apply)
+
+    def _setting(
+        self, group: dict[str, Any], key: str, stored: str, chosen: dict[str, Source]
+    ) -> Slot:
+        """Return the slot for the setting ``key`` of a parameter group. ``stored`` is the name of
+        the saved tensor. The slot puts its tensor into ``chosen``.
+        """
+        match = self._match
+        saved, present = named(match.saved.tensors, stored), group.get(key)
+        view = match.saved.manifest.views.get(saved.name)
+        device = present.device if isinstance(present, torch.Tensor) else torch.device("cpu")
+        # A captured graph reads the learning rate at its address, so the tensor is filled in place.
+        fills = (
+            not self._loading.is_apart and fits(present, saved, None) and can_fill(present, view)
+        )
+        dtype = getattr(torch, saved.dtype)
+
+        def put(tensor: Source) -> None:
+            chosen[key] = tensor
+            match.want(stored, stored, tensor)
+
+        return Slot(
+            place=in_group(group, key),
+            saved=saved,
+            view=view,
+            device=device,
+            held=present if fills else None,
+            make=lambda: empty_in_order(saved.shape, saved.order, dtype=dtype, device=device),
+            put=put,
+        )
 
     def _keys(self, each: _Found) -> set[str]:
         """Return the keys of the saved state of a part, in the form that ``part_of`` returns."""
@@ -326,9 +355,11 @@ class _Loader:
                 fill_tensor(
                     match, f"{each.name}/{part}", source, current[key], match.saved.node(source)
                 )
-            held = self._held(
-                each, key, fresh.get(key, current.get(key)), match.saved.tensors[source]
-            )
+            if each.part.piece is None and isinstance(each.parameter, torch.Tensor):
+                match.slots.append(self._slot(each, key, current.get(key), source))
+                continue
+            saved_tensor = match.saved.tensors[source]
+            held = self._held(each, key, fresh.get(key, current.get(key)), saved_tensor)
             fresh[key] = held
             match.want(f"{each.name}/{part}", source, each.part.of(each.name, held))
         for source, node in saved.values.items():
@@ -371,28 +402,71 @@ class _Loader:
             }
         return self._present[id(parameter)]
 
+    def _slot(self, each: _Found, key: object, held: Any, source: str) -> Slot:
+        """Return the slot for the value ``key`` of the state of a parameter, which is ``source`` in
+        the checkpoint. ``held`` is the present value.
+        """
+        match = self._match
+        stored = match.saved.tensors[source]
+        saved = self._as_wanted(each, held, stored)
+        parameter = match.real.like(each.name, each.parameter)
+        placed_alike = is_plain(parameter) and saved.dtype == stored.dtype
+        view = match.saved.manifest.views.get(stored.name) if placed_alike else None
+        fresh = self._fresh[id(each.parameter)]
+        name = f"{each.name}/{source[len(each.source) + 1 :]}"
+
+        def put(tensor: Source) -> None:
+            fresh[key] = tensor
+            match.want(name, source, tensor)
+
+        fills = self._is_filled(each, key, held, saved) and can_fill(held, view)
+        on_device = is_on_device(key, self._restored_group(each))
+        device = parameter.device if on_device else torch.device("cpu")
+        return Slot(
+            place=in_state(self._optimizer, each.parameter, key),
+            saved=saved,
+            view=view,
+            device=held.device if fills else device,
+            held=held if fills else None,
+            make=lambda: self._new(each, key, saved),
+            put=put,
+        )
+
     def _held(self, each: _Found, key: object, held: Any, saved: Tensor) -> Source:
         """Return the tensor that is filled with the saved value ``saved``: the present value
         ``held`` if it has the right dtype and shape, else a new tensor.
+        """
+        saved = self._as_wanted(each, held, saved)
+        if self._is_filled(each, key, held, saved):
+            kept: Source = held
+            return kept
+        return self._new(each, key, saved)
+
+    def _as_wanted(self, each: _Found, held: Any, saved: Tensor) -> Tensor:
+        """Return ``saved``, a value of the state, with the dtype and the order that it gets."""
+        weight = self._match.saved.tensors.get(each.weight)
+        wanted = in_present_order(saved, weight, each.parameter)
+        if self._match.selection.cast:
+            wanted = msgspec.structs.replace(wanted, dtype=self._dtype(each, held, wanted))
+        return wanted
+
+    def _is_filled(self, each: _Found, key: object, held: Any, saved: Tensor) -> bool:
+        """Return True if the present value ``held`` can be filled with ``saved``.
 
         A present ``step`` is not filled if the saved settings, which replace those of the group,
         place it on another device.
         """
-        weight = self._match.saved.tensors.get(each.weight)
-        saved = in_present_order(saved, weight, each.parameter)
-        if self._match.selection.cast:
-            saved = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
         group = self._restored_group(each)
         moves = key == "step" and is_on_device(key, group) != is_on_device(key, each.group)
-        if fits(held, saved, each.part.piece) and not is_meta(held) and not moves:
-            kept: Source = held
-            return kept
+        return fits(held, saved, each.part.piece) and not is_meta(held) and not moves
+
+    def _new(self, each: _Found, key: object, saved: Tensor) -> Source:
         parameter = self._match.real.like(each.name, each.parameter)
         if isinstance(self._optimizer, OptimizerStandIn):
             return self._optimizer.new_state(
                 parameter, key, getattr(torch, saved.dtype), saved.shape
             )
-        return new_state(parameter, group, key, saved, each.part.piece)
+        return new_state(parameter, self._restored_group(each), key, saved, each.part.piece)
 
     def _restored_group(self, each: _Found) -> Mapping[str, Any]:
         """Return the parameter group of a part, with those settings after the restore that place

@@ -16,6 +16,7 @@ from ckpt.adapters.match.overlaps import read_apart
 from ckpt.adapters.match.remake import Remaker
 from ckpt.adapters.match.saved import Saved, kind, tag
 from ckpt.adapters.match.selection import Selection
+from ckpt.adapters.match.slots import Slot
 from ckpt.adapters.match.targets import memory_of
 from ckpt.adapters.tensors.layout import leaf_of
 from ckpt.adapters.tensors.local_shards import Source
@@ -93,7 +94,8 @@ class Matching:
 
     def __init__(self, saved: Saved, selection: Selection, parameters: Parameters) -> None:
         self.saved, self.selection, self.parameters = saved, selection, parameters
-        self.values = Remaker(saved.tensors, self._want)
+        self.values = Remaker(saved.tensors, saved.manifest.views, self._want)
+        self.slots: list[Slot] = []
         self.real = RealTensors()
         self.actions: list[Callable[[], None]] = []
         self.last_actions: list[Callable[[], None]] = []
@@ -102,7 +104,7 @@ class Matching:
         self._missing: dict[str, str] = {}
         self._left: dict[str, None] = {}
         self._unused = {*(selection.only or ()), *selection.renaming.patterns}
-        self._filled: dict[Hashable, str] = {}
+        self.filled: dict[Hashable, tuple[str, Source | None]] = {}
         self._names: list[str] = []
         self._wanted: list[Leaf] = []
         self._targets: list[Source] = []
@@ -205,7 +207,9 @@ class Matching:
             target = self.real.to_fill(name, target)
         leaf = leaf_of(name, target, ())
         stored = self.saved.manifest.tied.get(bytes_of, bytes_of)
-        known = self._filled.setdefault(memory_of(target if of is None else of), stored)
+        memory = memory_of(target if of is None else of)
+        # A module that loads a value itself may change it, so that nothing else can have it.
+        known, _ = self.filled.setdefault(memory, (stored, target if of is None else None))
         if known != stored:
             raise RestoreError(
                 f"{name!r} ({stored!r} in the checkpoint) and what {known!r} is for share their "

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from ckpt.adapters.tensors.layout import empty_in_order
+from ckpt.adapters.tensors.layout import empty_in_order, view_in
 from ckpt.errors import FormatUnsupported, KindMismatch, ManifestCorrupt
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, decode
+from ckpt.model.views import View, sizes
 
 
 class Remaker:
@@ -20,14 +21,22 @@ class Remaker:
 
     Args:
         tensors: The tensors of the manifest, by name.
+        views: The places of tensors in buffers, by the names of the tensors.
         want: Requests the read of a tensor. It is called with the name and the memory to fill.
+
+    Attributes:
+        buffers: The buffers that were made for tensors, as bytes, by their names.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], want: Callable[[str, torch.Tensor], object]
+        self,
+        tensors: Mapping[str, Tensor],
+        views: Mapping[str, View],
+        want: Callable[[str, torch.Tensor], object],
     ) -> None:
-        self._tensors, self._want = tensors, want
+        self._tensors, self._views, self._want = tensors, views, want
         self._made: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
 
     def order(self, node: Node, path: str = "") -> Callable[[], Any]:
         """Make the tensors inside of ``node``, and request that they are read. Return a function
@@ -49,12 +58,7 @@ class Remaker:
             raise KindMismatch(path, f"container with a {tag}", "plain value")
         if tag in ("tensor", "array") and node["n"] not in self._made:
             name = node["n"]
-            if (tensor := self._tensors.get(name)) is None:
-                raise ManifestCorrupt(
-                    "tree", f"it names the tensor {str(name)[:80]!r}, which is not there"
-                )
-            dtype = getattr(torch, tensor.dtype)
-            self._made[name] = empty_in_order(tensor.shape, tensor.order, dtype=dtype)
+            self._made[name] = self._empty(named(self._tensors, name))
             self._want(name, self._made[name])
         elif tag == "object":
             decode(node["v"], partial(self._order, path))
@@ -63,6 +67,21 @@ class Remaker:
             # before the restore changes the state.
             self.make(tag, node)
         return None
+
+    def _empty(self, tensor: Tensor) -> torch.Tensor:
+        """Return a new tensor for ``tensor``, in its buffer if it was in one."""
+        if (view := self._views.get(tensor.name)) is None:
+            dtype = getattr(torch, tensor.dtype)
+            return empty_in_order(tensor.shape, tensor.order, dtype=dtype)
+        if view.buffer not in self.buffers:
+            size = self._sizes[view.buffer]
+            self.buffers[view.buffer] = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return view_in(self.buffers[view.buffer], view, tensor.dtype, tensor.shape)
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        tensors = {name: self._tensors[name] for name in self._views}
+        return sizes(self._views, {name: (t.dtype, t.shape) for name, t in tensors.items()})
 
     def make(self, tag: str, node: Mapping[str, Node]) -> object:
         """Return the value of a node with a tag, with the tensors that were read."""
@@ -75,6 +94,13 @@ class Remaker:
                 return decode(node["v"], self.make)
             case _:
                 return torch_value(tag, node)
+
+
+def named(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return the tensor that a node names. Raises ``ManifestCorrupt`` if there is none."""
+    if (tensor := tensors.get(name)) is None:
+        raise ManifestCorrupt("tree", f"it names the tensor {str(name)[:80]!r}, which is not there")
+    return tensor
 
 
 def torch_value(tag: str, node: Mapping[str, Node]) -> object:

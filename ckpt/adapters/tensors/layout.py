@@ -27,6 +27,7 @@ from ckpt.errors import UnsupportedValue
 from ckpt.model.box import Box
 from ckpt.model.cuts import Cut, cut_boxes, local_regions
 from ckpt.model.dtype import DTYPES
+from ckpt.model.views import View
 from ckpt.plan.leaf import Leaf
 
 _DTYPE_NAMES: Final = {
@@ -172,6 +173,13 @@ def empty_like_in_order(
     turned = tensor.detach().permute(tuple(order))
     made = torch.empty_like(turned, dtype=dtype, memory_format=torch.contiguous_format)
     return made.permute(inverse(order))
+
+
+def view_in(raw: torch.Tensor, view: View, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor that has the place ``view`` in the buffer ``raw``."""
+    made = torch.empty(0, dtype=getattr(torch, dtype), device=raw.device)
+    start = view.offset // made.itemsize
+    return made.set_(raw.untyped_storage(), start, shape, view.strides)
 
 
 def inverse(order: Sequence[int]) -> list[int]:

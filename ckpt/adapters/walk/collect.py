@@ -59,10 +59,12 @@ from ckpt.adapters.walk.packing import after_state_dict, before_state_dict
 from ckpt.adapters.walk.registry import Registry
 from ckpt.adapters.walk.segments import Held, Segment, Table
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
+from ckpt.adapters.walk.views import views_of
 from ckpt.adapters.walk.wrappers import Wrappers, in_module, in_optimizer
 from ckpt.errors import UnsupportedValue
 from ckpt.model.patterns import WHOLE, Patterns
 from ckpt.model.values import Node, check_name, encode, join
+from ckpt.model.views import View
 
 _log = logging.getLogger("ckpt")
 _REMADE: Final = (
@@ -81,6 +83,7 @@ class Collected:
             tensor is a ``Held`` of its own.
         tied: The name of each tensor that is tied to an earlier one (see ``Registry``) -> the name
             under which the bytes of the earlier tensor are stored.
+        views: The tensors that share a buffer with others, each with its place in the buffer.
         tree: The tree of the state.
         per_rank: The path of each ``PerRank`` value -> the tree of the value on this rank.
         optimizers: The optimizers whose steps the fence must hold.
@@ -91,6 +94,7 @@ class Collected:
 
     parts: list[Segment | Held] = field(default_factory=list[Segment | Held])
     tied: dict[str, str] = field(default_factory=dict[str, str])
+    views: dict[str, View] = field(default_factory=dict[str, View])
     tree: Node = None
     per_rank: dict[str, Node] = field(default_factory=dict[str, Node])
     optimizers: list[Optimizer] = field(default_factory=list[Optimizer])
@@ -165,6 +169,7 @@ def collect(
         for key, value in _string_keys(choice.part_of(state))
     }
     walk.out.unused, walk.out.left_out = choice.unused, choice.left_out
+    walk.out.views = views_of(walk.out.parts)
     return walk.out
 
 
@@ -421,7 +426,7 @@ class _Walk:
                 yield from wrappers.held(index, item)
 
         key = (items, self._choice, *late, *wrappers.key)
-        self._registry.add_segment(path, key, wrappers.tensors, named)
+        self._registry.add_segment(path, key, wrappers.tensors, named, is_made=False)
         node: Node = {"$": "module", "values": values}
         if items.left:
             node["left"] = dict.fromkeys(items.left, True)

@@ -55,13 +55,17 @@ class Registry:
         key: Sequence[object],
         tensors: Sequence[Source],
         make: Callable[[], Iterator[Held]],
+        *,
+        is_made: bool = True,
     ) -> Segment:
-        """Register ``tensors`` as the segment at ``path``, and return the segment.
+        """Register ``tensors`` as the segment at ``path``, and return the segment. ``is_made`` is
+        that of ``Segment``.
 
         It is the segment of the last walk if that can be used again (see ``add_known``). Otherwise
         it is a new one with the tensors that ``make`` yields.
         """
-        return self.add_known(path, key, tensors) or self.add_new(path, key, tensors, make())
+        known = self.add_known(path, key, tensors)
+        return known or self.add_new(path, key, tensors, make(), is_made=is_made)
 
     def add_known(
         self, path: str, key: Sequence[object], tensors: Sequence[Source]
@@ -94,6 +98,8 @@ class Registry:
         key: Sequence[object],
         tensors: Sequence[Source],
         candidates: Iterator[Held],
+        *,
+        is_made: bool = True,
     ) -> Segment:
         """Register a new segment of ``candidates`` at ``path``, and return it."""
         held: list[Held] = []
@@ -113,6 +119,7 @@ class Registry:
         for address in at.keys() & self._at.keys():
             at[address] = [*self._at[address], *at[address]]
         segment = Segment(key, tensors, held=held, tied=tied, seen=seen, at=at)
+        segment.is_made = is_made
         return self._add(path, segment)
 
     def _add(self, path: str, segment: Segment) -> Segment:

@@ -65,6 +65,8 @@ class Segment:
         at: The tensors in ``held`` by their addresses, with earlier tensors at these addresses.
         closed: True if no tensor is tied to a tensor outside of the segment. Only then the segment
             may be used again.
+        is_made: True if a restore may have to make the tensors. It never makes those of a module.
+        parts_of_buffers: Whether one of ``held`` may be a view of a buffer (see ``is_part``).
         apart_from: The segments that came before this one in the last walk, and that are known to
             share no tensor and no memory with it; None if this is not known.
     """
@@ -78,6 +80,8 @@ class Segment:
         "closed",
         "forms",
         "held",
+        "is_made",
+        "parts_of_buffers",
         "seen",
         "tied",
     )
@@ -95,6 +99,8 @@ class Segment:
         self.held, self.tied, self.seen, self.at = tuple(held), dict(tied), dict(seen), at
         self.closed = {item.name for item in held}.issuperset(tied.values())
         self.apart_from: list[Segment] | None = None
+        self.is_made = True
+        self.parts_of_buffers = any(is_part(item.tensor) for item in self.held)
         self._key, self._tensors = tuple(key), tuple(tensors)
         self._facts = Facts(self._tensors)
         self.forms = tuple(form_of(item.tensor) for item in self.held)
@@ -238,6 +244,15 @@ _layout: Final = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta
 place.
 """
 _dtype: Final = attrgetter("dtype")
+
+
+def is_part(tensor: Source) -> bool:
+    """Return True if a plain tensor is not all of its storage, so that others may have the rest."""
+    return (
+        is_plain(tensor)
+        and tensor.layout is torch.strided
+        and tensor.untyped_storage().nbytes() != tensor.nbytes
+    )
 
 
 def place_of(tensor: Source) -> int:
