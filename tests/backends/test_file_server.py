@@ -1,3 +1,9 @@
+"""The conformance suite and faults on real file servers.
+
+``findings/`` shows without ckpt what surprised here: ``ftp-full-disk.sh``,
+``sftp-pipelined-errors.sh``, ``webdav-percent.sh`` and ``webdav-rm-file.sh``.
+"""
+
 from __future__ import annotations
 
 import os
