@@ -26,7 +26,7 @@ from ckpt.adapters.walk.objects import walk_objects
 from ckpt.adapters.walk.origin import Origin
 from ckpt.adapters.walk.prepare import PlanCache, growth_of
 from ckpt.agent.registration import check_detach, register
-from ckpt.catalog.index import committed
+from ckpt.catalog.index import Listing
 from ckpt.catalog.late_metrics import add_metrics
 from ckpt.config import Metadata, SaveConfig, Settings, load_config, with_settings
 from ckpt.coordination.api import LEADER, Coordinator
@@ -115,6 +115,7 @@ class CheckpointManager:
         with closed_on_error(self._tiers):
             self._coordinator = Leaving(coordinator or find_coordinator())
             self._tiers = agree(self._tiers, self._coordinator, self._config.tls)
+            self._listing = Listing([tier.backend for tier in self._tiers])
             missed_steps = MissedSteps(tier.url for tier in self._tiers if tier.in_memory)
             reports = Reports(self._ledger, self._observers, missed_steps)
             notify = self._observers.notify
@@ -483,16 +484,19 @@ class CheckpointManager:
         self._saver.set_restored(ref, sweeps=sweeps)
 
     def steps(self) -> list[int]:
-        """Return the committed steps on any tier, ascending.
+        """Return the committed steps on any tier, ascending. A step whose manifest is damaged on
+        all tiers is not among them.
 
-        The call lists all tiers, so it is too slow for every training step.
+        The call lists all tiers, and reads each manifest once, so it is too slow for every training
+        step.
         """
         self._check_open()
-        return sorted({ref.step for tier in self._tiers for ref in committed(tier.backend)})
+        return self._listing.steps()
 
     def latest_step(self) -> int | None:
         """Return the newest committed step on any tier, or None if there is none."""
-        return max(self.steps(), default=None)
+        self._check_open()
+        return self._listing.latest()
 
     # -- the end -----------------------------------------------------------------------------------
 

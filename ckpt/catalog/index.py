@@ -6,7 +6,7 @@ A step is committed if and only if its manifest exists.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Final, TypeVar
@@ -15,6 +15,7 @@ from ckpt.catalog.fragments import filled, load_fragment
 from ckpt.coordination.tombstone import TOMBSTONE, has_manifest
 from ckpt.errors import (
     AccessDenied,
+    FormatUnsupported,
     IntegrityError,
     LinkRefused,
     ManifestCorrupt,
@@ -88,13 +89,60 @@ def unfinished_of(backend: StorageBackend, ref: StepRef) -> tuple[Unfinished, ..
 
 
 def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
-    """Return True if the store has a manifest for ``ref``."""
+    """Return True if the store has a manifest for ``ref``. An empty file is none."""
     return ask(backend, partial(has_manifest, backend, ref))
 
 
 def committed(backend: StorageBackend) -> list[StepRef]:
     """Return the attempts with a manifest, newest step first."""
     return [ref for ref in attempts(backend) if is_committed(backend, ref)]
+
+
+class Listing:
+    """The steps on some stores whose manifests can be read.
+
+    A manifest in a format that this ckpt cannot read counts as one that can be read. Each manifest
+    is read once.
+
+    The methods raise ``AccessDenied`` and ``TransientStorageError`` if a store denies access or
+    does not answer.
+    """
+
+    def __init__(self, stores: Sequence[StorageBackend]) -> None:
+        self._stores = [(store, set[StepRef]()) for store in stores]
+
+    def steps(self) -> list[int]:
+        """Return the numbers of the steps, ascending."""
+        return sorted({ref.step for store, intact in self._stores for ref in _read(store, intact)})
+
+    def latest(self) -> int | None:
+        """Return the number of the newest step, or None if there is none."""
+        newest = (next(_read(store, intact), None) for store, intact in self._stores)
+        return max((ref.step for ref in newest if ref is not None), default=None)
+
+
+def _read(store: StorageBackend, intact: set[StepRef]) -> Iterator[StepRef]:
+    """Yield the attempts whose manifests can be read, newest first. The manifests of the attempts
+    in ``intact`` are not read again, and the others are added to it.
+    """
+    for ref in attempts(store):
+        if is_committed(store, ref) and (ref in intact or _is_intact(store, ref)):
+            intact.add(ref)
+            yield ref
+
+
+def _is_intact(backend: StorageBackend, ref: StepRef) -> bool:
+    try:
+        read_packed(backend, ref)
+    except FormatUnsupported:
+        return True
+    except LinkRefused:
+        return False
+    except (AccessDenied, TransientStorageError):
+        raise
+    except (IntegrityError, StorageError):
+        return False
+    return True
 
 
 def read_manifest(

@@ -25,12 +25,14 @@ TOMBSTONE: Final = b"removed\n"
 
 
 def has_manifest(backend: StorageBackend, ref: StepRef) -> bool:
-    """Return True if the store has a manifest for ``ref``, and no tombstone in its place.
+    """Return True if the store has a manifest for ``ref``, and no tombstone or empty file in its
+    place. A store may leave an empty file if it loses power or its disk is full.
 
     The result is also True for a symbolic link that the store refuses to follow.
     """
     try:
-        return not is_tombstone(backend.head(ref.manifest).size)
+        size = backend.head(ref.manifest).size
+        return size > 0 and not is_tombstone(size)
     except ObjectNotFound:
         return False
     except LinkRefused:

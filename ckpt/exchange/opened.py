@@ -10,7 +10,7 @@ from typing import Final, Self
 
 import torch
 
-from ckpt.catalog.index import committed, find, read_manifest
+from ckpt.catalog.index import Listing, find, read_manifest
 from ckpt.catalog.tensor_reader import StepReader, Wanted
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
@@ -63,7 +63,7 @@ class Opened:
 
         Pass one of these numbers to ``ckpt.open`` as ``step`` to open that step.
         """
-        return sorted({ref.step for ref in committed(self._backend)}, reverse=True)
+        return Listing([self._backend]).steps()[::-1]
 
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted. Tied names are included."""
