@@ -115,7 +115,7 @@ class CheckpointManager:
         with closed_on_error(self._tiers):
             self._coordinator = Leaving(coordinator or find_coordinator())
             self._tiers = agree(self._tiers, self._coordinator, self._config.tls)
-            self._listing = Listing([tier.backend for tier in self._tiers])
+            self._listing = Listing([tier.backend for tier in self._tiers], self._check_open)
             missed_steps = MissedSteps(tier.url for tier in self._tiers if tier.in_memory)
             reports = Reports(self._ledger, self._observers, missed_steps)
             notify = self._observers.notify
@@ -490,12 +490,10 @@ class CheckpointManager:
         The call lists all tiers, and reads each manifest once, so it is too slow for every training
         step.
         """
-        self._check_open()
         return self._listing.steps()
 
     def latest_step(self) -> int | None:
         """Return the newest committed step on any tier, or None if there is none."""
-        self._check_open()
         return self._listing.latest()
 
     # -- the end -----------------------------------------------------------------------------------

@@ -108,15 +108,20 @@ class Listing:
     does not answer.
     """
 
-    def __init__(self, stores: Sequence[StorageBackend]) -> None:
+    def __init__(
+        self, stores: Sequence[StorageBackend], check_open: Callable[[], None] = lambda: None
+    ) -> None:
+        self._check_open = check_open  # Raises if the owner of the stores has closed them
         self._stores = [(store, set[StepRef]()) for store in stores]
 
     def steps(self) -> list[int]:
         """Return the numbers of the steps, ascending."""
+        self._check_open()
         return sorted({ref.step for store, intact in self._stores for ref in _read(store, intact)})
 
     def latest(self) -> int | None:
         """Return the number of the newest step, or None if there is none."""
+        self._check_open()
         newest = (next(_read(store, intact), None) for store, intact in self._stores)
         return max((ref.step for ref in newest if ref is not None), default=None)
 
