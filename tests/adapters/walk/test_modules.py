@@ -515,6 +515,8 @@ def test_an_optimizer_held_by_another_object_is_saved_through_it() -> None:
     class Accelerated(Optimizer):
         """A wrapper like Accelerate's."""
 
+        __module__ = "accelerate.optimizer"
+
         def __init__(self, inner: Optimizer) -> None:
             self.optimizer = inner
 
