@@ -77,6 +77,9 @@ safety: $(STAMP) ## measure what changes of a state give, into docs/safety.md
 stores: $(STAMP) ## measure real servers and mounts, into docs/stores.md (needs root and the programs that it names; 15 minutes)
 	$(BIN)/python -m tests.stores.page $(ARGS)
 
+census: $(STAMP) ## resume every optimizer of seven packages, into docs/safety.md (an hour; 60 MB in .build/census)
+	$(BIN)/python -m tests.census.page $(ARGS)
+
 matrix: $(STAMP) ## the tests on each release of torch, and restores between them (30 GB in .build, an hour)
 	$(BIN)/python -m tests.versions.matrix $(ARGS)
 

@@ -1,0 +1,206 @@
+"""Resume every optimizer of some packages, and write what that gives into docs/safety.md.
+
+``python -m tests.census.page`` (``make census``) installs the packages of packages.txt into
+``.build/census``, without what they require, since torch must stay the one that is tested. It takes
+about an hour on two processors. With names of packages, only these are measured, and the rows of
+the others are those of the last run, which are in ``.build/census`` too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from tests.census.cells import EQUAL, NONE, Row, is_refusal
+from tests.census.optimizers import PACKAGES
+from tests.versions.matrix import ROOT, uv
+
+BUILD: Final = ROOT / ".build" / "census"
+PINS: Final = Path(__file__).with_name("packages.txt")
+PAGE: Final = ROOT / "docs" / "safety.md"
+BEGIN, END = "<!-- census: python -m tests.census.page -->", "<!-- end of the census -->"
+WORKERS: Final = 2
+WAYS: Final = ("torch", "torch rollback", "ckpt", "ckpt rollback")
+PLACES: Final = {1: "one process", 2: "FSDP2"}
+
+
+def install() -> None:
+    """Install the packages, unless they are there."""
+    stamp = BUILD / "installed"
+    if not stamp.exists() or stamp.read_text() != PINS.read_text():
+        uv("pip", "install", "-q", "--no-deps", "--target", str(_packages()), "-r", str(PINS))
+        stamp.write_text(PINS.read_text())
+
+
+def measured(package: str, seconds: float = 7200.0) -> list[Row]:
+    """Measure the optimizers of one package, half of them in each of two processes."""
+
+    def part(first: int) -> list[Row]:
+        words = [sys.executable, "-m", "tests.census.rows", package, folder, f"{first}", "2"]
+        done = subprocess.run(
+            words, cwd=ROOT, env=_environment(), capture_output=True, check=False, timeout=seconds
+        )
+        if done.returncode:
+            raise RuntimeError(f"{package}: {done.stderr.decode()[-2000:]}")
+        return [msgspec.json.decode(line, type=Row) for line in done.stdout.splitlines()]
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(WORKERS) as pool:
+        return [row for rows in pool.map(part, range(WORKERS)) for row in rows]
+
+
+def _environment() -> dict[str, str]:
+    path = [str(ROOT), str(ROOT / "backends"), str(_packages())]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def _packages() -> Path:
+    return BUILD / "packages"
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def shortfalls(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows where ``torch.save`` resumes bit for bit, and ckpt neither does nor refuses
+    by name.
+    """
+    return [
+        row
+        for row in rows
+        if any(
+            row.cells.get(f"torch{way}") == EQUAL and not _is_right(row.ckpt(way))
+            for way in ("", " rollback")
+        )
+    ]
+
+
+def _is_right(cell: str) -> bool:
+    return cell == EQUAL or is_refusal(cell)
+
+
+def table(rows: Sequence[Row], versions: dict[str, str]) -> str:
+    """Return the tables of the page."""
+    return "\n".join([*_counts(rows, versions), "", *_exceptions(rows), "", *_idle(rows)])
+
+
+def _counts(rows: Sequence[Row], versions: dict[str, str]) -> Iterator[str]:
+    heads = [f"{place}: {who}" for place in PLACES.values() for who in ("`torch.save`", "ckpt")]
+    yield _line(["package", "version", "optimizers", *heads])
+    yield _line(["---"] * 7)
+    for package in dict.fromkeys(row.package for row in rows):
+        own = [row for row in rows if row.package == package]
+        counts = [
+            _equal([row for row in own if row.ranks == ranks and NONE not in row.cells], who)
+            for ranks in PLACES
+            for who in ("torch", "ckpt")
+        ]
+        total = len({row.name for row in own})
+        yield _line([f"`{package}`", versions[package], str(total), *counts])
+
+
+def _equal(rows: Sequence[Row], who: str) -> str:
+    ways = (who, f"{who} rollback")
+    number = sum(all(row.cells.get(way) == EQUAL for way in ways) for row in rows)
+    return f"{number} of {len(rows)}" if rows else "-"
+
+
+def _exceptions(rows: Iterable[Row]) -> Iterator[str]:
+    grouped: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    for row in rows:
+        cells = (
+            row.cells.get("torch", ""),
+            row.cells.get("torch rollback", ""),
+            row.ckpt(""),
+            row.ckpt(" rollback"),
+        )
+        if NONE not in row.cells and set(cells) != {EQUAL}:
+            grouped[row.package, PLACES[row.ranks], *cells].append(row.name)
+    yield _line(
+        ["not equal", "where", "`torch.save`: fresh", "rollback", "ckpt: fresh", "rollback"]
+    )
+    yield _line(["---"] * 6)
+    for (package, *found), names in grouped.items():
+        yield _line([f"`{package}`: {', '.join(names)}", *found])
+
+
+def _idle(rows: Sequence[Row]) -> Iterator[str]:
+    for ranks, place in PLACES.items():
+        idle: defaultdict[str, list[str]] = defaultdict(list)
+        for row in rows:
+            if row.ranks == ranks and NONE in row.cells and not (ranks > 1 and _is_idle(rows, row)):
+                idle[row.package].append(row.name)
+        if idle:
+            words = (f"`{package}`: {', '.join(names)}" for package, names in idle.items())
+            yield f"Did not train here ({place}): {'; '.join(words)}."
+            yield ""
+
+
+def _is_idle(rows: Iterable[Row], row: Row) -> bool:
+    """Return True if the optimizer does not train in one process."""
+    return any(
+        NONE in other.cells
+        for other in rows
+        if (other.package, other.name, other.ranks) == (row.package, row.name, 1)
+    )
+
+
+def _line(texts: Iterable[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+def reported() -> str:
+    """Return the tables that the page has now."""
+    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Return the version of each package."""
+    pins = dict(line.split("==") for line in PINS.read_text().split())
+    names = {package: package.partition(".")[0] for package in packages}
+    return {
+        package: pins[name] if name in pins else metadata.version(name).partition("+")[0]
+        for package, name in names.items()
+    }
+
+
+def write(folder: Path) -> list[Row]:
+    """Write the page from the rows in ``folder``, and return the rows."""
+    rows: list[Row] = []
+    for package in PACKAGES:
+        if (found := folder / f"{package}.json").exists():
+            rows += msgspec.json.decode(found.read_bytes(), type=list[Row])
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    tail = rest.partition(END)[2]
+    versions = versions_of({row.package: None for row in rows})
+    PAGE.write_text(f"{head}{BEGIN}\n\n{table(rows, versions)}\n{END}{tail}")
+    return rows
+
+
+def main(packages: Sequence[str]) -> None:
+    """Measure the packages, and write the page."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    install()
+    for package in packages:
+        (BUILD / f"{package}.json").write_bytes(msgspec.json.encode(measured(package)))
+    if short := shortfalls(write(BUILD)):
+        sys.exit("\n".join(json.dumps(msgspec.to_builtins(row)) for row in short))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or PACKAGES)

@@ -1,0 +1,67 @@
+"""Optimizers are resumed as ``torch.save`` resumes them, and the page says what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.census import page
+from tests.census.cells import Row
+
+
+def row(name: str, ranks: int = 1, **cells: Any) -> Row:
+    given = {way.replace("_", " "): cell for way, cell in cells.items()}
+    return Row("torch.optim", name, "all step", ranks, given)
+
+
+EQUAL: dict[str, Any] = dict.fromkeys(("torch", "torch_rollback", "ckpt", "ckpt_rollback"), "equal")
+
+
+def test_an_optimizer_that_only_torch_resumes_is_a_shortfall() -> None:
+    silent = row("A", **{**EQUAL, "ckpt": "differs"})
+    crashed = row("B", **{**EQUAL, "ckpt_rollback": "RuntimeError"})
+    refused = row("C", torch="equal", torch_rollback="equal", ckpt="refused: UnsupportedValue")
+    differs: dict[str, Any] = dict.fromkeys(EQUAL, "differs")
+    alike = row("D", **differs)
+    idle = row("E", none="TypeError: no")
+    rows = [silent, crashed, refused, alike, idle, row("F", **EQUAL)]
+    assert page.shortfalls(rows) == [silent, crashed]
+
+
+def test_the_page_counts_the_equal_ones_and_lists_the_others() -> None:
+    refused: dict[str, Any] = {**EQUAL, "ckpt": "refused: UnsupportedValue"}
+    del refused["ckpt_rollback"]
+    rows = [
+        row("A", **EQUAL),
+        row("B", **refused, wrapped="equal", wrapped_rollback="equal"),
+        row("C", none="TypeError: no"),
+        row("A", 2, **EQUAL),
+        row("B", 2, none="RuntimeError: no"),
+    ]
+    lines = page.table(rows, {"torch.optim": "2.13"}).splitlines()
+    assert "| `torch.optim` | 2.13 | 3 | 2 of 2 | 1 of 2 | 1 of 1 | 1 of 1 |" in lines
+    cell = "refused: UnsupportedValue, wrapped: equal"
+    assert f"| `torch.optim`: B | one process | equal | equal | {cell} | {cell} |" in lines
+    assert "Did not train here (one process): `torch.optim`: C." in lines
+    assert "Did not train here (FSDP2): `torch.optim`: B." in lines
+
+
+def test_the_table_of_the_docs_names_the_pinned_versions() -> None:
+    lines = [line.strip("| ").split(" | ") for line in page.reported().splitlines()]
+    found = {line[0].strip("`"): line[1] for line in lines if line[0].strip("`") in page.PACKAGES}
+    assert found
+    pinned = page.versions_of(found)
+    for package in found.keys() - {"torch.optim", "schedulefree"}:  # Those of the environment
+        assert found[package] == pinned[package]
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("package", ["torch.optim", "schedulefree"])
+def test_every_optimizer_resumes_as_torch_save_resumes_it(package: str) -> None:
+    """The other packages are in the environment of ``make census`` only."""
+    rows = page.measured(package)
+    trained = [row for row in rows if "none" not in row.cells]
+    assert len(trained) > len({row.name for row in rows})  # Most train in both places
+    assert page.shortfalls(rows) == []
