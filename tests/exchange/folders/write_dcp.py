@@ -33,7 +33,8 @@ def main(out: str, kind: str) -> None:
         parallelize_module(net, init_device_mesh("cpu", (world,)), plan)
     else:
         shape = (2, world // 2) if kind == "hsdp" else (world,)
-        fully_shard(net, mesh=init_device_mesh("cpu", shape))
+        names = ("replicate", "shard")[-len(shape) :]
+        fully_shard(net, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
     train(net, optimizer)
     folder = os.path.join(out, "state")
