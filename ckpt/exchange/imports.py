@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckpt.adapters.match.saved import EQUAL
 from ckpt.adapters.match.wrapper_prefix import REMOVED
 from ckpt.catalog.index import committed
 from ckpt.config import Tier
@@ -47,6 +49,7 @@ _log = logging.getLogger("ckpt")
 _BUFFERS: Final = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 _ALIASES: Final = {"state_dict": "model", "optim": "optimizer"}
 _MODEL: Final = "model"
+_OPTIMIZER: Final = "optimizer"
 
 
 @dataclass(slots=True)
@@ -144,6 +147,8 @@ def import_checkpoint(
         live = shaper.shape(state)
         if shaper.without_prefix:
             metadata[REMOVED] = shaper.without_prefix
+        if shaper.equal:
+            metadata[EQUAL] = shaper.equal
         with CheckpointManager(keeps_all, metadata=metadata, slots=1, overlap="off") as manager:
             manager.save(live, step=step)
     return done
@@ -217,12 +222,14 @@ class _Shaper:
 
     Attributes:
         without_prefix: The modules whose names have lost the prefix of DDP.
+        equal: The name of a tensor -> the name of one that is equal to it.
     """
 
     def __init__(self, done: Imported, plain: Sequence[str], names: Sequence[str] | None) -> None:
         self._done, self._plain, self._names = done, plain, names
         self._modules: dict[str, dict[str, Any]] = {}
         self.without_prefix: list[str] = []
+        self.equal: dict[str, str] = {}
         self._taken: set[tuple[str, str]] = set()  # The parameters of optimizers, by module
 
     def shape(self, state: State) -> dict[str, Any]:
@@ -240,7 +247,9 @@ class _Shaper:
         state, notes = unflattened(state)
         self._done.notes += notes
         if _is_module(state) and not self._plain:
-            state = {"model": state}
+            state = {_MODEL: state}
+        elif _is_optimizer(state):
+            state = {_OPTIMIZER: state}
         state = self._renamed(state)
         for name, value in state.items():
             if name not in self._plain and _is_module(value):
@@ -251,7 +260,7 @@ class _Shaper:
             if _is_optimizer(value)
         }
         for name, entries in self._modules.items():
-            self._tie(name, entries)
+            self._note_equal(name, entries)
         live: dict[str, Any] = {}
         for name, value in state.items():
             if name in self._modules:
@@ -285,36 +294,24 @@ class _Shaper:
             self.without_prefix.append(name)
         return {names[key]: value for key, value in values.items()}
 
-    def _tie(self, name: str, entries: dict[str, Any]) -> None:
-        """Replace equal tensors of a module with one tensor, which the manager saves as tied names.
+    def _note_equal(self, name: str, entries: Mapping[str, Any]) -> None:
+        """Note the tensors of a module that are equal to another one to the bit.
 
-        Some formats store a tied weight twice, but a model with tied weights can only load a
-        checkpoint with the tie. Two tensors are tied if they are equal to the bit and have at least
-        two dimensions, unless both are parameters of an optimizer.
-
-        Args:
-            name: The name of the module.
-            entries: The state dict of the module, which is changed in place.
+        Some formats store a tied weight twice. Whether two equal tensors are tied is known only to
+        the module that a restore fills. So both are saved, and a module that ties them may take
+        either. Tensors of one dimension are left out: many are equal, and none are tied.
         """
         first: dict[tuple[torch.dtype, torch.Size, str], str] = {}
-        for key in sorted(
-            entries, key=lambda key: (not isinstance(entries[key], nn.Parameter), key)
-        ):
-            value = entries[key]
+        for key, value in sorted(entries.items()):
             if (
                 isinstance(value, torch.Tensor)
                 and has_bytes(value)
                 and value.ndim > 1
                 and value.numel()
             ):
-                mark = (value.dtype, value.shape, _digest(value))
-                other = entries[first.setdefault(mark, key)]
-                if other is not value and not isinstance(value, nn.Parameter):
-                    if other.data_ptr() != value.data_ptr():
-                        self._done.notes.append(
-                            f"{key!r} of {name!r} is equal to {first[mark]!r}, and tied to it now"
-                        )
-                    entries[key] = other
+                other = first.setdefault((value.dtype, value.shape, _digest(value)), key)
+                if other != key:
+                    self.equal[f"{name}/{key}"] = f"{name}/{other}"
 
     # -- optimizers --------------------------------------------------------------------------------
 
@@ -360,10 +357,10 @@ class _Shaper:
         if not fitting:
             self._done.names[name] = f"optimizer of {len(ids)} parameters, by place"
             self._done.notes.append(
-                f"{name!r} names its parameters by number, and which they are in the model cannot "
-                "be determined: it loads by position, as load_state_dict() does, into an optimizer "
-                "with the same groups in the same order; for any other, give --param-names FILE, "
-                "a name on each line, as model.named_parameters() has them"
+                f"{name!r} {how}: it loads by position, as load_state_dict() does, into an "
+                "optimizer with the same groups and parameters in the same order; for any other, "
+                "import it with its model, and give --param-names FILE, a name on each line, as "
+                "model.named_parameters() has them, in the order of the optimizer"
             )
             return [nn.Parameter(torch.empty(0), requires_grad=False) for _ in ids]
         module = min(
@@ -415,22 +412,42 @@ class _Shaper:
         self, value: Mapping[str, Any], ids: list[Any]
     ) -> tuple[dict[str, list[str]], str]:
         """Return the names of an optimizer's parameters in each module that can have all of them,
-        by module. Also return in words how they were found.
+        by module. Also return in words how they were found, or why they were not.
+
+        Without names, the order of the module counts only if the parameters are in one group, and
+        the state of no two of them can be exchanged.
 
         The arguments are those of ``_parameters``.
         """
         if given := self._names_of(value, ids):
             names, how = given
-            return {
+            fitting = {
                 module: names
                 for module, entries in self._modules.items()
                 if names and all(isinstance(entries.get(each), torch.Tensor) for each in names)
-            }, how
+            }
+            if fitting or not names:
+                return fitting, how
+            known = {key for entries in self._modules.values() for key in entries}
+            lost = next((each for each in names if each not in known), names[0])
+            return {}, f"has {lost!r} among its parameters, which no module of the source has"
         found = {
             module: _in_order(entries, ids, value["state"])
             for module, entries in self._modules.items()
         }
-        return {module: each for module, each in found.items() if each}, "by order and shape"
+        fitting = {module: names for module, names in found.items() if names}
+        if not fitting:
+            return {}, "names its parameters by number, and no module has them in this order"
+        if len(value["param_groups"]) > 1:
+            return {}, "names its parameters by number, and their groups have an order of their own"
+        for module, names in fitting.items():
+            if pair := _exchangeable(self._modules[module], names, ids, value["state"]):
+                one, other = pair
+                return {}, (
+                    f"names its parameters by number, and can have {one!r} and {other!r} of "
+                    f"{module!r} in either order"
+                )
+        return fitting, "by order and shape"
 
     def _names_of(self, value: Mapping[str, Any], ids: list[Any]) -> tuple[list[str], str] | None:
         """Return the names of an optimizer's parameters that the source or the user gives, and
@@ -539,3 +556,28 @@ def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, An
             if isinstance(item, torch.Tensor) and item.ndim and item.shape != entries[name].shape:
                 return []
     return names
+
+
+def _exchangeable(
+    entries: Mapping[str, Any], names: Sequence[str], ids: list[Any], state: Mapping[Any, Any]
+) -> tuple[str, str] | None:
+    """Return two parameters whose state fits either of them, or None if there are none.
+
+    Args:
+        entries: The state dict of the module.
+        names: The names of the parameters, as ``_in_order`` returns them.
+        ids: The numbers of the parameters, in the same order.
+        state: ``state`` of the optimizer's state dict.
+    """
+    by_text = {str(key): held for key, held in state.items()}
+    alike: dict[torch.Size | None, list[tuple[str, bool]]] = defaultdict(list)
+    for name, each in zip(names, ids, strict=True):
+        held = by_text.get(str(each), {})
+        has_shape = any(isinstance(item, torch.Tensor) and item.ndim for item in held.values())
+        alike[entries[name].shape].append((name, bool(held)))
+        if not has_shape and entries[name].ndim:  # Such a state fits a parameter of any shape
+            alike[None].append((name, bool(held)))
+    for pairs in alike.values():
+        if len(pairs) > 1 and any(has_state for _, has_state in pairs):
+            return pairs[0][0], pairs[1][0]
+    return None

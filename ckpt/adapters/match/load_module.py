@@ -65,7 +65,7 @@ def match_module(match: Matching, module: nn.Module, node: Node, path: str, sour
         if not match.takes(name):
             match.claim(name, there, silent=True)
         elif found is ABSENT:
-            match.lack(name, there)
+            match.lack_tensor(name, there, entry.value)
         else:
             match.claim(name, there)
             loader.take(entry, name, there, found)

@@ -105,6 +105,7 @@ class Matching:
         self._left: dict[str, None] = {}
         self._unused = {*(selection.only or ()), *selection.renaming.patterns}
         self.filled: dict[Hashable, tuple[str, Source | None]] = {}
+        self._lacking: dict[str, torch.Tensor] = {}
         self._names: list[str] = []
         self._wanted: list[Leaf] = []
         self._targets: list[Source] = []
@@ -159,6 +160,15 @@ class Matching:
         else:
             self._missing[name] = source
 
+    def lack_tensor(self, name: str, source: str, target: object) -> None:
+        """Record that the checkpoint has no value for the entry ``name`` of a module.
+
+        The entry is not missing if the restore fills its memory as another entry.
+        """
+        self.lack(name, source)
+        if isinstance(target, torch.Tensor):
+            self._lacking[name] = target
+
     @contextmanager
     def one(self, name: str, source: str) -> Generator[None]:
         """Return a context manager for a block that matches the values inside of ``name``. If the
@@ -206,7 +216,7 @@ class Matching:
         if isinstance(target, torch.Tensor):
             target = self.real.to_fill(name, target)
         leaf = leaf_of(name, target, ())
-        stored = self.saved.manifest.tied.get(bytes_of, bytes_of)
+        stored = self.saved.bytes_of(bytes_of)
         memory = memory_of(target if of is None else of)
         # A module that loads a value itself may change it, so that nothing else can have it.
         known, _ = self.filled.setdefault(memory, (stored, target if of is None else None))
@@ -244,6 +254,7 @@ class Matching:
             EntryMissing: The restore is strict, and the checkpoint lacks names.
             RestoreError: Elements of a part of ``LocalShards`` share their memory.
         """
+        self._find_tied()
         if self._missing and self.selection.strict:
             raise EntryMissing(
                 list(self._missing),
@@ -265,6 +276,16 @@ class Matching:
             renamed=tuple(self._renamed.items()),
             converted=tuple(self._converted),
         )
+
+    def _find_tied(self) -> None:
+        """Take the names off the missing ones whose memory the restore fills as another name.
+
+        A model may tie a weight to one that the checkpoint has: files of GPT-2 have no ``lm_head``.
+        """
+        for name, target in self._lacking.items():
+            if name in self._missing and (filled := self.filled.get(memory_of(target))):
+                del self._missing[name]
+                self._renamed[name] = filled[0]
 
     def _is_about(self, source: str) -> bool:
         """Return True if the selection includes ``source``, which has no counterpart in the state.

@@ -19,6 +19,11 @@ ABSENT: Final = object()
 """Represents a node that does not exist. None cannot do so, since it is the node of the value None.
 """
 
+EQUAL: Final = "imported_equal"
+"""The key of a dict in the metadata of an imported checkpoint: the name of a tensor -> the name of
+one that is equal to it to the bit.
+"""
+
 _MAPPINGS: Final = ("dict", "OrderedDict", "Counter")
 
 
@@ -68,6 +73,16 @@ class Saved:
         self._own: dict[str, Node] = {}
         self._stored: dict[str, str] = {}  # The tensors of dicts that ``adopt_dict`` has replaced
         self._parameters: dict[str, Mapping[str, SavedParameter]] = {}
+        equal = self.metadata.get(EQUAL)
+        self._equal: Mapping[str, Node] = equal if isinstance(equal, dict) else {}
+
+    def bytes_of(self, stored: str) -> str:
+        """Return the name that stands for all names with the bytes of the stored tensor ``stored``:
+        those that are tied to it, and those that an import has found equal to it.
+        """
+        first = self.manifest.tied.get(stored, stored)
+        equal = self._equal.get(first, first)
+        return equal if isinstance(equal, str) else first
 
     @property
     def imported(self) -> bool:
