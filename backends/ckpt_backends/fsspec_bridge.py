@@ -201,7 +201,7 @@ class StorageBackendOnFsspec:
             found = self._fs.info(path)
         if found["type"] != "file":
             raise ObjectNotFound(key, "not a file")
-        return ObjectInfo(key=key, size=int(found["size"]))
+        return ObjectInfo(key=key, size=int(found["size"]), modified=_modified(found))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = posixpath.dirname(check_prefix(prefix))

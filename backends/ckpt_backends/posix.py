@@ -249,7 +249,8 @@ class PosixBackend:
         check_read(key, offset, done, sum(part.nbytes for part in parts))
 
     def head(self, key: str) -> ObjectInfo:
-        return ObjectInfo(key=key, size=self._file(key, self._readable(check_key(key))).st_size)
+        status = self._file(key, self._readable(check_key(key)))
+        return ObjectInfo(key=key, size=status.st_size, modified=status.st_mtime)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = check_prefix(prefix).rpartition("/")[0]

@@ -265,7 +265,9 @@ class S3Backend(StorageBackendOnFsspec):
         return self._bulk.receive(self._bucket, name, key, offset, out)
 
     def head(self, key: str) -> ObjectInfo:
-        return ObjectInfo(key=key, size=int(self.call(key, "head_object")["ContentLength"]))
+        reply = self.call(key, "head_object")
+        date = reply["LastModified"].timestamp()
+        return ObjectInfo(key=key, size=int(reply["ContentLength"]), modified=date)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for page in self._pages(check_prefix(prefix)):

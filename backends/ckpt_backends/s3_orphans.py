@@ -64,7 +64,10 @@ class Orphans:
         """Yield the unfinished uploads of all processes to keys that start with ``prefix``."""
         now, marker = datetime.now(UTC), dict[str, str]()
         while True:
-            page = self._call("list_multipart_uploads", Prefix=self._prefix + prefix, **marker)
+            try:
+                page = self._call("list_multipart_uploads", Prefix=self._prefix + prefix, **marker)
+            except ObjectNotFound:  # rclone answers NoSuchUpload if there is none
+                return
             for found in page.get("Uploads", ()):
                 yield Unfinished(
                     key=str(found["Key"]).removeprefix(self._prefix),

@@ -6,13 +6,13 @@ A step is committed if and only if its manifest exists.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Final, TypeVar
 
 from ckpt.catalog.fragments import filled, load_fragment
-from ckpt.coordination.tombstone import TOMBSTONE, has_manifest
+from ckpt.coordination.tombstone import TOMBSTONE, has_manifest, is_of_manifest
 from ckpt.errors import (
     AccessDenied,
     FormatUnsupported,
@@ -26,13 +26,14 @@ from ckpt.errors import (
     about,
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.keys import OWNER, StepRef, is_file_name, parse_folder
+from ckpt.model.keys import FOLDERS, MANIFEST, OWNER, StepRef, is_file_name, parse_folder
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import (
     KeepsUnfinished,
     ObjectInfo,
+    Rooted,
     StorageBackend,
     Unfinished,
     read_record,
@@ -47,6 +48,10 @@ an error message.
 
 Each check is a request, and a store may be slow to answer.
 """
+_MANY: Final = 16
+"""From this number of attempts on, a listing of all keys may replace a request for each of them."""
+_KEYS_PER_REQUEST: Final = 100
+"""How many keys are listed at most for each request that the listing may save."""
 _NAMED: Final = 5
 _MOST_FOREIGN: Final = 1000  # How many objects are listed to describe a root that has no steps
 
@@ -95,7 +100,33 @@ def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
 
 def committed(backend: StorageBackend) -> list[StepRef]:
     """Return the attempts with a manifest, newest step first."""
-    return [ref for ref in attempts(backend) if is_committed(backend, ref)]
+    refs = attempts(backend)
+    present = committed_among(backend, refs)
+    return [ref for ref in refs if ref in present]
+
+
+def committed_among(backend: StorageBackend, refs: Collection[StepRef]) -> set[StepRef]:
+    """Return those of ``refs`` that have a manifest.
+
+    On an object store with many steps of few ranks, a listing of all keys takes fewer requests than
+    one request for each step: a page has a thousand keys. An attempt without a manifest in the
+    listing is asked for.
+    """
+    present: set[StepRef] = set()
+    if len(refs) >= _MANY and not isinstance(backend, Rooted):
+        most = len(refs) * _KEYS_PER_REQUEST
+        ending = f"/{MANIFEST}"
+        keys = ask(
+            backend,
+            lambda: [
+                info.key
+                for info in islice(backend.list(FOLDERS), most)
+                if info.key.endswith(ending) and is_of_manifest(info.size)
+            ],
+        )
+        folders = (key.removesuffix(ending) for key in keys)
+        present = {ref for ref in map(parse_folder, folders) if ref is not None}
+    return {ref for ref in refs if ref in present or is_committed(backend, ref)}
 
 
 class Listing:

@@ -7,18 +7,27 @@ has lost files as the newest step, and remove an older step that is complete.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import Final, Literal
 
 import msgspec
 
-from ckpt.catalog.index import attempts, check_place, is_committed, own_objects, unfinished_of
+from ckpt.catalog.index import (
+    attempts,
+    check_place,
+    committed_among,
+    is_committed,
+    own_objects,
+    unfinished_of,
+)
 from ckpt.catalog.late_metrics import late_metrics, with_late
 from ckpt.catalog.pins import Pin, all_pins, live_of
 from ckpt.coordination.claim_marker import is_removal_marker
+from ckpt.coordination.tombstone import is_of_manifest
 from ckpt.errors import (
     AccessDenied,
     FormatUnsupported,
@@ -127,17 +136,19 @@ class Inventory:
 
     An inventory remembers committed steps from one ``look`` to the next, since a committed step
     changes only by metrics that are added and by copies of files of other nodes. Each ``look``
-    costs a listing of the root, a listing of the pins, and one request for each remembered step.
+    costs a listing of the root, a listing of the pins, and some requests for each attempt that it
+    does not remember. Call ``confirm`` before a removal that relies on remembered steps: another
+    process may have begun to remove one, whose folder is still listed.
 
     Args:
         part: Whether the tier may have only a part of each step, because each node has a tier of
             its own.
         late_metrics: Whether remembered steps are listed again, to find metrics that were added
             since. That costs one listing for each step. With ``part`` they always are.
-        shown: Whether the steps are only shown to people. Then a remembered step costs no request,
-            several threads read the new steps, and a step that cannot be read is reported as
-            "damaged". A folder without files and unfinished writes is left out: it is what is left
-            of a removed step while a process still reads it.
+        shown: Whether the steps are only shown to people. Then several threads read the new steps,
+            and a step that cannot be read is reported as "damaged". A folder without files and
+            unfinished writes is left out: it is what is left of a removed step while a process
+            still reads it.
 
     Thread safety:
         One thread at a time.
@@ -156,6 +167,7 @@ class Inventory:
         readers = min(_READERS, backend.capabilities.max_concurrency) if shown else 1
         self._workers = Workers("list", max(1, readers))
         self._known: dict[StepRef, StoredStep] = {}
+        self._committed_refs: set[StepRef] = set()  # Those that a look for begun attempts has seen
         self.pins: list[Pin] = []  # All pins that the last ``look`` found, including ended ones
 
     @property
@@ -164,13 +176,18 @@ class Inventory:
         return [held.metrics for held in self._known.values()]
 
     def look(
-        self, *, begun: bool = False, among: Container[StepRef] | None = None
+        self,
+        *,
+        begun: bool = False,
+        among: Container[StepRef] | None = None,
+        newest: int | None = None,
     ) -> list[StoredStep]:
         """Return all attempts on the tier, newest step first.
 
         Args:
             begun: Return only the attempts without a manifest.
             among: Return only these attempts; None for all.
+            newest: Return only the attempts at so many of the newest steps, and read no others.
 
         Raises:
             StorageError: The tier cannot be listed, or a step cannot be read. If the inventory is
@@ -181,19 +198,52 @@ class Inventory:
         if among is not None:
             refs = [ref for ref in refs if ref in among]
         if begun:
-            refs = [ref for ref in refs if not is_committed(self._backend, ref)]
+            refs = self._begun(refs)
         with about(self._backend.url):
-            if self._shown:
-                new = [ref for ref in refs if ref not in self._known]
-                read = self._workers.run_all(partial(self._shown_step, ref) for ref in new)
-                by_ref = self._known | {held.ref: held for held in read if not held.is_empty}
-                found = [by_ref[ref] for ref in refs if ref in by_ref]
-            else:
-                found = [self._step(ref) for ref in refs]
+            found: list[StoredStep] = []
+            while refs and (newest is None or len({held.ref.step for held in found}) < newest):
+                count = None if newest is None else newest - len({held.ref.step for held in found})
+                new, refs = _newest_steps(refs, count)
+                found += self._shown_steps(new) if self._shown else map(self._step, new)
             self.pins = all_pins(self._backend)
         self._known = {held.ref: held for held in found if held.state == "committed"}
         live = live_of(self.pins)
         return [replace(held, pins=live.get(held.ref, ())) for held in found]
+
+    def newest_begun(self, refs: Iterable[StepRef]) -> list[StoredStep]:
+        """Return those of ``refs``, the attempts of the tier, that come before the first with a
+        manifest.
+        """
+        begun = list(takewhile(lambda ref: not is_committed(self._backend, ref), refs))
+        with about(self._backend.url):
+            found = [self._step(ref) for ref in begun]
+            live = live_of(all_pins(self._backend)) if found else {}
+        return [replace(held, pins=live.get(held.ref, ())) for held in found]
+
+    def confirm(self, refs: Iterable[StepRef]) -> bool:
+        """Return True if the steps among ``refs`` that the inventory remembers still have a
+        manifest. It forgets those that have none.
+        """
+        lost = [ref for ref in refs if ref in self._known and not is_committed(self._backend, ref)]
+        for ref in lost:
+            del self._known[ref]
+        return not lost
+
+    def _begun(self, refs: Sequence[StepRef]) -> list[StepRef]:
+        """Return those of ``refs`` that have no manifest. One that had a manifest before is not
+        asked for again.
+        """
+        self._committed_refs.intersection_update(refs)
+        new = [ref for ref in refs if ref not in self._committed_refs]
+        present = committed_among(self._backend, new)
+        self._committed_refs |= present
+        return [ref for ref in new if ref not in present]
+
+    def _shown_steps(self, refs: Sequence[StepRef]) -> list[StoredStep]:
+        new = [ref for ref in refs if ref not in self._known]
+        read = self._workers.run_all(partial(self._shown_step, ref) for ref in new)
+        by_ref = self._known | {held.ref: held for held in read if not held.is_empty}
+        return [by_ref[ref] for ref in refs if ref in by_ref]
 
     def _shown_step(self, ref: StepRef) -> StoredStep:
         try:
@@ -205,9 +255,9 @@ class Inventory:
 
     def _step(self, ref: StepRef) -> StoredStep:
         """Return one attempt with its state. A remembered step is not read again."""
+        if ref in self._known and (remembered := self._again(self._known[ref])) is not None:
+            return remembered
         there = is_committed(self._backend, ref)
-        if there and ref in self._known:
-            return self._again(self._known[ref])
         objects = tuple(own_objects(self._backend, ref))
         state: State = "incomplete"
         reason = ""
@@ -270,13 +320,16 @@ class Inventory:
         )
         return self._with_late(held, objects)
 
-    def _again(self, held: StoredStep) -> StoredStep:
+    def _again(self, held: StoredStep) -> StoredStep | None:
         """Return a remembered step, with the metrics and the copies of files of other nodes that
-        were added since.
+        were added since. Return None if the step was listed again, and has no manifest any more.
         """
         if not (self._late_metrics or self._part):
             return held
         objects = tuple(own_objects(self._backend, held.ref))
+        manifests = [info for info in objects if info.key == held.ref.manifest]
+        if not any(is_of_manifest(info.size) for info in manifests):
+            return None
         # Compare the keys and not their number: a file, such as a claim marker, may also have gone.
         return held if _keys(objects) == _keys(held.objects) else self._with_late(held, objects)
 
@@ -367,6 +420,15 @@ class Inventory:
                     if info.key.endswith(".json") and info.key != ref.manifest:
                         dates.append(self._read(info.key, _Dated).created_at)
         return max(dates, default=None)
+
+
+def _newest_steps(refs: list[StepRef], count: int | None) -> tuple[list[StepRef], list[StepRef]]:
+    """Split ``refs``, newest step first, into the attempts at the ``count`` newest steps (None: all
+    steps) and the others.
+    """
+    steps = list(dict.fromkeys(ref.step for ref in refs))[:count]
+    end = sum(ref.step >= steps[-1] for ref in refs) if steps else 0
+    return refs[:end], refs[end:]
 
 
 def _reason(error: IntegrityError | StorageError) -> str:

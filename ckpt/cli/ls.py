@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
@@ -72,7 +73,7 @@ def ls(
       ckpt ls s3://bucket/run42 --json | jq '.steps[-1].step'
     """
     roots = places(where, root)
-    answers = ask_each(open_each(roots, config, timeout=timeout), _look)
+    answers = ask_each(open_each(roots, config, timeout=timeout), partial(_look, newest))
     tiers = [
         _Tier(url, error=found) if isinstance(found, CkptError) else _Tier(url, found)
         for url, found in answers
@@ -110,11 +111,13 @@ class _Tier:
         return self.error is not None and not isinstance(self.error, NoCheckpoint)
 
 
-def _look(store: StorageBackend) -> dict[StepRef, StoredStep]:
-    """Return the attempts at steps in a store, with their states. Raises ``NoCheckpoint`` if the
-    store has no attempts.
+def _look(newest: int | None, store: StorageBackend) -> dict[StepRef, StoredStep]:
+    """Return the attempts at the ``newest`` steps (None: all) in a store, with their states. Raises
+    ``NoCheckpoint`` if the store has no attempts.
+
+    Of the newest steps of several stores, each store has those that are among its own newest.
     """
-    if found := Inventory(store, shown=True).look():
+    if found := Inventory(store, shown=True).look(newest=newest):
         return {held.ref: held for held in found}
     raise NoCheckpoint(store.url, instead_of(store, [], None))
 

@@ -31,12 +31,18 @@ def has_manifest(backend: StorageBackend, ref: StepRef) -> bool:
     The result is also True for a symbolic link that the store refuses to follow.
     """
     try:
-        size = backend.head(ref.manifest).size
-        return size > 0 and not is_tombstone(size)
+        return is_of_manifest(backend.head(ref.manifest).size)
     except ObjectNotFound:
         return False
     except LinkRefused:
         return True
+
+
+def is_of_manifest(size: int) -> bool:
+    """Return True if a ``manifest.json`` of this size may be a manifest: it is neither empty nor a
+    tombstone.
+    """
+    return size > 0 and not is_tombstone(size)
 
 
 def is_tombstone(size: int) -> bool:

@@ -14,6 +14,8 @@ from typing import Final, SupportsIndex, cast
 
 from ckpt.errors import ConfigError, ManifestCorrupt
 
+FOLDERS: Final = "step-"
+"""What the names of the folders of all steps begin with."""
 MANIFEST: Final = "manifest.json"
 CLAIM_MARKER: Final = "verdict"
 """The name of the claim marker in the folder of a step."""

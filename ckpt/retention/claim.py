@@ -8,15 +8,22 @@ Before each removal it reads ``writer.json`` again, the record of the owner of t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Final
 
 import msgspec
 
-from ckpt.catalog.index import attempts, committed
+from ckpt.catalog.index import attempts
+from ckpt.catalog.inventory import StoredStep
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.owner import Owner, claim, confirm, detach, read_owner, release, succeed
-from ckpt.errors import RootInUse
-from ckpt.model.keys import StepRef, parse_folder
+from ckpt.errors import ObjectNotFound, RootInUse
+from ckpt.model.keys import OWNER, StepRef, parse_folder
+from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend
+
+_RETRY: Final = RetryPolicy()
 
 
 class Claim:
@@ -26,9 +33,13 @@ class Claim:
     that has no owner, or whose owner is known to have ended.
 
     A job that has taken the root may remove the checkpoints that it saved, that it copied to the
-    root, or that it found when it took the root. It may also remove the checkpoints of jobs that
+    root, or that were there when it took the root. It may also remove the checkpoints of jobs that
     are known to have ended. A checkpoint that another job commits later stays, since that job may
     be alive. A job that only uses the root may remove every checkpoint.
+
+    Which checkpoints were there follows from the attempts that were listed at that moment, and from
+    the store's dates of their manifests and of ``writer.json``. So no request is needed for each of
+    them. A store without dates counts what was listed.
 
     The remains of a save may be removed at once if the owner of the root knows that the job of the
     save has ended. Other remains stay for a day (``retention.policy``).
@@ -36,7 +47,7 @@ class Claim:
     Args:
         backend: The store of the root.
         me: The owner that stands for this process.
-        found: The checkpoints that the leader found when it took the root. A rank of a saving job
+        posted: The attempts that were there when the leader took the root. A rank of a saving job
             that is not the leader needs them, since it does not take the root itself. None
             otherwise.
 
@@ -52,10 +63,11 @@ class Claim:
         backend: StorageBackend,
         me: Owner,
         *,
-        found: FoundSteps | None = None,
+        posted: PostedAttempts | None = None,
     ) -> None:
-        self._backend, self._me, self._found = backend, me, found
-        self._there: frozenset[StepRef] | None = None
+        self._backend, self._me, self._posted = backend, me, posted
+        self._attempts: frozenset[StepRef] | None = None
+        self._date: float | None = None
         self._brought: set[StepRef] = set()
         self._ended: frozenset[str] = frozenset()
         self._unseen: frozenset[str] = frozenset()
@@ -70,10 +82,17 @@ class Claim:
     @property
     def is_taken(self) -> bool:
         """Return True if this job has taken the root, and this rank knows what was there."""
-        return self._there_before() is not None
+        return self._known_listing() is not None
+
+    @property
+    def listing(self) -> frozenset[StepRef]:
+        """The attempts that were on the root when this job took it; empty if it has not, or if this
+        rank does not know them yet.
+        """
+        return self._known_listing() or frozenset()
 
     def take(self) -> list[StepRef]:
-        """Make this job the owner of the root, and return the checkpoints there, newest step first.
+        """Make this job the owner of the root, and return the attempts there, newest step first.
 
         Raises:
             RootInUse: The root belongs to a job that is alive on this machine.
@@ -86,10 +105,10 @@ class Claim:
         # know the ended jobs, whose steps it may remove.
         self._ended, self._unseen = frozenset(self._me.ended), frozenset(self._me.unseen)
         claim(self._backend, self._me)
-        there = committed(self._backend)
-        if self._there is None:
-            self._there = frozenset(there)
-        return there
+        listing = attempts(self._backend)
+        if self._attempts is None:
+            self._attempts = frozenset(listing)
+        return listing
 
     def use(self) -> None:
         """Check that no other job that may be alive owns the root.
@@ -102,7 +121,7 @@ class Claim:
         """
         owner = read_owner(self._backend)
         others = owner is not None and owner.attempt != self.own
-        if owner and others and (self._there is not None or not owner.has_ended(self._me)):
+        if owner and others and (self._attempts is not None or not owner.has_ended(self._me)):
             raise RootInUse(self._backend.url, str(owner), here=owner.here_too)
         self._seen = owner.attempt if owner is not None else self.own
         self._unseen = frozenset(owner.unseen if owner is not None else ())
@@ -119,7 +138,7 @@ class Claim:
         Args:
             owner: The present owner of the root: the job itself, an earlier job, or None.
         """
-        self._there = frozenset()
+        self._attempts = frozenset()
         self._seen = owner.attempt if owner is not None else self.own
         self._ended = frozenset(owner.ended if owner is not None else ())
         self._unseen = frozenset(owner.unseen if owner is not None else ())
@@ -164,17 +183,33 @@ class Claim:
         """Return True if this job copies ``ref``, a step of another job, into the root."""
         return ref in self._brought
 
-    def may_remove(self, ref: StepRef) -> bool:
-        """Return True if this job may remove the checkpoint ``ref``."""
+    def may_remove(self, checkpoint: StoredStep) -> bool:
+        """Return True if this job may remove the checkpoint.
+
+        Raises:
+            StorageError: The store cannot tell when ``writer.json`` was put.
+        """
         # The job has not taken the root, and only uses it. No living job owns the root.
-        if self._there is None and self._found is None:
+        if self._attempts is None and self._posted is None:
             return True
+        ref = checkpoint.ref
         if ref in self._brought or ref.job == self.own or ref.job in self._ended:
             return True
-        return ref in (self._there_before() or ())
+        return ref in self.listing and self._is_older(checkpoint)
 
-    def _there_before(self) -> frozenset[StepRef] | None:
-        return self._there if self._found is None else self._found.refs()
+    def _known_listing(self) -> frozenset[StepRef] | None:
+        return self._attempts if self._posted is None else self._posted.refs()
+
+    def _is_older(self, checkpoint: StoredStep) -> bool:
+        """Return True if the manifest was put before ``writer.json``, by the clock of the store."""
+        dates = {info.key: info.modified for info in checkpoint.objects}
+        date = dates.get(checkpoint.ref.manifest)
+        if date is None:
+            return True
+        if self._date is None:
+            with suppress(ObjectNotFound):
+                self._date = _RETRY.call(partial(self._backend.head, OWNER)).modified
+        return self._date is None or date <= self._date
 
     def is_dead(self, ref: StepRef) -> bool:
         """Return True if the job of the save ``ref`` is known to have ended, so that no process can
@@ -198,10 +233,10 @@ class Claim:
         return bool(self._ended)
 
 
-class FoundSteps:
-    """The checkpoints that were on a tier when the leader of its ranks took the root.
+class PostedAttempts:
+    """The attempts at steps that were on a tier when the leader of its ranks took the root.
 
-    The leader posts the checkpoints once. The other ranks read them when they must make room.
+    The leader posts the attempts once. The other ranks read them when they must make room.
 
     Args:
         coordinator: The connection to the ranks that share the store of the tier.
@@ -216,12 +251,12 @@ class FoundSteps:
         self._refs: frozenset[StepRef] | None = None
 
     def post(self, refs: Iterable[StepRef]) -> None:
-        """Post the checkpoints that the leader found, for the other ranks."""
+        """Post the attempts that the leader has listed, for the other ranks."""
         folders = msgspec.json.encode([ref.folder for ref in refs])
         self._coordinator.set_once(self._subject, folders)
 
     def refs(self) -> frozenset[StepRef] | None:
-        """Return the checkpoints that the leader posted; None if it has not posted them yet."""
+        """Return the attempts that the leader posted; None if it has not posted them yet."""
         if self._refs is None:
             posted = self._coordinator.verdict(self._subject, timeout=0)
             if posted is not None:

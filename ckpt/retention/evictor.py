@@ -205,7 +205,7 @@ class Evictor:
                 and held.ref not in tried
                 and held.ref != ref
                 and not held.pins
-                and (held.ref not in whole or self._claim.may_remove(held.ref))
+                and (held.ref not in whole or self._claim.may_remove(held))
                 and (held.ref != last or self._guard.is_elsewhere(held.ref))
             ):
                 over -= held.nbytes

@@ -305,7 +305,7 @@ def judge(
         if held.pins:
             return (*why.get(held.ref, ()), PINNED)
         if held.state == "committed":
-            foreign = claim is not None and not claim.may_remove(held.ref)
+            foreign = claim is not None and not claim.may_remove(held)
             return why[held.ref] or ((FOREIGN,) if foreign else ())
         if held.state == "unsupported":
             return ("written in another format",)

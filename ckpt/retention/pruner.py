@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from ckpt.catalog.inventory import Inventory, State, StoredStep
 from ckpt.catalog.pins import remove_ended
@@ -21,6 +22,8 @@ from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim
 from ckpt.retention.policy import (
     GRACE_SECONDS,
+    NEWEST,
+    NEWEST_OWN,
     NO_JOB,
     Judged,
     PruneContext,
@@ -35,6 +38,9 @@ from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
+_MOST_LOOKED_AT: Final = 64
+"""The most attempts of which all are looked at before the first commit of a job."""
+_BY_AGE: Final = frozenset({NEWEST, NEWEST_OWN})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +93,24 @@ def prune(
             case, all other steps were removed, unless the store does not answer any more.
     """
     inventory = inventory or Inventory(backend)
-    found = inventory.look(begun=rule.keeps_all)
+    judged = judge_now(inventory, rule, context)
     if not dry_run:
         remove_ended(backend, inventory.pins)
-    return carry_out(backend, judge(found, rule, context), dry_run=dry_run, claim=context.claim)
+    return carry_out(backend, judged, dry_run=dry_run, claim=context.claim)
+
+
+def judge_now(inventory: Inventory, rule: Retention, context: PruneContext) -> list[Judged]:
+    """Return the verdicts on the present steps of a tier.
+
+    If a checkpoint goes because newer ones are kept, the store is asked whether these still have
+    their manifests: a removal of one of them may have begun since the inventory has read it.
+    """
+    while True:
+        judged = judge(inventory.look(begun=rule.keeps_all), rule, context)
+        is_pruned = any(not one.kept and one.held.state == "committed" for one in judged)
+        newest = [one.held.ref for one in judged if not _BY_AGE.isdisjoint(one.kept)]
+        if not is_pruned or inventory.confirm(newest):
+            return judged
 
 
 def carry_out(
@@ -171,7 +191,7 @@ def sweep(
         if held.state == "incomplete":
             goes = held.is_cut or claim.is_dead(held.ref) or is_old(held, GRACE_SECONDS)
         else:
-            goes = held.state != "unsupported" and claim.may_remove(held.ref)
+            goes = held.state != "unsupported" and claim.may_remove(held)
         if goes and not held.pins and held.ref.job != claim.own and held.ref not in stays:
             remove(backend, held, claim)
 
@@ -233,6 +253,10 @@ class Pruner:
         """Remove the remains of ended jobs: their unfinished saves and unfinished writes, and the
         steps that they saved and the retention policy does not keep.
 
+        If the tier keeps all steps or has many, only remains that are newer than the newest
+        checkpoint are removed, as a killed job leaves them. The first commit is followed by the
+        rest, since finding it takes requests for each step.
+
         This has no effect on a rank that does not lead. If an earlier job is known to have ended,
         this method waits until the removal is done. Otherwise it returns at once. Errors are logged
         and not raised.
@@ -270,6 +294,8 @@ class Pruner:
             return
         try:
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
+            if not self._done:
+                discard_left(self._tier.backend, self._claim, sorted(self._claim.listing))
             prune(self._tier.backend, self._rule, context, inventory=self._inventory)
             self._done = True
             if not self._warned and (
@@ -283,10 +309,14 @@ class Pruner:
 
     def _clear(self, restored: StepRef | None) -> None:
         try:
-            discard_left(self._tier.backend, self._claim)
+            attempts = sorted(self._claim.listing, reverse=True)
             if self._claim.has_heritage:
-                found = self._inventory.look(begun=self._rule.keeps_all)
-                needed = self._guard.protected()
+                is_long = self._rule.keeps_all or len(attempts) > _MOST_LOOKED_AT
+                found = (
+                    self._inventory.newest_begun(attempts) if is_long else self._inventory.look()
+                )
+                discard_left(self._tier.backend, self._claim, [held.ref for held in found])
+                needed = {*self._guard.protected(), restored}
                 context = PruneContext(own=self._claim.own, claim=self._claim)
                 going = [
                     one
@@ -294,7 +324,7 @@ class Pruner:
                     if self._claim.is_dead(ref := one.held.ref)
                     and (
                         (one.held.state == "incomplete" and not one.held.is_part)
-                        or not (ref in needed or ref == restored)
+                        or ref not in needed
                     )
                 ]
                 carry_out(self._tier.backend, going, claim=self._claim)
@@ -307,9 +337,8 @@ class Pruner:
     def _free_space(self, restored: StepRef | None) -> bool:
         try:
             self._claim.use()
-            found = self._inventory.look(begun=self._rule.keeps_all)
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
-            judged = judge(found, self._rule, context)
+            judged = judge_now(self._inventory, self._rule, context)
             going = [
                 replace(one, kept=())
                 if one.held.is_part and self._claim.is_dead(one.held.ref)

@@ -14,11 +14,11 @@ step that lacks files is never listed as a checkpoint. Other modules also delete
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from ckpt.catalog.index import attempts, own_objects, unfinished_of
+from ckpt.catalog.index import own_objects, unfinished_of
 from ckpt.catalog.inventory import StoredStep
 from ckpt.catalog.pins import is_pinned
 from ckpt.coordination.claim_marker import (
@@ -179,8 +179,11 @@ def discard(backend: StorageBackend, found: Iterable[Unfinished]) -> None:
             backend.discard(one)
 
 
-def discard_left(backend: StorageBackend, claim: Claim) -> None:
+def discard_left(backend: StorageBackend, claim: Claim, refs: Sequence[StepRef]) -> None:
     """Discard the unfinished writes of jobs that are known to have ended.
+
+    In a store with folders, an unfinished write is in the folder of its step. There only those to
+    ``refs`` are discarded.
 
     An unfinished write of any other job is discarded only if its step has no folder and the write
     is so old that no process can still continue it. Unfinished writes of this job stay.
@@ -189,9 +192,7 @@ def discard_left(backend: StorageBackend, claim: Claim) -> None:
         RootInUse: Another job has taken the root over.
     """
     if isinstance(backend, KeepsUnfinished):
-        shown = attempts(backend)
-        # In a store with folders, an unfinished write of ckpt is in the folder of its step.
-        prefixes = [f"{ref.folder}/" for ref in shown] if isinstance(backend, Rooted) else [""]
+        prefixes = [f"{ref.folder}/" for ref in refs] if isinstance(backend, Rooted) else [""]
         for one in [one for prefix in prefixes for one in backend.unfinished(prefix)]:
             folder, _, name = one.key.partition("/")
             if (
@@ -200,7 +201,7 @@ def discard_left(backend: StorageBackend, claim: Claim) -> None:
                 or ref.job == claim.own
             ):
                 continue
-            if claim.is_dead(ref) or (one.abandoned and ref not in shown):
+            if claim.is_dead(ref) or (one.abandoned and ref not in claim.listing):
                 _RETRY.call(claim.confirm_removal)
                 backend.discard(one)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -39,7 +39,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import Known
-from ckpt.retention.claim import Claim, FoundSteps
+from ckpt.retention.claim import Claim, PostedAttempts
 from ckpt.retention.pruner import Pruner, sweep
 from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
@@ -74,7 +74,7 @@ class TierWriter:
         root: The claim of the job on the root of the tier.
 
     Thread safety: the owner may call ``close`` once, after all other calls have returned. All other
-    methods may be called from any thread. ``_turn`` guards ``_retry``, ``_known``, ``_there``,
+    methods may be called from any thread. ``_turn`` guards ``_retry``, ``_known``, ``_foreign``,
     ``_unclean`` and ``_files``, because ``commit``, ``abort`` and ``claim`` may be called by
     different threads. A thread that has just committed calls ``stored`` before it commits again.
     Only the owner, which closes, uses ``_detached``. All other fields are set once, or are
@@ -104,9 +104,9 @@ class TierWriter:
         # The leader reads fragments with these threads.
         readers = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))
         self._readers = Workers("merge", readers, nice=config.nice, cpus=config.cpus)
-        self._found = FoundSteps(self._node, tier.index)
-        found = None if self._node.rank == LEADER else self._found
-        self.root = Claim(self._backend, Owner.here(coordinator.attempt), found=found)
+        self._posted = PostedAttempts(self._node, tier.index)
+        posted = None if self._node.rank == LEADER else self._posted
+        self.root = Claim(self._backend, Owner.here(coordinator.attempt), posted=posted)
         self._pruner: Pruner | None = None
         if not self.in_memory:
             self._pruner = Pruner(tier, self.root, steps, config, leads=self._node.rank == LEADER)
@@ -128,7 +128,8 @@ class TierWriter:
         alone = tier.local or coordinator.world_size == 1
         self._marked = None if alone else coordinator.rank
         self._known = Known()
-        self._there: frozenset[int] | None = None
+        self._foreign: list[StepRef] | None = None
+        self._is_committed: dict[StepRef, bool] = {}
         self._unclean: set[StepRef] = set()
         self._detached = False
 
@@ -392,43 +393,61 @@ class TierWriter:
         """
         ref, restored = job.ref, job.restored
         try:
-            if self._there is not None and not self._retry.call(self.root.confirm):
+            if self._foreign is not None and not self._retry.call(self.root.confirm):
                 # Another job has owned the root meanwhile, and may have saved steps there.
-                self._there = None
-            there = self._take_over()
+                self._foreign = None
+                self._is_committed.clear()
+            foreign = self._take_over()
+            counting = [one for one in foreign if restored is None or one.step <= restored.step]
+            if self._newest_of(one for one in counting if one.step == ref.step):
+                return StepExists(ref.step, self.url, earlier=True)
+            later = self._newest_of(one for one in counting if one.step > ref.step)
         except CkptError as error:
             return placed(error, self.url)
-        taken = {step for step in there if restored is None or step <= restored.step}
-        if ref.step in taken:
-            return StepExists(ref.step, self.url, earlier=True)
-        if not self.in_memory and (newest := max(taken, default=-1)) > ref.step:
-            return HistoryHidden(ref.step, newest, self.url)
+        if later is not None and not self.in_memory:
+            return HistoryHidden(ref.step, later.step, self.url)
         return None
 
-    def _take_over(self) -> frozenset[int]:
+    def _take_over(self) -> Sequence[StepRef]:
         """Claim the root, if this job has not claimed it yet, and remove what ended jobs left there
         (see ``Pruner.clear``).
 
         Returns:
-            The numbers of the steps of other jobs that the tier had when the root was claimed.
+            The attempts of other jobs that the tier had when the root was claimed, newest step
+            first.
         """
-        if self._there is None:
-            there = self._call(self.root.take)
+        if self._foreign is None:
+            listing = self._call(self.root.take)
             if self._node.world_size > 1:  # Other ranks read this list when they must make room
-                self._found.post(there)
+                self._posted.post(listing)
             if self._pruner is not None:
                 self._pruner.clear(self._steps.restored)
-            self._there = frozenset(other.step for other in there if other.job != self.root.own)
-            restored, newest = self._steps.restored, max(self._there, default=-1)
-            if restored is not None and not self.in_memory and newest > restored.step:
-                _log.warning(
-                    "ckpt: %s holds step %d, and this job continues from step %d: a restart takes "
-                    "the higher step if it is intact, so remove it, or save higher steps",
-                    self.url,
-                    newest,
-                    restored.step,
-                )
-        return self._there
+            self._foreign = [ref for ref in listing if ref.job != self.root.own]
+            self._warn_of_later(self._foreign)
+        return self._foreign
+
+    def _warn_of_later(self, foreign: Sequence[StepRef]) -> None:
+        restored = self._steps.restored
+        if restored is None or self.in_memory:
+            return
+        later = self._newest_of(ref for ref in foreign if ref.step > restored.step)
+        if later is not None:
+            _log.warning(
+                "ckpt: %s holds step %d, and this job continues from step %d: a restart takes "
+                "the higher step if it is intact, so remove it, or save higher steps",
+                self.url,
+                later.step,
+                restored.step,
+            )
+
+    def _newest_of(self, refs: Iterable[StepRef]) -> StepRef | None:
+        """Return the first of ``refs`` that is committed on the tier. The store is asked once."""
+        for ref in refs:
+            if ref not in self._is_committed:
+                self._is_committed[ref] = is_committed(self._backend, ref)
+            if self._is_committed[ref]:
+                return ref
+        return None
 
     def _clean_up(self, job: SaveJob) -> None:
         """Remove this rank's files and unfinished writes of a save that was aborted, or in which

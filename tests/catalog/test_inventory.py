@@ -7,6 +7,7 @@ import uuid
 import numpy as np
 import pytest
 
+from ckpt.catalog.index import attempts
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.late_metrics import put_late
 from ckpt.errors import StorageError
@@ -31,7 +32,7 @@ def test_committed_incomplete_and_damaged_steps_are_told_apart(
 ) -> None:
     written = write_checkpoint(backend, 1, ARRAYS, world_size=2)
     write_checkpoint(backend, 2, ARRAYS, world_size=2, commit=False)
-    backend.put(write_checkpoint(backend, 3, ARRAYS).ref.manifest, [b"nonsense"])
+    backend.put(write_checkpoint(backend, 3, ARRAYS).ref.manifest, [b"no manifest"])
     damaged, incomplete, whole = Inventory(backend, shown=shown).look()
     assert [damaged.state, incomplete.state, whole.state] == ["damaged", "incomplete", "committed"]
     assert damaged.reason
@@ -80,23 +81,53 @@ def test_a_folder_that_cannot_be_listed_is_damaged_where_steps_are_only_shown(
         Inventory(failing()).look()
 
 
-def test_known_steps_cost_a_request_each_unless_they_are_only_shown(
-    backend: StorageBackend,
+@pytest.mark.parametrize("shown", [False, True])
+def test_steps_that_were_seen_committed_cost_no_request(
+    backend: StorageBackend, *, shown: bool
 ) -> None:
     for step in (1, 2, 3):
         write_checkpoint(backend, step, ARRAYS)
-    requests: dict[bool, list[str]] = {}
-    for shown in (False, True):
-        counted = FaultyBackend(backend)
-        inventory = Inventory(counted, shown=shown)
-        inventory.look()
-        before = len(counted.calls)
-        assert len(inventory.look()) == 3
-        requests[shown] = [call.verb for call in counted.calls[before:]]
-    assert requests == {
-        False: ["folders", "head", "head", "head", "list"],
-        True: ["folders", "list"],
-    }
+    counted = FaultyBackend(backend)
+    inventory = Inventory(counted, shown=shown)
+    inventory.look()
+    before = len(counted.calls)
+    assert len(inventory.look()) == 3
+    assert [call.verb for call in counted.calls[before:]] == ["folders", "list"]
+
+
+def test_a_step_that_lost_its_manifest_is_forgotten_before_others_are_removed_for_it(
+    backend: StorageBackend,
+) -> None:
+    refs = [write_checkpoint(backend, step, ARRAYS).ref for step in (1, 2, 3)]
+    inventory = Inventory(backend)
+    inventory.look()
+    assert inventory.confirm(refs)
+    backend.delete(refs[2].manifest)
+    assert [held.state for held in inventory.look()] == ["committed"] * 3
+    assert not inventory.confirm(refs)
+    assert [held.state for held in inventory.look()] == ["incomplete", "committed", "committed"]
+
+
+def test_only_the_newest_steps_are_read_if_no_others_are_wanted(backend: StorageBackend) -> None:
+    for step in range(10):
+        write_checkpoint(backend, step, ARRAYS)
+    write_checkpoint(backend, 9, ARRAYS, attempt="aaaaaa")
+    counted = FaultyBackend(backend)
+    found = Inventory(counted, shown=True).look(newest=2)
+    assert [held.ref.step for held in found] == [9, 9, 8]
+    read = {call.key.partition("/")[0] for call in counted.calls if "/manifest" in call.key}
+    assert read == {held.ref.folder for held in found}
+
+
+def test_attempts_that_are_newer_than_the_newest_checkpoint_are_what_a_killed_job_leaves(
+    backend: StorageBackend,
+) -> None:
+    for step, commit in ((1, False), (2, True), (3, False), (4, False)):
+        write_checkpoint(backend, step, ARRAYS, commit=commit)
+    counted = FaultyBackend(backend)
+    begun = Inventory(counted).newest_begun(attempts(backend))
+    assert [(held.ref.step, held.state) for held in begun] == [(4, "incomplete"), (3, "incomplete")]
+    assert not [call for call in counted.calls if "step-000000001" in call.key]
 
 
 def test_metrics_are_found_though_another_file_has_gone(backend: StorageBackend) -> None:

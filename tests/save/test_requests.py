@@ -1,0 +1,100 @@
+"""How many requests the steps that a tier holds cost a job that saves there."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import s3fs
+import torch
+
+from ckpt import CheckpointManager, Tier
+from ckpt.model.keys import StepRef
+from ckpt_backends.posix import PosixBackend
+from tests.servers import KEY, SECRET, Server
+
+Calls = list[tuple[str, str]]
+Place = Callable[[int], Tier]
+
+
+def _hold(folder: Path, steps: int) -> None:
+    """Put ``steps`` steps of an earlier job into ``folder``, with files of no content."""
+    for step in range(steps):
+        ref = StepRef(step, "abcdefghijkl")
+        (folder / ref.folder).mkdir(parents=True)
+        for name in ("manifest.json", "rank-00000.json", "rank-00000.safetensors"):
+            (folder / ref.folder / name).write_bytes(b"{}")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Record the threads and names of the requests to S3 and of the calls to folders."""
+    recorded: Calls = []
+    whole = s3fs.S3FileSystem.call_s3
+
+    def call(self, method: str, *args, **kwargs):
+        recorded.append((threading.current_thread().name, method))
+        return whole(self, method, *args, **kwargs)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", call)
+    for verb in ("put", "head", "list", "folders", "read_into", "delete"):
+        method = getattr(PosixBackend, verb)
+
+        def recording(self, key: str, *args, _verb=verb, _method=method, **kwargs):
+            recorded.append((threading.current_thread().name, _verb))
+            return _method(self, key, *args, **kwargs)
+
+        monkeypatch.setattr(PosixBackend, verb, recording)
+    return recorded
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.server)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A function that returns a tier with a number of steps."""
+
+    def tier(steps: int) -> Tier:
+        if request.param == "folder":
+            _hold(tmp_path / str(steps), steps)
+            return Tier(str(tmp_path / str(steps)))
+        server: Server = request.getfixturevalue("rclone_s3")
+        assert server.data is not None
+        bucket = f"requests-{steps}"
+        _hold(server.data / "bucket" / bucket, steps)
+        assert server.process is not None
+        server.process.send_signal(signal.SIGHUP)  # rclone forgets its listings of folders
+        options = {"endpoint_url": server.url, "key": KEY, "secret": SECRET}
+        return Tier(f"s3://bucket/{bucket}", options=options)
+
+    return tier
+
+
+def _requests(tier: Tier, calls: Calls, step: int) -> tuple[int, int, int]:
+    """Return the numbers of requests of a first and a second save, and of the pruning thread."""
+    calls.clear()
+    with CheckpointManager(tier) as manager:
+        manager.save({"x": torch.ones(3)}, step=step)
+        first = sum("prune" not in thread for thread, _ in calls)
+        manager.save({"x": torch.ones(3)}, step=step + 1)
+        both = sum("prune" not in thread for thread, _ in calls)
+    return first, both - first, sum("prune" in thread for thread, _ in calls)
+
+
+@pytest.mark.parametrize(
+    "steps", [1_000, pytest.param(5_000, marks=pytest.mark.torture)], ids=["1000", "5000"]
+)
+def test_steps_that_are_there_cost_a_page_of_a_listing_for_each_thousand(
+    place: Place, calls: Calls, steps: int
+) -> None:
+    """One request for each of them came before the first commit, and again after each commit."""
+    tiers = [place(10), place(steps)]
+    few, many = (_requests(tier, calls, steps) for tier in tiers)
+    pages = steps // 1000
+    assert few[0] <= 12
+    assert many[0] <= few[0] + pages
+    assert many[1] == few[1]
+    # The pruning thread looks for remains once in a job, in a folder step by step.
+    keys = 3 * steps
+    assert many[2] <= few[2] + (steps + 10 if tiers[1].url.startswith("/") else 1 + keys // 1000)
