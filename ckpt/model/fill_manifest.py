@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.box import Box, tiling_fault
+from ckpt.model.box_index import BoxIndex
 from ckpt.model.manifest import Encoding, File, Fragment, Manifest, Shard, Tensor
 from ckpt.model.packed import fragment_of
-from ckpt.model.runs import boxes_of, ranks_meeting
+from ckpt.model.runs import boxes_of, extent, ranks_meeting
 
 
 def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) -> set[int]:
@@ -34,13 +35,18 @@ def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) ->
     layout_of |= {name: layout_of[target] for name, target in manifest.tied.items()}
     # Each pair of a layout and a box is looked up once, since thousands of tensors share a few.
     known: dict[tuple[int, Box], set[int]] = {}
+    extents: dict[int, BoxIndex] = {}
     found: set[int] = set()
     for name, boxes in wanted:
         if (index := layout_of.get(name)) is None:
             continue
         for box in boxes:
             if (index, box) not in known:
-                known[index, box] = ranks_meeting(manifest.layouts[index], box)
+                runs = manifest.layouts[index]
+                if index not in extents:
+                    extents[index] = BoxIndex([extent(run) for run in runs])
+                near = [runs[at] for at in extents[index].meeting(box)]
+                known[index, box] = ranks_meeting(near, box)
                 found |= known[index, box]
     return found
 

@@ -24,9 +24,11 @@ from ckpt.model.box import Box
 Ints = npt.NDArray[np.int64]
 
 MAX_LEVELS: Final = 8
-# The most boxes that the runs of a tensor may describe for each rank, on average. More boxes are
-# refused, because iterating over the boxes of a forged layout could take forever.
-_BOXES_PER_RANK: Final = 1 << 16
+BOXES_PER_RANK: Final = 1 << 16
+"""The most boxes that the runs of a tensor may describe for each rank, on average. A save refuses
+more boxes on one rank. A reader refuses more because iterating over the boxes of a forged layout
+could take forever.
+"""
 
 
 class Level(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -156,7 +158,19 @@ def _on(
         yield from _on(rest, left - index * level.ranks, moved, shape)
 
 
-def ranks_meeting(runs: Runs, box: Box) -> set[int]:
+def extent(run: Run) -> Box:
+    """Return the smallest box that contains all boxes of ``run``."""
+    reach = [
+        _reach([(level.count, level.offsets[dim]) for level in run.levels])
+        for dim in range(len(run.shape))
+    ]
+    return Box(
+        tuple(start + low for start, (low, _) in zip(run.offsets, reach, strict=True)),
+        tuple(n + high - low for n, (low, high) in zip(run.shape, reach, strict=True)),
+    )
+
+
+def ranks_meeting(runs: Sequence[Run], box: Box) -> set[int]:
     """Return the ranks that hold an element of ``box``.
 
     The boxes are not expanded: the time depends on the number of ranks in the result, and not on
@@ -246,7 +260,7 @@ def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
             if run.offsets[dim] + low < 0 or run.offsets[dim] + high + run.shape[dim] > size:
                 return "a run that is not inside the shape"
         held += run.count * math.prod(run.shape)
-    if boxes > world_size * _BOXES_PER_RANK:
+    if boxes > world_size * BOXES_PER_RANK:
         return f"runs of {boxes} boxes"
     total = math.prod(shape)
     return None if held == total else f"runs hold {held} of {total} elements"

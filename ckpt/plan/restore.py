@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from ckpt.errors import DtypeMismatch, EntryMissing, ManifestCorrupt, ShapeMismatch
 from ckpt.model.box import Box, split_rows, tiling_fault
+from ckpt.model.box_index import BoxIndex
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Manifest, Shard, StoredFile, Tensor
 from ckpt.plan.leaf import Leaf
@@ -154,15 +155,15 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
     for index, leaf in enumerate(wanted):
         tensor = tensors[leaf.name]
         _check(leaf, tensor)
+        shards = [shard.box for shard in tensor.shards]
+        stored = BoxIndex(shards)
         if not manifest.is_filled:
-            _check_whole(leaf, tensor)
-        for shard in tensor.shards:
-            held = shard.box
-            for piece, box in enumerate(leaf.boxes):
+            _check_whole(leaf, shards, stored)
+        for piece, box in enumerate(leaf.boxes):
+            for at in stored.meeting(box):
+                held = shards[at]
                 whole = box == held  # This common case needs no intersection
-                if not (held.numel if whole else box.intersect(held)):
-                    continue
-                for chunk in table.chunks(shard, held, tensor.dtype):
+                for chunk in table.chunks(tensor.shards[at], held, tensor.dtype):
                     if part := chunk.box if whole else chunk.box.intersect(box):
                         chunk.targets.append(Target(leaf=index, piece=piece, part=part))
     return RestorePlan(reads=table.wanted(), wanted_bytes=sum(leaf.nbytes for leaf in wanted))
@@ -191,14 +192,14 @@ def _check(leaf: Leaf, tensor: Tensor) -> None:
         raise DtypeMismatch(leaf.name, tensor.dtype, leaf.dtype)
 
 
-def _check_whole(leaf: Leaf, tensor: Tensor) -> None:
-    """Raise ``ManifestCorrupt`` unless the stored shards cover each box of ``leaf`` exactly once.
+def _check_whole(leaf: Leaf, shards: Sequence[Box], stored: BoxIndex) -> None:
+    """Raise ``ManifestCorrupt`` unless the stored boxes cover each box of ``leaf`` exactly once.
 
     If only some fragments are filled in, the earlier checks of the manifest prove only that the
     volumes of all boxes of the tensor add up to the volume of the tensor.
     """
     for box in leaf.boxes:
-        parts = [part for shard in tensor.shards if (part := box.intersect(shard.box))]
+        parts = [part for at in stored.meeting(box) if (part := box.intersect(shards[at]))]
         if parts != [box] and (
             fault := tiling_fault(box.shape, [part.relative_to(box) for part in parts])
         ):

@@ -153,13 +153,16 @@ def _header(leaves: Sequence[Leaf], order: Sequence[tuple[int, Box]], rank: int)
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "ckpt": "1", "rank": str(rank)}}
     taken = {leaf.name for leaf in leaves}
+    serials: dict[int, int] = {}  # The last serial number of each leaf
     start = 0
     for index, box in order:
         leaf = leaves[index]
-        name, serial = leaf.name, 0
+        serial = serials.get(index, -1) + 1
+        name = f"{leaf.name}@{serial}" if serial else leaf.name
         while name in entries or (serial and name in taken):
             serial += 1
             name = f"{leaf.name}@{serial}"
+        serials[index] = serial
         entries[name], start = safetensors_entry(leaf.dtype, box.shape, start)
     text = msgspec.json.encode(entries)
     padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT

@@ -28,7 +28,7 @@ class LocalShards:
         shards: Pairs (offsets, memory), one for each part that this rank holds. A part has the
             shape of its memory, which may be a view. Together, the ranks must hold every element.
             If several ranks hold an element, the boxes with this element must be equal. A rank may
-            hold no part if ``dtype`` is given.
+            hold no part if ``dtype`` is given, and at most 65,536 parts.
         replicas: The global ranks that are known to hold the same boxes with the same values,
             including this rank. Each of them writes a part of the boxes.
         dtype: The dtype of the tensor. It defaults to that of the parts.

@@ -23,6 +23,8 @@ from ckpt.adapters.walk.collect import Collected
 from ckpt.adapters.walk.segments import Held, Segment
 from ckpt.config import CheckMode, Copies, SaveConfig
 from ckpt.errors import UnsupportedValue
+from ckpt.model.box_index import BoxIndex
+from ckpt.model.runs import BOXES_PER_RANK
 from ckpt.model.values import check_name
 from ckpt.plan.copies_per_node import nonwriter_leaf, writers
 from ckpt.plan.leaf import Leaf
@@ -243,10 +245,12 @@ class PlanCache:
         leaves = tuple(self._leaf(item) for item in held)
         plan = plan_save(leaves, rank=self._rank, chunk_bytes=self._chunk_bytes)
         by_leaf: list[list[_Place]] = [[] for _ in leaves]
+        regions = [BoxIndex(leaf.boxes) for leaf in leaves]
         for index, write in enumerate(plan.items):
             if write.nbytes:
                 boxes = leaves[write.leaf].boxes
-                piece = next(i for i, box in enumerate(boxes) if box.contains(write.box))
+                near = regions[write.leaf].meeting(write.box)
+                piece = next(i for i in near if boxes[i].contains(write.box))
                 whole = boxes[piece]
                 region = None if write.box == whole else write.box.relative_to(whole).slices()
                 by_leaf[write.leaf].append(_Place(index, piece, region))
@@ -264,6 +268,13 @@ class PlanCache:
                 "give the numbers of all ranks that hold the same shards",
             )
         node_of = self._node_of if leaf.nbytes < self._from_bytes else ()
+        if len(leaf.boxes) > BOXES_PER_RANK:
+            raise UnsupportedValue(
+                held.name,
+                f"tensor in {len(leaf.boxes)} parts on one rank, of which ckpt stores at most "
+                f"{BOXES_PER_RANK}",
+                "join parts that are next to each other, or put them into several tensors",
+            )
         if held.left:
             return nonwriter_leaf(leaf, held.replicas, self._rank, node_of)
         return replace(leaf, replicas=writers(leaf.replicas, self._rank, node_of))

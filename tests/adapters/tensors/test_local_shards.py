@@ -203,3 +203,35 @@ def test_replicas_without_this_rank_are_refused_with_the_name() -> None:
     state = {"x": LocalShards((4,), [((0,), torch.zeros(4))], replicas=(1, 2))}
     with pytest.raises(UnsupportedValue, match=r"x.*replicas lack this rank"):
         PlanCache(0, 1 << 20).prepare(collect(state, rank=0))
+
+
+def elements(count: int, value: float) -> LocalShards:
+    """Return a tensor in which every element is a part of its own."""
+    return LocalShards((count,), [((i,), torch.full((1,), value)) for i in range(count)])
+
+
+def test_a_tensor_in_more_parts_than_a_manifest_may_have_is_refused_by_the_save(tmp_path):
+    memory = torch.zeros(1)
+    shards = LocalShards((65_537,), [((i,), memory) for i in range(65_537)])
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(UnsupportedValue, match="65537 parts on one rank"),
+    ):
+        manager.save({"x": shards}, step=1)
+
+
+def test_the_work_for_a_tensor_in_many_parts_does_not_grow_with_their_square(tmp_path, monkeypatch):
+    compared, parts = [], 1000
+    intersect = Box.intersect
+
+    def count(box, other):
+        compared.append(box)
+        return intersect(box, other)
+
+    monkeypatch.setattr(Box, "intersect", count)
+    target = elements(parts, 0.0)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"x": elements(parts, 1.0)}, step=1)
+        manager.restore({"x": target})
+    assert torch.cat(target.tensors).eq(1).all()
+    assert len(compared) < 10 * parts
