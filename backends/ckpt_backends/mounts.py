@@ -1,4 +1,4 @@
-"""Functions that find the type of the file system that holds a path."""
+"""Functions that find the mount and the type of the file system that holds a path."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Final
 
 MOUNTS: Final = "/proc/self/mounts"
+_MOUNT_ROOTS: Final = "/proc/self/mountinfo"
 _NETWORK: Final = frozenset(
     [
         "nfs",
@@ -64,14 +65,33 @@ def kind_of(path: str, mounts: str = MOUNTS) -> str:
     """Return the type of the file system that holds ``path``, such as "ext4", or '' if the table of
     mounts does not give it.
     """
-    path = os.path.realpath(path)
-    found, kind = "", ""
+    return _mount_of(os.path.realpath(path), mounts, 1)[2]
+
+
+def path_in_mount(path: str) -> str:
+    """Return the resolved ``path`` as seen from the root of its file system, which is the same for
+    all mounts of the file system, or '' if the table of mounts does not give it.
+    """
+    point, root, _ = _mount_of(path, _MOUNT_ROOTS, 4)
+    return os.path.normpath(os.path.join(root, os.path.relpath(path, point))) if point else ""
+
+
+def _mount_of(path: str, mounts: str, column: int) -> tuple[str, str, str]:
+    """Return three columns of the line about the mount that holds the resolved ``path``, in a table
+    of mounts: its point, and those before and after it. They are empty if there is no such line.
+
+    ``column`` is the position of the point.
+    """
+    found = "", "", ""
     with suppress(OSError), open(mounts, encoding="utf-8", errors="surrogateescape") as table:
         for line in table:
-            point, name = line.split()[1:3]
-            point = _ESCAPE.sub(lambda found: chr(int(found[1], 8)), point)
+            before, point, after = map(_unescaped, line.split()[column - 1 : column + 2])
             inside = path == point or path.startswith(point.rstrip("/") + "/")
             # Of two mounts on one point, the later one hides the earlier one.
-            if inside and len(point) >= len(found):
-                found, kind = point, name
-    return kind
+            if inside and len(point) >= len(found[0]):
+                found = point, before, after
+    return found
+
+
+def _unescaped(word: str) -> str:
+    return _ESCAPE.sub(lambda found: chr(int(found[1], 8)), word)

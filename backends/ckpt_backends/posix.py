@@ -49,6 +49,7 @@ from ckpt_backends.direct_io import (
 from ckpt_backends.lustre import Striping, stripe_count
 from ckpt_backends.mounts import is_fuse, keeps_inode_numbers, kind_of, on_network
 from ckpt_backends.oserrors import mapped
+from ckpt_backends.places import are_apart, place_of
 from ckpt_backends.temporary import TEMPORARY, is_hidden, temporary_beside
 
 _PART_BYTES: Final = 8 << 20
@@ -140,6 +141,14 @@ class PosixBackend:
             self._make_folders(self._root)
             found = os.stat(self._root)
         return f"{found.st_dev}:{found.st_ino if keeps_inode_numbers(self._root) else self._top()}"
+
+    def place(self) -> str:
+        with mapped("", missing=StorageError):
+            self._make_folders(self._root)
+            return place_of(self._root)
+
+    def is_elsewhere(self, place: str) -> bool:
+        return are_apart(self.place(), place)
 
     def mark(self) -> str:
         self.identity()

@@ -135,6 +135,14 @@ class ShmBackend(PosixBackend):
             found = os.stat(self._top())
         return f"{found.st_dev}:{_folder(self._name)}"
 
+    def place(self) -> str:
+        """Return the place with the name of the folder instead of the inode number, as
+        ``identity`` does.
+        """
+        with mapped("", missing=StorageError):
+            device = os.stat(self._top()).st_dev
+        return f"{device}::{device}:{_folder(self._name)}"
+
     def free_bytes(self) -> int:
         """Return the free bytes of the file system, or the available memory of the machine if that
         is less.

@@ -36,7 +36,16 @@ warning for each chunk.
 """
 _MOST_WAIT_SECONDS: Final = 3600.0
 _TICKS: Final = 4
-_EXTRAS: Final = ("adopt", "identity", "is_replaced", "unfinished", "discard", "read_parts")
+_EXTRAS: Final = (
+    "adopt",
+    "discard",
+    "identity",
+    "is_elsewhere",
+    "is_replaced",
+    "place",
+    "read_parts",
+    "unfinished",
+)
 _ITERATORS: Final = ("list", "folders", "unfinished")
 _END: Final = object()
 

@@ -7,6 +7,9 @@ fails. There is no heartbeat, so a restarted job never waits for a dead one.
 
 If the owner is on another machine, or in another process namespace, it may be alive or dead. Other
 jobs remove its files only if it is known to have ended (see ``Owner.has_ended``).
+
+The record also says where the root is. A copy of the root, which somebody made while the owner was
+alive, has a copy of the record, and has no owner.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import msgspec
 from ckpt.errors import IntegrityError, LinkRefused, ObjectNotFound, RootInUse, RootLost
 from ckpt.model.keys import OWNER
 from ckpt.processes import Process, machine
-from ckpt.storage.api import Rooted, StorageBackend, read_record
+from ckpt.storage.api import HasPlace, Rooted, StorageBackend, read_record
+from ckpt.storage.places import resolved
 
 _LIMIT = 64 << 10
 NO_PROCESS: Final = 0
@@ -46,6 +50,8 @@ class Owner(msgspec.Struct, frozen=True):
         pid: The id of the process; ``NO_PROCESS`` if the job has left the root to the agent.
         run: The name that torchrun gave the run; empty without torchrun.
         restart: How often torchrun has restarted all ranks.
+        root: Where the root is: its URL, or for a folder what ``HasPlace.place`` returns; empty in
+            a record that was not written yet.
         ended: Attempts that owned the root before and whose processes are known to have ended.
         unseen: Attempts that owned the root before and may be alive, on other machines.
     """
@@ -57,6 +63,7 @@ class Owner(msgspec.Struct, frozen=True):
     started: int
     run: str = ""
     restart: int = 0
+    root: str = ""
     ended: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
 
@@ -130,7 +137,7 @@ def claim(backend: StorageBackend, me: Owner) -> Owner:
         RootInUse: The root's owner is alive on this machine.
         RootLost: The root is gone, or another folder has taken its place.
     """
-    mine = succeed(backend, me)
+    mine = msgspec.structs.replace(succeed(backend, me), root=_place(backend))
     backend.put(OWNER, [msgspec.json.encode(mine)])
     _ended.discard(me.attempt)
     return mine
@@ -214,11 +221,28 @@ def owner_of(backend: StorageBackend) -> Owner | None:
 
 
 def read_owner(backend: StorageBackend) -> Owner | None:
-    """Return the owner of the root, or None if the root has none or its record is not valid."""
+    """Return the owner of the root. Return None if the root has none, if its record is not valid,
+    or if the root is a copy of the root of an owner that is alive on this machine.
+    """
     try:
-        return read_record(backend, OWNER, _decoder.decode, limit=_LIMIT)
+        owner = read_record(backend, OWNER, _decoder.decode, limit=_LIMIT)
     except (IntegrityError, LinkRefused, ObjectNotFound, msgspec.MsgspecError, UnicodeError):
         return None
+    return None if owner.alive and _is_elsewhere(backend, owner.root) else owner
+
+
+def _place(backend: StorageBackend) -> str:
+    return backend.place() if isinstance(backend, HasPlace) else resolved(backend.url)
+
+
+def _is_elsewhere(backend: StorageBackend, place: str) -> bool:
+    """Return True if ``place`` is certainly not the root of ``backend``. Two kinds of stores may
+    show the same files, such as a bucket and its mount by FUSE.
+    """
+    if isinstance(backend, HasPlace):
+        return backend.is_elsewhere(place)
+    here = resolved(backend.url)
+    return here != place and here.partition("://")[0] == place.partition("://")[0]
 
 
 def _run() -> str:

@@ -302,6 +302,31 @@ class HoldsRoot(Rooted, Protocol):
 
 
 @runtime_checkable
+class HasPlace(Protocol):
+    """A folder that tells itself from its copies, also if it has several paths."""
+
+    def place(self) -> str:
+        """Return a text that describes where the root is. The root is created if it does not exist.
+
+        Raises:
+            StorageError: The root cannot be created or examined.
+        """
+        ...
+
+    def is_elsewhere(self, place: str) -> bool:
+        """Return True if ``place``, which another process of this machine got from ``place``, is
+        certainly the place of another folder.
+
+        The result is False if that cannot be known, such as for a folder that two file systems may
+        show.
+
+        Raises:
+            StorageError: The root cannot be created or examined.
+        """
+        ...
+
+
+@runtime_checkable
 class HasSpace(Protocol):
     """A store that can report its free space."""
 

@@ -6,6 +6,7 @@ A test is skipped if this machine cannot mount the file system, or lacks its pro
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,40 @@ def test_two_processes_agree_on_the_identity_of_a_root_on_an_overlay(overlay: Pa
     assert open_posix(str(root), {}).identity() == first
 
 
+@pytest.mark.parametrize("kind", ["overlay", "bindfs"])
+def test_a_copy_where_inode_numbers_change_has_no_owner_and_another_path_to_the_root_has(
+    mounts: Mounts, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "source").mkdir()
+    mounted = mounts(
+        filesystems.overlay(tmp_path)
+        if kind == "overlay"
+        else filesystems.bindfs(tmp_path / "source", tmp_path / "bound")
+    )
+    original, copy = mounted / "runs" / "a", mounted / "runs" / "b"
+    written = claim(open_posix(str(original), {}), Owner.here("a"))
+    shutil.copytree(original, copy)
+    if kind == "overlay":
+        evict(mounted)
+    assert read_owner(open_posix(str(copy), {})) is None
+    assert read_owner(open_posix(str(original), {})) == written
+    path = mounts(filesystems.bound(mounted / "runs", tmp_path / "other"))
+    assert read_owner(open_posix(str(path / "a"), {})) == written
+    assert read_owner(open_posix(str(path / "b"), {})) is None
+
+
+def test_a_root_that_a_second_file_system_of_fuse_shows_has_its_owner(
+    mounts: Mounts, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    once, twice = (mounts(filesystems.bindfs(source, tmp_path / name)) for name in ("1", "2"))
+    for place in (source, once):
+        written = claim(open_posix(str(place / "run"), {}), Owner.here("a"))
+        for other in (source, once, twice):
+            assert read_owner(open_posix(str(other / "run"), {})) == written
+
+
 @pytest.mark.parametrize("name", ["image", "."])
 def test_an_overlay_that_is_unmounted_is_a_lost_root(overlay: Path, name: str) -> None:
     root = overlay / name
@@ -84,11 +119,11 @@ def test_an_owner_that_another_client_of_sshfs_has_noted_is_found(
 ) -> None:
     """The first read after the replacement gives the new bytes at the old length."""
     here, there = (open_posix(str(place / "run"), {}) for place in ssh)
-    claim(here, Owner.here(before))
-    assert read_owner(there) == Owner.here(before)
+    written = claim(here, Owner.here(before))
+    assert read_owner(there) == written
     release(here, Owner.here(before))
-    claim(here, Owner.here(after))
-    assert read_owner(there) == Owner.here(after)
+    written = claim(here, Owner.here(after))
+    assert read_owner(there) == written
     with pytest.raises(RootInUse):
         confirm(there, Owner.here(before))
 

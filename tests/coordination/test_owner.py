@@ -5,6 +5,7 @@ import subprocess
 import sys
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from ckpt.coordination.owner import Owner, claim, confirm, read_owner, release
 from ckpt.errors import RootInUse, StorageError
 from ckpt.model.keys import OWNER
+from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt_backends.memory import forget_memory, open_memory
 
@@ -25,6 +27,11 @@ def store():
 
 
 ME = Owner.here("minezz")
+
+
+def noted(store: StorageBackend, owner: Owner = ME, /, **changes: Any) -> Owner:
+    """Return the record of ``owner`` as ``claim`` writes it to ``store``."""
+    return replace(owner, root=f"{store.url}/", **changes)
 
 
 @dataclass
@@ -48,7 +55,7 @@ def neighbour():
 
 def test_a_claim_is_confirmed_until_it_is_released(store):
     claim(store, ME)
-    assert read_owner(store) == ME
+    assert read_owner(store) == noted(store)
     confirm(store, ME)
     claim(store, ME)
     release(store, ME)
@@ -67,7 +74,7 @@ def test_a_live_owner_on_this_machine_keeps_its_root(store, neighbour):
     with pytest.raises(RootInUse, match="attempt otherz") as caught:
         claim(store, ME)
     assert caught.value.root == store.url
-    assert read_owner(store) == neighbour.owner
+    assert read_owner(store) == noted(store, neighbour.owner)
 
 
 def test_a_dead_owner_is_taken_over_even_if_nobody_has_reaped_it(store, neighbour):
@@ -77,7 +84,7 @@ def test_a_dead_owner_is_taken_over_even_if_nobody_has_reaped_it(store, neighbou
     assert not neighbour.owner.alive
     claim(store, ME)
     neighbour.process.wait()
-    assert read_owner(store) == replace(ME, ended=("otherz",))
+    assert read_owner(store) == noted(store, ended=("otherz",))
 
 
 @pytest.mark.parametrize(
@@ -90,9 +97,9 @@ def test_who_cannot_be_known_to_live_is_taken_over(store, change):
     claim(store, other)
     claim(store, ME)
     known = {"unseen" if other.is_unknown else "ended": ("otherz",)}
-    assert read_owner(store) == replace(ME, **known)
+    assert read_owner(store) == noted(store, **known)
     claim(store, replace(ME, started=2))  # again, as if the answer of the first try was lost
-    assert read_owner(store) == replace(ME, started=2, **known)
+    assert read_owner(store) == noted(store, started=2, **known)
 
 
 def test_another_attempt_of_this_very_process_is_alive(store):
@@ -108,7 +115,7 @@ def test_the_first_notices_that_it_was_taken_over_and_leaves_the_new_owner_alone
     with pytest.raises(RootInUse, match="attempt minezz"):
         confirm(store, first)
     release(store, first)
-    assert read_owner(store) == replace(ME, unseen=("firstz",))
+    assert read_owner(store) == noted(store, unseen=("firstz",))
     confirm(store, ME)
 
 
@@ -125,7 +132,7 @@ def test_nonsense_guards_nothing(store, data):
     store.put(OWNER, [data])
     assert read_owner(store) is None
     claim(store, ME)
-    assert read_owner(store) == ME
+    assert read_owner(store) == noted(store)
 
 
 def test_a_later_ckpt_may_say_more_of_itself(store):
@@ -141,4 +148,48 @@ def test_a_store_that_does_not_answer_is_not_taken_for_free(store):
     for verb in (claim, confirm, release):
         with pytest.raises(StorageError, match="down"):
             verb(faulty, replace(ME, attempt="otherz"))
-    assert read_owner(store) == ME
+    assert read_owner(store) == noted(store)
+
+
+@pytest.fixture
+def copy(store):
+    """Return a store with another name. The test copies the record of ``store`` to it."""
+    yield open_memory(f"{store.url}-copy", {})
+    forget_memory(store.url.removeprefix("memory://") + "-copy")
+
+
+def test_a_copied_root_has_no_owner_while_the_owner_of_its_original_lives(store, copy, neighbour):
+    claim(store, neighbour.owner)
+    copy.put(OWNER, [read_object(store, OWNER, limit=1 << 20)])
+    assert read_owner(copy) is None
+    claim(copy, ME)
+    confirm(copy, ME)
+    assert read_owner(copy) == noted(copy)
+    with pytest.raises(RootInUse):
+        claim(store, ME)
+
+
+def test_a_job_that_has_moved_to_a_copy_of_its_root_takes_it_again(store, copy):
+    claim(store, ME)
+    copy.put(OWNER, [read_object(store, OWNER, limit=1 << 20)])
+    assert not confirm(copy, ME)
+    claim(copy, ME)
+    assert confirm(copy, ME)
+
+
+@pytest.mark.parametrize("kind", ["mount", "no", "later"])
+def test_a_record_that_may_name_this_root_counts(store, neighbour, kind):
+    """A folder may be a mount of the store, and a later release may tell the root in its way."""
+    root = {"mount": "/mnt/bucket/run/", "no": "", "later": "1:2:3:4:5"}[kind]
+    store.put(OWNER, [msgspec.json.encode(replace(neighbour.owner, root=root))])
+    with pytest.raises(RootInUse):
+        claim(store, ME)
+
+
+def test_the_record_of_another_machine_counts_wherever_it_was_copied_from(store, copy):
+    """The same root may have another name and other numbers there."""
+    far = replace(ME, attempt="farzzz", machine="far away")
+    claim(store, far)
+    copy.put(OWNER, [read_object(store, OWNER, limit=1 << 20)])
+    claim(copy, ME)
+    assert read_owner(copy) == noted(copy, unseen=("farzzz",))

@@ -117,6 +117,13 @@ def evict(mounted: Path) -> None:
 
 
 @contextmanager
+def bound(source: Path, point: Path) -> Generator[Path]:
+    """Mount the folder ``source`` a second time, by the kernel."""
+    with _mount(point, "--bind", source) as mounted:
+        yield mounted
+
+
+@contextmanager
 def bindfs(source: Path, point: Path) -> Generator[Path]:
     with _fuse(["bindfs", "-f", source, point], point):
         yield point

@@ -1,0 +1,50 @@
+"""The place of a folder, which tells the folder from its copies."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Final
+
+from ckpt_backends.mounts import keeps_inode_numbers, kind_of, on_network, path_in_mount
+
+_OWN_NUMBERS: Final = frozenset({"cifs", "smb3"})
+"""Network file systems whose clients may number the folders by themselves, each mount anew."""
+
+
+def place_of(path: str) -> str:
+    """Return a text that describes where the existing folder ``path`` is (see `are_apart`).
+
+    The text is ``DEVICE:NUMBER:MOUNT:PATH``. ``NUMBER`` is the inode number. ``MOUNT`` is the
+    device, and ``PATH`` the hash of the path inside of the file system, which stays the same for
+    all mounts of it. Parts that do not identify the folder are empty: the device on a network file
+    system, which may be mounted twice, the inode number where it does not last, and the path where
+    the number lasts, since the folder may be renamed.
+    """
+    path = os.path.realpath(path)
+    found = os.stat(path)
+    device = "" if on_network(path) else str(found.st_dev)
+    if keeps_inode_numbers(path) and kind_of(path) not in _OWN_NUMBERS:
+        return f"{device}:{found.st_ino}::"
+    inner = path_in_mount(path)
+    named = hashlib.sha256(os.fsencode(inner)).hexdigest() if inner else ""
+    return f"{device}::{found.st_dev if named else ''}:{named}"
+
+
+def are_apart(one: str, two: str) -> bool:
+    """Return True if two texts of `place_of`, which processes of one machine got at the same time,
+    certainly describe two folders.
+    """
+    here, there = one.split(":"), two.split(":")
+    if len(here) != len(there) or "/" in two:  # The URL of a store, or a text of another release
+        return False
+    (device, number, mount, path), (device_2, number_2, mount_2, path_2) = here, there
+    return (
+        _differ(device, device_2)
+        or _differ(number, number_2)
+        or ("" != mount == mount_2 and _differ(path, path_2))
+    )
+
+
+def _differ(one: str, two: str) -> bool:
+    return "" not in (one, two) and one != two
