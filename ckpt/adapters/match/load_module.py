@@ -112,11 +112,16 @@ class _Loader:
             fill_tensor(self._match, name, source, Part(name, entry.piece).all_of(value), node)
 
     def _has_taker(self, key: str) -> bool:
-        """Return True if code of the module takes the extra state ``key``."""
+        """Return True if the module takes the value ``key``, which is none of its tensors: with
+        code of its own, or as a copy of its parameter or buffer, which torch copies back.
+        """
+        if self._code.reader(key) is not None:
+            return True
         owner, _, name = key.rpartition(".")
-        return self._code.reader(key) is not None or (
-            name == _EXTRA and owner in self._modules and has_setter(self._modules[owner])
-        )
+        module = self._modules.get(owner)
+        if module is None or name == _EXTRA:
+            return module is not None and has_setter(module)
+        return name in module._parameters or name in module._buffers
 
     def _is_apart(self, entry: Entry, node: Node) -> bool:
         """Return True if the saved tensor is read into memory of its own."""
