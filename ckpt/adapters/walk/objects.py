@@ -18,7 +18,9 @@ from ckpt.adapters.walk.stand_in import StandIn
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import join
 
-_LEAVES: Final = frozenset({*PLAIN, int, float, str, bool, type(None), bytes, complex})
+_VALUES: Final[frozenset[type]] = frozenset({int, float, str, bool, type(None), bytes, complex})
+"""Types whose values contain no tensor."""
+_LEAVES: Final[frozenset[type]] = _VALUES | PLAIN
 """Types whose values contain no module, optimizer or other object."""
 
 
@@ -83,25 +85,26 @@ def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
             yield path, value
     elif isinstance(value, Mapping) and depth < 100:
         for key, item in value.items():
-            if not _has_no_object(item):
+            if not _has_only(_LEAVES, item):
                 yield from walk_objects(item, join(path, key), depth + 1)
     elif isinstance(value, list | tuple) and depth < 100:
         for index, item in enumerate(value):
-            if not _has_no_object(item):
+            if not _has_only(_LEAVES, item):
                 yield from walk_objects(item, join(path, index), depth + 1)
 
 
-def _has_no_object(value: object) -> bool:
-    """Return True if it is certain at a glance that ``walk_objects`` finds nothing in ``value``.
+def _has_only(kinds: frozenset[type], value: object) -> bool:
+    """Return True if ``value`` is of one of ``kinds``, or a plain dict, list or tuple of such
+    values, so that a walk that looks for other types need not go into it.
 
     A state may have thousands of plain tensors, and a history of hundreds of thousands of dicts.
     """
     kind = type(value)
     if kind is dict:
-        return _LEAVES.issuperset(map(type, value.values()))  # type: ignore[attr-defined]
+        return kinds.issuperset(map(type, value.values()))  # type: ignore[attr-defined]
     if kind is list or kind is tuple:
-        return _LEAVES.issuperset(map(type, value))  # type: ignore[call-overload]
-    return kind in _LEAVES
+        return kinds.issuperset(map(type, value))  # type: ignore[call-overload]
+    return kind in kinds
 
 
 def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -112,7 +115,9 @@ def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
         yield path, value
     elif isinstance(value, Mapping) and depth < 100:
         for key, item in value.items():
-            yield from walk_tensors(item, join(path, key), depth + 1)
+            if not _has_only(_VALUES, item):
+                yield from walk_tensors(item, join(path, key), depth + 1)
     elif isinstance(value, list | tuple) and depth < 100:
         for index, item in enumerate(value):
-            yield from walk_tensors(item, join(path, index), depth + 1)
+            if not _has_only(_VALUES, item):
+                yield from walk_tensors(item, join(path, index), depth + 1)
