@@ -167,7 +167,8 @@ class AzureBackend(StorageBackendOnFsspec):
         found = self.call(key, "get_blob_properties")
         if _FOLDER in (found.metadata or {}):
             raise ObjectNotFound(key, "not a file")
-        return ObjectInfo(key=key, size=int(found.size))
+        date = found.last_modified.timestamp()
+        return ObjectInfo(key=key, size=int(found.size), modified=date)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         for blob in self._listed(check_prefix(prefix), "list_blobs", include=["metadata"]):

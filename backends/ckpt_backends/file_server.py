@@ -116,8 +116,8 @@ class Connection(Protocol):
         """
         ...
 
-    def size(self, path: str) -> int:
-        """Return the size of a file in bytes. A folder counts as missing."""
+    def stat(self, path: str) -> Entry:
+        """Return the size and the date of a file. A folder counts as missing."""
         ...
 
     def entries(self, path: str) -> list[Entry]:
@@ -290,7 +290,8 @@ class FileServerBackend:
     def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with self._connection(key) as connection:
-            return ObjectInfo(key=key, size=connection.size(path))
+            file = connection.stat(path)
+        return ObjectInfo(key=key, size=file.size or 0, modified=file.modified)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         start = posixpath.dirname(check_prefix(prefix))
@@ -397,7 +398,7 @@ def _is_full(connection: Connection, unfinished: str) -> bool:
     probe = temporary_in(posixpath.dirname(unfinished))
     try:
         with suppress(ObjectNotFound), foreign(unfinished):
-            connection.size(unfinished)
+            connection.stat(unfinished)
     except StorageError:
         return False
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from calendar import timegm
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -57,11 +58,14 @@ class FtpConnection:
                 raise
         return done
 
-    def size(self, path: str) -> int:
+    def stat(self, path: str) -> Entry:
         size = self._ftp.size(path)
         if size is None:
             raise ObjectNotFound(path)
-        return int(size)
+        modified: float | None = None
+        with suppress(error_perm):  # Servers need not have this command
+            modified = _moment(self._ftp.sendcmd(f"MDTM {path}").partition(" ")[2])
+        return Entry(posixpath.basename(path), size, modified)
 
     def entries(self, path: str) -> list[Entry]:
         try:
@@ -89,7 +93,7 @@ class FtpConnection:
             self._ftp.cwd(here)
 
     def remove(self, path: str) -> None:
-        self.size(path)
+        self._ftp.size(path)  # Raises if the path is that of a folder
         self._ftp.delete(path)
 
     def remove_folder(self, path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -70,15 +71,15 @@ class SftpConnection:
                     done += len(data)
         except OSError as error:
             if error.errno is None:
-                self.size(path)  # Raises if the path is that of a folder
+                self.stat(path)  # Raises if the path is that of a folder
             raise
         return done
 
-    def size(self, path: str) -> int:
+    def stat(self, path: str) -> Entry:
         status = self._sftp.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise ObjectNotFound(path, "not a file")
-        return int(status.st_size)
+        return Entry(posixpath.basename(path), status.st_size, status.st_mtime)
 
     def entries(self, path: str) -> list[Entry]:
         return [
@@ -99,7 +100,7 @@ class SftpConnection:
                 raise
 
     def remove(self, path: str) -> None:
-        self.size(path)  # Some servers say "Failure" for a folder
+        self.stat(path)  # Some servers say "Failure" for a folder
         self._sftp.remove(path)
 
     def remove_folder(self, path: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import stat
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
@@ -69,7 +70,7 @@ class SmbConnection:
         except SMBOSError as error:
             if error.ntstatus != _ACCESS_DENIED:
                 raise
-            self.size(target)
+            self.stat(target)
             # The server gives the same answer if somebody reads the target
             raise TransientStorageError(target, "it cannot be replaced now") from None
 
@@ -81,11 +82,11 @@ class SmbConnection:
                 done += count
         return done
 
-    def size(self, path: str) -> int:
+    def stat(self, path: str) -> Entry:
         status = smbclient.stat(self._unc(path), **self._at)
         if not stat.S_ISREG(status.st_mode):
             raise ObjectNotFound(path, "not a file")
-        return int(status.st_size)
+        return Entry(posixpath.basename(path), status.st_size, status.st_mtime)
 
     def entries(self, path: str) -> list[Entry]:
         return [

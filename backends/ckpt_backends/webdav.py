@@ -31,7 +31,7 @@ class WebdavConnection:
         self._client.move(quote(source), quote(target), overwrite=True)
 
     def read(self, path: str, offset: int, out: memoryview) -> int:
-        self.size(path)  # Some servers list a folder as text
+        self.stat(path)  # Some servers list a folder as text
         wanted = {"Range": f"bytes={offset}-{offset + out.nbytes - 1}"}
         url = self._client.join_url(quote(path))
         with self._client.http.stream("GET", url, headers=wanted) as response:
@@ -50,22 +50,15 @@ class WebdavConnection:
                     break
         return done
 
-    def size(self, path: str) -> int:
+    def stat(self, path: str) -> Entry:
         found = self._client.info(quote(path))
         if found["type"] != "file":
             raise ObjectNotFound(path, "not a file")
-        return int(found["content_length"])
+        return _entry(found)
 
     def entries(self, path: str) -> list[Entry]:
         listed = self._client.ls(quote(path), detail=True, allow_listing_resource=False)
-        return [
-            Entry(
-                item["name"].rstrip("/").rpartition("/")[2],
-                None if item["type"] == "directory" else int(item["content_length"]),
-                item["modified"].timestamp() if item.get("modified") else None,
-            )
-            for item in listed
-        ]
+        return list(map(_entry, listed))
 
     def make_folder(self, path: str) -> None:
         try:
@@ -75,7 +68,7 @@ class WebdavConnection:
             raise ObjectNotFound(path, str(error)) from None
 
     def remove(self, path: str) -> None:
-        self.size(path)  # A request for a folder would remove all that is in it
+        self.stat(path)  # A request for a folder would remove all that is in it
         self._client.remove(quote(path))
 
     def remove_folder(self, path: str) -> None:
@@ -102,6 +95,14 @@ class WebdavConnection:
         if response.status_code == 409:  # The status for a missing folder
             raise ObjectNotFound(path, "its folder is missing")
         response.raise_for_status()
+
+
+def _entry(item: Mapping[str, Any]) -> Entry:
+    return Entry(
+        item["name"].rstrip("/").rpartition("/")[2],
+        None if item["type"] == "directory" else int(item["content_length"]),
+        item["modified"].timestamp() if item.get("modified") else None,
+    )
 
 
 def _blocks(parts: Sequence[memoryview]) -> Iterator[bytes]:

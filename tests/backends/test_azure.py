@@ -80,6 +80,13 @@ def test_a_conditional_put_whose_reply_is_lost_has_succeeded(backend, monkeypatc
         backend.put("other", [b"x"], if_absent=True)
 
 
+def test_an_object_has_the_date_that_its_listing_has(backend):
+    backend.put("step/file", [b"x"])
+    (listed,) = backend.list("step/")
+    assert listed.modified is not None
+    assert backend.head("step/file").modified == pytest.approx(listed.modified, abs=1)
+
+
 def test_a_missing_container_is_named(azurite):
     backend = open_backend("abfs://nosuch/x", azure_options(azurite))
     for ask in (

@@ -116,6 +116,15 @@ def test_a_listing_is_never_stale(tier):
     two.close()
 
 
+def test_an_object_has_the_date_that_its_listing_has(tier):
+    backend = open_backend(tier.url, tier.options)
+    backend.put("step/file", [b"x"])
+    (listed,) = backend.list("step/")
+    assert listed.modified is not None
+    assert backend.head("step/file").modified == pytest.approx(listed.modified, abs=1)
+    backend.close()
+
+
 # faults of the server
 
 
