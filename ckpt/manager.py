@@ -130,7 +130,7 @@ class CheckpointManager:
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._last_step: int | None = None
         self._begun: StepRef | None = None  # The newest save that the saver has begun
-        self._restores, self._closed, self._ended = 0, False, False
+        self._restores, self._closed, self._ended, self._is_interrupted = 0, False, False, False
         self._stop: StopSignals | None = None
         # These threads outlive a restore, which must not wait for a tier that does not answer.
         self._listers = Workers("list", 4 * len(self._tiers))
@@ -570,7 +570,8 @@ class CheckpointManager:
     def close(self, timeout: float | None = None, *, detach: bool = False) -> None:
         """Finish every save, and free memory and threads. A second call does nothing, unless Ctrl-C
         has interrupted the first call. Then the second call completes the first one, with the
-        ``detach`` of the first.
+        ``detach`` of the first. If Ctrl-C ended a ``with`` block, and the process goes on, a
+        further call waits until what the end of the block has given up is over.
 
         If the call takes more than two seconds, it logs for each tier how many steps it waits for.
         While an exception ends the process (see `ckpt.elastic.ending_error`), ``timeout`` defaults
@@ -596,7 +597,10 @@ class CheckpointManager:
         check_timeout(timeout)
         if detach and not self._closed:
             check_detach(self._config.agent, self._agent)
-        self.close_after(ending_error(but=self._earlier), timeout, detach=detach)
+        error = ending_error(but=self._earlier)
+        if self._ended and self._is_interrupted and error is None:
+            wait_and_log(self._closing.done, (), timeout)
+        self.close_after(error, timeout, detach=detach)
 
     def close_after(
         self, error: BaseException | None, timeout: float | None = None, *, detach: bool = False
@@ -626,6 +630,7 @@ class CheckpointManager:
             work = partial(self._detach if detach else self._finish, reason)
             detach, done = self._closing.begin(work, detaches=detach), self._closing.done
             in_time = wait_and_log(done, self._ledger.pending, timeout)
+            self._is_interrupted = isinstance(error, KeyboardInterrupt) and not in_time
             if reason and not in_time:
                 self._ledger.give_up(reason, timeout)
                 if self._coordinator.world_size > 1:

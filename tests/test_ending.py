@@ -642,3 +642,19 @@ def test_a_rank_that_raises_ends_in_seconds_and_the_other_hears_of_it(tmp_path: 
     assert "heard: step 3" in outputs[0]
     assert "ValueError: boom" in outputs[0]
     assert CheckpointManager(str(tmp_path / "run")).steps() == [1]
+
+
+def test_a_close_after_ctrl_c_waits_for_the_saves_that_the_block_has_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, whose process goes on after Ctrl-C."""
+    slow(monkeypatch, 1.0)
+    manager = CheckpointManager(str(tmp_path), exit_seconds=0.0)
+    try:
+        with manager:
+            manager.save_async({"x": torch.ones(3)}, 1)
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    manager.close()
+    assert CheckpointManager(str(tmp_path)).steps() == [1]
