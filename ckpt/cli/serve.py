@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Final
 from urllib.parse import quote
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from ckpt.cli import output
 from ckpt.cli.options import PlacesArgument, RootsOption, places, tiers_of, with_memory
 from ckpt.config import MEMORY
+from ckpt.observe.answers import answers
 from ckpt.observe.run_view import RunWatch, watch_runs
 from ckpt.page.server import address, listen, read_token
 from ckpt.page.server import run as run_server
@@ -17,6 +19,8 @@ from ckpt.storage.places import is_missing
 from ckpt.storage.tiers import resolve_tier, resolve_tiers
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_PATIENCE_SECONDS: Final = 2.0
+"""How long to wait for the answer of a file system whether a root exists."""
 ConfigsOption = Annotated[
     list[str] | None,
     typer.Option("--config", metavar="FILE", help="A run with all tiers of this ckpt.toml; again."),
@@ -90,6 +94,9 @@ def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:
     if not roots and not configured:
         tiers = resolve_tiers(None)
         return watch_runs((), {tiers[-1].url: tiers})
-    for root in [root for root in roots if root != MEMORY and is_missing(root)]:
-        output.warn(f"{root} does not exist: it is shown as soon as a job makes it")
+    folders = [root for root in roots if root != MEMORY]
+    missing = answers([partial(is_missing, root) for root in folders], _PATIENCE_SECONDS)
+    for root, is_gone in zip(folders, missing, strict=True):
+        if is_gone:
+            output.warn(f"{root} does not exist: it is shown as soon as a job makes it")
     return watch_runs([resolve_tier(url) for url in with_memory(roots)], configured)

@@ -22,6 +22,7 @@ from ckpt.cli.options import PlacesArgument, RootsOption, places
 from ckpt.cli.output import duration, size
 from ckpt.cli.serve import ConfigsOption, watched_runs
 from ckpt.errors.sanitize import clean
+from ckpt.observe.run_looks import RunLooks
 from ckpt.observe.run_view import RunView, StepView, TierView
 
 _ROWS = 12  # The most steps that are shown for each run
@@ -54,10 +55,10 @@ def top(
       ckpt top /nvme/ckpt /lustre/run42 --once
       ckpt top --config ckpt.toml
     """
-    runs = watched_runs(places(where, root), config)
+    looks = RunLooks(watched_runs(places(where, root), config))
 
     def look() -> Group:
-        views, jobs = [run.look(_PATIENCE_SECONDS) for run in runs], known_jobs()
+        views, jobs = looks.look(_PATIENCE_SECONDS), known_jobs()
         parts: list[Table | Text] = []
         for view in views:
             parts += [*_tables(view), *_scrubs(view, jobs)]

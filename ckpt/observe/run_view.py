@@ -7,12 +7,14 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import Tier
 from ckpt.errors import CkptError
 from ckpt.errors.sanitize import redact
+from ckpt.observe.answers import answers
 from ckpt.observe.disk_space import FolderSpace
 from ckpt.observe.history import Arrival, History, SavedStep, history_of
 from ckpt.observe.journal import JournalReader
@@ -47,6 +49,8 @@ MEANING: Final[Mapping[State, str]] = {
 """The explanation of each state of a step on a tier, as the page of ``ckpt serve`` shows it."""
 _MOST_STEPS: Final = 5000
 _MEMORY: Final = "shm://"
+_OPEN_SECONDS: Final = 2.0
+"""How long to wait until a tier is open, and for the journals of roots that may be one run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,27 +164,36 @@ class TierWatch:
     def __init__(self, url: str, tier: Tier) -> None:
         self.url, self.error = url, ""
         self.backend: StorageBackend | None = None
+        self.steps: Sequence[StoredStep] = ()
         self._inventory: Inventory | None = None
+        self._asked: Future[Sequence[StoredStep]] | None = None
+        self._asked_at = 0.0
+        self._worker = Workers("look", 1)
+        self._opening = self._worker.submit(self._open, tier)
+        wait([self._opening], _OPEN_SECONDS)
+        self._space = FolderSpace(self.url) if is_folder(self.url) else None
+
+    def _open(self, tier: Tier) -> None:
         try:
-            self.backend = open_backend(url, tier.options)
+            self.backend = open_backend(self.url, tier.options)
             self.url, self._inventory = self.backend.url, Inventory(self.backend, shown=True)
         except CkptError as error:
             self.error = str(error)
-        self._worker = Workers("look", 1)
-        self._space = FolderSpace(self.url) if is_folder(self.url) else None
-        self._asked: Future[list[StoredStep]] | None = None
-        self._asked_at = 0.0
-        self.steps: Sequence[StoredStep] = ()
 
-    def ask(self) -> Sequence[Future[list[StoredStep]]]:
+    def _list(self) -> Sequence[StoredStep]:
+        if self._inventory is None:  # It was opened late, and the error of that stays
+            raise CkptError(self.error)
+        return self._inventory.look()
+
+    def ask(self) -> Sequence[Future[Sequence[StoredStep]]]:
         """Begin to list the tier, unless a listing is under way.
 
         Return a sequence with the future of the listing. It is empty if the tier cannot be opened.
         """
-        if self._inventory is None:
+        if self._inventory is None and self._opening.done():
             return ()
         if self._asked is None:
-            self._asked, self._asked_at = self._worker.submit(self._inventory.look), time.time()
+            self._asked, self._asked_at = self._worker.submit(self._list), time.time()
         return (self._asked,)
 
     def take(self) -> None:
@@ -414,24 +427,33 @@ def watch_runs(roots: Sequence[Tier], configured: Mapping[str, Sequence[Tier]]) 
             with the tiers in the order of the roots. Each other root becomes a run of its own.
         configured: The tiers of further runs, by the name of the run.
     """
-    groups: list[list[Tier]] = []
-    for root in roots:
-        together = [group for group in groups if any(_are_one_run(root, each) for each in group)]
+    known = answers([partial(_place, root) for root in roots], _OPEN_SECONDS)
+    groups: list[list[tuple[Tier, _Place]]] = []
+    for root, answer in zip(roots, known, strict=True):
+        place = answer or _Place(root.url)
+        together = [group for group in groups if any(place.joins(each) for _, each in group)]
         groups = [group for group in groups if group not in together]
-        groups.append([*(tier for group in together for tier in group), root])
-    runs = [RunWatch(group[0].url, group) for group in groups]
+        groups.append([*(pair for group in together for pair in group), (root, place)])
+    runs = [RunWatch(group[0][0].url, [tier for tier, _ in group]) for group in groups]
     return runs + [RunWatch(name, tiers) for name, tiers in configured.items()]
 
 
-def _are_one_run(one: Tier, two: Tier) -> bool:
-    """Return True if a journal beside one of the two tiers has a save that goes to both tiers."""
-    places = {_url(one), _url(two)}
-    return any(
-        places <= set(record.tiers)
-        for place in places
-        if is_folder(place)
-        for record in JournalReader(place).read()
-    )
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A root, as events name it, and the sets of tiers to which the saves in its journals go."""
+
+    url: str
+    saves: frozenset[tuple[str, ...]] = frozenset()
+
+    def joins(self, other: _Place) -> bool:
+        """Return True if a journal beside one of the two roots has a save that goes to both."""
+        return any({self.url, other.url} <= set(tiers) for tiers in self.saves | other.saves)
+
+
+def _place(root: Tier) -> _Place:
+    url = _url(root)
+    records = JournalReader(url).read() if is_folder(url) else ()
+    return _Place(url, frozenset(record.tiers for record in records))
 
 
 def _url(tier: Tier) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from ckpt.observe.run_looks import RunLooks
 from ckpt.observe.run_view import RunView, RunWatch, TierView
 from ckpt.pipeline.workers import Workers
 
@@ -41,7 +42,7 @@ class Live:
     """
 
     def __init__(self, runs: Sequence[RunWatch], interval: float) -> None:
-        self.runs = tuple(runs)
+        self.runs, self._looks = tuple(runs), RunLooks(runs)
         self.views: tuple[RunView, ...] = ()
         self.version = 0
         self._interval, self._touched = interval, 0.0
@@ -75,7 +76,7 @@ class Live:
                     _log.warning("ckpt: the runs could not be looked at: %r", error)
 
     def _look(self) -> None:
-        views = tuple(run.look(_PATIENCE_SECONDS) for run in self.runs)
+        views = self._looks.look(_PATIENCE_SECONDS)
         changed = [_lasting(view) for view in views] != [_lasting(view) for view in self.views]
         self.views = views
         if changed:
