@@ -73,7 +73,7 @@ def open_azure(url: str, options: Mapping[str, object]) -> AzureBackend:
         MissingExtra: adlfs is not installed.
         ConfigError: The URL names no container, or adlfs refuses the options.
     """
-    shown, secrets = clean(url.partition("?")[0]).rstrip("/"), secrets_of(options)
+    shown, secrets = _shown(url), secrets_of(options)
     try:
         from adlfs import AzureBlobFileSystem
 
@@ -88,6 +88,15 @@ def open_azure(url: str, options: Mapping[str, object]) -> AzureBackend:
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error), secrets)}") from None
     return AzureBackend(fs, container, prefix, shown, secrets=secrets)
+
+
+def _shown(url: str) -> str:
+    """Return ``url`` for display. A name before the ``@`` is a container, and no user with a
+    password.
+    """
+    place = url.partition("?")[0].rstrip("/")
+    has_password = ":" in place.partition("://")[2]
+    return clean(place) if has_password else place
 
 
 class AzureBackend(StorageBackendOnFsspec):

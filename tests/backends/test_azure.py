@@ -117,6 +117,21 @@ def test_a_url_of_azure_itself_is_taken(azurite):
     same.delete("key")
 
 
+def test_two_containers_of_one_account_are_two_tiers():
+    pytest.importorskip("adlfs")
+    urls = [f"abfss://{name}@ckpttest.dfs.core.windows.net/runs" for name in ("one", "two")]
+    options = {"account_name": "ckpttest", "account_key": ACCOUNT_KEY}
+    assert [open_backend(url, options).url for url in urls] == urls
+    with CheckpointManager([Tier(url, options=options) for url in urls]):
+        pass
+
+
+def test_a_user_and_a_password_in_a_url_are_not_shown():
+    pytest.importorskip("adlfs")
+    options = {"account_name": "ckpttest", "account_key": ACCOUNT_KEY}
+    assert open_backend("abfs://me:secret@bucket/runs", options).url == "abfs://bucket/runs"
+
+
 def test_a_url_without_container_is_refused():
     pytest.importorskip("adlfs")
     with pytest.raises(ConfigError, match="no container"):
