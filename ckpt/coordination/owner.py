@@ -236,13 +236,23 @@ def _place(backend: StorageBackend) -> str:
 
 
 def _is_elsewhere(backend: StorageBackend, place: str) -> bool:
-    """Return True if ``place`` is certainly not the root of ``backend``. Two kinds of stores may
-    show the same files, such as a bucket and its mount by FUSE.
+    """Return True if ``place`` is certainly not the root of ``backend``.
+
+    Two kinds of stores may show the same files, such as a bucket and its mount by FUSE. A host or a
+    container may have several names, and the names of some servers ignore the case. So only two
+    paths of one host or bucket are certain.
     """
     if isinstance(backend, HasPlace):
         return backend.is_elsewhere(place)
-    here = resolved(backend.url)
-    return here != place and here.partition("://")[0] == place.partition("://")[0]
+    (host, path), (other_host, other_path) = map(_parts, (resolved(backend.url), place))
+    return host == other_host and path.casefold() != other_path.casefold()
+
+
+def _parts(url: str) -> tuple[str, str]:
+    """Return the part of a URL up to its host or bucket, and the path after it."""
+    scheme, mark, place = url.partition("://")
+    host, _, path = place.partition("/")
+    return f"{scheme}{mark}{host}", path
 
 
 def _run() -> str:

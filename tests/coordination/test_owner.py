@@ -21,7 +21,7 @@ from ckpt_backends.memory import forget_memory, open_memory
 
 @pytest.fixture
 def store():
-    name = uuid.uuid4().hex
+    name = f"{uuid.uuid4().hex}/run"
     yield open_memory(f"memory://{name}", {})
     forget_memory(name)
 
@@ -177,10 +177,18 @@ def test_a_job_that_has_moved_to_a_copy_of_its_root_takes_it_again(store, copy):
     assert confirm(copy, ME)
 
 
-@pytest.mark.parametrize("kind", ["mount", "no", "later"])
+@pytest.mark.parametrize("kind", ["mount", "no", "later", "host", "case"])
 def test_a_record_that_may_name_this_root_counts(store, neighbour, kind):
-    """A folder may be a mount of the store, and a later release may tell the root in its way."""
-    root = {"mount": "/mnt/bucket/run/", "no": "", "later": "1:2:3:4:5"}[kind]
+    """A folder may be a mount of the store, a later release may tell the root in its way, a server
+    may have several names, and names may ignore the case.
+    """
+    root = {
+        "mount": "/mnt/bucket/run/",
+        "no": "",
+        "later": "1:2:3:4:5",
+        "host": "memory://other/run/",
+        "case": f"{store.url.removesuffix('run')}RUN/",
+    }[kind]
     store.put(OWNER, [msgspec.json.encode(replace(neighbour.owner, root=root))])
     with pytest.raises(RootInUse):
         claim(store, ME)
