@@ -6,7 +6,7 @@ A step is committed if and only if its manifest exists.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import islice
 from typing import Final, TypeVar
@@ -148,23 +148,40 @@ class Listing:
     def steps(self) -> list[int]:
         """Return the numbers of the steps, ascending."""
         self._check_open()
-        return sorted({ref.step for store, intact in self._stores for ref in _read(store, intact)})
+        return sorted(
+            {
+                ref.step
+                for store, intact in self._stores
+                for ref in committed(store)
+                if _can_be_read(store, ref, intact)
+            }
+        )
 
     def latest(self) -> int | None:
         """Return the number of the newest step, or None if there is none."""
         self._check_open()
-        newest = (next(_read(store, intact), None) for store, intact in self._stores)
+        newest = (_newest(store, intact) for store, intact in self._stores)
         return max((ref.step for ref in newest if ref is not None), default=None)
 
 
-def _read(store: StorageBackend, intact: set[StepRef]) -> Iterator[StepRef]:
-    """Yield the attempts whose manifests can be read, newest first. The manifests of the attempts
-    in ``intact`` are not read again, and the others are added to it.
+def _newest(store: StorageBackend, intact: set[StepRef]) -> StepRef | None:
+    return next(
+        (
+            ref
+            for ref in attempts(store)
+            if is_committed(store, ref) and _can_be_read(store, ref, intact)
+        ),
+        None,
+    )
+
+
+def _can_be_read(store: StorageBackend, ref: StepRef, intact: set[StepRef]) -> bool:
+    """Return True if the manifest of ``ref`` can be read. Those in ``intact`` are not read again,
+    and the others are added to it.
     """
-    for ref in attempts(store):
-        if is_committed(store, ref) and (ref in intact or _is_intact(store, ref)):
-            intact.add(ref)
-            yield ref
+    if ref not in intact and _is_intact(store, ref):
+        intact.add(ref)
+    return ref in intact
 
 
 def _is_intact(backend: StorageBackend, ref: StepRef) -> bool:
@@ -247,7 +264,8 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
             has instead.
     """
     everything = attempts(backend)
-    refs = [ref for ref in everything if step in (None, ref.step) and is_committed(backend, ref)]
+    present = committed_among(backend, [ref for ref in everything if step in (None, ref.step)])
+    refs = [ref for ref in everything if ref in present]
     if not refs:
         raise NoCheckpoint(backend.url, instead_of(backend, everything, step))
     attempts_at = Counter(ref.step for ref in refs)

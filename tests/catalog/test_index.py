@@ -7,7 +7,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckpt.catalog.index import attempts, committed, find, is_committed, read_manifest
+from ckpt.catalog.index import (
+    Listing,
+    attempts,
+    committed,
+    find,
+    is_committed,
+    read_manifest,
+)
 from ckpt.catalog.inventory import Inventory
 from ckpt.errors import (
     AccessDenied,
@@ -46,6 +53,16 @@ def test_a_step_is_listed_if_and_only_if_its_manifest_is_there(backend: StorageB
     assert committed(backend) == [old]
     assert not is_committed(backend, half)
     assert find(backend, None) == [old]
+
+
+def test_an_object_store_lists_its_manifests_and_is_asked_for_none_of_them(
+    backend: StorageBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(20):
+        write_checkpoint(backend, step, ARRAYS)
+    monkeypatch.setattr(type(backend), "head", pytest.fail)
+    assert len(find(backend, None)) == 20
+    assert Listing([backend]).steps() == list(range(20))
 
 
 def test_steps_are_ordered_as_numbers_beyond_nine_digits(backend: StorageBackend) -> None:
