@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
+from ckpt.cli.main import main
 from ckpt.errors import (
     AccessDenied,
     CkptError,
@@ -335,3 +337,37 @@ def test_close_with_nothing_under_way_says_nothing(tmp_path, caplog):
     assert "waiting" not in caplog.text
     with pytest.raises(ConfigError, match="timeout='soon': give seconds"):
         CheckpointManager(tmp_path).close(timeout="soon")  # type: ignore[arg-type]
+
+
+def test_a_close_names_the_tiers_that_lack_the_last_step(tmp_path, caplog, monkeypatch):
+    near, far = str(tmp_path / "near"), str(tmp_path / "far")
+    for steps in ((4, 5), (10,)):
+        caplog.clear()
+        with CheckpointManager([Tier(near), Tier(far, every=5)]) as manager:
+            manager.restore({"x": torch.zeros(2)})
+            for step in steps:
+                manager.save({"x": torch.ones(2)}, step)
+        assert "the last of this job" not in caplog.text
+    with CheckpointManager([Tier(near), Tier(far, every=5)]) as manager:
+        manager.restore({"x": torch.zeros(2)})
+        manager.save({"x": torch.ones(2)}, 15)
+        manager.save({"x": torch.ones(2)}, 17)
+    [line] = [line for line in caplog.messages if "the last of this job" in line]
+    assert f"step 17, the last of this job, is not on {far}: it is no multiple of every=5" in line
+    command = line.split("to have this one there: ckpt ")[1].split()
+    monkeypatch.setattr(sys, "argv", ["ckpt", *command])
+    assert main() == 0
+    assert CheckpointManager(far).latest_step() == 17
+
+
+def test_a_planned_stop_has_its_last_step_on_all_tiers_and_no_warning(tmp_path, caplog):
+    near, far = str(tmp_path / "near"), str(tmp_path / "far")
+    with CheckpointManager([Tier(near), Tier(far, every=5)]) as manager:
+        stop = manager.on_stop_request()
+        manager.request_stop()
+        step = 6
+        while not stop.requested(step):
+            step += 1
+        manager.save({"x": torch.ones(2)}, step)
+    assert CheckpointManager(far).latest_step() == step
+    assert "the last of this job" not in caplog.text

@@ -154,6 +154,12 @@ class JobSteps:
             known = self._newest.get(tier.url)
             self._newest[tier.url] = ref if known is None else max(known, ref)
 
+    @property
+    def newest_step(self) -> int:
+        """The newest step that this job has committed on any tier; -1 if there is none."""
+        with self._changed:
+            return max((ref.step for ref in self._newest.values()), default=-1)
+
     def set_durable(self, ref: StepRef) -> None:
         """Note that ``ref`` was committed on a durable tier."""
         with self._changed:

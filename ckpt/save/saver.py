@@ -323,6 +323,8 @@ class Saver:
         logs = self._is_leader and not self._left.is_set()
         if logs and self._warn_of_steps_in_memory():
             logs = False  # The writers would log a similar warning
+        if logs and not leaves:
+            self._warn_of_last_step()
         for writer in self._writers:
             writer.close(self.steps.durable_step, logs=logs)
         if self._replicas is not None:
@@ -382,6 +384,25 @@ class Saver:
         self._copier.close()
         self._reserver.close(cancel=True)
         self._streamer.close()
+
+    def _warn_of_last_step(self) -> None:
+        """Log a warning if some tiers lack the newest step of this job because of ``every``."""
+        if (newest := self.steps.newest_step) < 0:
+            return
+        takers = self.writers_of(newest)
+        others = [writer for writer in self._writers if writer not in takers]
+        source = next((writer for writer in takers if not writer.in_memory), None)
+        if not others:
+            return
+        copy = f"ckpt copy {source.url} {others[0].url} --step {newest}" if source else ""
+        _log.warning(
+            "ckpt: step %d, the last of this job, is not on %s: it is no multiple of every=%s. A "
+            "planned stop (request_stop) saves its last step on every tier%s",
+            newest,
+            ", ".join(writer.url for writer in others),
+            ", ".join(str(writer.tier.tier.every) for writer in others),
+            f"; to have this one there: {copy}" if copy else "",
+        )
 
     def _warn_of_steps_in_memory(self) -> bool:
         """Log a warning if only the memory of this machine has what this job has saved: a tier in
