@@ -37,9 +37,11 @@ class Claim:
     are known to have ended. A checkpoint that another job commits later stays, since that job may
     be alive. A job that only uses the root may remove every checkpoint.
 
-    Which checkpoints were there follows from the attempts that were listed at that moment, and from
-    the store's dates of their manifests and of ``writer.json``. So no request is needed for each of
-    them. A store without dates counts what was listed.
+    Which checkpoints were there follows from the attempts that were listed at that moment, so no
+    request is needed for each of them. A job that owned the root and may be alive may still have
+    committed one of its attempts later. Then the store's dates of the manifest and of
+    ``writer.json`` decide, if the store has dates. They decide nothing else, since the clock of a
+    folder may have been set back.
 
     The remains of a save may be removed at once if the owner of the root knows that the job of the
     save has ended. Other remains stay for a day (``retention.policy``).
@@ -195,7 +197,7 @@ class Claim:
         ref = checkpoint.ref
         if ref in self._brought or ref.job == self.own or ref.job in self._ended:
             return True
-        return ref in self.listing and self._is_older(checkpoint)
+        return ref in self.listing and (not self.may_come(ref) or self._is_older(checkpoint))
 
     def _known_listing(self) -> frozenset[StepRef] | None:
         return self._attempts if self._posted is None else self._posted.refs()

@@ -45,6 +45,14 @@ def test_old_steps_go_once_newer_ones_are_committed_and_strangers_files_stay(tmp
     assert [path.name for path in folder.iterdir()] == ["plot.png"]
 
 
+def test_steps_of_an_earlier_job_go_though_the_clock_was_set_back_since(tmp_path):
+    saved(tmp_path, [1, 2])
+    for folder in tmp_path.glob("step-*"):
+        age(folder, hours=-24)
+    saved(tmp_path, [3, 4], keep_last=1)
+    assert whole(tmp_path) == [4]
+
+
 def test_each_tier_keeps_by_its_own_rule(tmp_path):
     near, far = tmp_path / "near", tmp_path / "far"
     with CheckpointManager([Tier(str(near), keep_last=1), Tier(str(far), every=2)]) as manager:
