@@ -12,14 +12,15 @@ from __future__ import annotations
 import math
 import os
 import secrets as entropy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ckpt.errors import (
+    AccessDenied,
     ConfigError,
     ObjectExists,
     ObjectNotFound,
@@ -200,6 +201,23 @@ class S3Clients:
     fs: Any
     bulk: S3Bulk
     writer: ObstoreWriter | None
+
+
+@contextmanager
+def _listing() -> Generator[None]:
+    """Add to the error of a listing that the credentials do not permit which permission it needs.
+
+    Servers of S3 do not say so.
+    """
+    try:
+        yield
+    except AccessDenied as error:
+        if "AccessDenied" not in error.detail:  # The credentials themselves are refused
+            raise
+        raise AccessDenied(
+            error.key,
+            f"{error.detail}; a job lists its steps, so allow s3:ListBucket on the bucket",
+        ) from None
 
 
 class S3Backend(StorageBackendOnFsspec):
@@ -409,7 +427,7 @@ class S3Backend(StorageBackendOnFsspec):
         """Yield the pages of a listing of the keys below the root that start with ``prefix``."""
         token: dict[str, object] = {}
         while True:
-            with self.errors(prefix):
+            with _listing(), self.errors(prefix):
                 page = self._fs.call_s3(
                     "list_objects_v2",
                     Bucket=self._bucket,

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -678,3 +679,33 @@ def test_an_upload_that_the_server_has_forgotten_may_be_sent_anew(rclone, when):
     with pytest.raises(TransientStorageError, match="sent again"):
         go_on()
     upload.abort()
+
+
+class Refusal(BaseHTTPRequestHandler):
+    """Answers each request as S3 does without the permission, or with a wrong key."""
+
+    code = "AccessDenied"
+
+    def do_GET(self) -> None:
+        body = f"<Error><Code>{self.code}</Code><Message>refused</Message></Error>".encode()
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId"])
+def test_a_listing_that_is_not_permitted_names_the_permission(code, monkeypatch):
+    monkeypatch.setattr(Refusal, "code", code)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        backend = open_s3("s3://bucket/run", {**RIGHT, "endpoint_url": url})
+        with pytest.raises(AccessDenied, match=code) as caught:
+            list(backend.folders(""))
+        server.shutdown()
+        thread.join()
+    assert ("allow s3:ListBucket" in str(caught.value)) == (code == "AccessDenied")
