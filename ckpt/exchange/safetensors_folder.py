@@ -57,7 +57,11 @@ def read_safetensors(source: str) -> Contents:
                 f"{', '.join(sorted(read.keys() - parts.keys())[:3])} to another folder, or "
                 "import it by its name"
             )
-        return Contents(_joined(source, parts), [*parts, *files.tables], [*files.notes])
+        note = (
+            f"the parts of {len(parts)} rank(s) are joined: the files do not say how many ranks "
+            "have written them, so compare that number, and the shapes, with the job"
+        )
+        return Contents(_joined(source, parts), [*parts, *files.tables], [*files.notes, note])
     state = merged(source, ((name, tensors) for name, (tensors, _) in read.items()))
     shared = {key: value for _, metadata in read.values() for key, value in metadata.items()}
     return Contents(state | _tied(state, shared), [*read, *files.tables], [*files.notes])

@@ -37,6 +37,13 @@ def test_the_parts_of_all_ranks_are_put_together(tmp_path: Path) -> None:
     assert torch.equal(state["b"], WHOLE[:2, 0])  # All ranks have the same part
 
 
+def test_a_lack_of_the_last_part_cannot_be_known_so_a_note_counts_them(tmp_path: Path) -> None:
+    write_rows(tmp_path, [(0, 3), (3, 6), (6, 8)])[-1].unlink()
+    contents = read_safetensors(str(tmp_path))
+    assert contents.state["w"].shape == (6, 4)
+    assert any("2 rank(s)" in note for note in contents.notes)
+
+
 def test_one_part_is_no_model(tmp_path: Path) -> None:
     _, part = write_rows(tmp_path, [(0, 4), (4, 8)])
     with pytest.raises(ConfigError, match=f"ckpt import {tmp_path} ROOT"):
