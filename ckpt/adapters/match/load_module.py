@@ -34,7 +34,7 @@ from ckpt.adapters.torch_private import no_incompatible_keys, version_of
 from ckpt.adapters.walk.items import FIRST_VERSION, Entry, Part
 from ckpt.adapters.walk.modules import canonical, items_of
 from ckpt.adapters.walk.stand_in import ModuleStandIn
-from ckpt.errors import RestoreError, UnsupportedValue
+from ckpt.errors import RestoreError, ShapeMismatch, UnsupportedValue
 from ckpt.model.values import VERSIONS, Node, decode
 
 _EXTRA: Final = "_extra_state"  # The last part of the key under which torch saves extra state
@@ -105,6 +105,7 @@ class _Loader:
                     "no code takes it in load_state_dict(): write such code, or restore with "
                     "strict=False"
                 )
+            self._check_copy(entry.key, name, source, node)
             self._values[entry.key] = self._match.values.order(node, name)
         elif self._is_apart(entry, node):
             self._read_apart(entry, name, source, node)
@@ -118,10 +119,31 @@ class _Loader:
         if self._code.reader(key) is not None:
             return True
         owner, _, name = key.rpartition(".")
+        if name == _EXTRA:
+            return owner in self._modules and has_setter(self._modules[owner])
+        return self._original(key) is not None
+
+    def _original(self, key: str) -> torch.Tensor | None:
+        """Return the parameter or buffer that torch loads the value ``key`` into; None if there is
+        none.
+        """
+        owner, _, name = key.rpartition(".")
         module = self._modules.get(owner)
-        if module is None or name == _EXTRA:
-            return module is not None and has_setter(module)
-        return name in module._parameters or name in module._buffers
+        if module is None:
+            return None
+        original: torch.Tensor | None = module._parameters.get(name, module._buffers.get(name))
+        return original
+
+    def _check_copy(self, key: str, name: str, source: str, node: Node) -> None:
+        """Raise ``ShapeMismatch`` if the value ``key`` is a copy of a tensor of the module, no code
+        of the module takes it, and it was saved with another shape.
+        """
+        original = None if self._code.reader(key) is not None else self._original(key)
+        if original is None or is_lazy(original) or tag(node) not in ("tensor", "array"):
+            return
+        saved = self._match.saved.tensors.get(node["n"])
+        if saved is not None and saved.shape != tuple(original.shape):
+            raise ShapeMismatch(name, saved.shape, tuple(original.shape), source)
 
     def _is_apart(self, entry: Entry, node: Node) -> bool:
         """Return True if the saved tensor is read into memory of its own."""

@@ -442,19 +442,28 @@ def test_an_entry_that_nothing_takes_is_refused_before_anything_changes() -> Non
     assert target.is_done
 
 
-def test_copies_that_a_hook_of_state_dict_makes_are_copied_back_as_in_torch() -> None:
-    def build() -> nn.Module:
-        made = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        made.register_state_dict_post_hook(
-            lambda _, state_dict, prefix, *__: state_dict.update(
-                {key: value.detach().clone() for key, value in state_dict.items()}
-            )
+def _copying(width: int) -> nn.Module:
+    made = nn.Sequential(nn.Linear(width, 2), nn.BatchNorm1d(2))
+    made.register_state_dict_post_hook(
+        lambda _, state_dict, *__: state_dict.update(
+            {key: value.detach().clone() for key, value in state_dict.items()}
         )
-        return made
+    )
+    return made
 
-    source, target = build(), build()
+
+def test_copies_that_a_hook_of_state_dict_makes_are_copied_back_as_in_torch() -> None:
+    source, target = _copying(2), _copying(2)
     restored(saved({"m": source}), {"m": target})
     assert_same(target.state_dict(), source.state_dict())
+
+
+def test_copies_of_another_shape_are_an_error_before_anything_changes() -> None:
+    root, target = saved({"m": _copying(2)}), _copying(3)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(ShapeMismatch, match=r"m/0\.weight"):
+        restored(root, {"m": target})
+    assert_same(target.state_dict(), before)
 
 
 def test_what_is_missing_is_missing_also_under_code() -> None:
