@@ -32,6 +32,7 @@ from ckpt.config import Metadata, SaveConfig, Settings, load_config, with_settin
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
 from ckpt.coordination.nodes import agree
+from ckpt.coordination.owner import attend
 from ckpt.elastic.ending_error import ending_error
 from ckpt.elastic.planned_stop import (
     STOP_SIGNALS,
@@ -126,6 +127,7 @@ class CheckpointManager:
                 if self._agent is not None:
                     self._agent.forget()
                 raise
+        attend(self._coordinator.attempt, self, self._ledger)
         self._fence, self._last_walk, self._origin = Fence(), LastWalk(), Origin(self._coordinator)
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._last_step: int | None = None
@@ -447,7 +449,8 @@ class CheckpointManager:
         selection = Selection.of(only, strict=strict, rename=rename, cast=cast)
         options = RestoreOptions(selection=selection, read_through=read_through, replicas=replicas)
         Fence.wait_for_all()  # A copy under way must not read what is restored
-        with Workers("read", max(_READERS, self._config.threads)) as workers:
+        readers = Workers("read", max(_READERS, self._config.threads))
+        with self._saver.owners_told(self._listers), readers as workers:
             context = RestoreContext(
                 tiers=self._tiers, coordinator=self._coordinator, listers=self._listers,
                 observers=self._observers, waiting=self._saver.steps.waiting,

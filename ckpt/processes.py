@@ -1,17 +1,23 @@
 """The identity of a process: its process id and the time of its start.
 
 The kernel reuses process ids, but no two processes of one boot have the same id and the same start
-time. This module does not import torch, because the agent uses it too.
+time. A process that calls ``os.execv`` keeps both, and runs another program. This module does not
+import torch, because the agent uses it too.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from typing import Annotated, Final, Self
 
 import msgspec
 
+PROGRAM: Final = secrets.token_hex(4)
+"""A text that identifies the program that this process runs. It is another one after
+``os.execv``.
+"""
 _PARENT: Final = 1
 _STARTED: Final = 19
 """Positions in the list of `_stat`: of the parent's process id, and of the time of the start."""

@@ -5,13 +5,17 @@ import gc
 import logging
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -21,6 +25,7 @@ from torch import nn
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank, RngState, SaveConfig, Tier
 from ckpt.catalog.index import committed, find, read_manifest
+from ckpt.coordination.owner import Owner, claim, read_owner
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -34,10 +39,11 @@ from ckpt.errors import (
 )
 from ckpt.events import Event, Restored, SaveCommitted, SaveFailed, SaveStaged, TierMissed
 from ckpt.model.keys import OWNER
+from ckpt.processes import Process
 from ckpt.save.active_save import HandOver
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
-from tests.kit.stores import Gated, faulty
+from tests.kit.stores import Gated, faulty, whole
 from tests.kit.waiting import until
 
 
@@ -460,19 +466,116 @@ def test_after_going_back_later_steps_may_be_lived_again_and_the_younger_wins(me
 # -- one root, one job -----------------------------------------------------------------------------
 
 
-def test_a_second_manager_on_a_living_ones_root_is_refused_and_writes_nothing(root: str) -> None:
-    with CheckpointManager(root) as first:
-        first.save({"x": 1}, 1)
-        before = sorted(str(path) for path in Path(root).rglob("*"))
-        with CheckpointManager(root) as second:
+def test_a_second_manager_on_the_root_of_a_busy_one_is_refused_and_writes_nothing(
+    near: Path, far: Path, gated: Gated
+) -> None:
+    gated.open.clear()
+    with CheckpointManager([near, far]) as first:
+        pending = first.save_async({"x": 1}, 1)
+        pending.result(20, tier=str(near))
+        before = sorted(str(path) for path in near.rglob("*"))
+        with CheckpointManager(near) as second:
             assert second.restore({"x": 0}) is not None  # reading needs no claim
             with pytest.raises(RootInUse, match="of this very process"):
                 second.save({"x": 2}, 2)
-        assert sorted(str(path) for path in Path(root).rglob("*")) == before
+        assert sorted(str(path) for path in near.rglob("*")) == before
+        gated.open.set()
+        pending.result(20)
         first.save({"x": 3}, 3)
-    with CheckpointManager(root) as third:  # close has freed the root
+    with CheckpointManager(near) as third:  # close has freed the root
         third.save({"x": 4}, 4)
         assert third.steps() == [1, 3, 4]
+
+
+def test_a_manager_without_a_save_under_way_gives_its_root_up_to_a_second_one(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cell of a notebook is run again, and something still refers to the first manager."""
+    first = CheckpointManager(root)
+    first.save({"x": 1}, 1)
+    with CheckpointManager(root) as second:
+        second.restore({"x": 0})
+        assert "belongs to a job that is alive" not in caplog.text
+        second.save({"x": 2}, 2)
+        assert "is taken from another CheckpointManager of this process" in caplog.text
+        with pytest.raises(RootInUse, match="of this very process"):
+            first.save({"x": 3}, 3)
+        second.save({"x": 4}, 4)
+        first.close()
+        second.save({"x": 5}, 5)
+        assert second.steps() == [1, 2, 4, 5]
+
+
+def test_a_manager_that_nobody_refers_to_gives_its_root_up(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cell of a notebook has failed before ``close``, and is run again."""
+
+    def cell(step: int) -> weakref.ref[CheckpointManager]:
+        manager = CheckpointManager(root)
+        manager.save({"x": step}, step)
+        return weakref.ref(manager)
+
+    for step in (1, 2, 3):
+        manager = cell(step)
+        gc.collect()
+        assert manager() is None
+        owner = read_owner(open_backend(root))
+        assert owner is not None
+        assert not owner.alive
+    assert "is taken from" not in caplog.text
+    with CheckpointManager(root) as last:
+        assert last.steps() == [1, 2, 3]
+
+
+_LIVES = """
+import os, sys
+import torch
+from ckpt import CheckpointManager
+root, life, slots = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+state = {"x": torch.zeros(9000), "step": 0}
+manager = CheckpointManager(["memory", root])
+report = manager.restore(state)
+assert (report.step if report else 0) == life - 1
+manager.save(state, life)
+slots = [name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")]
+print(len(slots), flush=True)
+if life < 3:
+    os.execv(sys.executable, [sys.executable, "-c", os.environ["LIVES"], root, str(life + 1)])
+manager.close()
+"""
+
+
+def test_a_program_that_restarts_itself_by_execv_goes_on_and_leaves_no_slots(root: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _LIVES, root, "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "LIVES": _LIVES},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert len(set(ended.stdout.split())) == 1
+    assert whole(root) == [1, 2, 3]
+
+
+def test_a_job_is_told_at_the_restore_that_the_root_belongs_to_a_living_one(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(root) as manager:
+        manager.save({"x": 1}, 1)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        process = Process.of(other.pid)
+        fields = {"pid": process.pid, "started": process.started}
+        claim(open_backend(root), msgspec.structs.replace(Owner.here("otherzzzzzzz"), **fields))
+        with CheckpointManager(root) as manager:
+            assert manager.restore({"x": 0}) is not None
+            assert f"{root} belongs to a job that is alive (attempt otherzzzzzzz" in caplog.text
+        other.kill()
+    caplog.clear()
+    with CheckpointManager(root) as manager:
+        assert manager.restore({"x": 0}) is not None
+    assert "alive" not in caplog.text
 
 
 def test_a_closed_manager_says_so(memory: str) -> None:

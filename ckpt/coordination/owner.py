@@ -8,21 +8,27 @@ fails. There is no heartbeat, so a restarted job never waits for a dead one.
 If the owner is on another machine, or in another process namespace, it may be alive or dead. Other
 jobs remove its files only if it is known to have ended (see ``Owner.has_ended``).
 
+Several managers of one process may use a root in turn, such as in a notebook whose cell is run
+again. There the newest manager wins too: one that is garbage collected, or has no save under way,
+gives its root up (``attend``), and so does a program that has called ``os.execv``.
+
 The record also says where the root is. A copy of the root, which somebody made while the owner was
 alive, has a copy of the record, and has no owner.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
-from typing import Final
+import weakref
+from typing import Final, Protocol
 
 import msgspec
 
 from ckpt.errors import IntegrityError, LinkRefused, ObjectNotFound, RootInUse, RootLost
 from ckpt.model.keys import OWNER
-from ckpt.processes import Process, machine
+from ckpt.processes import PROGRAM, Process, machine
 from ckpt.storage.api import HasPlace, Rooted, StorageBackend, read_record
 from ckpt.storage.places import resolved
 
@@ -36,6 +42,30 @@ _ended: Final[set[str]] = set()
 
 If ``release`` could not delete ``writer.json``, the file may still name one of them.
 """
+_collected: Final[set[str]] = set()
+"""The attempts of this process whose managers were garbage collected."""
+_log = logging.getLogger("ckpt")
+
+
+class Work(Protocol):
+    """The saves of a manager."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no save is under way."""
+        ...
+
+
+_works: Final = weakref.WeakValueDictionary[str, Work]()
+"""The saves of each manager of this process, by its attempt."""
+
+
+def attend(attempt: str, manager: object, work: Work) -> None:
+    """Note that ``manager`` makes the saves ``work``. It gives its roots up to another manager of
+    this process if no save is under way, and when it is garbage collected.
+    """
+    _works[attempt] = work
+    weakref.finalize(manager, _collected.add, attempt).atexit = False
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -50,6 +80,7 @@ class Owner(msgspec.Struct, frozen=True):
         pid: The id of the process; ``NO_PROCESS`` if the job has left the root to the agent.
         run: The name that torchrun gave the run; empty without torchrun.
         restart: How often torchrun has restarted all ranks.
+        program: The program that the process ran (``processes.PROGRAM``); empty if it is not known.
         root: Where the root is: its URL, or for a folder what ``HasPlace.place`` returns; empty in
             a record that was not written yet.
         ended: Attempts that owned the root before and whose processes are known to have ended.
@@ -63,6 +94,7 @@ class Owner(msgspec.Struct, frozen=True):
     started: int
     run: str = ""
     restart: int = 0
+    program: str = ""
     root: str = ""
     ended: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
@@ -80,12 +112,25 @@ class Owner(msgspec.Struct, frozen=True):
             run=_run(),
             # Torchrun sets this variable for its workers.
             restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # noqa: TID251
+            program=PROGRAM,
         )
 
     @property
     def alive(self) -> bool:
-        """Whether the process is known to be alive. The value is False for another machine."""
-        return self.machine == machine() and Process(self.pid, self.started).lives
+        """Whether the process is known to be alive. The value is False for another machine, and in
+        this process also for a manager that is gone.
+        """
+        if self.machine != machine() or not Process(self.pid, self.started).lives:
+            return False
+        return self.pid != os.getpid() or (
+            self.program in {"", PROGRAM} and self.attempt not in _collected
+        )
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether this owner is a manager of this process that has no save under way."""
+        work = _works.get(self.attempt) if self.here_too else None
+        return work is not None and work.is_idle
 
     def went_before(self, other: Owner) -> bool:
         """Return True if ``other`` belongs to a later start of the same torchrun run.
@@ -143,6 +188,16 @@ def claim(backend: StorageBackend, me: Owner) -> Owner:
     return mine
 
 
+def refusing(backend: StorageBackend, me: Owner) -> Owner | None:
+    """Return the owner because of which ``claim`` would refuse ``me``, or None if there is none."""
+    owner = read_owner(backend)
+    return owner if owner is not None and _refuses(owner, me) else None
+
+
+def _refuses(owner: Owner, me: Owner) -> bool:
+    return owner.attempt not in {me.attempt, *_ended} and owner.alive and not owner.gives_way
+
+
 def succeed(backend: StorageBackend, me: Owner) -> Owner:
     """Return the record that ``claim`` would write for ``me``, and write nothing.
 
@@ -153,8 +208,15 @@ def succeed(backend: StorageBackend, me: Owner) -> Owner:
     owner = owner_of(backend)
     if owner is None:
         return me
-    if owner.attempt not in {me.attempt, *_ended} and owner.alive:
+    if _refuses(owner, me):
         raise RootInUse(backend.url, str(owner), here=owner.here_too)
+    if owner.attempt not in {me.attempt, *_ended} and owner.gives_way:
+        _log.warning(
+            "ckpt: %s is taken from another CheckpointManager of this process (%s), which has no "
+            "save under way: its next save there fails",
+            backend.url,
+            owner,
+        )
     ended, unseen = owner.ended, owner.unseen
     if owner.attempt != me.attempt:
         if owner.has_ended(me):

@@ -7,6 +7,7 @@ Before each removal it reads ``writer.json`` again, the record of the owner of t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
@@ -17,13 +18,23 @@ import msgspec
 from ckpt.catalog.index import attempts
 from ckpt.catalog.inventory import StoredStep
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.owner import Owner, claim, confirm, detach, read_owner, release, succeed
+from ckpt.coordination.owner import (
+    Owner,
+    claim,
+    confirm,
+    detach,
+    read_owner,
+    refusing,
+    release,
+    succeed,
+)
 from ckpt.errors import ObjectNotFound, RootInUse
 from ckpt.model.keys import OWNER, StepRef, parse_folder
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend
 
 _RETRY: Final = RetryPolicy()
+_log = logging.getLogger("ckpt")
 
 
 class Claim:
@@ -111,6 +122,20 @@ class Claim:
         if self._attempts is None:
             self._attempts = frozenset(listing)
         return listing
+
+    def warn(self) -> None:
+        """Log a warning if ``take`` would fail, since the root belongs to a job that is alive.
+
+        Raises:
+            StorageError: The store has failed.
+        """
+        if (owner := refusing(self._backend, self._me)) is not None:
+            _log.warning(
+                "ckpt: %s belongs to a job that is alive (%s): this job may restore from it, but "
+                "as long as the other job lives, a save of this job fails",
+                self._backend.url,
+                owner,
+            )
 
     def use(self) -> None:
         """Check that no other job that may be alive owns the root.

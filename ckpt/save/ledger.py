@@ -72,6 +72,11 @@ class SaveLedger:
         with self._lock:
             return list(self._pending)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no save is under way."""
+        return all(save.done() for save in self.pending)
+
     def has(self, step: int) -> bool:
         """Return True if ``step`` was saved, or if its save is under way."""
         with self._lock:

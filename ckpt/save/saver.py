@@ -16,8 +16,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -48,6 +49,8 @@ from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
+_LOOK_SECONDS: Final = 1.0
+"""How long a restore waits at its end for the look at the owners of the tiers."""
 _DETACH_SECONDS: Final = 2.0
 """How long a detach waits for removals under way, and for stores to change their owner records."""
 _DETACHES: Final = "save/detach"
@@ -239,6 +242,16 @@ class Saver:
         """
         roots = (writer.root for writer in self._writers if writer.url == url)
         return next((root for root in roots if root.is_taken), None)
+
+    @contextmanager
+    def owners_told(self, workers: Workers) -> Generator[None]:
+        """Return a context manager. While its block runs, ``workers`` look at the owners of the
+        durable tiers, and log a warning about each job that is alive. A tier that does not answer
+        delays the end of the block by at most a second.
+        """
+        looks = [workers.submit(writer.warn_of_owner) for writer in self._durable]
+        yield
+        wait(looks, _LOOK_SECONDS)
 
     def names_of(self, step: int) -> dict[str, str]:
         """Return the tiers that the save of ``step`` goes to, nearest first: URL -> the URL as the

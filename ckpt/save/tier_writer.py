@@ -225,6 +225,15 @@ class TierWriter:
         with self._turn, about(self.url):
             self._take_over()
 
+    def warn_of_owner(self) -> None:
+        """Log a warning if the root belongs to a job that is alive, so that a save would fail.
+
+        Raises:
+            StorageError: The store has failed.
+        """
+        if self._node.rank == LEADER and not self.root.claimed:
+            self.root.warn()
+
     def sweep(self, restored: StepRef | None = None) -> None:
         """If the tier is in memory, remove the steps that earlier jobs left there, and so free
         their memory. Only the leader of the node does this.

@@ -1,7 +1,7 @@
 """Find the files of slots in /dev/shm, and remove those of processes that have ended.
 
-The name of a file states the process id, the start time and the namespace of its process. This
-module does not import torch, because the agent uses it too.
+The name of a file states the process id, the start time, the namespace and the program of its
+process. This module does not import torch, because the agent uses it too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from typing import Final
 
-from ckpt.processes import Process, namespace
+from ckpt.processes import PROGRAM, Process, namespace
 
 # A fixed path is safe here: the files have the mode 0600, and are created only if their name, which
 # contains the process id, does not exist yet.
@@ -23,21 +23,27 @@ PREFIX: Final = "ckpt-slot"
 def own_prefix() -> str:
     """Return the prefix of the names of this process's slot files.
 
-    The number of the slot, the PID namespace and a time follow in the full name.
+    The number of the slot, the PID namespace, a time and the program follow in the full name.
     """
     me = Process.of(os.getpid())
     return f"{PREFIX}-{me.pid}-{me.started}"
 
 
 def remove_orphans() -> None:
-    """Remove the files of slots of this user whose processes have ended.
+    """Remove the files of slots of this user whose processes have ended, and those that an earlier
+    program of this process has left by ``os.execv``.
 
     Images that a tier in memory keeps are not lost, since the tier has a second name for each file.
     """
     for name, process in _slot_files():
-        if not process.lives:
+        if not process.lives or (process.pid == os.getpid() and _is_of_earlier_program(name)):
             with contextlib.suppress(OSError):
                 os.unlink(f"{SHM}/{name}")
+
+
+def _is_of_earlier_program(name: str) -> bool:
+    program = name.split(".")[2:]
+    return bool(program) and program != [PROGRAM]
 
 
 def _slot_files() -> Iterator[tuple[str, Process]]:

@@ -5,8 +5,9 @@ and direct I/O can write from it. ``posix_fallocate`` allocates the pages of the
 that a full ``/dev/shm`` causes an error at once, and not a SIGBUS later. If ``/dev/shm`` has no
 room, the slot is anonymous memory, which is as fast but ends with the process.
 
-The name of a file contains the process id and the start time of its process. When a pool is
-created, it removes the files of processes that have ended.
+The name of a file contains the process id, the start time and the program of its process. When a
+pool is created, it removes the files of processes that have ended, and those of programs that this
+process ran before ``os.execv``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Protocol
 
 from ckpt.errors import CommitError, HostMemoryExhausted, ManagerClosed
 from ckpt.locks import Condition
-from ckpt.processes import namespace
+from ckpt.processes import PROGRAM, namespace
 from ckpt.staging import slot_files
 from ckpt.staging.budget import Budget, Room, decide, measure
 from ckpt.staging.slot import NotWanted, Slot, SlotLost, capacity_of
@@ -426,7 +427,7 @@ class SlotPool:
 
     def _new(self, nbytes: int) -> Slot:
         if self._budget is None or self._budget.shared:
-            name = f"{next(self._serials)}-{namespace()}.{time.monotonic_ns():x}"
+            name = f"{next(self._serials)}-{namespace()}.{time.monotonic_ns():x}.{PROGRAM}"
             path = f"{slot_files.SHM}/{slot_files.own_prefix()}-{name}"
             try:
                 return Slot(nbytes, path, self._is_open)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ckpt.coordination.owner import Owner, claim, confirm, read_owner, release
+from ckpt.coordination.owner import Owner, attend, claim, confirm, read_owner, release
 from ckpt.errors import RootInUse, StorageError
 from ckpt.model.keys import OWNER
 from ckpt.storage.api import StorageBackend, read_object
@@ -106,6 +106,52 @@ def test_another_attempt_of_this_very_process_is_alive(store):
     claim(store, ME)
     with pytest.raises(RootInUse):
         claim(store, replace(ME, attempt="second"))
+
+
+@dataclass
+class Saves:
+    is_idle: bool
+
+
+@dataclass
+class Manager:
+    """An object that can be garbage collected."""
+
+
+def test_a_manager_of_this_process_keeps_its_root_while_it_saves_and_then_gives_it_up(store):
+    saves, manager, second = Saves(is_idle=False), Manager(), replace(ME, attempt="second")
+    first = replace(ME, attempt="busyzzz")
+    attend(first.attempt, manager, saves)
+    claim(store, first)
+    with pytest.raises(RootInUse):
+        claim(store, second)
+    saves.is_idle = True
+    assert claim(store, second).unseen == (first.attempt,)  # It may yet save, and is told then
+    with pytest.raises(RootInUse):
+        confirm(store, first)
+
+
+def test_a_manager_of_this_process_that_was_collected_has_ended(store):
+    saves, manager, second = Saves(is_idle=False), Manager(), replace(ME, attempt="second")
+    first = replace(ME, attempt="firstzz")
+    attend(first.attempt, manager, saves)
+    claim(store, first)
+    assert first.alive
+    del manager
+    assert not first.alive
+    assert claim(store, second).ended == (first.attempt,)
+
+
+def test_an_earlier_program_of_this_process_has_ended(store):
+    """``os.execv`` keeps the process id and the time of the start."""
+    claim(store, replace(ME, attempt="earlier", program="0badc0de"))
+    assert claim(store, ME).ended == ("earlier",)
+
+
+def test_another_process_cannot_know_the_program_of_an_owner(store, neighbour):
+    claim(store, replace(neighbour.owner, program="0badc0de"))
+    with pytest.raises(RootInUse):
+        claim(store, ME)
 
 
 def test_the_first_notices_that_it_was_taken_over_and_leaves_the_new_owner_alone(store):

@@ -5,6 +5,8 @@ Neither can see that the other lives, so each takes the root from the other agai
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,15 @@ while saves > 0:
             print("lost", type(error).__name__, flush=True)
 print("end", lost, flush=True)
 """  # noqa: E501
+_FIRST = """
+import sys, torch
+from ckpt import CheckpointManager
+with CheckpointManager(sys.argv[1]) as first:
+    first.save({"x": torch.ones(3)}, 1)
+    print("saved", flush=True)
+    input()
+    first.save({"x": torch.ones(3)}, 3)
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -93,10 +104,17 @@ def test_two_jobs_that_do_not_see_each_other_for_long(tmp_path: Path, tally: Cou
 
 def test_two_jobs_that_see_each_other(tmp_path: Path, tally: Count) -> None:
     """On one machine the second job gets an error at its first save, and the first one goes on."""
-    with CheckpointManager(tmp_path) as first:
-        first.save({"x": torch.ones(3)}, 1)
-        with CheckpointManager(tmp_path) as second, pytest.raises(RootInUse):
-            second.save({"x": torch.ones(3)}, 2)
-        first.save({"x": torch.ones(3)}, 3)
+    first = subprocess.Popen(
+        [sys.executable, "-c", _FIRST, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert first.stdout is not None
+    assert first.stdout.readline() == "saved\n"
+    with CheckpointManager(tmp_path) as second, pytest.raises(RootInUse):
+        second.save({"x": torch.ones(3)}, 2)
+    first.communicate("\n")
+    assert first.returncode == 0
     assert whole(tmp_path) == [1, 3]
     tally("two-jobs", 3)

@@ -536,13 +536,18 @@ def test_a_search_over_hyperparameters_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path).train(trial=object())
 
 
-def test_a_second_manager_on_the_root_is_refused(tmp_path: Path) -> None:
+def test_a_second_manager_that_saves_to_the_root_ends_the_saves_of_the_trainer(
+    tmp_path: Path,
+) -> None:
+    managers: list[CheckpointManager] = []
+
     def second() -> None:
-        with CheckpointManager(tmp_path / "ckpt") as manager:
-            manager.save({"x": 1}, 1)
+        managers.append(CheckpointManager(tmp_path / "ckpt"))
+        managers[0].save({"x": 1}, 100)
 
     with pytest.raises(RootInUse, match="another CheckpointManager of this very process"):
         trainer(tmp_path, callbacks=[At(5, second)]).train()
+    managers[0].close()
 
 
 def test_a_new_run_in_the_folder_of_an_earlier_one_is_refused(tmp_path: Path) -> None:

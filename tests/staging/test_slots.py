@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from ckpt.errors import CommitError, HostMemoryExhausted, ManagerClosed, StorageError
+from ckpt.processes import PROGRAM, namespace
 from ckpt.staging import slot_files
 from ckpt.staging import slots as slots_module
 from ckpt.staging.budget import measure
@@ -376,6 +377,17 @@ def test_what_the_other_ranks_of_a_launcher_hold_is_known(pools):
         held = slot_files.held_by_siblings()
     assert 1 * MIB <= int(other.stdout) <= 2 * MIB
     assert held == 0
+
+
+def test_what_an_earlier_program_of_this_process_has_left_is_removed(pools):
+    """``os.execv`` keeps the process id and the time of the start."""
+    own = f"{slot_files.SHM}/{slot_files.own_prefix()}-1-{namespace()}.abc"
+    names = [f"{own}.{PROGRAM}", f"{own}.0badc0de"]
+    for name in names:
+        Path(name).write_bytes(b"slot")
+    pools(1)
+    assert [os.path.exists(name) for name in names] == [True, False]
+    os.unlink(names[0])
 
 
 def test_an_orphan_whose_pid_was_given_to_another_process_is_removed(pools):

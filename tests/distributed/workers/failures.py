@@ -195,10 +195,11 @@ def step_is_taken(folder: Path) -> None:
         works(manager, state, 1)
         dist.barrier()
         with manager_on(folder / "taken") as second:
-            fails(RootInUse, "is written by another", manager=second, state=state, step=2)
+            works(second, state, 2)
+            fails(RootInUse, "is written by another", manager=manager, state=state, step=3)
     with manager_on(folder / "taken") as manager:
         fails(StepExists, "step 1", manager=manager, state=state, step=1)
-        works(manager, state, 2)
+        works(manager, state, 3)
 
 
 def stages(folder: Path) -> None:
