@@ -44,7 +44,7 @@ from ckpt.errors import (
 )
 from ckpt.events import Event, SaveCommitted, SaveFailed
 from ckpt.integrations.all_ranks import of_all
-from ckpt.integrations.deepspeed_tags import check_loads
+from ckpt.integrations.deepspeed_tags import check_loads, check_same_files
 from ckpt.integrations.deepspeed_values import Owned, StoredTensor, packed, unpacked
 from ckpt.integrations.stored import Failed, built, opened
 from ckpt.integrations.tested import warn_of_untested
@@ -86,6 +86,7 @@ class CkptEngine:
     Attributes:
         manager: The `CheckpointManager` that saves and restores.
         pending: The handle of the newest save; None before the first save.
+        has_shared_error: Whether the last ``load`` failed on all ranks alike.
 
     Raises:
         ConfigError: The engine uses a feature that this class does not support, or the tiers have
@@ -106,6 +107,7 @@ class CkptEngine:
         warn_of_untested("deepspeed", TESTED, advice=advice)
         _check(engine)
         self.pending: PendingSave | None = None
+        self.has_shared_error = False
         self._engine = engine
         self._folder = os.path.abspath(folder)
         self._tiers = as_tiers(self._folder if tiers is None else tiers)
@@ -234,7 +236,11 @@ class CkptEngine:
         if self._is_loaded_serially(path):
             load()
         else:
-            _check_same(of_all(f"cannot load {os.path.basename(path)}", load))
+            self.has_shared_error = True  # Until the ranks have agreed
+            steps = of_all(f"cannot load {os.path.basename(path)}", load)
+            check_same_files(steps)
+            _check_same(steps)
+            self.has_shared_error = False
         (found,) = contents
         if isinstance(found, dict) and "dp_world_size" in found:
             self._check_world(int(found["dp_world_size"]))

@@ -1,19 +1,20 @@
-"""A check of the argument ``tag`` of ``engine.load_checkpoint``.
+"""Checks around ``engine.load_checkpoint``: the argument ``tag``, and errors on some ranks only.
 
 DeepSpeed itself looks for the files of the tag by their names before it calls its checkpoint
-engine. If it finds no files, it raises an ``AssertionError`` without text.
+engine. If it finds no files, it raises an ``AssertionError`` without text. A rank that fails in
+code of DeepSpeed makes no further load, for which the other ranks would wait.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import distributed as dist
 
-from ckpt.errors import NoCheckpoint
+from ckpt.errors import NoCheckpoint, RestoreError
 from ckpt.errors.base import few
 from ckpt.integrations.all_ranks import of_all
 
@@ -24,7 +25,8 @@ def check_loads(engine: Any, folder: str, checkpoints: Any, tags: Tags) -> None:
     """Replace ``engine.load_checkpoint`` by a function that checks its argument ``tag`` first.
 
     The new function raises ``NoCheckpoint`` on all ranks if the folder of the tag is missing on any
-    rank. It checks the tag only while ``checkpoints`` is the checkpoint engine of ``engine``.
+    rank. If the load fails on a rank, all ranks raise an error, and none waits for another one. The
+    checks are made only while ``checkpoints`` is the checkpoint engine of ``engine``.
 
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
@@ -36,11 +38,44 @@ def check_loads(engine: Any, folder: str, checkpoints: Any, tags: Tags) -> None:
 
     @functools.wraps(load)
     def load_checkpoint(load_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:
-        if engine.checkpoint_engine is checkpoints and tag is not None:
+        if engine.checkpoint_engine is not checkpoints:
+            return load(load_dir, tag, *args, **options)
+        if tag is not None:
             _check_tag(os.fspath(load_dir), str(tag), folder, tags)
-        return load(load_dir, tag, *args, **options)
+        checkpoints.has_shared_error = False
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            result = load(load_dir, tag, *args, **options)
+        except Exception as error:
+            if checkpoints.has_shared_error:  # The other ranks have it, and have ended the load
+                raise
+            failure = error
+
+        def end() -> bool:
+            if failure is not None:
+                raise failure
+            return result[0] is not None
+
+        check_same_files(of_all("cannot load the checkpoint", end))
+        return result
 
     engine.load_checkpoint = load_checkpoint
+
+
+def check_same_files(found: Sequence[object]) -> None:
+    """Raise ``RestoreError`` if some ranks have ended their load, and others load a file.
+
+    Args:
+        found: For each rank whether its load has found a checkpoint, or what it has read of a file.
+    """
+    forms = [each if isinstance(each, bool) else None for each in found]
+    other = next((rank for rank, each in enumerate(forms) if each is not forms[0]), None)
+    if other is not None:
+        raise RestoreError(
+            f"rank {other} loads other files than rank 0, or finds no checkpoint: give all ranks "
+            "the same folder, with the same file 'latest'"
+        )
 
 
 def _check_tag(load_dir: str, tag: str, folder: str, tags: Tags) -> None:
