@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-tiers test test-fast coverage integrations torture safety stores check check-text check-mypy check-pyright check-protocol matrix lowest imports bench licences docs build clean
+.PHONY: help demo demo-tiers test test-fast coverage integrations torture safety stores check check-text check-mypy check-pyright check-protocol matrix lowest imports chaos bench licences docs build clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
@@ -91,6 +91,9 @@ check-protocol: ## the commit protocol, model-checked with Spin (five minutes; s
 
 imports: $(STAMP) ## write folders with other libraries, import them, and write docs/imports.md (10 GB in .build)
 	$(BIN)/python -m tests.exchange.folders.table $(ARGS)
+
+chaos: $(STAMP) ## the crash test of ckpt-chaos, beside the saves of other libraries, into docs/reliability.md (15 minutes; 70 MB in .build/chaos)
+	$(BIN)/python -m tests.chaos.page $(ARGS)
 
 bench: $(STAMP) ## all scenarios against the peers: tables and plots in bench/results (25 minutes)
 	$(BIN)/python -m bench all --out bench/results $(ARGS)
