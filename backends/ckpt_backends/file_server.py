@@ -16,6 +16,7 @@ import pkgutil
 import posixpath
 import secrets as entropy
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ _MOST_CONNECTIONS: Final = 4
 _PART_BYTES: Final = 1 << 20
 _TEMPORARY: Final = ".tmp"
 _PROBE_BYTES: Final = 64 << 10
+_ABANDONED_SECONDS: Final = 3600.0
 _TRIES: Final = 3  # A folder may be removed between its creation and the creation of a file in it
 
 
@@ -313,9 +315,15 @@ class FileServerBackend:
 
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with suppress(ObjectNotFound), self._connection(key) as connection:
-            connection.remove(path)
-            self._remove_empty(connection, posixpath.dirname(path))
+        folder = posixpath.dirname(path)
+        with self._connection(key) as connection:
+            try:
+                with foreign(path):
+                    connection.remove(path)
+            except ObjectNotFound:
+                with suppress(StorageError), foreign(folder):
+                    _remove_abandoned(connection, folder)
+            self._remove_empty(connection, folder)
 
     def close(self) -> None:
         self._connections.close()
@@ -386,6 +394,17 @@ def _place(connection: Connection, path: str, parts: Sequence[memoryview]) -> No
 def temporary_in(folder: str) -> str:
     """Return a new path in ``folder`` that no listing names."""
     return f"{folder}/.{entropy.token_hex(8)}{_TEMPORARY}"
+
+
+def _remove_abandoned(connection: Connection, folder: str) -> None:
+    """Remove the temporary files from ``folder`` that were last written to more than an hour ago,
+    if nothing else is in it.
+    """
+    entries = connection.entries(folder)
+    if all(entry.size is not None and entry.name.endswith(_TEMPORARY) for entry in entries):
+        for entry in entries:
+            if entry.modified and time.time() - entry.modified > _ABANDONED_SECONDS:
+                connection.remove(f"{folder}/{entry.name}")
 
 
 def _is_full(connection: Connection, unfinished: str) -> bool:

@@ -125,6 +125,21 @@ def test_an_object_has_the_date_that_its_listing_has(tier):
     backend.close()
 
 
+def test_what_a_killed_writer_leaves_in_a_folder_goes_after_an_hour(tier, share):
+    backend = open_backend(tier.url, tier.options)
+    backend.put("step/file", [b"x"])
+    folder = share.folder / tier.url.rpartition("/")[2] / "step"
+    (folder / ".0123456789abcdef.tmp").write_bytes(b"x")
+    backend.delete("step/file")
+    backend.delete("step/file")
+    assert list(backend.folders("")) == ["step"]  # The writer may be alive
+    hour = time.time() - 3700
+    os.utime(folder / ".0123456789abcdef.tmp", (hour, hour))
+    backend.delete("step/file")
+    assert list(backend.folders("")) == []
+    backend.close()
+
+
 # faults of the server
 
 
