@@ -9,7 +9,6 @@ compared.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Final
 
@@ -29,17 +28,25 @@ _PATIENCE_SECONDS: Final = 300.0
 
 
 class StateMark:
-    """Weak references to the tensors of a state, by which the state can be recognized later.
+    """Weak references to the modules and tensors of a state, by which the state can be recognized
+    later.
+
+    A module stands for its tensors: ``Module.to()`` cannot swap a parameter that has a weak
+    reference.
 
     Args:
         state: The state.
-        most: The most tensors to remember; None for all.
+        most: The most tensors to remember of each module, and beside the modules; None for all.
 
     Thread safety: only the training thread uses it.
     """
 
     def __init__(self, state: object, most: int | None = None) -> None:
-        self._tensors = tuple(map(weakref.ref, islice(_tensors_of(state), most)))
+        modules = [value for _, value in walk_objects(state) if isinstance(value, nn.Module)]
+        tensors = (tensor for _, tensor in walk_tensors(state))
+        self._modules = tuple(map(weakref.ref, modules))
+        self._tensors = tuple(map(weakref.ref, islice(tensors, most)))
+        self._most = most
 
     def meets(self, other: StateMark) -> bool:
         """Return True if the two states are known to share memory."""
@@ -52,8 +59,10 @@ class StateMark:
 
     def memory(self) -> frozenset[int]:
         """Return the addresses of the memory of those tensors that still exist."""
+        modules = [module for each in self._modules if (module := each()) is not None]
+        inside = (islice(chain(m.parameters(), m.buffers()), self._most) for m in modules)
         tensors = [tensor for each in self._tensors if (tensor := each()) is not None]
-        return frozenset(map(_address, tensors)) - {0}
+        return frozenset(map(_address, chain(*inside, tensors))) - {0}
 
 
 class Origin:
@@ -118,14 +127,6 @@ class Origin:
         mark = StateMark(state) if restores else self._saved
         found = next((ref for ref, other in reversed(restores) if other.meets(mark)), point)
         return found if found != point else None
-
-
-def _tensors_of(state: object) -> Iterator[torch.Tensor]:
-    for _, value in walk_objects(state):
-        if isinstance(value, nn.Module):
-            yield from chain(value.parameters(), value.buffers())
-    for _, tensor in walk_tensors(state):
-        yield tensor
 
 
 def _address(tensor: torch.Tensor) -> int:
