@@ -371,3 +371,24 @@ def test_a_planned_stop_has_its_last_step_on_all_tiers_and_no_warning(tmp_path, 
         manager.save({"x": torch.ones(2)}, step)
     assert CheckpointManager(far).latest_step() == step
     assert "the last of this job" not in caplog.text
+
+
+@pytest.mark.parametrize("call", ["result", "next"])
+def test_the_traceback_of_a_store_that_refuses_is_that_of_the_call(tmp_path, monkeypatch, call):
+    rule = Rule(verb="put", key="", nth=None, fault=Raise(AccessDenied("k", "wrong key")))
+    faulty(monkeypatch, tmp_path, [rule])
+
+    def save_twice() -> None:
+        with CheckpointManager(str(tmp_path)) as manager:
+            pending = manager.save_async(state(1), 1)
+            if call == "result":
+                pending.result(20)
+            pending.wait()
+            manager.save_async(state(2), 2)
+
+    with pytest.raises(AccessDenied) as caught:
+        save_twice()
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    files = {Path(frame.filename).name for frame in frames}
+    of_the_call = {"test_tiers.py", "manager.py", "planned_stop.py", "ledger.py", "pending.py"}
+    assert files <= of_the_call

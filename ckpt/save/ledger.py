@@ -22,7 +22,7 @@ from ckpt.errors import (
 )
 from ckpt.errors.base import few
 from ckpt.events import Observers, SaveFailed, SaveSuspicious
-from ckpt.pending import PendingSave, SaveRecord, missing_at_the_end
+from ckpt.pending import PendingSave, SaveRecord, missing_at_the_end, without_frames
 
 _log = logging.getLogger("ckpt")
 _OF_THE_CALL: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)
@@ -226,7 +226,7 @@ class SaveLedger:
                 pending.exception()
                 with self._lock:
                     self._pending = [save for save in self._pending if save is not pending]
-                raise error
+                raise without_frames(error)
         if kept:
             with self._lock:
                 suspicion = self._suspicions.pop(0) if self._suspicions else None
