@@ -50,6 +50,9 @@ PERSISTENT: Final = "persistent id"
 class Inert:
     """A class or function that a pickle names, or a call of it that is not carried out.
 
+    An instance of a subclass of dict or list, such as ``defaultdict``, is an `Inert` without its
+    items.
+
     Attributes:
         name: The full name of the class or function.
         args: The arguments of the call.
@@ -86,7 +89,7 @@ class _Machine:
             "EMPTY_LIST": lambda _: self.stack.append([]),
             "EMPTY_DICT": lambda _: self.stack.append({}),
             "MARK": lambda _: self._marks.append(len(self.stack)),
-            "APPEND": lambda _: self._two(lambda items, item: [*items, item], into=True),
+            "APPEND": lambda _: self._extend([self.stack.pop()]),
             "APPENDS": lambda _: self._extend(self._marked()),
             "SETITEM": lambda _: self._set([self.stack.pop(-2), self.stack.pop()]),
             "SETITEMS": lambda _: self._set(self._marked()),
@@ -112,13 +115,9 @@ class _Machine:
         (result,) = self.stack
         return result
 
-    def _two(self, join: Callable[[Any, Any], Any], *, into: bool = False) -> None:
+    def _two(self, join: Callable[[Any, Any], Any]) -> None:
         second, first = self.stack.pop(), self.stack.pop()
-        if into:  # Change the list ``first`` in place, since the memo may reference it
-            first.append(second)
-            self.stack.append(first)
-        else:
-            self.stack.append(join(first, second))
+        self.stack.append(join(first, second))
 
     def _pack(self, count: int) -> None:
         items = tuple(self.stack[-count:])
@@ -137,19 +136,22 @@ class _Machine:
         return items
 
     def _extend(self, items: list[Any]) -> None:
-        self.stack[-1].extend(items)
+        # Change the list in place, since the memo may reference it.
+        if not isinstance(self.stack[-1], Inert):
+            self.stack[-1].extend(items)
 
     def _set(self, items: list[Any]) -> None:
         if not all(isinstance(key, _KEYS) for key in items[::2]):
             raise ValueError("a key that is a container")
-        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        if not isinstance(self.stack[-1], Inert):
+            self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     def _remember(self, index: int) -> None:
         self._memo[index] = self.stack[-1]
 
 
 _MOST_PARTS: Final = 16
-_KEYS: Final = (str, int, bytes, type(None), Inert)
+_KEYS: Final = (str, int, float, bytes, type(None), Inert)
 """The accepted types of dict keys, which are fast to hash. An ``Inert`` is hashed by identity."""
 
 

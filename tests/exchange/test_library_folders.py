@@ -6,6 +6,7 @@ import json
 import os
 import random
 import sys
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,18 @@ class Settings:
     """A class that only pickle could load."""
 
 
-def test_a_lightning_file_with_objects_is_taken_without_them(cli: Cli) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [
+        Settings(),
+        deque([1]),
+        deque([1, 2]),
+        defaultdict(int, a=1),
+        {0.5: defaultdict(int, a=1, b=2)},
+    ],
+    ids=["class", "deque of one", "deque", "defaultdict", "number as key"],
+)
+def test_a_lightning_file_with_objects_is_taken_without_them(cli: Cli, value: Any) -> None:
     net, optimizer = trained()
     content = {
         "pytorch-lightning_version": "2.6.6",
@@ -159,7 +171,7 @@ def test_a_lightning_file_with_objects_is_taken_without_them(cli: Cli) -> None:
         "state_dict": net.state_dict(),
         "optimizer_states": [optimizer.state_dict()],
         "lr_schedulers": [],
-        "hyper_parameters": {"settings": Settings()},
+        "hyper_parameters": {"settings": value},
     }
     torch.save(content, "last.ckpt")
     ran = cli("import", "last.ckpt", "runs", "--step", 4)
