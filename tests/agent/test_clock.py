@@ -80,6 +80,7 @@ def test_a_try_that_has_failed_is_followed_by_others(
     assert until(lambda: (job := job_of(place)) and abs(job.since - first.since) > HOUR / 2)
     assert await_state(place, "waiting", "given up").state == "waiting"
     (tmp_path / "far").unlink()
+    (tmp_path / "far" / "run").mkdir(parents=True)  # An agent makes no root
     await_state(place, "done")
     assert whole(tmp_path / "far" / "run") == [1]
 

@@ -462,6 +462,7 @@ def test_a_worker_goes_on_if_the_event_of_a_finished_copy_comes_late(
     monkeypatch.setattr("ckpt.agent.copy_worker.os.eventfd_write", late)
     with CheckpointManager(tmp_path / "near") as manager:
         save(manager, 1, elements=1000)
+    (tmp_path / "far").mkdir()  # The trainer makes the roots
     ours, theirs = socket.socketpair()
     theirs.sendall(encode(Welcome("1", os.getpid())))
     order = Order(of_tiers(tmp_path, "near", "far"), "copy", connection=theirs.detach())

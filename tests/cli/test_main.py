@@ -209,7 +209,7 @@ def test_a_root_without_permission_exits_with_3(
 
 
 def test_ctrl_c_exits_with_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ckpt.cli.ls.Inventory.look", interrupt)
@@ -221,7 +221,7 @@ def test_ctrl_c_exits_with_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_bug_of_ours_is_one_line_and_a_traceback_on_demand(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def burst(*_: object) -> None:
+    def burst(*_: object, **__: object) -> None:
         raise ZeroDivisionError("oops\nand more")
 
     monkeypatch.setattr("ckpt.cli.ls.Inventory.look", burst)

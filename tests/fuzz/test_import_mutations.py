@@ -364,7 +364,7 @@ def test_what_an_import_must_not_do_is_seen(
         harm(what)
         return read_source(*arguments)
 
-    monkeypatch.setattr("ckpt.exchange.imports.read_source", harmful)
+    monkeypatch.setattr("ckpt.exchange.sources.read_source", harmful)
     found = imported(source, os.path.getsize(source), capsys, monkeypatch)
     assert any(fault in each for each in found.faults), found
 

@@ -506,7 +506,9 @@ class _Walk:
         items = OptimizerItems(path, optimizer, keeper, self._parameters, now, self._choice)
         self._last_walk.optimizers[path] = items
         wrappers = in_optimizer(path, items)
-        named = self._named(path, items, late, is_partial=keeper.own is not None)
+        is_flat = isinstance(optimizer, OptimizerStandIn)
+        is_partial = keeper.own is not None
+        named = self._named(path, items, late, is_partial=is_partial, is_flat=is_flat)
         candidates = (
             each for index, item in enumerate(named) for each in wrappers.held(index, item)
         )
@@ -515,17 +517,22 @@ class _Walk:
         return items, wrappers
 
     def _named(
-        self, path: str, items: OptimizerItems, late: bool, *, is_partial: bool
+        self, path: str, items: OptimizerItems, late: bool, *, is_partial: bool, is_flat: bool
     ) -> Iterator[Held]:
         """Yield the tensors of an optimizer's state with their names.
 
-        ``is_partial`` is True if this rank keeps the state of some parameters only.
+        ``is_partial`` is True if this rank keeps the state of some parameters only, and ``is_flat``
+        if the optimizer has flat parameters for all names. The ``step`` of a flat parameter has
+        the name of each parameter in it. These names are no tie: a restore gives each parameter
+        its own ``step``, since other optimizers count it up once for each parameter.
         """
         for (part, key, parameter), tensor in zip(items.owners, items.tensors, strict=True):
             name = state_name(path, part.path, key)
             alone = is_partial or part.piece is not None  # Not every rank has this tensor
             replicas = () if alone else self._parameters.holders_of(parameter)
-            yield Held(name, part.of(name, tensor), late, replicas)
+            source = part.of(name, tensor)
+            untied = (is_flat or part.piece is not None) and isinstance(source, torch.Tensor)
+            yield Held(name, source, late, replicas, untied=untied)
 
     def _log_methods(self, optimizer: Optimizer) -> None:
         methods, kind = methods_beyond_step(optimizer), type(optimizer)

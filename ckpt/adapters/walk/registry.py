@@ -107,6 +107,9 @@ class Registry:
         seen: dict[int, str] = {}
         at: At = {}
         for item in candidates:
+            if item.untied:
+                held.append(item)
+                continue
             stored = self._stored(item.name, item.tensor, seen, at)
             if stored == item.name:
                 held.append(item)

@@ -37,6 +37,7 @@ class Held(NamedTuple):
         left: True if another of ``replicas`` saves the tensor and this rank does not. The values on
             the two ranks may differ.
         watched: The wrapper tensors around the tensor. They have version counters of their own.
+        untied: True if the tensor is stored under its own name even if another one has its memory.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Held(NamedTuple):
     replicas: tuple[int, ...]
     left: bool = False
     watched: tuple[torch.Tensor, ...] = ()
+    untied: bool = False
 
 
 At = dict[int, list[tuple[torch.Tensor, str]]]
