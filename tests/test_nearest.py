@@ -77,7 +77,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 def reads(store: FaultyBackend) -> list[str]:
-    return [call.key for call in store.calls if call.verb in ("read_into", "head")]
+    """Return what was read, except for the owner of the root, which each restore looks at."""
+    calls = [call for call in store.calls if call.verb in ("read_into", "head")]
+    return [call.key for call in calls if call.key != OWNER]
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -306,7 +308,7 @@ def test_nothing_far_is_read_while_the_near_tier_is_whole(
     assert_is(target, 3)
     assert report is not None
     assert (report.tier, report.repaired) == (str(near), ())
-    assert [call.verb for call in store.calls] == ["folders"]
+    assert [call.verb for call in store.calls if call.key != OWNER] == ["folders"]
 
 
 @pytest.mark.parametrize("harm", [cut, empty, garbage], ids=["cut", "empty", "garbage"])
@@ -501,7 +503,9 @@ def test_an_empty_near_tier_is_filled_and_the_next_restore_is_local(
     assert_is(target, 3)
     assert second is not None
     assert (second.tier, second.cached_bytes) == (str(fresh), 0)
-    assert [call.verb for call in store.calls] == ["folders"]  # it looks for a newer step
+    assert [call.verb for call in store.calls if call.key != OWNER] == [
+        "folders"
+    ]  # it looks for a newer step
 
 
 def test_it_can_be_switched_off(saved: list[Path], tmp_path: Path, far: Path) -> None:

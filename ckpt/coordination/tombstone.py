@@ -59,12 +59,12 @@ def bury(backend: StorageBackend, ref: StepRef) -> None:
 
 
 def delete_tombstone(backend: StorageBackend, ref: StepRef) -> None:
-    """Delete the tombstone of a step, if there is one.
+    """Delete the tombstone of a step, or the empty file in its place, if there is one.
 
     Call this while the step has the claim marker of a finisher, after all of its files were found.
     """
     try:
-        if is_tombstone(backend.head(ref.manifest).size):
+        if not is_of_manifest(backend.head(ref.manifest).size):
             backend.delete(ref.manifest)
     except ObjectNotFound:
         return

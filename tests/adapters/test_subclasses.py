@@ -210,11 +210,14 @@ def test_a_lazy_parameter_without_a_shape_is_refused_by_name() -> None:
         UnsupportedValue, match="'model/weight' is a parameter that is not initialized"
     ):
         saved({"model": nn.LazyLinear(4)})
-    root = saved({"model": nn.Linear(3, 4)})
-    with pytest.raises(
-        UnsupportedValue, match="'model/weight' is a parameter that is not initialized"
-    ):
-        restored(root, {"model": nn.LazyLinear(4)})
+
+
+def test_a_lazy_module_gets_the_shapes_that_were_saved_as_in_torch() -> None:
+    plain = nn.Linear(3, 4)
+    lazy = nn.LazyLinear(4)
+    restored(saved({"model": plain}), {"model": lazy})
+    assert torch.equal(lazy.weight, plain.weight)
+    assert torch.equal(lazy(torch.ones(2, 3)), plain(torch.ones(2, 3)))
 
 
 SHARING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

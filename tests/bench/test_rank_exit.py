@@ -78,6 +78,11 @@ OTHER_ENDS = {
     "tests/agent/removed_nodes.py": "its ranks are killed, or end by os._exit (tests/crash)",
     "tests/distributed/workers/nodes_kill.py": "runs until it is killed",
     "tests/distributed/workers/raises.py": "tests the end by an exception",
+    "tests/census/rows.py": "its ranks are forks that end by os._exit",
+    "tests/exchange/folders/write_dcp.py": "runs other libraries in an environment without bench",
+    "tests/exchange/folders/write_megatron.py": "runs in such an environment too",
+    "tests/exchange/folders/write_rank_files.py": "runs in such an environment too",
+    "tests/exchange/folders/write_torch_checkpointing.py": "runs in such an environment too",
 }
 
 

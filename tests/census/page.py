@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -147,7 +148,7 @@ def _idle(rows: Sequence[Row]) -> Iterator[str]:
                 idle[row.package].append(row.name)
         if idle:
             words = (f"`{package}`: {', '.join(names)}" for package, names in idle.items())
-            yield f"Did not train here ({place}): {'; '.join(words)}."
+            yield textwrap.fill(f"Did not train here ({place}): {'; '.join(words)}.", 100)
             yield ""
 
 

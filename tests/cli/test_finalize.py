@@ -94,6 +94,13 @@ def test_a_fragment_of_another_save_is_told(cli: Cli, left: Written) -> None:
     assert "belongs to another save" in refused(cli, left, code=4)
 
 
+@pytest.fixture(autouse=True)
+def no_ended_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the jobs of this process that other tests with the same attempt have ended."""
+    for name in ("_ended", "_collected"):
+        monkeypatch.setattr(f"ckpt.coordination.owner.{name}", set())
+
+
 def test_a_job_that_lives_commits_by_itself(
     cli: Cli, left: Written, backend: StorageBackend
 ) -> None:

@@ -534,24 +534,28 @@ def test_a_plan_that_another_writer_cached_is_refused(tmp_path):
 
 
 def test_a_plan_that_was_cached_for_other_storage_is_refused(tmp_path):
-    class Planner(DefaultSavePlanner):
-        """DCP caches plans by the name of this class, and other tests must not find them."""
+    class PlannerOfOtherStorage(DefaultSavePlanner):
+        """DCP caches plans by the name of this class, so no other test may have it."""
 
-    class Own(Planner):
+    class PlannerOfCkpt(PlannerOfOtherStorage):
         """The planner that the error asks for."""
 
     saved = {"t": torch.ones(2)}
     for name in ("one", "two"):
         other = FileSystemWriter(str(tmp_path / name))
-        dcp.save(saved, storage_writer=other, planner=Planner(enable_plan_caching=True))
+        dcp.save(
+            saved, storage_writer=other, planner=PlannerOfOtherStorage(enable_plan_caching=True)
+        )
     writer = CkptWriter(tmp_path / "root")
     error = error_of(
-        lambda: dcp.save(saved, storage_writer=writer, planner=Planner(enable_plan_caching=True))
+        lambda: dcp.save(
+            saved, storage_writer=writer, planner=PlannerOfOtherStorage(enable_plan_caching=True)
+        )
     )
     assert isinstance(error, ConfigError)
     assert "cached for another storage writer" in str(error)
     for step in (1, 2):
-        planner = Own(enable_plan_caching=True)
+        planner = PlannerOfCkpt(enable_plan_caching=True)
         dcp.save(saved, checkpoint_id=f"step-{step}", storage_writer=writer, planner=planner)
     writer.close()
     with CheckpointManager(tmp_path / "root") as manager:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
+from bench.rank_exit import exit_rank
 from ckpt.errors import UnsupportedValue
 from ckpt.integrations.lightning import CkptCheckpoint
 from ckpt.integrations.own_state import OwnState, saved_as
@@ -137,7 +138,7 @@ def main() -> None:
     assert saved_as([plain], "optimizers") == [plain]
     (own,) = saved_as([Own(nn.Linear(2, 2).parameters())], "optimizers")
     assert isinstance(own, OwnState)
-    torch.distributed.destroy_process_group()
+    exit_rank()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 
 
@@ -106,7 +107,7 @@ def main(layout: str, root: str) -> None:
         train(wanted, reference)
         train(target, restored)
     print("continues as torch", flush=True)
-    dist.destroy_process_group()
+    exit_rank()
 
 
 main(*sys.argv[1:])

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import distributed as dist
 
+from bench.rank_exit import exit_rank
 from ckpt.errors import CkptError
 from ckpt.integrations.all_ranks import of_all
 from ckpt.integrations.deepspeed_tags import check_loads, check_same_files
@@ -58,7 +59,7 @@ def main() -> None:
         dist.all_gather_object(outcomes, outcome)
         if dist.get_rank() == 0:
             print(f"{case}: {' '.join(outcomes)}", flush=True)
-    dist.destroy_process_group()
+    exit_rank()
 
 
 main()
