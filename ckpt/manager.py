@@ -45,7 +45,7 @@ from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, Step
 from ckpt.events import Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
-from ckpt.model.patterns import WHOLE, Names, Patterns, patterns_for, unfitting
+from ckpt.model.patterns import Names, Patterns, patterns_for, unfitting
 from ckpt.pending import PendingSave, SaveRecord, check_timeout, missing_at_the_end, wait_and_log
 from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit, has_script_ended
 from ckpt.restore.report import RestoreReport
@@ -129,6 +129,9 @@ class CheckpointManager:
                 raise
         attend(self._coordinator.attempt, self, self._ledger)
         self._fence, self._last_walk, self._origin = Fence(), LastWalk(), Origin(self._coordinator)
+        walk, captured = self._last_walk, self._fence.captured
+        rank = self._coordinator.rank
+        self._collect = partial(collect, rank=rank, last_walk=walk, captured=captured)
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._last_step: int | None = None
         self._begun: StepRef | None = None  # The newest save that the saver has begun
@@ -189,18 +192,6 @@ class CheckpointManager:
         """
         self._check_open()
         self._prepare(self._collect(state, lasting=True))
-
-    def _collect(
-        self, state: Mapping[str, Any], *, lasting: bool = False, patterns: Patterns = WHOLE
-    ) -> Collected:
-        return collect(
-            state,
-            rank=self._coordinator.rank,
-            last_walk=self._last_walk,
-            lasting=lasting,
-            captured=self._fence.captured,
-            patterns=patterns,
-        )
 
     def _prepare(self, collected: Collected) -> None:
         prepared = self._plans.prepare(collected)

@@ -36,6 +36,7 @@ ACROSS_FILES = {
     "changed_on_one_rank",
     "codec",
     "continuing",
+    "copied_roots",
     "docs",
     "docs_site",
     "ending",

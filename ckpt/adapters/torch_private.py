@@ -290,6 +290,11 @@ def module_hooks(module: nn.Module, method: str) -> tuple[Callable[..., Any], ..
     return tuple(hooks.values())
 
 
+def own_tensor(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Return the parameter or buffer ``name`` of ``module`` itself; None if there is none."""
+    return module._parameters.get(name, module._buffers.get(name))
+
+
 def version_of(module: nn.Module) -> Any:
     """Return the version that the state dict of ``module`` has."""
     return module._version

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -39,6 +39,7 @@ from ckpt.save.rank_files import Copiers
 from ckpt.save.save_job import SaveJob
 from ckpt.save.slot_steps import SlotSteps
 from ckpt.save.suspicion import Suspicions
+from ckpt.save.tasks import Abort, FromFiles, FromImage, Task
 from ckpt.save.tier_queue import QueuedStep, TierQueue
 from ckpt.save.tier_writer import TierWriter
 from ckpt.save.trained import Trained
@@ -56,43 +57,6 @@ _DETACH_SECONDS: Final = 2.0
 _DETACHES: Final = "save/detach"
 _DETACHES_SECONDS: Final = 5.0
 """How long the leader waits for the other ranks to detach."""
-
-
-@dataclass(frozen=True, slots=True)
-class _FromImage:
-    """The task to write the image of ``save`` to the tier of the first of ``writers``. After that,
-    the image or its files go to the tiers of the other writers.
-    """
-
-    writers: Sequence[TierWriter]
-    save: ActiveSave
-
-
-@dataclass(frozen=True, slots=True)
-class _FromFiles:
-    """The task to copy ``job`` to the tier of ``writer`` from the files of a nearer tier."""
-
-    writer: TierWriter
-    job: SaveJob
-    outcome: SaveOutcome
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    """The task to vote on the tier of ``writer`` that this rank's part of a step has failed. The
-    queue holds this task in place of the step.
-    """
-
-    writer: TierWriter
-    ref: StepRef
-    trial: int
-    reason: str
-
-    def vote(self) -> None:
-        self.writer.abort(self.ref, self.trial, self.reason)
-
-
-_Task = _FromImage | _FromFiles | _Abort
 
 
 class Saver:
@@ -156,7 +120,7 @@ class Saver:
             for tier in tiers
         ]
         self._durable = [writer for writer in self._writers if not writer.in_memory]
-        self._queues: dict[str, TierQueue[_Task]] = {
+        self._queues: dict[str, TierQueue[Task]] = {
             writer.url: TierQueue(
                 writer.tier.index, coordinator.clone(), backlog=config.backlog, timeout=patience
             )
@@ -304,7 +268,7 @@ class Saver:
 
         ``reason`` is the text of the error that the other ranks get.
         """
-        aborts = [_Abort(writer, ref, trial, reason) for writer in self.writers_of(ref.step)]
+        aborts = [Abort(writer, ref, trial, reason) for writer in self.writers_of(ref.step)]
         self._streamer.submit(partial(self._abort_all, aborts, awaited=True))
 
     def finish(self, *, leaves: bool = False) -> None:
@@ -472,7 +436,7 @@ class Saver:
             if queue.shared:
                 for farther in writers[1:]:
                     self._queues[farther.url].expect(save.job.ref)
-            self._push(writers[0], QueuedStep(save.job.ref, _FromImage(writers, save), held=True))
+            self._push(writers[0], QueuedStep(save.job.ref, FromImage(writers, save), held=True))
         else:
             self._commit(writers, save)
 
@@ -495,7 +459,7 @@ class Saver:
             if farther:
                 stored = job.from_files(writer.stored(job), writer.tier)
                 for each in farther:
-                    self._push(each, QueuedStep(job.ref, _FromFiles(each, stored, save.outcome)))
+                    self._push(each, QueuedStep(job.ref, FromFiles(each, stored, save.outcome)))
         finally:
             self._end_image(save)
 
@@ -547,11 +511,11 @@ class Saver:
         for each in writers:
             save.outcome.failed(each.url, error, required=True)
         reason = f"tier {writer.url}: {error}"
-        aborts = [_Abort(each, job.ref, job.trial, reason) for each in farther]
+        aborts = [Abort(each, job.ref, job.trial, reason) for each in farther]
         self._abort_all(aborts, awaited=others_go_on)
         return False
 
-    def _abort_all(self, aborts: Sequence[_Abort], *, awaited: bool) -> None:
+    def _abort_all(self, aborts: Sequence[Abort], *, awaited: bool) -> None:
         """Vote on some tiers, nearest first, that this rank's part of a step has failed.
 
         On a tier with a queue the vote always goes through the queue. If a step passed the queue on
@@ -597,7 +561,7 @@ class Saver:
 
     # -- the queues before farther tiers -----------------------------------------------------------
 
-    def _push(self, writer: TierWriter, step: QueuedStep[_Task]) -> None:
+    def _push(self, writer: TierWriter, step: QueuedStep[Task]) -> None:
         queue = self._queues[writer.url]
         self.steps.begin_waiting(step.ref, writer.url)
         if queue.push(step):
@@ -619,22 +583,22 @@ class Saver:
                     if turn.next.held or not self._left.is_set():
                         self.steps.end_waiting(turn.next.ref, url)
 
-    def _lose(self, url: str, lost: Sequence[tuple[QueuedStep[_Task], CkptError]]) -> None:
+    def _lose(self, url: str, lost: Sequence[tuple[QueuedStep[Task], CkptError]]) -> None:
         """Fail the steps in ``lost``, which never get to the tier ``url``, each with its error."""
         for step, error in lost:
             self.steps.end_waiting(step.ref, url)
             self._fail(step.task, error)
 
-    def _perform(self, task: _Task) -> None:
+    def _perform(self, task: Task) -> None:
         try:
             match task:
-                case _FromImage(writers, save):
+                case FromImage(writers, save):
                     self._commit(writers, save)
-                case _FromFiles(writer, job, outcome):
+                case FromFiles(writer, job, outcome):
                     writer.commit(job, on_bytes=partial(self._written, job.ref, outcome))
                     outcome.committed(writer.url)
                     self._on_commit(writer, job.ref)
-                case _Abort():
+                case Abort():
                     task.vote()
         except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
             self._fail(task, error)
@@ -648,14 +612,14 @@ class Saver:
         if self._left.is_set():
             raise LeftToAgent(ref.step)
 
-    def _fail(self, task: _Task, error: BaseException) -> None:
+    def _fail(self, task: Task, error: BaseException) -> None:
         match task:
-            case _FromImage(writers, save):
+            case FromImage(writers, save):
                 self._miss(writers, save, error)
-            case _FromFiles(writer, _, outcome):
+            case FromFiles(writer, _, outcome):
                 required = writer.tier.required and not self._left.is_set()
                 outcome.failed(writer.url, error, required=required)
-            case _Abort():
+            case Abort():
                 pass  # The other ranks wait until their time-out
 
 

@@ -30,7 +30,7 @@ from ckpt.adapters.match.saved import ABSENT, is_mapping, tag
 from ckpt.adapters.tensors.layout import PLAIN
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.tensors.sharded import is_fsdp1
-from ckpt.adapters.torch_private import no_incompatible_keys, version_of
+from ckpt.adapters.torch_private import no_incompatible_keys, own_tensor, version_of
 from ckpt.adapters.walk.items import FIRST_VERSION, Entry, Part
 from ckpt.adapters.walk.modules import canonical, items_of
 from ckpt.adapters.walk.stand_in import ModuleStandIn
@@ -129,10 +129,7 @@ class _Loader:
         """
         owner, _, name = key.rpartition(".")
         module = self._modules.get(owner)
-        if module is None:
-            return None
-        original: torch.Tensor | None = module._parameters.get(name, module._buffers.get(name))
-        return original
+        return None if module is None else own_tensor(module, name)
 
     def _check_copy(self, key: str, name: str, source: str, node: Node) -> None:
         """Raise ``ShapeMismatch`` if the value ``key`` is a copy of a tensor of the module, no code
