@@ -7,6 +7,7 @@ small_disk.py FOLDER: a disk of 4 MiB. It prints what is there at the end.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -35,7 +36,13 @@ def state(step: int) -> dict[str, torch.Tensor]:
 
 
 def taken(root: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+    """Return the bytes that files take. A file or folder may be removed during the count."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += (Path(folder) / name).stat().st_blocks * 512
+    return total
 
 
 def job(root: Path, steps: range, kill: int | None, tier: Callable[[str], Tier]) -> None:
