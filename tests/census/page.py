@@ -2,8 +2,9 @@
 
 ``python -m tests.census.page`` (``make census``) installs the packages of packages.txt into
 ``.build/census``, without what they require, since torch must stay the one that is tested. It takes
-about an hour on two processors. With names of packages, only these are measured, and the rows of
-the others are those of the last run, which are in ``.build/census`` too.
+about an hour on two processors. With names of packages, only these are measured, and with words
+such as ``timm:lion`` only these optimizers. The other rows are those of the last run. Each row is
+in ``.build/census`` as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -44,20 +45,43 @@ def install() -> None:
         stamp.write_text(PINS.read_text())
 
 
-def measured(package: str, seconds: float = 7200.0) -> list[Row]:
-    """Measure the optimizers of one package, half of them in each of two processes."""
+def measure(
+    package: str, folder: Path, names: Sequence[str] = (), *, seconds: float = 7200.0
+) -> None:
+    """Measure the optimizers of one package, half of them in each of two processes.
 
-    def part(first: int) -> list[Row]:
-        words = [sys.executable, "-m", "tests.census.rows", package, folder, f"{first}", "2"]
-        done = subprocess.run(
-            words, cwd=ROOT, env=_environment(), capture_output=True, check=False, timeout=seconds
-        )
-        if done.returncode:
-            raise RuntimeError(f"{package}: {done.stderr.decode()[-2000:]}")
-        return [msgspec.json.decode(line, type=Row) for line in done.stdout.splitlines()]
+    The rows go into ``folder``. With ``names``, only these are measured.
+    """
+    path = folder / f"{package}.jsonl"
+    if not names:
+        path.unlink(missing_ok=True)
 
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(WORKERS) as pool:
-        return [row for rows in pool.map(part, range(WORKERS)) for row in rows]
+    def part(first: int) -> str:
+        words = [sys.executable, "-m", "tests.census.rows", package, work, f"{first}", f"{WORKERS}"]
+        with path.open("ab") as file:
+            done = subprocess.run(
+                [*words, *names],
+                cwd=ROOT,
+                env=_environment(),
+                stdout=file,
+                stderr=subprocess.PIPE,
+                check=False,
+                timeout=seconds,
+            )
+        return done.stderr.decode()[-2000:] if done.returncode else ""
+
+    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(WORKERS) as pool:
+        if errors := "".join(pool.map(part, range(WORKERS))):
+            raise RuntimeError(f"{package}: {errors}")
+
+
+def rows_in(folder: Path, package: str) -> list[Row]:
+    """Return the newest row of each optimizer of a package, on one rank and on several."""
+    path = folder / f"{package}.jsonl"
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    rows = [msgspec.json.decode(line, type=Row) for line in lines]
+    newest = {(row.ranks, row.name.lower()): row for row in rows}
+    return [newest[key] for key in sorted(newest)]
 
 
 def _environment() -> dict[str, str]:
@@ -182,10 +206,7 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 
 def write(folder: Path) -> list[Row]:
     """Write the page from the rows in ``folder``, and return the rows."""
-    rows: list[Row] = []
-    for package in PACKAGES:
-        if (found := folder / f"{package}.json").exists():
-            rows += msgspec.json.decode(found.read_bytes(), type=list[Row])
+    rows = [row for package in PACKAGES for row in rows_in(folder, package)]
     head, _, rest = PAGE.read_text().partition(BEGIN)
     tail = rest.partition(END)[2]
     versions = versions_of({row.package: None for row in rows})
@@ -193,14 +214,22 @@ def write(folder: Path) -> list[Row]:
     return rows
 
 
-def main(packages: Sequence[str]) -> None:
-    """Measure the packages, and write the page."""
+def main(words: Sequence[str]) -> None:
+    """Measure the packages or optimizers that the words name, and write the page."""
     BUILD.mkdir(parents=True, exist_ok=True)
     install()
-    for package in packages:
-        (BUILD / f"{package}.json").write_bytes(msgspec.json.encode(measured(package)))
-    if short := shortfalls(write(BUILD)):
-        sys.exit("\n".join(json.dumps(msgspec.to_builtins(row)) for row in short))
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for package, colon, name in (word.partition(":") for word in words):
+        names[package] += [name] if colon else []
+    errors = []
+    for package, chosen in names.items():
+        try:
+            measure(package, BUILD, chosen)
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            errors.append(str(error))
+    errors += [json.dumps(msgspec.to_builtins(row)) for row in shortfalls(write(BUILD))]
+    if errors:
+        sys.exit("\n".join(errors))
 
 
 if __name__ == "__main__":

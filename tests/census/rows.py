@@ -1,7 +1,8 @@
-"""PACKAGE FOLDER FIRST STEP: measure each STEP-th optimizer of a package, from number FIRST on.
+"""PACKAGE FOLDER FIRST STEP [NAME ...]: measure each STEP-th optimizer, from number FIRST on.
 
-This prints a line of JSON for each optimizer. Each part of a measurement is a process of its own,
-forked from this one, since the import of torch takes longer than all parts together.
+The optimizers are those of the package, or those of them that the names name. This prints a line
+of JSON for each. Each part of a measurement is a process of its own, forked from this one, since
+the import of torch takes longer than all parts together.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -260,15 +261,16 @@ def _warm(folder: Path) -> None:
             import_module(name)
 
 
-def main(package: str, folder: Path, first: int, step: int) -> None:
+def main(package: str, folder: Path, first: int, step: int, names: Collection[str]) -> None:
     """Print a row for each of these optimizers."""
     warnings.filterwarnings("ignore")
     logging.disable()
     torch.set_num_threads(1)
     _warm(folder / f"warm-{first}")
     styles: dict[str, Style | Failure] = {}
+    chosen = [entry for entry in entries(package) if not names or entry.name in names]
     for ranks in (1, RANKS):
-        for entry in entries(package)[first::step]:
+        for entry in chosen[first::step]:
             if entry.name not in styles:
                 styles[entry.name] = style_of(entry)
             style = styles[entry.name]
@@ -277,4 +279,4 @@ def main(package: str, folder: Path, first: int, step: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

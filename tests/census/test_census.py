@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.census import page
@@ -47,6 +49,13 @@ def test_the_page_counts_the_equal_ones_and_lists_the_others() -> None:
     assert "Did not train here (FSDP2): `torch.optim`: B." in lines
 
 
+def test_a_row_that_is_measured_again_replaces_the_old_one(tmp_path: Path) -> None:
+    rows = [row("b", ckpt="differs"), row("a", 2, **EQUAL), row("A", **EQUAL), row("b", **EQUAL)]
+    lines = [msgspec.json.encode(line) + b"\n" for line in rows]
+    (tmp_path / "torch.optim.jsonl").write_bytes(b"".join(lines))
+    assert page.rows_in(tmp_path, "torch.optim") == [rows[2], rows[3], rows[1]]
+
+
 def test_the_table_of_the_docs_names_the_pinned_versions() -> None:
     lines = [line.strip("| ").split(" | ") for line in page.reported().splitlines()]
     found = {line[0].strip("`"): line[1] for line in lines if line[0].strip("`") in page.PACKAGES}
@@ -59,9 +68,10 @@ def test_the_table_of_the_docs_names_the_pinned_versions() -> None:
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("package", ["torch.optim", "schedulefree"])
-def test_every_optimizer_resumes_as_torch_save_resumes_it(package: str) -> None:
+def test_every_optimizer_resumes_as_torch_save_resumes_it(package: str, tmp_path: Path) -> None:
     """The other packages are in the environment of ``make census`` only."""
-    rows = page.measured(package)
+    page.measure(package, tmp_path)
+    rows = page.rows_in(tmp_path, package)
     trained = [row for row in rows if "none" not in row.cells]
     assert len(trained) > len({row.name for row in rows})  # Most train in both places
     assert page.shortfalls(rows) == []
