@@ -323,7 +323,9 @@ def _taken(leaf: Any, filled: torch.Tensor) -> Any:
     elif not isinstance(leaf, np.ndarray):
         return cast(Any, sys.modules["tensorflow"]).constant(values)
     elif not leaf.flags.writeable:
-        return values
+        made = np.empty_like(leaf, subok=False)
+        made[...] = values
+        return made
     elif not leaf.flags.c_contiguous:
         leaf[...] = values
     return leaf

@@ -34,6 +34,7 @@ from ckpt.adapters.match.slots import Holders, fill_slots, tensors_of
 from ckpt.adapters.match.targets import has_live, has_sharded, holds_names
 from ckpt.adapters.match.wrapper_prefix import removed_from, with_prefix
 from ckpt.adapters.tensors.adapted import adapted
+from ckpt.adapters.tensors.arrays import is_fillable
 from ckpt.adapters.tensors.gathered import forget_copies, release
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.tensors.per_rank import PerRank
@@ -322,11 +323,11 @@ class _Match:
     ) -> None:
         self._all.expect(node, path, "array", "tensor")
         held = target
-        if not (target.flags.c_contiguous and target.flags.writeable):
-            held = np.empty(target.shape, target.dtype)
+        if not is_fillable(target):
+            held = np.empty_like(target, subok=False)
             if node["n"] in self._saved.tensors:
                 self._actions.append(lambda: put(held))
-        self._all.want(path, source, torch.from_numpy(held).reshape(held.shape), node["n"])
+        self._all.want(path, source, torch.from_numpy(held), node["n"])
 
     def _per_rank(self, target: PerRank, node: Node, path: str, at: str) -> None:
         """Match a ``PerRank`` value with the value at the path ``at`` of the checkpoint. In an

@@ -13,10 +13,11 @@ _CLASSES: Final = (np.ndarray, np.memmap)
 
 
 def tensor_of(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
-    """Return the elements of the array at ``path`` of a state as a tensor of the same shape.
+    """Return the elements of the array at ``path`` of a state as a tensor of the same shape, with
+    the dimensions in the same order in memory.
 
-    The tensor shares the memory of the array if the array is C-contiguous and writeable. Otherwise
-    the tensor has a copy of the elements.
+    The tensor shares the memory of the array if ``is_fillable`` is True of the array. Otherwise the
+    tensor has a copy of the elements.
 
     Raises:
         UnsupportedValue: The array has a dtype that torch lacks, or belongs to a subclass of
@@ -33,10 +34,16 @@ def tensor_of(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
             "a restore could not make it again: save np.asarray() of it",
         )
     try:
-        plain = np.ascontiguousarray(array)
-        tensor = torch.from_numpy(plain if plain.flags.writeable else plain.copy())
-        return tensor.reshape(array.shape)
+        return torch.from_numpy(array if is_fillable(array) else array.copy(order="K"))
     except (TypeError, ValueError):
         raise UnsupportedValue(
             path, f"NumPy array of dtype {array.dtype}", "convert it to a numeric dtype"
         ) from None
+
+
+def is_fillable(array: np.ndarray[Any, Any]) -> bool:
+    """Return True if the array is writeable and dense: its elements lie one after another in
+    memory, with the dimensions in any order.
+    """
+    order = sorted(range(array.ndim), key=array.strides.__getitem__, reverse=True)
+    return array.flags.writeable and array.transpose(order).flags.c_contiguous
