@@ -230,8 +230,7 @@ class Finish:
     def _may_finish_for(self, owner: Owner) -> bool:
         """Return True if ``owner`` is the job itself, or an earlier job that is not known to live.
 
-        A job on another machine counts as earlier if it owned the root when this job started, or if
-        it is an earlier start of the same torchrun run.
+        A job on another machine counts as earlier only if it owned the root when this job started.
         """
         if owner.attempt in {self._me.attempt, *self._ended}:
             return True

@@ -24,7 +24,7 @@ one attempt.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -66,7 +66,7 @@ def finalize(
     ref: StepRef,
     *,
     workers: Workers,
-    job_is_dead: bool | Callable[[Owner], bool] = False,
+    job_is_dead: bool = False,
     read_data: bool = True,
     on_progress: OnProgress | None = None,
 ) -> Manifest:
@@ -79,9 +79,8 @@ def finalize(
         backend: The store.
         ref: The attempt.
         workers: The threads that read.
-        job_is_dead: Whether the processes of the job are known to have ended, or a function that
-            returns this for the owner of the root. It is used only if the job ran on another
-            machine, where this process cannot see it.
+        job_is_dead: Whether the caller knows that the processes of the job have ended. It is used
+            only if the job ran on another machine, where this process cannot see it.
         read_data: Whether every byte is compared with its checksum. Otherwise only the sizes of the
             files are compared, as the leader does.
         on_progress: Called as bytes are read.
@@ -138,9 +137,7 @@ def _put(folder: StepFolder, manifest: Manifest) -> None:
     release_finish(backend, ref)
 
 
-def _check_owner(
-    backend: StorageBackend, ref: StepRef, *, job_is_dead: bool | Callable[[Owner], bool]
-) -> Owner:
+def _check_owner(backend: StorageBackend, ref: StepRef, *, job_is_dead: bool) -> Owner:
     """Return the owner of the root if it is the job of ``ref``, and is known to have ended.
 
     Raises:
@@ -162,8 +159,7 @@ def _check_owner(
         )
     if owner.alive:
         raise RootInUse(backend.url, str(owner))
-    is_dead = job_is_dead(owner) if callable(job_is_dead) else job_is_dead
-    if owner.is_unknown and not is_dead:
+    if owner.is_unknown and not job_is_dead:
         raise JobUnseen(ref.step, str(owner))
     return owner
 
@@ -252,15 +248,12 @@ class Finisher:
 
     Thread safety: one thread.
 
-    Args:
-        me: The job that restores. Earlier starts of the same torchrun run are known to have ended.
-
     Attributes:
         finished: A pair (step, URL of the store) for each commit that was finished, in order.
     """
 
-    def __init__(self, me: Owner, workers: Workers) -> None:
-        self._me, self._workers = me, workers
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
         self._tried: set[tuple[str, StepRef]] = set()
         self.finished: list[tuple[int, str]] = []
 
@@ -274,9 +267,7 @@ class Finisher:
             return False
         self._tried.add((backend.url, ref))
         try:
-            finalize(
-                backend, ref, workers=self._workers, job_is_dead=self._is_dead, read_data=False
-            )
+            finalize(backend, ref, workers=self._workers, read_data=False)
         except JobUnseen as error:
             _log.warning(
                 "ckpt: %s (ckpt finalize %s --step %d --job-is-dead)", error, backend.url, ref.step
@@ -295,6 +286,3 @@ class Finisher:
             self.finished.append((ref.step, backend.url))
             return True
         return False
-
-    def _is_dead(self, owner: Owner) -> bool:
-        return owner.went_before(self._me)

@@ -6,7 +6,9 @@ owner that has lost the root finds another attempt in the file at its next commi
 fails. There is no heartbeat, so a restarted job never waits for a dead one.
 
 If the owner is on another machine, or in another process namespace, it may be alive or dead. Other
-jobs remove its files only if it is known to have ended (see ``Owner.has_ended``).
+jobs remove its files only if it is known to have ended (see ``Owner.has_ended``). Only the process
+itself shows that. The number of restarts that torchrun gives its workers does not: each launch
+agent counts its own, and the workers of a lost node may outlive the start of the next group.
 
 Several managers of one process may use a root in turn, such as in a notebook whose cell is run
 again. There the newest manager wins too: one that is garbage collected, or has no save under way,
@@ -78,8 +80,6 @@ class Owner(msgspec.Struct, frozen=True):
         started: When the process started, in clock ticks since boot. No two processes have the same
             ``machine``, ``pid`` and ``started``.
         pid: The id of the process; ``NO_PROCESS`` if the job has left the root to the agent.
-        run: The name that torchrun gave the run; empty without torchrun.
-        restart: How often torchrun has restarted all ranks.
         program: The program that the process ran (``processes.PROGRAM``); empty if it is not known.
         root: Where the root is: its URL, or for a folder what ``HasPlace.place`` returns; empty in
             a record that was not written yet.
@@ -92,8 +92,6 @@ class Owner(msgspec.Struct, frozen=True):
     machine: str
     pid: int
     started: int
-    run: str = ""
-    restart: int = 0
     program: str = ""
     root: str = ""
     ended: tuple[str, ...] = ()
@@ -109,9 +107,6 @@ class Owner(msgspec.Struct, frozen=True):
             machine=machine(),
             pid=me.pid,
             started=me.started,
-            run=_run(),
-            # Torchrun sets this variable for its workers.
-            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # noqa: TID251
             program=PROGRAM,
         )
 
@@ -132,28 +127,17 @@ class Owner(msgspec.Struct, frozen=True):
         work = _works.get(self.attempt) if self.here_too else None
         return work is not None and work.is_idle
 
-    def went_before(self, other: Owner) -> bool:
-        """Return True if ``other`` belongs to a later start of the same torchrun run.
-
-        torchrun ends all processes of a start, on every machine, before it begins the next one.
-        """
-        return self.run == other.run != "" and self.restart < other.restart
-
     def is_predecessor(self, job: Owner) -> bool:
         """Return True if the processes of this owner are known to have started before those of
         ``job``, and to have ended.
         """
-        if self.machine != machine():
-            return self.went_before(job)
-        return not self.alive and self.machine == job.machine and self.started < job.started
+        is_here = self.machine == job.machine == machine()
+        return is_here and not self.alive and self.started < job.started
 
-    def has_ended(self, other: Owner) -> bool:
-        """Return True if the processes of this owner are known to have ended. ``other`` is the
-        record of this process.
-        """
-        return (
-            self.attempt in _ended or self.went_before(other) or not (self.alive or self.is_unknown)
-        )
+    @property
+    def has_ended(self) -> bool:
+        """Whether the processes of this owner are known to have ended."""
+        return self.attempt in _ended or not (self.alive or self.is_unknown)
 
     @property
     def here_too(self) -> bool:
@@ -219,7 +203,7 @@ def succeed(backend: StorageBackend, me: Owner) -> Owner:
         )
     ended, unseen = owner.ended, owner.unseen
     if owner.attempt != me.attempt:
-        if owner.has_ended(me):
+        if owner.has_ended:
             ended = (*ended, owner.attempt)[-_MOST_ENDED:]
         else:
             unseen = (*unseen, owner.attempt)[-_MOST_ENDED:]
@@ -315,9 +299,3 @@ def _parts(url: str) -> tuple[str, str]:
     scheme, mark, place = url.partition("://")
     host, _, path = place.partition("/")
     return f"{scheme}{mark}{host}", path
-
-
-def _run() -> str:
-    # Torchrun sets this variable for its workers.
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "")  # noqa: TID251
-    return "" if name == "none" else name  # Torchrun gives this name to a run without a name

@@ -19,8 +19,6 @@ from ckpt.catalog.finalize import Finisher
 from ckpt.catalog.index import attempts, instead_of
 from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
 from ckpt.config import Tier
-from ckpt.coordination.owner import Owner
-from ckpt.coordination.single import new_attempt
 from ckpt.errors import NoCheckpoint, StorageError
 from ckpt.model.box import Box
 from ckpt.model.keys import StepRef
@@ -110,7 +108,7 @@ def _opened(
 
     try:
         with Workers("list", len(stores)) as listers, Workers("finish", _THREADS) as workers:
-            finisher = Finisher(Owner.here(new_attempt()), workers)
+            finisher = Finisher(workers)
             finish = finisher.finish if finishes else _finish_none
             found = candidates(stores, step, workers=listers, finish=finish)
             yield stores, map(reader, found)

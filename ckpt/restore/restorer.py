@@ -33,7 +33,6 @@ from ckpt.catalog.candidates import candidates
 from ckpt.catalog.finalize import Finisher
 from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
 from ckpt.coordination.api import LEADER, Coordinator
-from ckpt.coordination.owner import Owner
 from ckpt.coordination.restore_rounds import Damaged, RestoreRounds
 from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, RestoreError
 from ckpt.errors.base import few
@@ -287,7 +286,7 @@ class Restorer:
         """
         stores = neighbours.stores()
         passed: list[tuple[int, str]] = []
-        finisher = Finisher(Owner.here(self._coordinator.attempt), self._workers)
+        finisher = Finisher(self._workers)
         for found in candidates(
             stores, step, workers=self._listers, finish=neighbours.unless_apart(finisher.finish)
         ):

@@ -148,7 +148,7 @@ class Claim:
         """
         owner = read_owner(self._backend)
         others = owner is not None and owner.attempt != self.own
-        if owner and others and (self._attempts is not None or not owner.has_ended(self._me)):
+        if owner and others and (self._attempts is not None or not owner.has_ended):
             raise RootInUse(self._backend.url, str(owner), here=owner.here_too)
         self._seen = owner.attempt if owner is not None else self.own
         self._unseen = frozenset(owner.unseen if owner is not None else ())

@@ -85,7 +85,6 @@ class Job:
         machines: The machines, in the order of the ranks.
         steps: How many steps are saved before the ranks wait for their end. None: they go on.
         closes: Whether the ranks end by themselves, with a step that the shared tier takes.
-        restart: Whether torchrun has started all ranks again. Otherwise it is a new run.
     """
 
     cluster: Cluster
@@ -93,7 +92,6 @@ class Job:
     machines: tuple[Machine, ...]
     steps: int | None = None
     closes: bool = False
-    restart: bool = False
 
     @property
     def ranks(self) -> int:
@@ -111,8 +109,6 @@ class Job:
             "LOCAL_RANK": str(rank % each),
             "LOCAL_WORLD_SIZE": str(each),
             "MASTER_ADDR": self.machines[0].address,
-            "TORCHELASTIC_RUN_ID": "tests" if self.restart else f"tests-{self.turn}",
-            "TORCHELASTIC_RESTART_COUNT": str(self.turn),
             "GLOO_SOCKET_IFNAME": "eth0",
             AGENT_FOLDER_VARIABLE: PLACE.path,
         }
@@ -299,7 +295,7 @@ def main() -> None:
         for turn in range(times):
             machines = tuple(chance.sample(wires.machines, nodes))
             steps = (3, None, 2, None)[turn % 4]
-            job = Job(cluster, turn, machines, steps, restart=turn % 3 == 2)
+            job = Job(cluster, turn, machines, steps)
             least, newest = one(job, least, chance, late=turn % 4 == 0)
             assert steps is None or least == newest, (least, newest)
             wires.add()
