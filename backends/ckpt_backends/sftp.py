@@ -5,10 +5,9 @@ from __future__ import annotations
 import posixpath
 import stat
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, ClassVar, Final
 
-from paramiko.sftp import CMD_EXTENDED
+from paramiko.sftp import CMD_EXTENDED, SFTP_OK, SFTP_OP_UNSUPPORTED, SFTP_PERMISSION_DENIED
 
 from ckpt.errors import ObjectNotFound
 from ckpt_backends.file_server import WAIT_SECONDS, Entry
@@ -16,6 +15,8 @@ from ckpt_backends.file_server import WAIT_SECONDS, Entry
 _REQUEST_BYTES: Final = 32 << 10  # The most bytes of one write that every server takes
 _WINDOW: Final = 64  # How many writes are sent before the answers are read
 _FLUSH: Final = "fsync@openssh.com"
+_UNABLE: Final = (SFTP_OP_UNSUPPORTED, SFTP_PERMISSION_DENIED)
+"""The answers of servers that lack an extension, or do not permit it."""
 
 
 class SftpConnection:
@@ -42,8 +43,7 @@ class SftpConnection:
                     if len(file._reqs) >= _WINDOW:
                         self._settle(file)
             self._settle(file)
-            with suppress(OSError):  # Servers need not have this extension
-                self._request(_FLUSH, file.handle)
+            self._flush(file)
 
     def _settle(self, file: Any) -> None:
         """Read the answers to all writes of a file. ``file.close`` would drop them, and with them
@@ -52,8 +52,15 @@ class SftpConnection:
         while file._reqs:
             self._sftp._read_response(file._reqs.popleft())
 
-    def _request(self, extension: str, *arguments: object) -> None:
-        self._sftp._request(CMD_EXTENDED, extension, *arguments)
+    def _flush(self, file: Any) -> None:
+        """Force the bytes of a file to the disk of the server, if the server can."""
+        answer = _Answer()
+        self._sftp._async_request(answer, CMD_EXTENDED, _FLUSH, file.handle)
+        while answer.message is None:
+            self._sftp._read_response()
+        status = answer.message.get_int()
+        if status != SFTP_OK and status not in _UNABLE:
+            raise OSError(f"the server cannot flush the file: {answer.message.get_text()}")
 
     def replace(self, source: str, target: str) -> None:
         self._sftp.posix_rename(source, target)
@@ -108,3 +115,12 @@ class SftpConnection:
 
     def close(self) -> None:
         self._client.close()
+
+
+class _Answer:
+    """The answer to one request. The client's own method gives no status of a failed request."""
+
+    message: Any = None
+
+    def _async_response(self, _kind: int, message: Any, _number: int) -> None:
+        self.message = message

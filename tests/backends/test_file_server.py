@@ -20,7 +20,13 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
-from ckpt.errors import AccessDenied, ConfigError, OutOfSpace, TransientStorageError
+from ckpt.errors import (
+    AccessDenied,
+    ConfigError,
+    OutOfSpace,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
@@ -167,6 +173,22 @@ def test_a_full_disk_is_out_of_space_and_leaves_nothing(small_share):
     backend.put("step/last", [payload(1 << 20)])
     assert fetch(backend, "step/first") == payload(1 << 20)
     backend.close()
+
+
+def test_bytes_that_a_disk_does_not_keep_are_no_object(tmp_path):
+    (tmp_path / "served").mkdir()
+    broken = tmp_path / "served.broken"
+    for share in served("asyncssh", tmp_path / "server", tmp_path / "served"):
+        backend = open_backend(f"{share.url}/root", share.options)
+        backend.put("step/first", [b"1"])
+        broken.touch()
+        with pytest.raises(StorageError, match="cannot flush"):
+            backend.put("step/manifest.json", [b"2"])
+        assert [info.key for info in backend.list("")] == ["step/first"]
+        broken.unlink()
+        backend.put("step/manifest.json", [b"3"])
+        assert fetch(backend, "step/manifest.json") == b"3"
+        backend.close()
 
 
 def test_a_server_that_stops_answering_is_a_transient_error_in_time(own_share):

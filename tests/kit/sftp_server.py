@@ -1,6 +1,11 @@
-"""Serve a folder by SFTP over asyncssh: ``python sftp_server.py PORT FOLDER PASSWORD``."""
+"""Serve a folder by SFTP over asyncssh: ``python sftp_server.py PORT FOLDER PASSWORD``.
+
+While there is a file ``FOLDER.broken``, the disk fails to keep files: ``fsync`` raises an error.
+"""
 
 import asyncio
+import errno
+import os
 import sys
 
 import asyncssh
@@ -14,6 +19,13 @@ class Login(asyncssh.SSHServer):
         return password == sys.argv[3]
 
 
+class Disk(asyncssh.SFTPServer):
+    def fsync(self, file_obj: object) -> None:
+        if os.path.exists(f"{sys.argv[2]}.broken"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().fsync(file_obj)
+
+
 async def main() -> None:
     folder = sys.argv[2].encode()
     await asyncssh.listen(
@@ -21,7 +33,7 @@ async def main() -> None:
         int(sys.argv[1]),
         server_factory=Login,
         server_host_keys=[asyncssh.generate_private_key("ssh-ed25519")],
-        sftp_factory=lambda channel: asyncssh.SFTPServer(channel, chroot=folder),
+        sftp_factory=lambda channel: Disk(channel, chroot=folder),
     )
     await asyncio.Event().wait()
 
