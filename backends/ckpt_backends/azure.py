@@ -133,7 +133,7 @@ class AzureBackend(StorageBackendOnFsspec):
         try:
             send(key, value, metadata={_TOKEN: token}, if_absent=if_absent)
         except (ObjectExists, TransientStorageError):
-            if not if_absent or self._token_of(key) != token:
+            if not if_absent or self.token_of(key) != token:
                 raise
         return ObjectInfo(key=key, size=len(value))
 
@@ -249,9 +249,9 @@ class AzureBackend(StorageBackendOnFsspec):
                 ) from None
             raise
 
-    def _token_of(self, key: str) -> str:
-        """Return the token that ``put`` stored in the metadata of the object, or '' if it cannot be
-        read.
+    def token_of(self, key: str) -> str:
+        """Return the token that a put or an upload stored in the metadata of the object, or '' if
+        it cannot be read.
         """
         with suppress(StorageError):
             metadata = self.call(key, "get_blob_properties").metadata
@@ -289,9 +289,10 @@ class _BlockUpload:
     def finish(self, size: int | None = None) -> ObjectInfo:
         size = check_written(self._key, sum(self._done.values()), self._size, size)
         try:
-            self.commit()
+            self.commit(metadata={_TOKEN: self._token})
         except StorageError:
-            if not self._complete_anyway(size):
+            # If only the reply was lost, the object has the token of this upload.
+            if self._backend.token_of(self._key) != self._token:
                 raise
         return ObjectInfo(key=self._key, size=size)
 
@@ -309,14 +310,3 @@ class _BlockUpload:
     def _name(self, offset: int) -> str:
         """Return the name of a block. All names of an object must have the same length."""
         return base64.b64encode(f"{self._token}{offset:016x}".encode()).decode()
-
-    def _complete_anyway(self, size: int) -> bool:
-        """Return True if the blocks were committed although the request failed, because only its
-        reply was lost.
-
-        This is so if the object has the size ``size``: each attempt has keys of its own, and every
-        restore compares the bytes with the checksums in the manifest.
-        """
-        with suppress(StorageError):
-            return self._backend.head(self._key).size == size
-        return False

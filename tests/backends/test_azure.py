@@ -80,6 +80,37 @@ def test_a_conditional_put_whose_reply_is_lost_has_succeeded(backend, monkeypatc
         backend.put("other", [b"x"], if_absent=True)
 
 
+def test_an_upload_whose_blocks_are_lost_is_no_object_of_the_same_size(backend):
+    size = 20 << 20
+    lost, kept = backend.upload("file", size), backend.upload("file", size)
+    for upload, number in ((lost, 1), (kept, 2)):
+        data = memoryview(payload(size, number))
+        for start in range(0, size, upload.part_bytes):
+            upload.write(start, data[start : start + upload.part_bytes])
+    kept.finish()  # Azure then drops all other blocks of the object
+    with pytest.raises(StorageError):
+        lost.finish()
+    assert fetch(backend, "file") == payload(size, 2)
+
+
+def test_an_upload_whose_reply_is_lost_has_succeeded(backend, monkeypatch):
+    call = azure.AzureBackend.call
+
+    def lose(self, key, method, *arguments, **named):
+        answer = call(self, key, method, *arguments, **named)
+        if method == "commit_block_list":
+            raise TransientStorageError(key, "the reply is lost")
+        return answer
+
+    monkeypatch.setattr(azure.AzureBackend, "call", lose)
+    size = 20 << 20
+    upload = backend.upload("file", size)
+    for start in range(0, size, upload.part_bytes):
+        upload.write(start, memoryview(payload(size))[start : start + upload.part_bytes])
+    assert upload.finish().size == size
+    assert fetch(backend, "file") == payload(size)
+
+
 def test_an_object_has_the_date_that_its_listing_has(backend):
     backend.put("step/file", [b"x"])
     (listed,) = backend.list("step/")
