@@ -32,11 +32,14 @@ from ckpt.errors import IntegrityError, LinkRefused, ObjectNotFound, RootInUse, 
 from ckpt.model.keys import OWNER
 from ckpt.processes import PROGRAM, Process, machine
 from ckpt.storage.api import HasPlace, Rooted, StorageBackend, read_record
-from ckpt.storage.places import resolved
+from ckpt.storage.places import OBJECT_STORES, resolved
+from ckpt.storage.registry import scheme_of
 
 _LIMIT = 64 << 10
 NO_PROCESS: Final = 0
 """The ``pid`` in the record of a job that has closed and has left its root to the agent."""
+_WITHOUT_LINKS: Final = OBJECT_STORES | {"memory"}
+"""The URL schemes of stores in which no two paths lead to the same objects."""
 _MOST_ENDED: Final = 64
 """The largest number of ended attempts, and of unseen ones, in the record of an owner."""
 _ended: Final[set[str]] = set()
@@ -285,11 +288,13 @@ def _is_elsewhere(backend: StorageBackend, place: str) -> bool:
     """Return True if ``place`` is certainly not the root of ``backend``.
 
     Two kinds of stores may show the same files, such as a bucket and its mount by FUSE. A host or a
-    container may have several names, and the names of some servers ignore the case. So only two
-    paths of one host or bucket are certain.
+    container may have several names, the names of some servers ignore the case, and a file server
+    may have links and shares inside of shares. So only two paths of one bucket are certain.
     """
     if isinstance(backend, HasPlace):
         return backend.is_elsewhere(place)
+    if scheme_of(backend.url) not in _WITHOUT_LINKS:
+        return False
     (host, path), (other_host, other_path) = map(_parts, (resolved(backend.url), place))
     return host == other_host and path.casefold() != other_path.casefold()
 

@@ -20,10 +20,12 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
+from ckpt.coordination.owner import Owner, claim
 from ckpt.errors import (
     AccessDenied,
     ConfigError,
     OutOfSpace,
+    RootInUse,
     StorageError,
     TransientStorageError,
 )
@@ -173,6 +175,20 @@ def test_a_full_disk_is_out_of_space_and_leaves_nothing(small_share):
     backend.put("step/last", [payload(1 << 20)])
     assert fetch(backend, "step/first") == payload(1 << 20)
     backend.close()
+
+
+def test_a_root_under_two_paths_of_a_server_has_one_owner(tmp_path):
+    (tmp_path / "served/runs").mkdir(parents=True)
+    (tmp_path / "served/link").symlink_to("runs")
+    for share in served("asyncssh", tmp_path / "server", tmp_path / "served"):
+        runs, link = (
+            open_backend(f"{share.url}/{name}", share.options) for name in ("runs", "link")
+        )
+        claim(runs, Owner.here("first"))
+        with pytest.raises(RootInUse):
+            claim(link, Owner.here("second"))
+        for backend in (runs, link):
+            backend.close()
 
 
 def test_bytes_that_a_disk_does_not_keep_are_no_object(tmp_path):
