@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Final, TypeVar
 
 from ckpt.catalog.fragments import filled, load_fragment
-from ckpt.coordination.tombstone import TOMBSTONE, has_manifest, is_of_manifest
+from ckpt.coordination.tombstone import TOMBSTONE, has_manifest, has_tombstone, is_of_manifest
 from ckpt.errors import (
     AccessDenied,
     FormatUnsupported,
@@ -315,7 +315,9 @@ def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -
 
     ``refs`` are all attempts on the store.
     """
-    if step is not None and any(ref.step == step for ref in refs):
+    if at_step := [ref for ref in refs if ref.step == step]:
+        if any(ask(backend, partial(has_tombstone, backend, ref)) for ref in at_step):
+            return f"step {step} was removed"
         return f"step {step} was begun, but never committed"
     if refs and step is not None:
         return f"step {step} is not there{_newest_there(backend, refs)}"

@@ -38,6 +38,14 @@ def has_manifest(backend: StorageBackend, ref: StepRef) -> bool:
         return True
 
 
+def has_tombstone(backend: StorageBackend, ref: StepRef) -> bool:
+    """Return True if the store has a tombstone for ``ref``: the step was removed."""
+    try:
+        return is_tombstone(backend.head(ref.manifest).size)
+    except (LinkRefused, ObjectNotFound):
+        return False
+
+
 def is_of_manifest(size: int) -> bool:
     """Return True if a ``manifest.json`` of this size may be a manifest: it is neither empty nor a
     tombstone.

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import attempts, committed, is_committed, read_packed
+from ckpt.catalog.index import attempts, committed, find, is_committed, read_packed
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
 from ckpt.coordination.committer import put_once
 from ckpt.coordination.owner import Owner
 from ckpt.coordination.tombstone import TOMBSTONE, bury, delete_tombstone
-from ckpt.errors import AccessDenied, CkptError, CommitError, ObjectNotFound
+from ckpt.errors import AccessDenied, CkptError, CommitError, NoCheckpoint, ObjectNotFound
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim
@@ -110,6 +110,8 @@ def test_a_removed_step_of_a_job_that_may_live_leaves_a_tombstone_for_a_day(take
         put_once(backend, gone.ref.manifest, b"a late manifest")
     with pytest.raises(ObjectNotFound):
         read_packed(backend, gone.ref)
+    with pytest.raises(NoCheckpoint, match="step 1 was removed"):
+        find(backend, 1)
     assert prune(backend, Retention(keep_last=1), context) == []
     assert folder.exists()
     day = time.time() - 25 * 3600
