@@ -86,7 +86,8 @@ class _Values:
             case tuple():
                 return tuple(self.of(item) for item in value)
             case Inert(name="torch._utils._rebuild_tensor_v2"):
-                return self._tensor(*value.args[:4])
+                tensor = self._tensor(*value.args[:4])
+                return _resolved(tensor, *value.args[6:])
             case Inert(name="torch._utils._rebuild_parameter"):
                 return self.of(value.args[0])
             case Inert(name="torch.Size"):
@@ -112,6 +113,16 @@ class _Values:
         raw = torch.frombuffer(data, dtype=torch.uint8)
         flat = (raw.clone() if raw.data_ptr() % dtype.itemsize else raw).view(dtype)
         return torch.as_strided(flat, size, stride, start)
+
+
+def _resolved(tensor: torch.Tensor, bits: Mapping[str, bool] | None = None) -> torch.Tensor:
+    """Return the value of a tensor that was saved with ``bits``, by which torch marks a tensor
+    that is still to be conjugated or negated.
+    """
+    bits = bits or {}
+    if bits.get("conj"):
+        tensor = tensor.conj_physical()
+    return -tensor if bits.get("neg") else tensor
 
 
 def _from_numpy(value: Inert) -> Any:
