@@ -282,6 +282,11 @@ class S3Backend(StorageBackendOnFsspec):
         name = self._prefix + check_key(key)
         return self._bulk.receive(self._bucket, name, key, offset, out)
 
+    def fetch(self, key: str, *, limit: int) -> bytes:
+        name = self._prefix + check_key(key)
+        with self.errors(key):
+            return self._bulk.fetch(self._bucket, name, key, limit)
+
     def head(self, key: str) -> ObjectInfo:
         reply = self.call(key, "head_object")
         date = reply["LastModified"].timestamp()

@@ -14,11 +14,13 @@ from __future__ import annotations
 import base64
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
 
 from ckpt.errors import StorageError
+from ckpt.storage.api import check_limit
 
 _SLICE_BYTES: Final = 256 << 10
 _RECEIVE_BYTES: Final = 1 << 20
@@ -93,24 +95,32 @@ class S3Bulk:
             out: The memory to fill.
         """
         span = f"bytes={offset}-{offset + out.nbytes - 1}"
-        reply = self._client().get_object(Bucket=bucket, Key=key, Range=span, **self._payer)
-        stream = reply["Body"]._raw_stream
-        try:
+        with self._object(bucket, key, Range=span) as reply:
             if offset and not reply.get("ContentRange"):
                 raise StorageError(name, "the server ignores Range")
-            # The response of http.client can receive into ``out``. That of urllib3 would copy.
-            response, done = stream._fp, 0
-            while done < out.nbytes and (
-                count := response.readinto(out[done : done + _RECEIVE_BYTES])
-            ):
-                done += count
-            if done < min(out.nbytes, int(reply["ContentLength"])):
-                raise ConnectionError(f"the answer broke off after {done} bytes")
-            if response.isclosed():  # The whole answer was read, so the connection is reusable
-                stream.release_conn()
-            return done
+            return _fill(reply, out)
+
+    def fetch(self, bucket: str, key: str, name: str, limit: int) -> bytes:
+        """Return all bytes of an object. ``name`` is its key relative to the root, for errors.
+
+        Raises:
+            ManifestCorrupt: The object has more than ``limit`` bytes.
+        """
+        with self._object(bucket, key) as reply:
+            size = int(reply["ContentLength"])
+            check_limit(name, size, limit)
+            out = bytearray(size)
+            _fill(reply, memoryview(out))
+            return bytes(out)
+
+    @contextmanager
+    def _object(self, bucket: str, key: str, **arguments: str) -> Generator[dict[str, Any]]:
+        """Return a context manager for the reply to a request for an object, which closes it."""
+        reply = self._client().get_object(Bucket=bucket, Key=key, **arguments, **self._payer)
+        try:
+            yield reply
         finally:
-            stream.close()
+            reply["Body"]._raw_stream.close()
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of obstore's ``S3Store`` that correspond to this client, and the
@@ -193,6 +203,24 @@ def bulk_of(settings: Mapping[str, Any], config: Mapping[str, Any], *, checksums
         config["signature_version"] = UNSIGNED
     payer = {"RequestPayer": "requester"} if settings.get("requester_pays") else {}
     return S3Bulk(config, client, profile=settings.get("profile"), checksums=checksums, payer=payer)
+
+
+def _fill(reply: Mapping[str, Any], out: memoryview) -> int:
+    """Fill ``out`` with the body of a reply, which may be shorter, and return the number of bytes.
+
+    Raises:
+        ConnectionError: The body has ended before its end.
+    """
+    # The response of http.client can receive into ``out``. That of urllib3 would copy.
+    stream = reply["Body"]._raw_stream
+    response, done = stream._fp, 0
+    while done < out.nbytes and (count := response.readinto(out[done : done + _RECEIVE_BYTES])):
+        done += count
+    if done < min(out.nbytes, int(reply["ContentLength"])):
+        raise ConnectionError(f"the answer broke off after {done} bytes")
+    if response.isclosed():  # The whole answer was read, so the connection is reusable
+        stream.release_conn()
+    return done
 
 
 class Body:

@@ -162,14 +162,16 @@ _decoder: Final = msgspec.json.Decoder(Owner)
 def claim(backend: StorageBackend, me: Owner) -> Owner:
     """Make ``me`` the owner of the root, and return the record that was written.
 
-    The new record is ``me`` with the attempts that have ended, and those that may be alive. These
-    are the attempts in the earlier record, and the attempt of the earlier record itself.
-
     Raises:
         RootInUse: The root's owner is alive on this machine.
         RootLost: The root is gone, or another folder has taken its place.
     """
-    mine = msgspec.structs.replace(succeed(backend, me), root=_place(backend))
+    return put_owner(backend, succeed(backend, me))
+
+
+def put_owner(backend: StorageBackend, me: Owner) -> Owner:
+    """Write ``me``, a record that ``succeed`` has returned, and return what was written."""
+    mine = msgspec.structs.replace(me, root=_place(backend))
     backend.put(OWNER, [msgspec.json.encode(mine)])
     _ended.discard(me.attempt)
     return mine
@@ -187,6 +189,9 @@ def _refuses(owner: Owner, me: Owner) -> bool:
 
 def succeed(backend: StorageBackend, me: Owner) -> Owner:
     """Return the record that ``claim`` would write for ``me``, and write nothing.
+
+    This is ``me`` with the attempts that have ended, and those that may be alive: the attempts in
+    the earlier record, and the attempt of the earlier record itself.
 
     Raises:
         RootInUse: The root's owner is alive on this machine.

@@ -20,9 +20,9 @@ from ckpt.catalog.inventory import StoredStep
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.owner import (
     Owner,
-    claim,
     confirm,
     detach,
+    put_owner,
     read_owner,
     refusing,
     release,
@@ -117,7 +117,7 @@ class Claim:
         # If the next call finds no room for ``writer.json``, the job makes room. For that it must
         # know the ended jobs, whose steps it may remove.
         self._ended, self._unseen = frozenset(self._me.ended), frozenset(self._me.unseen)
-        claim(self._backend, self._me)
+        put_owner(self._backend, self._me)
         listing = attempts(self._backend)
         if self._attempts is None:
             self._attempts = frozenset(listing)

@@ -252,6 +252,22 @@ class Adopting(Protocol):
 
 
 @runtime_checkable
+class Fetching(Protocol):
+    """A store that gives a small object as a whole by one request."""
+
+    def fetch(self, key: str, *, limit: int) -> bytes:
+        """Return all bytes of an object.
+
+        Raises:
+            ObjectNotFound: The key has no object.
+            ManifestCorrupt: The object is larger than ``limit`` bytes. No memory is reserved for
+                it.
+            StorageError: The object cannot be read, or the answer has ended before its end.
+        """
+        ...
+
+
+@runtime_checkable
 class Rooted(Protocol):
     """A store that is a folder.
 
@@ -527,6 +543,12 @@ def is_there(backend: StorageBackend, key: str) -> bool:
     return True
 
 
+def check_limit(key: str, size: int, limit: int) -> None:
+    """Raise ``ManifestCorrupt`` if an object is larger than ``limit`` bytes."""
+    if size > limit:
+        raise ManifestCorrupt(key, f"has {size} bytes, more than the {limit} allowed here")
+
+
 def read_object(backend: StorageBackend, key: str, *, limit: int) -> bytes:
     """Return all bytes of a small object.
 
@@ -535,9 +557,10 @@ def read_object(backend: StorageBackend, key: str, *, limit: int) -> bytes:
         ManifestCorrupt: The object is larger than ``limit`` bytes. No memory is reserved for it.
         StorageError: The object cannot be read.
     """
+    if isinstance(backend, Fetching):
+        return backend.fetch(key, limit=limit)
     size = backend.head(key).size
-    if size > limit:
-        raise ManifestCorrupt(key, f"has {size} bytes, more than the {limit} allowed here")
+    check_limit(key, size, limit)
     out = bytearray(size)
     if size:
         backend.read_into(key, 0, memoryview(out))

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from ckpt.errors import CkptError, ObjectExists, ObjectNotFound, StorageError
-from ckpt.storage.api import StorageBackend, Upload
+from ckpt.errors import CkptError, ManifestCorrupt, ObjectExists, ObjectNotFound, StorageError
+from ckpt.storage.api import StorageBackend, Upload, read_object
 from ckpt.storage.testing.suite import OpenRoot, at_once, fetch, page_aligned, payload, send, store
 from ckpt.storage.testing.uploads import UploadConformance
 
@@ -66,6 +66,14 @@ class BackendConformance(UploadConformance):
         assert (info.key, info.size) == ("step-1.a/object", size)
         assert backend.head("step-1.a/object") == info
         assert fetch(backend, "step-1.a/object") == data
+
+    def test_an_object_over_the_limit_is_refused(self, backend: StorageBackend) -> None:
+        backend.put("record", [payload(100)])
+        assert read_object(backend, "record", limit=100) == payload(100)
+        with pytest.raises(ManifestCorrupt, match="has 100 bytes, more than the 99 allowed here"):
+            read_object(backend, "record", limit=99)
+        with pytest.raises(ObjectNotFound):
+            read_object(backend, "missing", limit=99)
 
     def test_put_joins_parts_of_every_buffer_kind(self, backend: StorageBackend) -> None:
         whole = bytearray(payload(1000))
