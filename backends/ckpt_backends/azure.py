@@ -33,6 +33,7 @@ from ckpt.storage.api import (
     PutUpload,
     Upload,
     check_key,
+    check_limit,
     check_prefix,
     check_written,
 )
@@ -47,6 +48,8 @@ _WHOLE_BYTES: Final = 1 << 20
 """The most bytes that one request puts. The HTTP client sends more bytes than that in one piece,
 during which it does no other work.
 """
+_PAGE_KEYS: Final = 5000
+"""The most keys that one request for a listing returns. It is the bound of Azure."""
 _TOKEN: Final = "ckptput"  # noqa: S105 - the name of a blob's metadata, not a secret
 _FOLDER: Final = "hdi_isfolder"  # The metadata of a folder in an account with real folders
 _LIMITS: Final[Mapping[str, object]] = {
@@ -172,6 +175,14 @@ class AzureBackend(StorageBackendOnFsspec):
         out[: len(data)] = data
         return len(data)
 
+    def fetch(self, key: str, *, limit: int) -> bytes:
+        async def receive(blob: Any) -> bytes:
+            stream = await blob.download_blob(**_LIMITS)
+            check_limit(key, int(stream.size), limit)
+            return bytes(await stream.readall())
+
+        return self._with_blob(key, receive)
+
     def head(self, key: str) -> ObjectInfo:
         found = self.call(key, "get_blob_properties")
         if _FOLDER in (found.metadata or {}):
@@ -223,18 +234,27 @@ class AzureBackend(StorageBackendOnFsspec):
 
         return self._ask(key, ask)
 
-    def _listed(self, prefix: str, method: str, **named: object) -> Sequence[Any]:
-        """Return the entries of a listing of the keys below the root that start with ``prefix``."""
+    def _listed(self, prefix: str, method: str, **named: object) -> Iterator[Any]:
+        """Yield the entries of a listing of the keys below the root that start with ``prefix``. A
+        page is asked for when the entries of the page before it have been taken.
+        """
+        start = self._prefix + prefix
+        token: str | None = None
 
-        async def ask() -> Sequence[Any]:
+        async def ask() -> tuple[Sequence[Any], str | None]:
             async with self._fs.service_client.get_container_client(self._container) as container:
-                listing = getattr(container, method)
-                start = self._prefix + prefix
-                return [
-                    entry async for entry in listing(name_starts_with=start, **named, **_LIMITS)
-                ]
+                listing = getattr(container, method)(
+                    name_starts_with=start, results_per_page=_PAGE_KEYS, **named, **_LIMITS
+                )
+                pages = listing.by_page(continuation_token=token)
+                entries = [entry async for entry in await anext(pages)]
+                return entries, pages.continuation_token
 
-        return self._ask(prefix, ask)
+        while True:
+            entries, token = self._ask(prefix, ask)
+            yield from entries
+            if not token:
+                return
 
     def _ask(self, key: str, ask: Callable[[], Awaitable[T]]) -> T:
         from fsspec.asyn import sync

@@ -43,7 +43,7 @@ from ckpt_backends.client_options import missing_extra, secrets_of
 from ckpt_backends.file_server import FILE_SERVERS, open_file_server
 from ckpt_backends.foreign_errors import clean, foreign
 from ckpt_backends.posix import open_posix
-from ckpt_backends.store_table import check_tested
+from ckpt_backends.store_table import TRANSPARENT, check_tested
 
 PART_BYTES: Final = 8 << 20
 # On these stores, the server lets only one of several ``pipe_file(mode="create")`` succeed.
@@ -105,11 +105,10 @@ def _forget_listings(fs: Any) -> None:
     The option ``use_listings_cache`` cannot be given to each file system: some pass all options on
     to their client, which refuses it.
     """
-    while fs is not None:
-        listings: Any = getattr(fs, "dircache", None)
+    for one in _chain_of(fs):
+        listings: Any = getattr(one, "dircache", None)
         if hasattr(listings, "use_listings_cache"):
             listings.use_listings_cache = False
-        fs = getattr(fs, "fs", None)
 
 
 class StorageBackendOnFsspec:
@@ -142,12 +141,14 @@ class StorageBackendOnFsspec:
         capabilities: Capabilities | None = None,
     ) -> None:
         self._fs, self._root, self.url, self._secrets = fs, root.rstrip("/"), url, tuple(secrets)
-        target = _target_of(fs)
+        *before, target = _chain_of(fs)
         names = _protocols(target)
         local = bool(names & _LOCAL)
         self._turn = threading.RLock() if not (local or _is_async(target)) else None
         self._object_store = bool(names & OBJECT_STORES)
-        self._creates = bool(names & _CREATES)
+        # A cache may drop the mode of a put (``findings/simplecache-create.sh``).
+        passes_on = all(TRANSPARENT in _protocols(one) for one in before)
+        self._creates = passes_on and bool(names & _CREATES)
         self._renames = bool(names & _RENAMES)
         self.capabilities = capabilities or Capabilities(
             put_if_absent=self._creates,
@@ -201,7 +202,7 @@ class StorageBackendOnFsspec:
             found = self._fs.info(path)
         if found["type"] != "file":
             raise ObjectNotFound(key, "not a file")
-        return ObjectInfo(key=key, size=int(found["size"]), modified=_modified(found))
+        return ObjectInfo(key=key, size=int(found["size"]), modified=modified_of(found))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = posixpath.dirname(check_prefix(prefix))
@@ -217,7 +218,7 @@ class StorageBackendOnFsspec:
                 and key
                 and not key.endswith(_TEMPORARY)
             ):
-                yield ObjectInfo(key=key, size=int(info["size"]), modified=_modified(info))
+                yield ObjectInfo(key=key, size=int(info["size"]), modified=modified_of(info))
 
     def folders(self, prefix: str) -> Iterator[str]:
         folder = check_prefix(prefix).removesuffix("/")
@@ -292,11 +293,12 @@ class StorageBackendOnFsspec:
                 self._turn.release()
 
 
-def _target_of(fs: Any) -> Any:
-    """Return the file system that a chained one such as ``dir::`` stands before; else ``fs``."""
-    while (target := getattr(fs, "fs", None)) is not None:
-        fs = target
-    return fs
+def _chain_of(fs: Any) -> list[Any]:
+    """Return ``fs``, the file system that it stands before, such as after ``dir::``, and so on."""
+    chain = [fs]
+    while (fs := getattr(fs, "fs", None)) is not None:
+        chain.append(fs)
+    return chain
 
 
 def _protocols(fs: Any) -> set[str]:
@@ -395,7 +397,7 @@ def _throw_away(file: Any) -> None:
     file.closed = True
 
 
-def _modified(info: Mapping[str, Any]) -> float | None:
+def modified_of(info: Mapping[str, Any]) -> float | None:
     """Return when a file was last changed, in seconds since 1970, or None if ``info`` does not say.
 
     ``info`` is an entry of a listing of fsspec, where file systems use different names and types

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPException
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from ckpt.errors import (
     ConfigError,
@@ -22,7 +22,15 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, Upload, check_key
+from ckpt.storage.api import (
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    PutUpload,
+    Upload,
+    check_key,
+    check_prefix,
+)
 from ckpt_backends.client_options import (
     BucketPrefix,
     missing_extra,
@@ -30,7 +38,7 @@ from ckpt_backends.client_options import (
     secrets_of,
 )
 from ckpt_backends.foreign_errors import clean
-from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec
+from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, modified_of
 from ckpt_backends.gcs_upload import ResumableUpload
 from ckpt_backends.jitter import give_gcsfs_its_own_dice
 
@@ -39,8 +47,8 @@ _SINGLE_REQUEST: Final = 1 << 62
 _METADATA_HOST: Final = "169.254.169.254"  # Gives a virtual machine of Google its identity
 _METADATA_SECONDS: Final = 2.0
 _TRIES: Final = 3
-
-T = TypeVar("T")
+_PAGE_KEYS: Final = 1000
+"""The most keys that one request for a listing returns. It is the bound of Google."""
 
 
 def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
@@ -163,7 +171,7 @@ class GCSBackend(StorageBackendOnFsspec):
             takes_parts=True,
         )
         super().__init__(fs, place.root, place.url, secrets=secrets, capabilities=capabilities)
-        self._bucket = place.bucket
+        self._bucket, self._prefix = place.bucket, f"{place.prefix}/" if place.prefix else ""
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         """Put an object of any size with a single request.
@@ -227,33 +235,50 @@ class GCSBackend(StorageBackendOnFsspec):
         return found[0], found[1]
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._from_bucket(prefix, super().list(prefix))
+        for page in self._pages(check_prefix(prefix)):
+            for item in page.get("items", ()):
+                key = str(item["name"]).removeprefix(self._prefix)
+                if key and not key.endswith("/"):  # Consoles make such objects for empty folders
+                    yield ObjectInfo(key=key, size=int(item["size"]), modified=modified_of(item))
 
     def folders(self, prefix: str) -> Iterator[str]:
-        return self._from_bucket(prefix, super().folders(prefix))
-
-    def _from_bucket(self, prefix: str, listed: Iterator[T]) -> Iterator[T]:
-        """Yield the items of ``listed``. If there are none, check that the bucket exists (see
-        ``_check_bucket``). ``prefix`` is for the error.
-        """
-        none = True
-        for found in listed:
-            none = False
-            yield found
-        if none:
-            self._check_bucket(prefix)
+        start = check_prefix(prefix).removesuffix("/")
+        start = f"{start}/" if start else ""
+        for page in self._pages(start, delimiter="/"):
+            for name in page.get("prefixes", ()):
+                yield str(name).removeprefix(self._prefix + start).rstrip("/")
 
     def close(self) -> None:
         with suppress(Exception):  # A failed close needs no further action
             self._fs.close_session(self._fs.loop, self._fs._session)
 
+    def _pages(self, prefix: str, **arguments: object) -> Iterator[Mapping[str, Any]]:
+        """Yield the pages of a listing of the keys below the root that start with ``prefix``. A
+        page is asked for when it is taken.
+        """
+        token: dict[str, object] = {}
+        start = self._prefix + prefix
+        while True:
+            page = self._page(prefix, prefix=start, maxResults=_PAGE_KEYS, **arguments, **token)
+            yield page
+            if not page.get("nextPageToken"):
+                return
+            token = {"pageToken": page["nextPageToken"]}
+
     def _check_bucket(self, key: str) -> None:
         """Raise ``StorageError`` about ``key`` if the bucket does not exist. gcsfs treats such a
         bucket as an empty one.
         """
+        self._page(key, maxResults=1)
+
+    def _page(self, key: str, /, **arguments: object) -> Mapping[str, Any]:
+        """Return one page of a listing. Errors are raised as storage errors about ``key``."""
         try:
             with self.errors(key):
-                self._fs.call("GET", "b/{}/o", self._bucket, maxResults=1, json_out=True)
+                page: Mapping[str, Any] = self._fs.call(
+                    "GET", "b/{}/o", self._bucket, json_out=True, **arguments
+                )
+                return page
         except ObjectNotFound:
             raise StorageError(
                 key, f"there is no bucket {self._bucket!r}: create it, or correct the URL"

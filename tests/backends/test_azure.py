@@ -167,3 +167,24 @@ def test_a_url_without_container_is_refused():
     pytest.importorskip("adlfs")
     with pytest.raises(ConfigError, match="no container"):
         open_backend("abfs://", {"account_name": "x", "anon": True})
+
+
+def test_a_page_of_a_listing_is_asked_for_when_the_one_before_it_was_taken(backend, monkeypatch):
+    pages = []
+    ask = azure.AzureBackend._ask
+
+    def recorded(self, key, work):
+        pages.append(key)
+        return ask(self, key, work)
+
+    for number in range(5):
+        backend.put(f"step-{number}/file", [b"x"])
+    monkeypatch.setattr(azure, "_PAGE_KEYS", 2)
+    monkeypatch.setattr(azure.AzureBackend, "_ask", recorded)
+    listed = backend.list("step-")
+    assert [next(listed).key, next(listed).key] == ["step-0/file", "step-1/file"]
+    assert len(pages) == 1
+    assert [info.key for info in listed] == [f"step-{number}/file" for number in (2, 3, 4)]
+    assert len(pages) == 3
+    assert list(backend.folders("")) == [f"step-{number}" for number in range(5)]
+    assert len(pages) == 6

@@ -227,8 +227,16 @@ def test_no_file_system_remembers_a_listing(tmp_path):
     for url in ("http://host/x", "simplecache::http://host/x"):
         backend = open_fsspec(url, {"untested": True})
         assert isinstance(backend, StorageBackendOnFsspec)
-        target = fsspec_bridge._target_of(backend._fs)
+        target = fsspec_bridge._chain_of(backend._fs)[-1]
         assert not target.dircache.use_listings_cache
+
+
+@pytest.mark.parametrize(("chain", "creates"), [("dir", True), ("simplecache", False)])
+def test_only_a_chain_that_passes_the_mode_of_a_put_on_has_a_put_if_absent(chain, creates):
+    pytest.importorskip("s3fs")
+    keys = {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:1"}
+    backend = open_fsspec(f"{chain}::s3://bucket/run", {"untested": True, "s3": keys})
+    assert backend.capabilities.put_if_absent is creates
 
 
 def test_our_own_errors_and_bugs_pass():

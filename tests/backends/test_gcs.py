@@ -9,6 +9,7 @@ import pytest
 from ckpt.errors import ConfigError, ObjectExists, StorageError, TransientStorageError
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch, payload, send
+from ckpt_backends import gcs
 from ckpt_backends.gcs import open_gcs
 from tests.servers import free_port
 
@@ -305,3 +306,23 @@ def test_a_store_that_cannot_be_reached_is_told_in_seconds_and_prints_nothing(ca
     assert time.monotonic() - began < 15
     backend.close()
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_page_of_a_listing_is_asked_for_when_the_one_before_it_was_taken(backend, monkeypatch):
+    pages = []
+    page = gcs.GCSBackend._page
+
+    def recorded(self, key, /, **arguments):
+        pages.append(arguments)
+        return page(self, key, **arguments)
+
+    for number in range(5):
+        backend.put(f"step-{number}/file", [b"x"])
+    monkeypatch.setattr(gcs, "_PAGE_KEYS", 2)
+    monkeypatch.setattr(gcs.GCSBackend, "_page", recorded)
+    listed = backend.list("step-")
+    assert [next(listed).key, next(listed).key] == ["step-0/file", "step-1/file"]
+    assert len(pages) == 1
+    assert [info.key for info in listed] == [f"step-{number}/file" for number in (2, 3, 4)]
+    assert len(pages) == 3
+    assert list(backend.folders("")) == [f"step-{number}" for number in range(5)]

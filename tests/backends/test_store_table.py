@@ -8,11 +8,26 @@ from ckpt.storage.registry import BUILT_IN, open_backend
 from ckpt_backends.store_table import STORES, check_tested, store_of
 
 
-@pytest.mark.parametrize("url", ["http://host/x", "simplecache::s3://b/x", "zip::memory://x"])
+@pytest.mark.parametrize("url", ["http://host/x", "blockcache::s3://b/x", "zip::memory://x"])
 def test_a_store_that_is_not_in_the_table_is_refused_with_the_way_out(url):
     with pytest.raises(ConfigError, match="never run") as caught:
         open_backend(url)
     assert "docs/stores.md" in str(caught.value)
+    assert '"untested": True' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("hf://buckets/me/run", "'hf' is no store for checkpoints: ckpt was never run on the Hug"),
+        ("simplecache::s3://b/x", "'simplecache' is no store for checkpoints: the cache gives an"),
+        ("dir::filecache::file:///x", "'filecache' is no store for checkpoints: the cache gives"),
+    ],
+)
+def test_a_store_that_the_table_calls_no_tier_is_refused_with_the_reason(url: str, reason: str):
+    with pytest.raises(ConfigError) as caught:
+        CheckpointManager(url)
+    assert reason in str(caught.value)
     assert '"untested": True' in str(caught.value)
 
 
