@@ -133,8 +133,15 @@ def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
     It checks signatures (``KEY``, ``SECRET``), and has the bucket ``bucket``.
     """
-    port, folder = free_port(), tmp_path_factory.mktemp("rclone")
-    data = folder / "data"
+    folder = tmp_path_factory.mktemp("rclone")
+    server = start_rclone_s3(folder / "data", folder / "log")
+    yield server
+    server.kill()
+
+
+def start_rclone_s3(data: Path, log: Path) -> Server:
+    """Start a server as that of ``rclone_s3`` over the folder ``data``."""
+    port = free_port()
     (data / "bucket").mkdir(parents=True)
     binary = shutil.which("rclone", path=os.path.dirname(sys.executable)) or shutil.which("rclone")
     if binary is None:
@@ -153,11 +160,9 @@ def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         "--multipart-streaming-buffer-total",
         "0",
     ]
-    server = Server(
-        "rclone", [binary, "serve", "s3", *options, str(data)], port, folder / "log", data=data
+    return Server(
+        "rclone", [binary, "serve", "s3", *options, str(data)], port, log, data=data
     ).start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture(scope="session")

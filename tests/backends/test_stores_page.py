@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.stores.measure import Measured, Place, measure
 from tests.stores.page import PAGE, contradictions, page, results
-from tests.stores.places import FILE_SYSTEMS, NFS
+from tests.stores.places import FILE_SYSTEMS, UML
 
 
 def test_the_tables_are_those_of_the_results() -> None:
@@ -19,7 +19,7 @@ def test_the_table_of_the_product_says_what_was_measured() -> None:
 
 
 def test_each_result_has_a_row() -> None:
-    mounts = {setup.name for setup in FILE_SYSTEMS} | {*NFS}
+    mounts = {setup.name for setup in FILE_SYSTEMS} | {*UML}
     assert {name for name, row in results().items() if not row.scheme} <= mounts
 
 

@@ -113,4 +113,4 @@ def main(hard: Path, soft: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:3]))

@@ -17,7 +17,7 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import CkptError
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend, read_object, read_record
 from ckpt.storage.registry import open_backend
 from tests.kit.stores import whole
 
@@ -67,7 +67,8 @@ def measure(place: Place) -> Measured:
     """Run all checks on a store."""
     options = {name: value for name, value in place.options.items() if name != "put_if_absent"}
     winners, refusal = most_winners(place.clients, options)
-    fault = _fault_of(partial(round_trip, place))
+    fault = _fault_of(partial(replace_object, place.clients, options))
+    fault = fault or _fault_of(partial(round_trip, place))
     full = after = ""
     if place.fills and not fault:
         full, after = on_full(place)
@@ -88,6 +89,18 @@ def round_trip(place: Place) -> None:
     assert report is not None
     assert report.step == 4
     assert torch.equal(target["x"], _state(4, _STEP_BYTES)["x"])
+
+
+def replace_object(urls: Sequence[str], options: Mapping[str, object]) -> None:
+    """Replace an object that another client has read, and read it there again."""
+    writer = open_backend(f"{urls[0]}/replaced", options)
+    writer.put("record", [b"{}"])
+    reader = open_backend(f"{urls[-1]}/replaced", options)
+    read_record(reader, "record", msgspec.json.decode, limit=100)
+    for text in ("one", "three", "five"):
+        writer.put("record", [msgspec.json.encode(text)])
+        received = read_record(reader, "record", msgspec.json.decode, limit=100)
+        assert received == text, f"a client reads {received!r} after another has put {text!r}"
 
 
 def most_winners(urls: Sequence[str], options: Mapping[str, object]) -> tuple[int, str]:

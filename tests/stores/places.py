@@ -186,9 +186,10 @@ FILE_SYSTEMS: Final = (
     ),
 )
 
-NFS: Final = {
+UML: Final = {
     "NFS 4.2, hard": "",
     "NFS 3, soft": "a server that does not answer fails a save, with `StorageError`",
     "NFS 4.2 and 3": "two clients",
+    "SMB 3.1.1, by the kernel": "",
 }
-"""The mounts of ``tests/stores/nfs.py``, with what the measurement does not show."""
+"""The mounts of ``tests/stores/uml.py``, with what the measurement does not show."""
