@@ -229,6 +229,12 @@ def ranks_of_mesh(mesh: Any) -> torch.Tensor:
     return torch.unsqueeze(mesh.mesh, 0)
 
 
+def writer_of_mesh(mesh: Any) -> int | None:
+    """Return the rank of the process that has written ``mesh`` to a file; None if it is unknown."""
+    rank: int | None = vars(mesh).get("_rank")
+    return rank
+
+
 def fsdp2_groups(module: nn.Module) -> Sequence[Any]:
     """Return the groups of parameters that ``fully_shard(module)`` has made.
 

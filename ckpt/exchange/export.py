@@ -20,6 +20,7 @@ import torch
 from ckpt.adapters.match.tree import Notes, StateTree, chosen
 from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader
 from ckpt.errors import AccessDenied, ConfigError, EntryMissing, OutOfSpace, StorageError
+from ckpt.errors.base import few
 from ckpt.exchange import dcp_writer, safetensors_writer, torch_writer
 from ckpt.exchange.opened import TensorView
 from ckpt.model.manifest import Tensor
@@ -87,9 +88,9 @@ def export(
         on_start: A function that is called with the number of bytes that will be read.
 
     Raises:
-        ConfigError: ``out`` exists or is a URL, an option does not fit the format, or two values
-            would have the same name in the format.
-        EntryMissing: No tensor has a name that matches ``options.globs``.
+        ConfigError: ``out`` exists or is a URL, an option does not fit the format, two values would
+            have the same name in the format, or the format cannot hold any of the values.
+        EntryMissing: No tensor and no plain value has a name that matches ``options.globs``.
         IntegrityError: The checkpoint is damaged.
         StorageError: The checkpoint cannot be read, or ``out`` cannot be written.
     """
@@ -105,12 +106,7 @@ def export(
     out = local_path(out)
     names = [name for name in sorted(reader.tensors) if chosen(name, globs)]
     if not names:
-        raise EntryMissing(
-            list(globs) or ["tensor"],
-            reader.ref.step,
-            present=reader.tensors,
-            way=LIST_NAMES,
-        )
+        _check_values(reader, kind, globs)
     stored = {reader.tensors[name].name: reader.tensors[name] for name in names}
     nbytes = sum(tensor.nbytes for tensor in stored.values())
     notes = Notes()
@@ -124,6 +120,23 @@ def export(
             case "dcp":
                 _dcp(reader, place, notes, globs)
     return Exported(place=os.path.abspath(out), tensors=len(names), nbytes=nbytes, notes=notes)
+
+
+def _check_values(reader: StepReader, kind: Format, globs: Sequence[str]) -> None:
+    """Raise an error if the names that match ``globs``, none of which is that of a tensor, are not
+    those of plain values either, or if the format can hold only tensors.
+    """
+    values = _values(reader, globs)
+    if not values:
+        present = [*reader.tensors, *_values(reader, ())]
+        raise EntryMissing(
+            list(globs) or ["value"], reader.ref.step, present=present, way=LIST_NAMES
+        )
+    if kind == "safetensors":
+        raise ConfigError(
+            f"step {reader.ref.step} has no tensor to export, only plain values ({few(values)}), "
+            "and safetensors holds tensors alone: export to a file of torch, such as OUT.pt"
+        )
 
 
 def _safetensors(
@@ -166,9 +179,14 @@ def _leave_out_values(reader: StepReader, notes: Notes, globs: Sequence[str]) ->
     """Note the plain values whose names match ``globs`` as left out, since a safetensors file
     cannot hold them. Values that are None and empty dicts are not noted.
     """
+    notes.left_out += [(path, "a plain value") for path in _values(reader, globs)]
+
+
+def _values(reader: StepReader, globs: Sequence[str]) -> list[str]:
+    """Return the names of the plain values that match ``globs``, without None and empty dicts."""
     tree = StateTree(reader.manifest, lambda _: None, globs, by_name=True).build()
     with following("tree"):
-        notes.left_out += [(path, "a plain value") for path in _paths(tree)]
+        return _paths(tree)
 
 
 def _paths(value: object, path: str = "") -> list[str]:

@@ -16,6 +16,8 @@ from typing import Final
 Paths = Collection[str]
 
 _ZERO_PART: Final = re.compile(r"(?:.*/)?(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+.*_states\.pt")
+_ENGINE: Final = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
+_COMMON: Final = "zero/optimizer_state.pt"
 _TAGGED: Final = re.compile(r"[^/]+/(?:bf16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 
 
@@ -54,7 +56,39 @@ def unreadable(paths: Paths) -> FolderKind | None:
     Args:
         paths: The paths of the folder's files and of those in its subfolders.
     """
+    if is_universal(paths):
+        return None
     return next((kind for has, kind in _KINDS if has(paths)), None)
+
+
+def is_universal(paths: Paths) -> bool:
+    """Return True if these are the relative paths of a universal checkpoint of DeepSpeed whose
+    module is whole, and not in the parts of tensor or pipeline parallelism.
+    """
+    parts = {hit[1] for path in paths if (hit := _ENGINE.fullmatch(path))}
+    has_stages = any(path.startswith("layer_") for path in paths)
+    return _COMMON in paths and parts == {"00"} and not has_stages
+
+
+def engine_file(names: Paths) -> str:
+    """Return the first of the files of the engine among the names in a universal checkpoint."""
+    return min(filter(_ENGINE.fullmatch, names))
+
+
+def step_of_zero(path: str) -> str:
+    """Return a text for an error about a step of DeepSpeed's ZeRO: its folder, or a file in it."""
+    path = os.path.abspath(path)
+    return _ZERO_STEP.text(path if os.path.isdir(path) else os.path.dirname(path))
+
+
+def unreadable_file(path: str) -> str | None:
+    """Return a text for an error if ``path`` is a file that an import refuses."""
+    folder, name = os.path.split(path)
+    if not _ZERO_PART.fullmatch(name):
+        return None
+    if "zero" in os.listdir(folder or "."):
+        return f"{path} is one file of a universal checkpoint of DeepSpeed: import {folder or '.'}"
+    return f"{path} has the part of one rank: {step_of_zero(path)}"
 
 
 def note_about(paths: Paths) -> list[str]:
@@ -78,10 +112,6 @@ def _has(*names: str) -> Callable[[Paths], bool]:
     return lambda paths: any(path.rpartition("/")[2] in names for path in paths)
 
 
-def _is_universal(paths: Paths) -> bool:
-    return "zero/optimizer_state.pt" in paths
-
-
 def _is_zero_tag(paths: Paths) -> bool:
     return any("/" not in path and _ZERO_PART.fullmatch(path) for path in paths)
 
@@ -89,6 +119,11 @@ def _is_zero_tag(paths: Paths) -> bool:
 def _is_deepspeed_run(paths: Paths) -> bool:
     return any(map(_TAGGED.fullmatch, paths))
 
+
+_ZERO_STEP: Final = FolderKind(
+    "one step of DeepSpeed's ZeRO, whose ranks have the weights in pieces",
+    "python {parent}/zero_to_fp32.py {parent} fp32 --tag {name} writes " + _FP32.format(more=_MORE),
+)
 
 _KINDS: Final[tuple[tuple[Callable[[Paths], bool], FolderKind], ...]] = (
     (
@@ -108,21 +143,15 @@ _KINDS: Final[tuple[tuple[Callable[[Paths], bool], FolderKind], ...]] = (
         ),
     ),
     (
-        _is_universal,
+        lambda paths: _COMMON in paths,
         FolderKind(
-            "a universal checkpoint of DeepSpeed, whose weights are in zero/NAME/fp32.pt",
-            "python zero_to_fp32.py RUN fp32, in the run that it was made of, writes "
-            + _FP32.format(more=_MORE),
+            "a universal checkpoint of DeepSpeed whose module is in parts, of tensor or pipeline "
+            "parallelism",
+            "load it with engine.load_checkpoint(), and save engine.module on all ranks, with "
+            "ckpt.declare_part for the parts that a rank has",
         ),
     ),
-    (
-        _is_zero_tag,
-        FolderKind(
-            "one step of DeepSpeed's ZeRO, whose ranks have the weights in pieces",
-            "python {parent}/zero_to_fp32.py {parent} fp32 --tag {name} writes "
-            + _FP32.format(more=_MORE),
-        ),
-    ),
+    (_is_zero_tag, _ZERO_STEP),
     (
         _is_deepspeed_run,
         FolderKind(

@@ -6,7 +6,7 @@ A pickle is either loaded by ``torch.load(weights_only=True)``, or read as inert
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from ckpt.errors import ConfigError
@@ -129,7 +129,9 @@ def _names_in(folder: str) -> list[str]:
         raise ConfigError(f"{folder} cannot be read: {error.strerror or error}") from None
 
 
-def read_source(source: str, kind: Kind, scratch: str | None) -> Contents:
+def read_source(
+    source: str, kind: Kind, scratch: str | None, load: Callable[[str], Any] = load
+) -> Contents:
     """Return the state in ``source``, and the names of the files that it is from.
 
     Tensors are mapped from the source file if possible. The tensors in a folder of
@@ -139,6 +141,7 @@ def read_source(source: str, kind: Kind, scratch: str | None) -> Contents:
         source: The file or folder.
         kind: The kind of ``source``.
         scratch: The folder for the scratch file; None for the system's temporary folder.
+        load: Returns the content of a file of ``torch.save``.
 
     Raises:
         UnsupportedValue: The state contains objects that only pickle could load, or a tensor that
@@ -150,7 +153,7 @@ def read_source(source: str, kind: Kind, scratch: str | None) -> Contents:
     """
     match kind:
         case "torch":
-            return _torch(source)
+            return _torch(source, load)
         case "dcp":
             return dcp_reader.read_folder(source, scratch)
         case "safetensors":
@@ -160,7 +163,7 @@ def read_source(source: str, kind: Kind, scratch: str | None) -> Contents:
 # -- torch.save ------------------------------------------------------------------------------------
 
 
-def _torch(source: str) -> Contents:
+def _torch(source: str, load: Callable[[str], Any]) -> Contents:
     if os.path.isfile(source):
         return Contents(_state(load(source)))
     if not any(name.endswith(_TORCH) for name in os.listdir(source)):

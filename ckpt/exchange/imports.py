@@ -30,13 +30,9 @@ from ckpt.errors import CommitError, ConfigError, StepExists, StorageError, Unsu
 from ckpt.exchange import wrapper_names
 from ckpt.exchange.contents import State
 from ckpt.exchange.flat_states import unflattened
-from ckpt.exchange.foreign_files import (
-    Kind,
-    check_kind,
-    detect,
-)
+from ckpt.exchange.foreign_files import Kind, check_kind
 from ckpt.exchange.rank_files import without_warnings
-from ckpt.exchange.sources import read_contents
+from ckpt.exchange.sources import kind_of, read_contents
 from ckpt.exchange.torch_reader import has_bytes
 from ckpt.manager import CheckpointManager
 from ckpt.model.checksum import checksum
@@ -47,7 +43,7 @@ from ckpt.storage.registry import open_backend
 
 _log = logging.getLogger("ckpt")
 _BUFFERS: Final = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
-_ALIASES: Final = {"state_dict": "model", "optim": "optimizer"}
+_ALIASES: Final = {"state_dict": "model", "module": "model", "optim": "optimizer"}
 _MODEL: Final = "model"
 _OPTIMIZER: Final = "optimizer"
 
@@ -126,8 +122,9 @@ def import_checkpoint(
     source = foreign.path
     with closing(open_backend(tier.url, tier.options)) as backend:
         _check_apart(source, backend.url)
-        found = foreign.kind or detect(source)
-        check_kind(source, found)
+        if foreign.kind:
+            check_kind(source, foreign.kind)
+        found = foreign.kind or kind_of(source)
         _check_free(backend.url, step, (look or partial(committed, backend))())
         local = backend.url if is_folder(backend.url) else None
     done = Imported(kind=found)
@@ -157,6 +154,11 @@ def import_checkpoint(
 def _read(foreign: ForeignCheckpoint, done: Imported, scratch: str | None) -> State:
     """Return the state of the source, and tell in ``done`` what it is and what it leaves aside."""
     contents = read_contents(foreign.path, foreign.kind, scratch)
+    if not contents.state:
+        raise ConfigError(
+            f"{foreign.path} is empty, it has neither tensors nor values: save the state again, or "
+            "import another file"
+        )
     done.kind = contents.library or done.kind
     done.notes += contents.notes
     done.aside = contents.aside

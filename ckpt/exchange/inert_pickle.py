@@ -66,6 +66,17 @@ class Inert:
     built: bool = False
 
 
+def holds_inert(value: Any) -> bool:
+    """Return True if ``value``, or a value in its dicts, lists and tuples, is an `Inert`."""
+    match value:
+        case dict():
+            return any(map(holds_inert, (*value.keys(), *value.values())))
+        case list() | tuple():
+            return any(map(holds_inert, value))
+        case _:
+            return isinstance(value, Inert)
+
+
 class _Machine:
     """A stack machine for the opcodes of pickle that ``torch.distributed.checkpoint`` writes.
 

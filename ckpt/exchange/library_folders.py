@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from ckpt.errors import ConfigError, IntegrityError
 from ckpt.exchange import inert_torch
-from ckpt.exchange.inert_pickle import Inert
+from ckpt.exchange.inert_pickle import holds_inert
 from ckpt.exchange.input_limits import opened
 
 State = dict[str, Any]
@@ -86,11 +86,22 @@ def read_folder(source: str, read: Read) -> LibraryFolder | None:
         CkptError: As ``read`` and ``inert_torch.read_file`` raise it.
     """
     names = sorted(os.listdir(source)) if os.path.isdir(source) else []
-    if _TRAINER in names and any(_is_weights(name) for name in names):
-        return _of_trainer(source, names, read)
-    if any(map(_RANDOM.fullmatch, names)):
-        return _of_accelerate(source, names, read)
-    return None
+    match library_of(names):
+        case "transformers":
+            return _of_trainer(source, names, read)
+        case "accelerate":
+            return _of_accelerate(source, names, read)
+        case _:
+            return None
+
+
+def library_of(names: Collection[str]) -> str:
+    """Return the name of the library that writes folders with these names in them; empty if none is
+    known.
+    """
+    if _TRAINER in names and any(map(_is_weights, names)):
+        return "transformers"
+    return "accelerate" if any(map(_RANDOM.fullmatch, names)) else ""
 
 
 # -- transformers ----------------------------------------------------------------------------------
@@ -206,7 +217,7 @@ def read_lightning(path: str) -> tuple[State, list[str]] | None:
     found = inert_torch.read_file(path)
     if not is_lightning(found):
         return None
-    plain = {key: value for key, value in found.items() if not _holds_inert(value)}
+    plain = {key: value for key, value in found.items() if not holds_inert(value)}
     notes = [
         f"{key!r} is not taken, since it has objects that only pickle could load"
         for key in found
@@ -253,15 +264,5 @@ def _generators(state: Mapping[str, Any]) -> dict[str, Any]:
         for name, keys in _STATES.items()
         if (value := next((state[key] for key in keys if key in state), None)) is not None
     }
-    is_whole = named.keys() >= {"python", "numpy", "torch"} and not _holds_inert(named)
+    is_whole = named.keys() >= {"python", "numpy", "torch"} and not holds_inert(named)
     return named if is_whole else {}
-
-
-def _holds_inert(value: Any) -> bool:
-    match value:
-        case dict():
-            return any(map(_holds_inert, (*value.keys(), *value.values())))
-        case list() | tuple():
-            return any(map(_holds_inert, value))
-        case _:
-            return isinstance(value, Inert)

@@ -1,10 +1,13 @@
 """Join the files that each rank of a job has written with ``torch.save``.
 
 Some trainers save the ``state_dict()`` of a sharded model on each rank, as verl does with
-``model_world_size_2_rank_0.pt`` and torch_checkpointing with ``model_0.pt``. The DTensors say which
-part of the whole tensor a rank holds. Files are joined if their names differ only in the number at
-the end, and there is one of each rank. A job of one rank has no DTensors, and then all files of the
-folder end in 0.
+``model_world_size_2_rank_0.pt`` and torch_checkpointing with ``model_0.pt`` and ``optim_0.pt``. The
+DTensors say which part of the whole tensor a rank has, and which rank has written the file. The
+number at the end of a name may be that of an epoch, too. So files are joined only if their numbers
+are those of the ranks, and if no count in them, such as the step of an optimizer, differs. If the
+files do not say which rank has written them, their names must say "rank", or several kinds of files
+must have the same numbers. A job of one rank has no DTensors, and then all files of the folder end
+in 0.
 """
 
 from __future__ import annotations
@@ -12,16 +15,18 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from ckpt.adapters.tensors.layout import boxes_of, local
-from ckpt.adapters.torch_private import ranks_of_mesh
+from ckpt.adapters.torch_private import ranks_of_mesh, writer_of_mesh
 from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
+from ckpt.errors.base import few
 from ckpt.exchange.library_folders import LibraryFolder
 from ckpt.exchange.torch_writer import Scratch
 from ckpt.model.box import Box, tiling_fault
@@ -30,8 +35,9 @@ from ckpt.model.values import join
 from ckpt.staging.image import copyable
 
 _NAME: Final = re.compile(
-    r"(.+?)(?:[_-]world_size[_-][0-9]+)?(?:[_-]?rank)?[_-]?([0-9]{1,7})\.(?:pt|pth|bin|ckpt)"
+    r"(.+?)([_-]world_size[_-][0-9]+)?([_-]?rank)?[_-]?([0-9]{1,7})\.(?:pt|pth|bin|ckpt)"
 )
+_COUNTS: Final = ("step", "global_step", "epoch", "iteration")
 
 Load = Callable[[str], Any]
 
@@ -61,6 +67,26 @@ def without_warnings() -> Generator[None]:
         logger.setLevel(before)
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Files whose names differ only in a number.
+
+    Attributes:
+        stem: What their names begin with.
+        says_rank: Whether the names say that the numbers are those of ranks.
+        names: The names of the files, by number.
+    """
+
+    stem: str
+    says_rank: bool
+    names: dict[int, str] = field(default_factory=dict[int, str])
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the files, in the order of their numbers."""
+        return [self.names[number] for number in sorted(self.names)]
+
+
 def read_rank_files(source: str, load: Load, scratch: str | None) -> LibraryFolder | None:
     """Return the joined state of the files in the folder ``source``, or None if these are not the
     files of the ranks of one job.
@@ -72,32 +98,117 @@ def read_rank_files(source: str, load: Load, scratch: str | None) -> LibraryFold
             temporary folder.
 
     Raises:
+        ConfigError: It is not clear whether the files are those of ranks, or of several saves.
         IntegrityError: The file of a rank is missing, or the parts do not fit together.
         UnsupportedValue: A tensor has a placement that assigns no part to a rank.
     """
-    ranks: dict[str, dict[int, str]] = {}
-    for name in os.listdir(source) if os.path.isdir(source) else ():
-        if hit := _NAME.fullmatch(name):
-            ranks.setdefault(hit[1], {})[int(hit[2])] = name
-    found = LibraryFolder("torch")
-    is_of_job = len(ranks) > 1 and all(names.keys() == {0} for names in ranks.values())
-    for kind, names in sorted(ranks.items()):
+    kinds, others = _kinds(os.listdir(source))
+    is_of_one_rank = (
+        len(kinds) > 1 and not others and all(kind.names.keys() == {0} for kind in kinds)
+    )
+    folder = LibraryFolder("torch")
+    first: dict[str, Any] = {}
+    for kind in kinds:
         try:
-            parts = {rank: load(os.path.join(source, name)) for rank, name in names.items()}
+            first[kind.stem] = load(os.path.join(source, kind.names[min(kind.names)]))
         except UnsupportedValue as error:
-            found.notes.append(f"the files of {kind!r} are not taken: {error}")
+            folder.notes.append(f"the files of {kind.stem!r} are not taken: {error}")
+    sharded = {stem for stem, content in first.items() if next(_sharded(content), None)}
+    if not sharded and not is_of_one_rank:
+        return None
+    for kind in kinds:
+        if kind.stem not in first:
             continue
-        files = [names[rank] for rank in sorted(names)]
-        for name, tensor in _sharded(parts[min(parts)]):
-            is_of_job = True
-            if missing := {*ranks_of_mesh(tensor.device_mesh).flatten().tolist()} - names.keys():
-                raise IntegrityError(
-                    f"{source}: rank {min(missing)} holds a part of {name!r}, and its file beside "
-                    f"{files[0]} is missing"
-                )
-        found.state[kind] = _Joined(parts, scratch).value
-        found.files += files
-    return found if is_of_job else None
+        parts = {number: load(os.path.join(source, name)) for number, name in kind.names.items()}
+        if not is_of_one_rank and (doubt := _doubt(kind, parts, kinds)):
+            if kind.stem in sharded:
+                raise ConfigError(f"{source}: {doubt}")
+            folder.notes.append(f"{kind.stem!r} is not taken: {doubt}")
+            continue
+        _check_ranks(source, kind, parts)
+        joined = _Joined(parts, scratch)
+        folder.state[kind.stem] = joined.value
+        folder.files += kind.files
+        if joined.different:
+            folder.notes.append(
+                f"{few(joined.different, 3)} of {kind.stem!r} differ between the ranks: each is a "
+                "list of the tensors of all ranks now"
+            )
+    return folder
+
+
+def _kinds(names: Iterable[str]) -> tuple[list[_Kind], list[str]]:
+    """Return the kinds of the files with a number, and the names of the other files of torch."""
+    kinds: dict[str, _Kind] = {}
+    others: list[str] = []
+    for name in names:
+        if hit := _NAME.fullmatch(name):
+            kind = kinds.setdefault(hit[1], _Kind(hit[1], bool(hit[2] or hit[3])))
+            kind.names[int(hit[4])] = name
+        elif name.endswith((".pt", ".pth", ".bin", ".ckpt")):
+            others.append(name)
+    return [kinds[stem] for stem in sorted(kinds)], others
+
+
+def _doubt(kind: _Kind, parts: Mapping[int, Any], kinds: Sequence[_Kind]) -> str:
+    """Return why the files of ``kind``, with the contents ``parts``, may not be those of the ranks
+    of one save; empty if there is no doubt.
+    """
+    files = few(kind.files, 2, quote=False)
+    writers = {
+        number: rank
+        for number, part in parts.items()
+        if (first := next(_sharded(part), None))
+        and (rank := writer_of_mesh(first[1].device_mesh)) is not None
+    }
+    for number, rank in sorted(writers.items()):
+        if number != rank:
+            return (
+                f"rank {rank} has written {kind.names[number]}, so {files} are of several saves: "
+                "import a folder with the files of all ranks of one save"
+            )
+    if count := _differing_count([parts[number] for number in sorted(parts)]):
+        return (
+            f"{files} differ in {count!r}, so they are of several saves: move the files of one "
+            "save to a folder of their own, and import that"
+        )
+    alike = [each for each in kinds if each is not kind and each.names.keys() == kind.names.keys()]
+    if writers or kind.says_rank or alike or len(parts) == 1:
+        return ""
+    return (
+        f"{files} may be the files of ranks or of several saves: if they are of the ranks of one "
+        f"save, rename them to {kind.stem}_rank_N.pt"
+    )
+
+
+def _check_ranks(source: str, kind: _Kind, parts: Mapping[int, Any]) -> None:
+    """Raise ``IntegrityError`` if the file of a rank that has a part of a tensor is missing."""
+    for name, tensor in _sharded(parts[min(parts)]):
+        if missing := {*ranks_of_mesh(tensor.device_mesh).flatten().tolist()} - parts.keys():
+            raise IntegrityError(
+                f"{source}: rank {min(missing)} holds a part of {name!r}, and its file beside "
+                f"{kind.files[0]} is missing"
+            )
+
+
+def _differing_count(values: Sequence[Any], path: str = "") -> str:
+    """Return the path of a count that differs between the files; empty if there is none."""
+    first = values[0]
+    if not all(isinstance(value, Mapping) and value.keys() == first.keys() for value in values):
+        return ""
+    for key in first:
+        items = [value[key] for value in values]
+        name = join(path, key)
+        if key in _COUNTS and all(map(_is_number, items)) and not _are_equal(items):
+            return name
+        if inner := _differing_count(items, name):
+            return inner
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return isinstance(value, int | float) or (is_plain and not value.ndim)
 
 
 class _Joined:
@@ -106,6 +217,7 @@ class _Joined:
     Attributes:
         value: The joined content. A value that is equal on all ranks is taken once. Values that
             differ are a list with that of each rank.
+        different: The paths of tensors that are such lists.
     """
 
     def __init__(self, parts: Mapping[int, Any], scratch: str | None) -> None:
@@ -116,6 +228,7 @@ class _Joined:
             for name, tensor in _sharded(values[0])
         ]
         self._made = Scratch(scratch, kinds).tensors
+        self.different: list[str] = []
         self.value = self._join("", values)
 
     def _join(self, path: str, values: Sequence[Any]) -> Any:
@@ -135,7 +248,11 @@ class _Joined:
                 self._join(join(path, str(index)), items)
                 for index, items in enumerate(zip(*values, strict=True))
             ]
-        return first if all(_is_equal(first, value) for value in values[1:]) else list(values)
+        if _are_equal(values):
+            return first
+        if any(isinstance(value, torch.Tensor) for value in values):
+            self.different.append(path)
+        return list(values)
 
     def _whole(self, path: str, values: Sequence[Any]) -> torch.Tensor:
         whole = self._made[path]
@@ -168,6 +285,10 @@ def _sharded(value: Any, path: str = "") -> Iterator[tuple[str, DTensor]]:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _sharded(item, join(path, str(index)))
+
+
+def _are_equal(values: Sequence[Any]) -> bool:
+    return all(_is_equal(values[0], value) for value in values[1:])
 
 
 def _is_equal(one: Any, other: Any) -> bool:

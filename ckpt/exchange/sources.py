@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
-from ckpt.errors import UnsupportedValue
+from ckpt.errors import ConfigError, UnsupportedValue
 from ckpt.exchange.contents import Contents, State, left_aside
-from ckpt.exchange.folder_kind import note_about
+from ckpt.exchange.deepspeed_files import notes_about, read_universal
+from ckpt.exchange.folder_kind import is_universal, note_about, unreadable, unreadable_file
 from ckpt.exchange.foreign_files import Kind, check_nothing_lost, detect, paths_in, read_source
-from ckpt.exchange.library_folders import is_lightning, named_lightning, read_folder, read_lightning
-from ckpt.exchange.rank_files import check_whole, read_rank_files
+from ckpt.exchange.library_folders import (
+    is_lightning,
+    library_of,
+    named_lightning,
+    read_folder,
+    read_lightning,
+)
+from ckpt.exchange.rank_files import Load, check_whole, read_rank_files
 from ckpt.exchange.torch_reader import load
+
+
+def kind_of(source: str) -> str:
+    """Return the name of the library that has written the folder ``source``. If no library is
+    known, or if ``source`` is a file, return its format.
+
+    Raises:
+        ConfigError: As ``detect`` raises it.
+    """
+    if os.path.isdir(source):
+        paths = paths_in(source)
+        if kind := unreadable(paths):
+            raise ConfigError(kind.text(source))
+        if is_universal(paths):
+            return "deepspeed"
+        if library := library_of(paths):
+            return library
+    return detect(source)
 
 
 def read_contents(source: str, kind: Kind | None, scratch: str | None) -> Contents:
@@ -22,12 +48,13 @@ def read_contents(source: str, kind: Kind | None, scratch: str | None) -> Conten
         scratch: The folder for a scratch file; None for the system's temporary folder.
 
     Raises:
-        ConfigError: The source cannot be read, or is a folder whose state the import would leave
-            aside.
+        ConfigError: The source cannot be read, is a part of a whole, or is a folder whose state the
+            import would leave aside.
         CkptError: As ``read_source`` raises it.
     """
-    contents = (_of_library(source, scratch) if kind is None else None) or _of_format(
-        source, kind or detect(source), scratch
+    load_once = cache(load)  # Files are looked at to recognize a folder, and then taken
+    contents = (_of_library(source, scratch, load_once) if kind is None else None) or _of_format(
+        source, kind or detect(source), scratch, load_once
     )
     if os.path.isdir(source):
         contents.aside = left_aside(os.listdir(source), contents.files)
@@ -36,7 +63,7 @@ def read_contents(source: str, kind: Kind | None, scratch: str | None) -> Conten
     return contents
 
 
-def _of_library(source: str, scratch: str | None) -> Contents | None:
+def _of_library(source: str, scratch: str | None, load_once: Load) -> Contents | None:
     """Return the state of a folder that a library has written, or None if none is recognized."""
     notes: list[str] = []
 
@@ -45,20 +72,30 @@ def _of_library(source: str, scratch: str | None) -> Contents | None:
         notes.extend(contents.notes)
         return contents.state
 
-    folder = read_folder(source, read) or read_rank_files(source, load, scratch)
+    folder = (
+        (read_universal(source) if is_universal(paths_in(source)) else None)
+        or read_folder(source, read)
+        or read_rank_files(source, load_once, scratch)
+        if os.path.isdir(source)
+        else None
+    )
     if folder is None:
         return None
     return Contents(folder.state, folder.files, [*folder.notes, *notes], library=folder.library)
 
 
-def _of_format(source: str, kind: Kind, scratch: str | None) -> Contents:
+def _of_format(source: str, kind: Kind, scratch: str | None, load_once: Load) -> Contents:
+    is_file = os.path.isfile(source)
+    if is_file and (text := unreadable_file(source)):
+        raise ConfigError(text)
     try:
-        contents = read_source(source, kind, scratch)
+        contents = read_source(source, kind, scratch, load_once)
     except UnsupportedValue:
-        if not os.path.isfile(source) or (taken := read_lightning(source)) is None:
+        if not is_file or (taken := read_lightning(source)) is None:
             raise
         contents = Contents(taken[0], notes=taken[1])
     check_whole(contents.state, source)
+    contents.notes += notes_about(source, contents.state)
     if is_lightning(contents.state):
         contents.library = "lightning"
         contents.state, notes = named_lightning(contents.state)

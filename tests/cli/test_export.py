@@ -329,6 +329,45 @@ def test_a_wrong_call_says_what_is_wrong(
     assert Path("there.pt").read_text() == "mine"
 
 
+@pytest.mark.parametrize(("out", "kind"), [("x.pt", "torch"), ("x", "dcp")])
+def test_a_step_of_plain_values_is_exported(cli: Cli, out: str, kind: str) -> None:
+    with CheckpointManager("plain") as manager:
+        manager.save({"epoch": 3, "log": {"loss": [0.5, 0.25]}}, 1)
+    ran = cli("export", "plain", out, "--format", kind)
+    assert ran.code == 0, ran.err
+    assert cli("import", out, "runs", "--step", 1).code == 0
+    state: dict[str, Any] = {"epoch": 0, "log": None}
+    with CheckpointManager("runs") as manager:
+        manager.restore(state)
+    assert state == {"epoch": 3, "log": {"loss": [0.5, 0.25]}}
+
+
+def test_plain_values_alone_can_be_chosen(cli: Cli, saved: Path) -> None:
+    with CheckpointManager("mixed") as manager:
+        manager.save({"epoch": 3, "weight": torch.ones(2)}, 1)
+    assert cli("export", "mixed", "x.pt", "--name", "epoch").code == 0
+    assert torch.load("x.pt", weights_only=True) == {"epoch": 3}
+
+
+@pytest.mark.parametrize("words", [[], ["--name", "epo*"]])
+def test_safetensors_without_a_tensor_says_what_there_is(cli: Cli, words: list[str]) -> None:
+    with CheckpointManager("plain") as manager:
+        manager.save({"epoch": 3, **({"weight": torch.ones(2)} if words else {})}, 1)
+    ran = cli("export", "plain", "x.safetensors", *words)
+    assert ran.code == 2
+    assert "step 1 has no tensor to export, only plain values ('epoch')" in ran.err
+    assert "OUT.pt" in ran.err
+    assert os.listdir() == ["plain"]
+
+
+def test_a_name_that_is_not_there_is_compared_with_plain_values_too(cli: Cli) -> None:
+    with CheckpointManager("plain") as manager:
+        manager.save({"epoch": 3}, 1)
+    ran = cli("export", "plain", "x.pt", "--name", "epochs")
+    assert ran.code == 7
+    assert "has no 'epochs'; it has 'epoch'" in ran.err
+
+
 @pytest.mark.parametrize(
     ("out", "kind"), [("x.safetensors", "safetensors"), ("x.pt", "torch"), ("x", "dcp")]
 )

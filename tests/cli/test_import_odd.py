@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckpt import CheckpointManager
 from tests.cli.conftest import Cli
 
 ONE = torch.ones(2)
@@ -300,3 +301,31 @@ def test_a_folder_whose_state_is_in_subfolders_is_refused(cli: Cli) -> None:
         assert ran.code == 2
         assert "ckpt import c/pytorch_model_fsdp_0 ROOT --step N" in ran.err
     assert cli("import", "c/pytorch_model_fsdp_0", "runs", "--step", 1).code == 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_folder_of_accelerate_that_has_only_subfolders_is_read(cli: Cli) -> None:
+    """accelerate writes no file of torch beside them if there is no scheduler."""
+    for name, kind in (("optimizer_0", "optimizer"), ("pytorch_model_fsdp_0", "model")):
+        dcp.save({kind: MODEL}, checkpoint_id=f"c/{name}", no_dist=True)
+    torch.save({"step": 5}, "c/random_states_0.pkl")
+    ran = cli("import", "c", "runs", "--step", 1)
+    assert ran.code == 0, ran.err
+    assert "from accelerate" in ran.out
+    state: dict[str, Any] = {"model": {"w": torch.zeros_like(ONE)}, "accelerate": {}}
+    with CheckpointManager("runs") as manager:
+        manager.restore(state, only=["model", "accelerate"])
+    assert torch.equal(state["model"]["w"], MODEL["w"])
+    assert state["accelerate"]["step"] == 5
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_an_empty_source_is_refused(cli: Cli) -> None:
+    torch.save({}, "c.pt")
+    save_file({}, "c.safetensors")
+    dcp.save({}, checkpoint_id="c", no_dist=True)
+    for source in ("c.pt", "c.safetensors", "c"):
+        ran = cli("import", source, "runs", "--step", 1)
+        assert ran.code == 2, ran.out
+        assert f"{source} is empty" in ran.err
+        assert not Path("runs").exists()

@@ -8,6 +8,7 @@ from ckpt.exchange.folder_kind import note_about, state_folders, unreadable
 
 DCP = [".metadata", "__0_0.distcp"]
 ZERO_2 = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]
+UNIVERSAL = ["mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/a.weight"]
 ZERO_3 = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)]
 
 
@@ -21,7 +22,11 @@ ZERO_3 = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)
         (["latest", *(f"global_step2/{name}" for name in ZERO_3)], "python /run/x/zero_to_fp32.py"),
         (ZERO_2, "python /run/zero_to_fp32.py /run fp32 --tag x"),
         (ZERO_3, "python /run/zero_to_fp32.py /run fp32 --tag x"),
-        (["mp_rank_00_model_states.pt", "zero/optimizer_state.pt", "zero/a.weight"], "universal"),
+        (
+            [*(f"mp_rank_0{n}_model_states.pt" for n in (0, 1)), "zero/optimizer_state.pt"],
+            "engine.load_checkpoint()",
+        ),
+        (["layer_01-model_00-model_states.pt", *UNIVERSAL], "engine.load_checkpoint()"),
         (["3", "3/_CHECKPOINT_METADATA", "3/default"], "StandardCheckpointer().restore()"),
         (["_CHECKPOINT_METADATA", "_METADATA", "d", "manifest.ocdbt"], "arrays.state_of(tree)"),
         (["manifest.ocdbt", "ocdbt.process_0", "ocdbt.process_0/d"], "Orbax"),
@@ -40,6 +45,8 @@ def test_the_refusal_of_a_folder_says_how_to_get_its_state(paths: list[str], exp
         DCP,
         [*DCP, "common.pt", "metadata.json"],
         ["mp_rank_00_model_states.pt"],  # DeepSpeed without ZeRO has all in one file
+        UNIVERSAL,
+        [*ZERO_3, *UNIVERSAL[1:]],
         ["config.json", "model.safetensors"],
         ["scheduler.bin", *(f"optimizer_0/{name}" for name in DCP)],
     ],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import functools
 import json
 import os
 import shutil
@@ -58,11 +59,6 @@ class Row:
     source: str = "state"
     ranks: int = 1
     packages: tuple[str, ...] = ()
-
-    @property
-    def is_alone(self) -> bool:
-        """True if the environment has none of the packages of this project."""
-        return any(each.startswith(("torch==", "jax==")) for each in self.packages)
 
 
 TRANSFORMERS: Final = ("transformers==5.24.0", "tokenizers==0.23.3")
@@ -157,23 +153,26 @@ _OF_LIBRARIES: Final = (
 # -- environments ----------------------------------------------------------------------------------
 
 
-def python_of(row: Row) -> str | None:
-    """Return the Python of the row's environment, which is made if it is not there; None if the
-    index does not have its packages.
+@functools.cache
+def python_of(packages: tuple[str, ...]) -> str | None:
+    """Return the Python of the environment with these packages, which is made if it is not there;
+    None if they cannot be installed.
     """
-    if not row.packages:
+    if not packages:
         return sys.executable
-    place = BUILD / "environments" / "-".join(row.packages[:1]).replace("==", "-")
+    place = BUILD / "environments" / packages[0].replace("==", "-")
     python = place / "bin" / "python"
     if (place / "made").exists():
         return str(python)
     shutil.rmtree(place, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
-    words = ["install", "-q", *([] if row.is_alone else ["--no-deps"]), *row.packages]
-    env = {**os.environ, "PIP_CONSTRAINT": ""}
+    is_alone = any(each.startswith(("torch==", "jax==")) for each in packages)
+    words = ["install", "-q", *([] if is_alone else ["--no-deps"]), *packages]
+    # An empty name would leave the constraints of the machine in force.
+    env = {**os.environ, "PIP_CONSTRAINT": os.devnull}
     if subprocess.run([str(python), "-m", "pip", *words], env=env, check=False).returncode:
         return None
-    if not row.is_alone:
+    if not is_alone:
         (site,) = place.glob("lib/python*/site-packages")
         (site / "project.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     (place / "made").touch()
@@ -288,7 +287,7 @@ def results() -> dict[str, list[str]]:
 
 def run(row: Row) -> None:
     """Run a row, and keep its cells."""
-    if (python := python_of(row)) is None:
+    if (python := python_of(row.packages)) is None:
         line = ["left out: the index does not have it"]
     else:
         try:
