@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, ClassVar, Final, Protocol, cast
 
 from ckpt.errors import (
@@ -227,17 +227,28 @@ def open_file_server(url: str, options: Mapping[str, object]) -> FileServerBacke
     except ValueError as error:
         raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error))}") from None
     secrets = secrets_of(settings)
-    unknown = settings.keys() - signature(kind.__init__).parameters.keys()
-    if unknown and not dialect.PASSES_OPTIONS:
+    known = dict(list(signature(kind.__init__).parameters.items())[1:])  # Without ``self``
+    if (unknown := settings.keys() - known.keys()) and not dialect.PASSES_OPTIONS:
         raise ConfigError(f"{shown!r} does not take the option {min(unknown)!r}")
+    needed = {
+        each.name for each in known.values() if each.default is each.empty and not _is_rest(each)
+    }
+    if missing := needed - settings.keys():
+        raise ConfigError(f"{shown!r} needs the option {min(missing)!r}")
 
     def connect() -> Connection:
         try:
             return dialect(kind(skip_instance_cache=True, **settings))
         except (TypeError, ValueError) as error:  # An option that the client does not take
+            if isinstance(error.__cause__, OSError):
+                raise  # The client of SMB says so that the server does not answer
             raise ConfigError(f"{shown!r}: {clean(str(error), secrets)}") from None
 
     return FileServerBackend(connect, f"/{root.strip('/')}", shown, secrets=secrets)
+
+
+def _is_rest(parameter: Parameter) -> bool:
+    return parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 class FileServerBackend:

@@ -35,7 +35,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import at_once, fetch, payload
 from tests.kit.disks import mount
-from tests.kit.file_servers import SHARES, served
+from tests.kit.file_servers import SHARES, need_module, served
 
 __all__ = ["mount"]
 pytestmark = pytest.mark.server
@@ -233,6 +233,22 @@ def test_the_connections_of_a_restarted_server_are_replaced(own_share):
     assert RetryPolicy().call(partial(fetch, backend, "file/3")) == b"x"
     assert RetryPolicy().call(lambda: len(list(backend.list("")))) == 4
     backend.close()
+
+
+def test_a_server_that_is_away_at_the_first_request_is_a_transient_error(own_share):
+    own_share.server.kill()
+    backend = open_backend(f"{own_share.url}/root", own_share.options)
+    with pytest.raises(TransientStorageError):
+        backend.head("file")
+    own_share.server.start()
+    RetryPolicy().call(partial(backend.put, "file", [b"x"]))
+    backend.close()
+
+
+def test_an_option_that_webdav_needs_is_named():
+    need_module("webdav4")
+    with pytest.raises(ConfigError, match="needs the option 'base_url'"):
+        open_backend("webdav://run")
 
 
 def test_a_wrong_password_is_told_without_the_password(own_share):
