@@ -168,10 +168,9 @@ class RayCheckpoints:
         """Report ``metrics`` to Ray, and save ``state`` in the background if it is given.
 
         All workers must make the same calls, as with ``ray.train.report``. Ray gets the checkpoint
-        with these metrics as soon as the step is durable. If this worker skips the save, Ray gets
-        only the metrics. If another worker skips it, that counts as a failure, since Ray takes no
-        report back. If a save fails, Ray ends the run or restarts the workers, as ``FailureConfig``
-        says.
+        with these metrics as soon as the step is durable. If any worker skips the save, Ray gets
+        only the metrics. If a save fails, Ray ends the run or restarts the workers, as
+        ``FailureConfig`` says.
 
         Args:
             metrics: As for ``ray.train.report``. The step keeps those metrics that are numbers.
@@ -253,14 +252,31 @@ class RayCheckpoints:
             self.close()
 
 
+class _NoCheckpoint(ray.train.Checkpoint):  # type: ignore[misc, unused-ignore]
+    """The checkpoint of a step that a worker has skipped: there is none.
+
+    Ray has no way to withdraw a checkpoint that was announced. It sends this object from the worker
+    to its controller, which gets None, as for a report of metrics alone.
+    """
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 def _refer(pending: PendingSave, root: str, run: Any, name: str) -> Any:
     """Wait until the step of ``pending`` is durable, and return a reference to it.
 
-    A farther tier that is behind may have given up the step. Then a nearer tier has it.
+    A farther tier that is behind may have given up the step. Then a nearer tier has it. If another
+    worker has skipped the save, there is no checkpoint.
 
     Ray calls this in the background. The reference is the folder ``name`` of ``run``.
     """
     error = pending.exception()
+    if isinstance(error, SaveSkipped):
+        return _NoCheckpoint(run.path, run.filesystem)
     if error is not None and not isinstance(error, TierBehind):  # A nearer tier has that step
         raise error
     folder = posixpath.join(run.path, name)

@@ -17,7 +17,7 @@ pytest.importorskip("ray.train", reason="Ray Train is not installed")
 import ray.train
 from pyarrow import fs
 
-from ckpt.errors import ConfigError, OutOfSpace, RestoreError, TierBehind
+from ckpt.errors import ConfigError, OutOfSpace, RestoreError, SaveSkipped, TierBehind
 from ckpt.integrations import ray as door
 from ckpt.integrations.ray import RayCheckpoints, run_root
 from ckpt.pending import SaveRecord
@@ -87,7 +87,9 @@ def test_a_worker_that_is_killed_in_mid_save_costs_no_bit(folder: Path) -> None:
 def test_ray_knows_durable_steps_with_their_own_metrics(folder: Path) -> None:
     for name, kept in json.loads((folder / "results.json").read_text()).items():
         root = str(folder / "storage" / name / "ckpt")
-        assert kept == [[step, {"root": root, "step": step}] for step in (6, 8)]
+        # The second worker of "skipped" has skipped step 8
+        last = (6, 7) if name == "skipped" else (6, 8)
+        assert kept == [[step, {"root": root, "step": step}] for step in last]
 
 
 @pytest.mark.slow
@@ -210,3 +212,14 @@ def test_a_step_that_a_farther_tier_has_given_up_is_reported(tmp_path: Path) -> 
     pending.finish(OutOfSpace("rank-00000.safetensors"))
     with pytest.raises(OutOfSpace):
         door._refer(pending, "s3://bucket/run", run, "checkpoint_2")
+
+
+def test_ray_gets_no_checkpoint_of_a_step_that_another_worker_has_skipped(tmp_path: Path) -> None:
+    run = SimpleNamespace(path=str(tmp_path), filesystem=fs.LocalFileSystem())
+    pending = SaveRecord(7, 0, None, began=0.0)
+    pending.finish(SaveSkipped(7, "rank 1: no slot was free"))
+    found = door._refer(pending, "s3://bucket/run", run, "checkpoint_1")
+    assert isinstance(found, ray.train.Checkpoint)
+    assert not found
+    assert ray.cloudpickle.loads(ray.cloudpickle.dumps(found)) is None
+    assert not list(tmp_path.iterdir())

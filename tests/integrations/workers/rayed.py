@@ -1,6 +1,7 @@
 """Runs of Ray Train in one local cluster.
 
 Nothing stops the first run. In the second one a worker is killed with SIGKILL while a save streams.
+In the last one the second worker has no free slot for some saves, and skips them.
 
     rayed.py FOLDER
 
@@ -22,10 +23,12 @@ from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
 
 from ckpt import PerRank, RngState, Tier
+from ckpt.errors import SaveSkipped
 from ckpt.integrations.ray import RayCheckpoints, run_root
 from tests.kit.deadly import die_in_the_save_of
 
 STEPS, KILLED = 8, 6
+SKIPPED = {1, 4, 8}
 
 
 def train(config: dict[str, Any]) -> None:
@@ -64,9 +67,25 @@ def train(config: dict[str, Any]) -> None:
     (folder / name).write_text(json.dumps(result))
 
 
-def run(folder: Path, name: str, **config: Any) -> Any:
+def skip(config: dict[str, Any]) -> None:
+    rank = ray.train.get_context().get_world_rank()
+    with RayCheckpoints(on_busy="skip", slots=1) as checkpoints:
+        slots = checkpoints.manager._saver.slots
+        for step in range(1, STEPS + 1):
+            taken = None
+            if rank == 1 and step in SKIPPED:
+                taken = slots.acquire(1, wait=False)
+                assert taken is not None
+            pending = checkpoints.report({"step": step}, {"x": step}, step)
+            assert pending is not None
+            assert isinstance(pending.exception(), SaveSkipped) == (step in SKIPPED)
+            if taken is not None:
+                slots.release(taken)
+
+
+def run(folder: Path, name: str, loop: Any = train, **config: Any) -> Any:
     trainer = TorchTrainer(
-        train,
+        loop,
         train_loop_config={"folder": str(folder), "kills": False} | config,
         scaling_config=ScalingConfig(num_workers=2),
         run_config=RunConfig(
@@ -88,7 +107,7 @@ def main(folder: Path) -> None:
             [metrics["step"], json.loads((Path(checkpoint.path) / "ckpt.json").read_text())]
             for checkpoint, metrics in each.best_checkpoints
         ]
-        for each in (whole, killed)
+        for each in (whole, killed, run(folder, "skipped", skip))
     }
     run(folder, "other", checkpoint=whole.best_checkpoints[0][0])
     (folder / "results.json").write_text(json.dumps(found))
