@@ -243,8 +243,7 @@ class JobSteps:
         The call asks the store of a tier for the step. If the newest step that this job has
         committed on the tier is older than ``ref``, it does not ask, since a store that is down
         delays the caller. If that step is not older, it asks for that one, which an eviction may
-        have removed. A tier that does not answer counts as one that has this step, and lacks all
-        steps that this job has not committed there.
+        have removed. A tier that does not answer counts as one that has no step.
         """
         return any(self._has(tier, ref) for tier in self._durable if tier.index != here.index)
 
@@ -256,7 +255,7 @@ class JobSteps:
         try:
             return has_manifest(tier.backend, newest or ref)
         except CkptError:
-            return newest is not None
+            return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,19 @@ def test_a_step_that_was_evicted_from_another_tier_is_not_elsewhere(tiers) -> No
     assert not TierSteps(steps, far).is_elsewhere(TWO)
 
 
+def test_a_step_on_a_tier_that_does_not_answer_is_not_elsewhere(tiers, tmp_path: Path) -> None:
+    near, _ = tiers
+    backend = FaultyBackend(
+        open_backend(str(tmp_path / "far")),
+        [Rule(verb="head", fault=Raise(lambda key: AccessDenied(key, "down")))],
+    )
+    far = OpenTier(1, Tier(str(tmp_path / "far")), backend)
+    steps = JobSteps((near, far))
+    backend.put(TWO.manifest, [b"{}"])
+    TierSteps(steps, far).set_committed(TWO)
+    assert not TierSteps(steps, near).is_elsewhere(TWO), "an eviction may have removed it"
+
+
 def test_a_store_is_not_asked_while_this_job_has_committed_only_older_steps_there(
     tiers, tmp_path: Path
 ) -> None:
