@@ -4,13 +4,15 @@ Each file is replaced atomically, after every byte of the new file was verified.
 killed leaves either the old file or the new one. While a manifest is replaced, the claim marker of
 a finisher keeps the step from being removed.
 
-If the files must be encoded again (see ``mend_step``), the old manifest is deleted before the new
-one is put. A process that is killed in between leaves a step without a manifest.
+If the files must be encoded again (see ``mend_step``), the marker stands all the time, and the old
+manifest is deleted before the new one is put. A process that is killed in between leaves a step
+without a manifest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from ckpt.catalog.index import is_committed
@@ -42,8 +44,7 @@ def mend_step(
 ) -> None:
     """Replace the damaged files of a committed step.
 
-    If another process removes the step meanwhile, this function does not put it back, unless the
-    files are encoded again (see ``codec``).
+    If another process removes the step meanwhile, this function does not put it back.
 
     Args:
         sources: Other stores that have the step, nearest first.
@@ -123,11 +124,16 @@ def _check_manifest(folder: StepFolder) -> None:
         raise ObjectNotFound(folder.ref.manifest)
 
 
+def _claim(folder: StepFolder) -> None:
+    """Put the claim marker of a finisher. Raise ``StorageError`` if the step is being removed."""
+    if not folder.retry.call(partial(claim_for_finish, folder.backend, folder.ref)):
+        raise StorageError(folder.ref.folder, f"it is being removed on {folder.backend.url}")
+
+
 def _put_manifest(folder: StepFolder, found: Found, confirm: Callable[[], object]) -> None:
     """Replace a damaged manifest. A claim marker keeps the step from being removed meanwhile."""
     backend, ref = folder.backend, folder.ref
-    if not folder.retry.call(partial(claim_for_finish, backend, ref)):
-        raise StorageError(ref.folder, f"it is being removed on {backend.url}")
+    _claim(folder)
     try:
         _check_manifest(folder)
         check_files(folder, found.manifest, confirm)
@@ -143,7 +149,12 @@ def _encode_again(
     confirm: Callable[[], object],
     on_bytes: OnBytes,
 ) -> None:
-    """Copy the step to ``folder``, encoded with ``codec``. Intact files there are not written."""
+    """Copy the step to ``folder``, encoded with ``codec``. Intact files there are not written.
+
+    A claim marker keeps the step from being removed meanwhile. After an error it stays if the step
+    has no manifest, since a put of one may still be on its way.
+    """
+    backend, ref = folder.backend, folder.ref
     so_far: int | None = None
 
     def progress(done: int, _: int) -> None:
@@ -153,4 +164,15 @@ def _encode_again(
         so_far = done
 
     confirm()
-    fetch_step(sources, folder, on_progress=progress, codec=codec, confirm=confirm)
+    _claim(folder)
+    try:
+        _check_manifest(folder)
+    except ObjectNotFound:
+        release_finish(backend, ref)
+        raise
+    try:
+        fetch_step(sources, folder, on_progress=progress, codec=codec, confirm=confirm)
+    finally:
+        with suppress(StorageError):
+            if is_committed(backend, ref):
+                release_finish(backend, ref)

@@ -12,11 +12,13 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
+from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.mending import mend_step
 from ckpt.catalog.verify import StepFolder
 from ckpt.coordination.claim_marker import claim_committed_for_removal
 from ckpt.errors import IntegrityError, ObjectExists, RootInUse, StorageError
 from ckpt.pipeline.workers import Workers
+from ckpt.retention.removal import remove
 from ckpt.storage.registry import open_backend
 from tests.kit.damage import cut, data_of, flip, folder_of, look
 from tests.kit.stores import whole
@@ -182,6 +184,47 @@ def test_a_removal_between_two_looks_leaves_nothing(two, moment: int) -> None:
     assert calls == 2
     assert whole(damaged.url) == []
     assert not list(folder.glob("rank-*"))
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("roots", ["none to zstd"], indirect=True)
+def test_a_step_that_is_encoded_again_and_removed_meanwhile_does_not_come_back(
+    roots, moment: int
+) -> None:
+    damaged, other = roots
+    flip(data_of(damaged))
+    backend, calls, is_removed = open_backend(damaged.url), 0, False
+
+    def remove_then() -> None:
+        nonlocal calls, is_removed
+        calls += 1
+        if calls == moment:
+            [step] = Inventory(backend).look()
+            is_removed = remove(backend, step)
+
+    if moment < 4:
+        with pytest.raises((IntegrityError, StorageError)):
+            mend(damaged, other, confirm=remove_then)
+    else:
+        mend(damaged, other, confirm=remove_then)
+        assert calls == 5, "all moments were tried"
+    assert is_removed == (moment < 4), "the marker of the mending keeps the step from then on"
+    assert whole(damaged.url) == ([] if is_removed else [1])
+    assert is_removed or look(damaged).intact
+    assert not list(Path(damaged.url).glob("*/verdict"))
+
+
+@pytest.mark.parametrize("roots", ["none to zstd"], indirect=True)
+def test_an_encoding_that_fails_leaves_a_step_that_can_be_removed(roots) -> None:
+    damaged, other = roots
+    flip(data_of(damaged), 1000)
+    flip(data_of(other), 1001)
+    with pytest.raises(IntegrityError):
+        mend(damaged, other)
+    backend = open_backend(damaged.url)
+    [step] = Inventory(backend).look()
+    assert step.state == "committed"
+    assert remove(backend, step)
 
 
 def test_a_manifest_is_not_replaced_while_the_step_is_removed(two) -> None:
