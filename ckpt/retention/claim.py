@@ -8,9 +8,7 @@ Before each removal it reads ``writer.json`` again, the record of the owner of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -28,13 +26,27 @@ from ckpt.coordination.owner import (
     release,
     succeed,
 )
-from ckpt.errors import ObjectNotFound, RootInUse
+from ckpt.errors import RootInUse
 from ckpt.model.keys import OWNER, StepRef, parse_folder
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend
 
 _RETRY: Final = RetryPolicy()
 _log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Takeover:
+    """What was on a root when a job took it.
+
+    Attributes:
+        refs: The attempts there.
+        date: When ``writer.json`` was put, by the clock of the store. None if the store has no
+            dates, or if every job that owned the root before is known to have ended.
+    """
+
+    refs: frozenset[StepRef]
+    date: float | None
 
 
 class Claim:
@@ -51,8 +63,9 @@ class Claim:
     Which checkpoints were there follows from the attempts that were listed at that moment, so no
     request is needed for each of them. A job that owned the root and may be alive may still have
     committed one of its attempts later. Then the store's dates of the manifest and of
-    ``writer.json`` decide, if the store has dates. They decide nothing else, since the clock of a
-    folder may have been set back.
+    ``writer.json`` decide, if the store has dates: only a manifest with an earlier date was there,
+    since a store may date to whole seconds. They decide nothing else, since the clock of a folder
+    may have been set back.
 
     The remains of a save may be removed at once if the owner of the root knows that the job of the
     save has ended. Other remains stay for a day (``retention.policy``).
@@ -60,9 +73,8 @@ class Claim:
     Args:
         backend: The store of the root.
         me: The owner that stands for this process.
-        posted: The attempts that were there when the leader took the root. A rank of a saving job
-            that is not the leader needs them, since it does not take the root itself. None
-            otherwise.
+        posted: What was there when the leader took the root. A rank of a saving job that is not the
+            leader needs it, since it does not take the root itself. None otherwise.
 
     Attributes:
         claimed: Whether ``writer.json`` may name this job.
@@ -76,11 +88,10 @@ class Claim:
         backend: StorageBackend,
         me: Owner,
         *,
-        posted: PostedAttempts | None = None,
+        posted: PostedTakeover | None = None,
     ) -> None:
         self._backend, self._me, self._posted = backend, me, posted
-        self._attempts: frozenset[StepRef] | None = None
-        self._date: float | None = None
+        self._takeover: Takeover | None = None
         self._brought: set[StepRef] = set()
         self._ended: frozenset[str] = frozenset()
         self._unseen: frozenset[str] = frozenset()
@@ -95,14 +106,22 @@ class Claim:
     @property
     def is_taken(self) -> bool:
         """Return True if this job has taken the root, and this rank knows what was there."""
-        return self._known_listing() is not None
+        return self.takeover is not None
 
     @property
     def listing(self) -> frozenset[StepRef]:
         """The attempts that were on the root when this job took it; empty if it has not, or if this
         rank does not know them yet.
         """
-        return self._known_listing() or frozenset()
+        takeover = self.takeover
+        return takeover.refs if takeover is not None else frozenset()
+
+    @property
+    def takeover(self) -> Takeover | None:
+        """What was on the root when this job took it first; None if it has not, or if this rank
+        does not know it yet.
+        """
+        return self._takeover if self._posted is None else self._posted.takeover()
 
     def take(self) -> list[StepRef]:
         """Make this job the owner of the root, and return the attempts there, newest step first.
@@ -110,6 +129,7 @@ class Claim:
         Raises:
             RootInUse: The root belongs to a job that is alive on this machine.
             RootLost: Another folder has taken the place of the root.
+            StorageError: The store has failed.
         """
         # ``writer.json`` may name this job even if this method fails.
         self.claimed, self._seen = True, self.own
@@ -118,9 +138,11 @@ class Claim:
         # know the ended jobs, whose steps it may remove.
         self._ended, self._unseen = frozenset(self._me.ended), frozenset(self._me.unseen)
         put_owner(self._backend, self._me)
+        # The date matters only for attempts of jobs that may be alive.
+        date = self._backend.head(OWNER).modified if self._unseen else None
         listing = attempts(self._backend)
-        if self._attempts is None:
-            self._attempts = frozenset(listing)
+        if self._takeover is None:
+            self._takeover = Takeover(frozenset(listing), date)
         return listing
 
     def warn(self) -> None:
@@ -148,7 +170,7 @@ class Claim:
         """
         owner = read_owner(self._backend)
         others = owner is not None and owner.attempt != self.own
-        if owner and others and (self._attempts is not None or not owner.has_ended):
+        if owner and others and (self._takeover is not None or not owner.has_ended):
             raise RootInUse(self._backend.url, str(owner), here=owner.here_too)
         self._seen = owner.attempt if owner is not None else self.own
         self._unseen = frozenset(owner.unseen if owner is not None else ())
@@ -165,7 +187,7 @@ class Claim:
         Args:
             owner: The present owner of the root: the job itself, an earlier job, or None.
         """
-        self._attempts = frozenset()
+        self._takeover = Takeover(frozenset(), None)
         self._seen = owner.attempt if owner is not None else self.own
         self._ended = frozenset(owner.ended if owner is not None else ())
         self._unseen = frozenset(owner.unseen if owner is not None else ())
@@ -211,32 +233,22 @@ class Claim:
         return ref in self._brought
 
     def may_remove(self, checkpoint: StoredStep) -> bool:
-        """Return True if this job may remove the checkpoint.
-
-        Raises:
-            StorageError: The store cannot tell when ``writer.json`` was put.
-        """
+        """Return True if this job may remove the checkpoint."""
         # The job has not taken the root, and only uses it. No living job owns the root.
-        if self._attempts is None and self._posted is None:
+        if self._takeover is None and self._posted is None:
             return True
         ref = checkpoint.ref
         if ref in self._brought or ref.job == self.own or ref.job in self._ended:
             return True
         return ref in self.listing and (not self.may_come(ref) or self._is_older(checkpoint))
 
-    def _known_listing(self) -> frozenset[StepRef] | None:
-        return self._attempts if self._posted is None else self._posted.refs()
-
     def _is_older(self, checkpoint: StoredStep) -> bool:
         """Return True if the manifest was put before ``writer.json``, by the clock of the store."""
         dates = {info.key: info.modified for info in checkpoint.objects}
-        date = dates.get(checkpoint.ref.manifest)
+        date, takeover = dates.get(checkpoint.ref.manifest), self.takeover
         if date is None:
             return True
-        if self._date is None:
-            with suppress(ObjectNotFound):
-                self._date = _RETRY.call(partial(self._backend.head, OWNER)).modified
-        return self._date is None or date <= self._date
+        return takeover is not None and takeover.date is not None and date < takeover.date
 
     def is_dead(self, ref: StepRef) -> bool:
         """Return True if the job of the save ``ref`` is known to have ended, so that no process can
@@ -260,36 +272,37 @@ class Claim:
         return bool(self._ended)
 
 
-class PostedAttempts:
-    """The attempts at steps that were on a tier when the leader of its ranks took the root.
+class PostedTakeover:
+    """What was on a tier when the leader of its ranks took the root.
 
-    The leader posts the attempts once. The other ranks read them when they must make room.
+    The leader posts it once. The other ranks read it when they must make room.
 
     Args:
         coordinator: The connection to the ranks that share the store of the tier.
         index: The position of the tier, counted from the nearest.
 
-    Thread safety: all methods may be called from any thread. ``_refs`` is set once, and every
+    Thread safety: all methods may be called from any thread. ``_takeover`` is set once, and every
     thread would set it to the same value.
     """
 
     def __init__(self, coordinator: Coordinator, index: int) -> None:
-        self._coordinator, self._subject = coordinator, f"found/{index}"
-        self._refs: frozenset[StepRef] | None = None
+        self._coordinator, self._subject = coordinator, f"taken/{index}"
+        self._takeover: Takeover | None = None
 
-    def post(self, refs: Iterable[StepRef]) -> None:
-        """Post the attempts that the leader has listed, for the other ranks."""
-        folders = msgspec.json.encode([ref.folder for ref in refs])
-        self._coordinator.set_once(self._subject, folders)
+    def post(self, takeover: Takeover) -> None:
+        """Post what the leader has found, for the other ranks."""
+        folders = [ref.folder for ref in takeover.refs]
+        self._coordinator.set_once(self._subject, msgspec.json.encode((folders, takeover.date)))
 
-    def refs(self) -> frozenset[StepRef] | None:
-        """Return the attempts that the leader posted; None if it has not posted them yet."""
-        if self._refs is None:
+    def takeover(self) -> Takeover | None:
+        """Return what the leader posted; None if it has not posted it yet."""
+        if self._takeover is None:
             posted = self._coordinator.verdict(self._subject, timeout=0)
             if posted is not None:
-                folders = map(parse_folder, msgspec.json.decode(posted, type=list[str]))
-                self._refs = frozenset(ref for ref in folders if ref is not None)
-        return self._refs
+                folders, date = msgspec.json.decode(posted, type=tuple[list[str], float | None])
+                refs = map(parse_folder, folders)
+                self._takeover = Takeover(frozenset(ref for ref in refs if ref is not None), date)
+        return self._takeover
 
 
 def attempts_of(backend: StorageBackend, job: str) -> list[StepRef]:

@@ -39,7 +39,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import Known
-from ckpt.retention.claim import Claim, PostedAttempts
+from ckpt.retention.claim import Claim, PostedTakeover
 from ckpt.retention.pruner import Pruner, sweep
 from ckpt.retention.quota import Quota
 from ckpt.save.job_steps import TierSteps
@@ -104,7 +104,7 @@ class TierWriter:
         # The leader reads fragments with these threads.
         readers = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))
         self._readers = Workers("merge", readers, nice=config.nice, cpus=config.cpus)
-        self._posted = PostedAttempts(self._node, tier.index)
+        self._posted = PostedTakeover(self._node, tier.index)
         posted = None if self._node.rank == LEADER else self._posted
         self.root = Claim(self._backend, Owner.here(coordinator.attempt), posted=posted)
         self._pruner: Pruner | None = None
@@ -427,8 +427,9 @@ class TierWriter:
         """
         if self._foreign is None:
             listing = self._call(self.root.take)
-            if self._node.world_size > 1:  # Other ranks read this list when they must make room
-                self._posted.post(listing)
+            takeover = self.root.takeover
+            if self._node.world_size > 1 and takeover is not None:
+                self._posted.post(takeover)  # Other ranks read it when they must make room
             if self._pruner is not None:
                 self._pruner.clear(self._steps.restored)
             self._foreign = [ref for ref in listing if ref.job != self.root.own]

@@ -22,7 +22,7 @@ from ckpt.errors import AccessDenied, OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.manifest import FORMAT
-from ckpt.retention.claim import Claim, PostedAttempts
+from ckpt.retention.claim import Claim, PostedTakeover, Takeover
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import FixedGuard, PruneContext, Retention
 from ckpt.retention.pruner import Pruner, prune, sweep
@@ -419,8 +419,8 @@ def test_a_rank_that_does_not_lead_evicts_only_what_its_job_answers_for(tmp_path
     Another job has saved step 2 since, and closed.
     """
     steps = [attempt(tmp_path, 1, ONE), attempt(tmp_path, 2, "c" * 12), attempt(tmp_path, 3, TWO)]
-    posted = PostedAttempts(SingleCoordinator(), 0)
-    posted.post([StepRef(1, ONE)])
+    posted = PostedTakeover(SingleCoordinator(), 0)
+    posted.post(Takeover(frozenset([StepRef(1, ONE)]), None))
     follower = Claim(tier(tmp_path).backend, Owner.here(TWO), posted=posted)
     assert evictor(tmp_path, 10_000, follower).free(StepRef(4, TWO), 2000, restored=None)
     assert [step.exists() for step in steps] == [False, True, True]
