@@ -71,9 +71,9 @@ class FtpConnection:
         try:
             listed = list(self._ftp.mlsd(path))
         except error_perm as error:
-            if str(error)[:3] in ("501", "550"):
+            if str(error).startswith("501"):
                 raise ObjectNotFound(path, str(error)) from None
-            raise
+            raise  # 550 is translated by its text: the folder is missing, or access is denied
         finally:
             self._ftp.voidcmd("TYPE I")  # The listing was sent as text
         return [

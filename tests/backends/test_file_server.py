@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 import uuid
 from dataclasses import replace
@@ -36,6 +37,7 @@ from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import at_once, fetch, payload
 from tests.kit.disks import mount
 from tests.kit.file_servers import SHARES, need_module, served
+from tests.servers import SECRET, Server, free_port
 
 __all__ = ["mount"]
 pytestmark = pytest.mark.server
@@ -243,6 +245,37 @@ def test_a_server_that_is_away_at_the_first_request_is_a_transient_error(own_sha
     own_share.server.start()
     RetryPolicy().call(partial(backend.put, "file", [b"x"]))
     backend.close()
+
+
+BLIND = """
+import sys
+from pyftpdlib.authorizers import DummyAuthorizer
+from pyftpdlib.handlers import FTPHandler
+from pyftpdlib.servers import FTPServer
+port, folder, password = sys.argv[1:]
+FTPHandler.authorizer = DummyAuthorizer()
+FTPHandler.authorizer.add_user("user", password, folder, perm="eradfmwMT")
+FTPServer(("127.0.0.1", int(port)), FTPHandler).serve_forever()
+"""
+
+
+def test_a_listing_by_ftp_that_is_not_allowed_is_no_empty_store(tmp_path):
+    need_module("pyftpdlib")
+    port, folder = free_port(), tmp_path / "served"
+    folder.mkdir()
+    command = [sys.executable, "-c", BLIND, str(port), str(folder), SECRET]
+    server = Server("pyftpdlib", command, port, tmp_path / "log", speaks_http=False).start()
+    try:
+        options = {"username": "user", "password": SECRET}
+        backend = open_backend(f"ftp://127.0.0.1:{port}/root", options)
+        backend.put("step/file", [b"x"])
+        for listing in (backend.list, backend.folders):
+            with pytest.raises(AccessDenied):
+                list(listing(""))
+        assert (folder / "root/step/file").read_bytes() == b"x"
+        backend.close()
+    finally:
+        server.kill()
 
 
 def test_an_option_that_webdav_needs_is_named():
