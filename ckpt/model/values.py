@@ -18,14 +18,15 @@ import struct
 from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import compress
+from contextlib import contextmanager, suppress
+from itertools import chain, compress, repeat
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
+from ckpt.model.levels import CONTAINERS, by_type, inside, node_of
 
 # Python has no static type for all values that msgspec's JSON encoder accepts.
 Node = Any
@@ -191,12 +192,14 @@ def _excess(tree: Node, nbytes: int) -> str:
     The limits are on the depth, and on the characters of all names for a JSON of ``nbytes`` bytes.
     The time grows linearly with the size of the tree.
     """
+    left = (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
+    if _most_name_chars(tree) <= left:
+        return ""
     # These are three parallel lists, since a tuple for each container would start the garbage
     # collector.
     nodes = [tree] if type(tree) in _CONTAINERS else []
     outside = [0] * len(nodes)  # The number of characters in the name of each container
     roles = [_PLAIN] * len(nodes)
-    left = (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
     for _ in range(_MAX_JSON_DEPTH):
         if not nodes:
             return ""
@@ -225,6 +228,28 @@ def _excess(tree: Node, nbytes: int) -> str:
             )
         nodes, outside, roles = within, around, parts
     return "nested too deeply"
+
+
+def _most_name_chars(tree: Node) -> float:
+    """Return a number that the names in a tree have at most as characters. It is infinite if the
+    tree is nested too deeply, or has keys that are no strings.
+
+    This takes a few passes over each level, and most trees are far below the limit.
+    """
+    level: Sequence[Node] = [tree]
+    longest = total = 0
+    for _ in range(_MAX_JSON_DEPTH):
+        containers = by_type(level, _CONTAINERS)
+        if not containers:
+            return total
+        dicts = containers.get(dict, ())
+        keys = set(chain.from_iterable(dicts))
+        if "$" in keys and any(map(_TAGS.__contains__, map(dict.get, dicts, repeat("$")))):
+            return math.inf
+        level = inside(containers)
+        total += longest * len(level)
+        longest += max(_INDEX_CHARS, 1 + max(map(len, keys), default=0))
+    return math.inf
 
 
 def _chars_of_key(items: Sequence[Node]) -> int:
@@ -267,6 +292,10 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
     if depth > _MAX_DEPTH:
         raise UnsupportedValue(path, "container nested too deeply, or in itself")
 
+    # Most keys of a state have a few values, and some have a history of hundreds of thousands.
+    if kind in CONTAINERS and (depth == 0 or len(value) >= LARGE):  # type: ignore[arg-type]
+        with suppress(UnsupportedValue):  # It is raised again below, with its name
+            return node_of(value, depth, _MAX_DEPTH, _encode_leaf)
     if kind is list:
         return _encode_items(value, path, other, depth)  # type: ignore[arg-type]
     if kind is tuple:
@@ -290,6 +319,14 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$": "numpy", "d": value.dtype.str, "v": base64.b64encode(value.tobytes()).decode()}
     return other(value, path)
+
+
+def _encode_leaf(value: object, depth: int) -> Node:
+    return encode(value, "", _refuse, depth=depth)
+
+
+def _refuse(value: object, path: str) -> Node:
+    raise UnsupportedValue(path, type(value).__name__)
 
 
 def _encode_items(items: Iterable[object], path: str, other: OtherEncoder, depth: int) -> Node:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ckpt.adapters.tensors.layout import local
-from ckpt.adapters.walk.objects import walk_objects, walk_tensors
+from ckpt.adapters.walk.objects import walk_objects, walk_tensors, without_plain
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.gather import Wait, leader_decides
 from ckpt.model.keys import StepRef
@@ -42,6 +42,7 @@ class StateMark:
     """
 
     def __init__(self, state: object, most: int | None = None) -> None:
+        state = without_plain(state)
         modules = [value for _, value in walk_objects(state) if isinstance(value, nn.Module)]
         tensors = (tensor for _, tensor in walk_tensors(state))
         self._modules = tuple(map(weakref.ref, modules))
