@@ -1,14 +1,15 @@
-"""The order of the keys in an optimizer's state of each parameter.
+"""The order of the parameters in an optimizer's state, and of the keys of each of them.
 
 Nearly all parameters of an optimizer have the same keys, so one list has the order of most of them.
 The node of an optimizer has this list as ``keys``. Only the parameters whose keys have another
-order have lists of their own, in ``keys_of``.
+order have lists of their own, in ``keys_of``. Nearly always, the state has the parameters in the
+order of the groups. If it does not, the node has their order as ``order``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self, TypeVar
 
 from ckpt.model.values import Node
@@ -18,21 +19,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class KeyOrder:
-    """The order of the keys of each parameter's state.
+    """The order of the parameters in the state, and of the keys of each of them.
 
     A key is given as the text that stands for it in a name.
 
     Attributes:
         keys: The keys of most parameters, which may have only some of them.
         keys_of: The path of each parameter with keys in another order -> its keys.
+        parameters: The paths of the parameters in their order; empty if it is that of the groups.
     """
 
     keys: tuple[str, ...] = ()
     keys_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    parameters: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, orders: Mapping[str, tuple[str, ...]]) -> Self:
-        """Return the order for parameters whose keys are ``orders``, by their paths."""
+    def of(
+        cls, orders: Mapping[str, tuple[str, ...]], parameters: Sequence[str] | None = None
+    ) -> Self:
+        """Return the order for parameters whose keys are ``orders``, by their paths in the order of
+        the groups. ``parameters`` are these paths in the order of the state, None if it is the same
+        order.
+        """
         keys: tuple[str, ...] = ()
         fit: set[tuple[str, ...]] = set()
         for order in dict.fromkeys(orders.values()):
@@ -40,13 +48,14 @@ class KeyOrder:
             if _is_within(order, wider):
                 keys = wider
                 fit.add(order)
-        return cls(keys, {path: order for path, order in orders.items() if order not in fit})
+        own = {path: order for path, order in orders.items() if order not in fit}
+        return cls(keys, own, () if parameters in (None, list(orders)) else tuple(parameters))
 
     @classmethod
     def from_node(cls, node: Mapping[str, Node]) -> Self:
         """Return the order that ``node``, the node of an optimizer, has; empty if it has none."""
         own = {path: tuple(keys) for path, keys in node.get("keys_of", {}).items()}
-        return cls(tuple(node.get("keys", ())), own)
+        return cls(tuple(node.get("keys", ())), own, tuple(node.get("order", ())))
 
     def node(self) -> dict[str, Node]:
         """Return the fields for the node of the optimizer."""
@@ -54,6 +63,7 @@ class KeyOrder:
         return {
             **({"keys": list(self.keys)} if self.keys else {}),
             **({"keys_of": own} if own else {}),
+            **({"order": list(self.parameters)} if self.parameters else {}),
         }
 
     def union(self, other: KeyOrder, paths: Iterable[str]) -> KeyOrder:
@@ -62,12 +72,13 @@ class KeyOrder:
         """
         if self == other:
             return self
+        parameters = tuple(dict.fromkeys((*self.parameters, *other.parameters)))
         if not self.keys:
-            return other
+            return replace(other, parameters=parameters)
         added = {path: other.of_parameter(path) for path in paths}
         same = other.keys == self.keys[: len(other.keys)]
         own = {path: keys for path, keys in added.items() if not same or path in other.keys_of}
-        return KeyOrder(self.keys, {**self.keys_of, **own})
+        return KeyOrder(self.keys, {**self.keys_of, **own}, parameters)
 
     def of_parameter(self, path: str) -> tuple[str, ...]:
         """Return the keys of the parameter at ``path`` in their order. It may have only some of

@@ -333,6 +333,8 @@ def _union_optimizer(
         "groups": groups,
         "state": _union_mapping(f"{path}/state", one["state"], two["state"], ranks),
     }
+    if plain := {*one.get("plain", ()), *two.get("plain", ())}:
+        merged["plain"] = sorted(plain)
     if "values" in one and "values" in two:
         merged["values"] = _union(f"{path}/values", one["values"], two["values"], ranks)
     return merged

@@ -208,6 +208,21 @@ def test_each_tensor_has_a_storage_of_its_own(cli: Cli, saved: Path) -> None:
     )
 
 
+def test_torch_has_the_parameters_in_the_order_of_the_state(cli: Cli, tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+    net.weight.requires_grad = False  # The bias takes its first step before the weight
+    for _ in range(2):
+        net(torch.ones(2)).sum().backward()
+        optimizer.step()
+        net.weight.requires_grad = True
+    with CheckpointManager(tmp_path / "root") as manager:
+        manager.save({"model": net, "optimizer": optimizer}, step=1)
+    assert cli("export", tmp_path / "root", "out.pt").code == 0
+    loaded = torch.load("out.pt", weights_only=True)
+    assert list(loaded["optimizer"]["state"]) == [1, 0]
+
+
 # -- dcp -------------------------------------------------------------------------------------------
 
 

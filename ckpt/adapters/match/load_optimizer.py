@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import is_not
 from typing import Any, Final
 
 import msgspec
@@ -28,6 +29,7 @@ from ckpt.adapters.tensors.layout import empty_in_order, is_plain
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.wrapped import is_wrapper
 from ckpt.adapters.tensors.zero import keeper_of
+from ckpt.adapters.walk.enum_members import member_like
 from ckpt.adapters.walk.items import Part
 from ckpt.adapters.walk.modules import (
     PLACELESS,
@@ -246,6 +248,7 @@ class _Loader:
         if not isinstance(self._optimizer, OptimizerStandIn) and (
             settings or any(match.takes(each.name) for each in self._all)
         ):
+            match.actions.append(self._arrange)
             values = node.get("values", {}) if node is not ABSENT and settings else {}
             match.actions.append(partial(self._loading.end, match.values.order(values)))
 
@@ -271,6 +274,22 @@ class _Loader:
                     ],
                 )
 
+    def _arrange(self) -> None:
+        """Give the parameters in the state the order that they had when they were saved. Those that
+        the checkpoint does not have come last.
+        """
+        places = {
+            id(each.parameter): each.saved.place
+            for each in self._all
+            if each.saved and self._match.takes(each.name)
+        }
+        state = self._keeper.state
+        ordered = sorted(state, key=lambda parameter: places.get(id(parameter), len(places)))
+        if any(map(is_not, ordered, state)):
+            held = {parameter: state[parameter] for parameter in ordered}
+            state.clear()
+            state.update(held)
+
     def _group(self, group: dict[str, Any], values: list[Node]) -> None:
         """Match the settings of a parameter group. ``values`` are the saved settings of each of its
         parameters, which must be equal.
@@ -287,9 +306,10 @@ class _Loader:
         for key, item in tensors.items():
             self._match.slots.append(self._setting(group, key, item["n"], chosen))
         made = self._match.values.order({k: v for k, v in node.items() if k not in tensors})
+        members = self._members(group, node)
 
         def apply() -> None:
-            settings = {**made(), **chosen}
+            settings = {**made(), **chosen, **members}
             if tensors:
                 settings = {key: settings[key] for key in node}
             if not isinstance(self._optimizer, OptimizerStandIn):
@@ -297,6 +317,25 @@ class _Loader:
             group.update(settings)
 
         self._match.actions.append(apply)
+
+    def _members(self, group: Mapping[str, Any], node: Mapping[str, Node]) -> dict[str, Any]:
+        """Return the settings that are members of an enum in ``group``, as the checkpoint has them.
+
+        Raises:
+            RestoreError: The enum does not have the saved value.
+        """
+        members: dict[str, Any] = {}
+        for key in group.keys() & node.keys():
+            try:
+                member = member_like(group[key], node[key])
+            except ValueError as error:
+                raise RestoreError(
+                    f"{self._path}/param_groups: {key!r} has a value in the checkpoint that its "
+                    f"enum does not have: {error}. Build the optimizer as it was saved"
+                ) from None
+            if member is not node[key]:
+                members[key] = member
+        return members
 
     def _setting(
         self, group: dict[str, Any], key: str, stored: str, chosen: dict[str, Source]
@@ -466,7 +505,9 @@ class _Loader:
             return self._optimizer.new_state(
                 parameter, key, getattr(torch, saved.dtype), saved.shape
             )
-        return new_state(parameter, self._restored_group(each), key, saved, each.part.piece)
+        is_plain_key = each.saved is not None and part_of(key) in each.saved.plain
+        group = self._restored_group(each)
+        return new_state(parameter, group, key, saved, each.part.piece, is_plain=is_plain_key)
 
     def _restored_group(self, each: _Found) -> Mapping[str, Any]:
         """Return the parameter group of a part, with those settings after the restore that place

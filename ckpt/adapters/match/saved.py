@@ -10,7 +10,7 @@ from typing import Any, Final
 from ckpt.adapters.match.remake import torch_value
 from ckpt.adapters.match.saved_dict import read_dict
 from ckpt.errors import ManifestCorrupt
-from ckpt.model.key_order import KeyOrder
+from ckpt.model.key_order import KeyOrder, in_order
 from ckpt.model.manifest import Manifest, Tensor
 from ckpt.model.patterns import patterns_of
 from ckpt.model.values import Node, below, decode, join, parse
@@ -37,11 +37,15 @@ class SavedParameter:
             full names.
         keys: The keys of the parameter's state in their order, each as the text that stands for it
             in a name. It may have keys that the parameter does not have.
+        plain: The keys whose tensors were plain on every sharded parameter, in the same form.
+        place: The place of the parameter among those of the state.
     """
 
     settings: Node
     values: Mapping[str, Node]
     keys: Sequence[str] = ()
+    plain: Collection[str] = ()
+    place: int = 0
 
 
 class Saved:
@@ -260,12 +264,18 @@ class Saved:
         known = self._parameters.get(path)
         if known is None:
             values, names = node["state"], sorted(node["state"])
-            order = KeyOrder.from_node(node)
+            order, plain = KeyOrder.from_node(node), node.get("plain", ())
+            members = [each for group in node["groups"] for each in group["params"]]
+            places = {
+                each: place for place, each in enumerate(in_order(members, order.parameters, str))
+            }
             known = self._parameters[path] = {
                 name: SavedParameter(
                     group["values"],
                     {each: values[each] for each in below(names, name)},
                     order.of_parameter(short),
+                    plain,
+                    places[short],
                 )
                 for group in node["groups"]
                 for short, name in ((each, f"{path}/{each}") for each in group["params"])

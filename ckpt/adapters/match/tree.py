@@ -212,6 +212,7 @@ class StateTree:
         others: Mapping[str, Node] = node["state"]
         state: dict[Any, Any] = {}
         groups: list[Any] = []
+        paths: dict[str, Any] = {}
         numbers, plain = count(), sorted(others)
         order = KeyOrder.from_node(node)
         for index, group in enumerate(node["groups"]):
@@ -233,10 +234,12 @@ class StateTree:
                 kept = self._mapping({key: held[key] for key in ordered}, path)
                 if kept is not _LEFT and kept:
                     state[ids[-1]] = kept
+                    paths[parameter] = ids[-1]
             values = self._node(group["values"], f"{path}/param_groups/{index}")
             named = {} if self._by_name else {"param_names": names}
             if values is not _LEFT:
                 groups.append({**values, "params": ids, **named})
+        state = {paths[p]: state[paths[p]] for p in in_order(paths, order.parameters, str)}
         if not state and not groups:
             return _LEFT
         found = {"state": state, "param_groups": groups} if groups else {"state": state}

@@ -34,6 +34,7 @@ from ckpt.adapters.tensors.wrapped import apart, is_wrapper, kind_of
 from ckpt.adapters.tensors.zero import Keeper, keeper_of
 from ckpt.adapters.walk.advice import advice_for
 from ckpt.adapters.walk.choice import Choice
+from ckpt.adapters.walk.enum_members import plain_of
 from ckpt.adapters.walk.items import ModuleItems, Part
 from ckpt.adapters.walk.last_walk import LastWalk, OptimizerItems, Structure
 from ckpt.adapters.walk.modules import (
@@ -305,6 +306,9 @@ class _Walk:
             raise UnsupportedValue(
                 path, f"{kind} in a state_dict()", "give its own state_dict() there"
             )
+        if is_stateful(value):
+            kind = f"{type(value).__qualname__} in a state_dict()"
+            raise UnsupportedValue(path, kind, "give its own state_dict() there")
         if isinstance(value, PerRank):
             raise UnsupportedValue(path, "PerRank in a state_dict()", _REMADE)
         return self.other(value, path)
@@ -481,6 +485,8 @@ class _Walk:
         settings, values = after_state_dict(path, optimizer, keeper.state)
         groups = self._groups(settings, items.names, path)
         node: Node = {"$": "optimizer", "groups": groups, "state": state, **items.keys.node()}
+        if items.plain:
+            node["plain"] = list(items.plain)
         if values:
             node["values"] = encode(values, f"{path}/values", self.made)
         if isinstance(optimizer, OptimizerStandIn):
@@ -552,7 +558,7 @@ class _Walk:
             {
                 "params": group_names,
                 "values": encode(
-                    {key: value for key, value in group.items() if key != "params"},
+                    {key: plain_of(value) for key, value in group.items() if key != "params"},
                     f"{path}/param_groups/{index}",
                     self.made,
                 ),

@@ -9,10 +9,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.adapters.tensors.declared import DeclaredPart, declarations
-from ckpt.adapters.tensors.layout import PLAIN
+from ckpt.adapters.tensors.layout import PLAIN, is_plain
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.zero import Keeper
 from ckpt.adapters.walk.choice import Choice
@@ -172,6 +173,19 @@ class Structure:
         )
 
 
+def _plain_keys(
+    owners: Sequence[tuple[Part, object, Source]], tensors: Sequence[Source]
+) -> tuple[str, ...]:
+    """Return the keys for ``OptimizerItems.plain``. A tensor without a dimension does not count,
+    since a restore makes it plain in any case.
+    """
+    plain: dict[bool, set[str]] = {True: set(), False: set()}
+    for (_, key, parameter), tensor in zip(owners, tensors, strict=True):
+        if isinstance(parameter, DTensor) and tensor.shape:
+            plain[is_plain(tensor)].add(part_of(key))
+    return tuple(sorted(plain[True] - plain[False]))
+
+
 class OptimizerItems:
     """The names of the values of an optimizer's state.
 
@@ -182,7 +196,9 @@ class OptimizerItems:
         tensors: The tensors of the state. A tensor that has several names occurs once for each.
         others: For each value of the state that is not a tensor, its index in ``Structure.values``
             and its name.
-        keys: The keys of the state of each parameter, in their order.
+        keys: The order of the parameters in the state, and of the keys of each.
+        plain: The keys whose tensors are plain though their parameters are ``DTensor`` objects, as
+            ``part_of`` gives them, sorted.
         are_plain: True if each tensor is exactly a ``torch.Tensor`` or an ``nn.Parameter``.
     """
 
@@ -198,6 +214,7 @@ class OptimizerItems:
         "names",
         "others",
         "owners",
+        "plain",
         "tensors",
     )
 
@@ -221,6 +238,7 @@ class OptimizerItems:
         self.tensors: list[Source] = []
         self.others: list[tuple[int, str]] = []
         orders: dict[str, tuple[str, ...]] = {}
+        places: dict[str, int] = {}
         index_of, first = dict[int, int](), 0
         for parameter, entry in keeper.state.items():
             index_of[id(parameter)] = first
@@ -235,8 +253,10 @@ class OptimizerItems:
             for parameter, parts in zip(group["params"], group_parts, strict=True):
                 entry = keeper.state.get(parameter, {})
                 keys = tuple(map(part_of, entry))
+                start = index_of.get(id(parameter), 0)
                 orders |= {part.path: keys for part in parts if keys}
-                for index, (key, value) in enumerate(entry.items(), index_of.get(id(parameter), 0)):
+                places |= {part.path: start for part in parts}
+                for index, (key, value) in enumerate(entry.items(), start):
                     for part in parts:
                         if part.piece is not None and not part.keeps(value):
                             continue
@@ -245,7 +265,8 @@ class OptimizerItems:
                             self.tensors.append(value)
                         else:
                             self.others.append((index, state_name(path, part.path, key)))
-        self.keys = KeyOrder.of(orders)
+        self.keys = KeyOrder.of(orders, sorted(orders, key=places.__getitem__))
+        self.plain = _plain_keys(self.owners, self.tensors)
         self.are_plain = PLAIN.issuperset(map(type, self.tensors))
 
     def is_of(self, keeper: Keeper, parameters: Parameters, now: Structure, choice: Choice) -> bool:

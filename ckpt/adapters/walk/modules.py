@@ -524,14 +524,16 @@ def new_state(
     key: object,
     saved: Tensor,
     piece: AnyPiece | None,
+    *,
+    is_plain: bool = False,
 ) -> torch.Tensor:
     """Return a new tensor for a value of an optimizer's state that does not exist yet.
 
     The tensor has the layout that the optimizer would choose. If the saved shape is that of the
     parameter, this is the layout of the parameter, but with the order of ``saved``. Otherwise, and
-    always for the key ``step``, the tensor is plain. A tensor for ``step`` is on the CPU unless
-    ``group`` is capturable or fused. Any other tensor is on the device of the parameter. The caller
-    fills the tensor.
+    always for the key ``step`` and with ``is_plain``, the tensor is plain. A tensor for ``step`` is
+    on the CPU unless ``group`` is capturable or fused. Any other tensor is on the device of the
+    parameter. The caller fills the tensor.
 
     Args:
         parameter: The parameter that the value belongs to.
@@ -539,21 +541,22 @@ def new_state(
         key: The key of the value in the state of the parameter.
         saved: The tensor in the checkpoint.
         piece: The piece of the saved parameter that ``parameter`` holds; None if it holds all.
+        is_plain: True if the saved tensor was plain although its parameter was a DTensor.
 
     Raises:
         RestoreError: The parameter is a DTensor, and the saved tensor has another shape and at
-            least one dimension.
+            least one dimension, and ``is_plain`` is False.
     """
     dtype = getattr(torch, saved.dtype)
     if piece is not None and piece.shape == saved.shape and key != "step":
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
-    if tuple(parameter.shape) == saved.shape and key != "step":
+    if tuple(parameter.shape) == saved.shape and key != "step" and not is_plain:
         if not _has_order(parameter, saved.order):
             return empty_like_in_order(parameter, saved.order, dtype)
         return torch.empty_like(
             parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False
         ).detach()
-    if isinstance(parameter, DTensor) and saved.shape != ():
+    if isinstance(parameter, DTensor) and saved.shape != () and not is_plain:
         raise RestoreError(
             f"{saved.name!r} has another shape than its sharded parameter: take one optimizer "
             "step before restoring, so that its layout is known"

@@ -41,10 +41,15 @@ class Aggregated(Optimizer):
             state["last"][0].copy_(parameter.grad)
 
 
-def job(seed: int) -> dict[str, Any]:
+def model_of(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Linear(3, 5)  # uneven on two ranks
     fully_shard(model)
+    return model
+
+
+def job(seed: int) -> dict[str, Any]:
+    model = model_of(seed)
     return {"model": model, "optimizer": Aggregated(model.parameters())}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from ckpt.adapters.match import load_optimizer
 from ckpt.adapters.match.loading import placed
 from ckpt.adapters.walk.modules import new_state
+from ckpt.errors import RestoreError
 from tests.adapters.saving import assert_same, restored, saved
 from tests.kit.worlds import world
 
@@ -40,9 +42,11 @@ def test_a_new_step_is_where_the_settings_after_the_restore_want_it(
     root = saved(adam(fused=fused, steps=3))
     seen: list[Any] = []
 
-    def noted(parameter: torch.Tensor, group: Mapping[str, Any], *rest: Any) -> torch.Tensor:
+    def noted(
+        parameter: torch.Tensor, group: Mapping[str, Any], *rest: Any, **how: Any
+    ) -> torch.Tensor:
         seen.append(group["fused"])
-        return new_state(parameter, group, *rest)
+        return new_state(parameter, group, *rest, **how)
 
     monkeypatch.setattr(load_optimizer, "new_state", noted)
     target = adam(fused=not fused, steps=0)
@@ -78,6 +82,47 @@ def test_tensors_inside_of_lists_go_to_the_device_of_the_parameter() -> None:
 @pytest.mark.distributed
 def test_tensors_inside_of_dicts_are_sharded_as_their_parameter(tmp_path: Path) -> None:
     world(2, Path(__file__).with_name("buffers_by_beta.py"), tmp_path)
+
+
+@pytest.mark.distributed
+def test_plain_tensors_of_sharded_parameters_are_made_plain(tmp_path: Path) -> None:
+    world(2, Path(__file__).with_name("sharded_plain_state.py"), tmp_path)
+
+
+class Norm(IntEnum):
+    NONE = 0
+    SIGN = 4
+
+
+class Signed(torch.optim.SGD):
+    """Has a member of an enum among its settings, as SCION of pytorch_optimizer does."""
+
+    def __init__(self, params: Any, norm: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.param_groups[0]["norm"] = norm
+
+
+def signed(norm: Any) -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    return {"model": model, "optimizer": Signed(model.parameters(), norm)}
+
+
+@pytest.mark.parametrize(("norm", "kind"), [(Norm.NONE, Norm), (0, int)])
+def test_a_setting_that_is_a_member_of_an_enum_is_one_of_the_target_s(norm: Any, kind: Any) -> None:
+    target = signed(norm)
+    restored(saved(signed(Norm.SIGN)), target)
+    setting = target["optimizer"].param_groups[0]["norm"]
+    assert type(setting) is kind
+    assert setting == Norm.SIGN
+
+
+def test_a_value_that_the_enum_of_the_target_does_not_have_changes_nothing() -> None:
+    target = signed(Norm.NONE)
+    before = target["model"].weight.clone()
+    with pytest.raises(RestoreError, match=r"'norm' .* 7 is not a valid Norm"):
+        restored(saved(signed(7)), target)
+    assert target["optimizer"].param_groups[0]["norm"] is Norm.NONE
+    assert target["model"].weight.equal(before)
 
 
 def test_lists_of_a_meta_parameter_that_becomes_real_keep_their_values() -> None:

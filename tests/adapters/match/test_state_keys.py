@@ -1,12 +1,14 @@
-"""The state of a parameter comes back with its keys in their order."""
+"""The state comes back with its parameters, and the keys of each of them, in their order."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from ckpt.model.key_order import KeyOrder
 from tests.adapters.saving import restored, saved
 from tests.adapters.worlds import restore, save_ranks
 
@@ -61,3 +63,33 @@ def test_ranks_with_other_parameters_and_other_orders_keep_theirs() -> None:
         target = stage(rank, filled=False)
         restore(target, images, manifest, rank, 2, strict=False)
         assert keys_of(target) == keys_of(stage(rank, filled=True))
+
+
+def late(frozen: bool) -> dict[str, Any]:
+    """Return a state in which the bias has taken its first step before the weight."""
+    state = adam(0)
+    model, optimizer = state["model"], state["optimizer"]
+    model.weight.requires_grad = not frozen
+    for _ in range(2 if frozen else 1):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        model.weight.requires_grad = True
+    return state
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_parameters_keep_the_order_in_which_torch_s_own_load_has_them(frozen: bool) -> None:
+    state = late(frozen)
+    for target in (adam(0), late(frozen), late(not frozen)):
+        other = adam(0)["optimizer"]
+        other.load_state_dict(state["optimizer"].state_dict())
+        restored(saved(state), target)
+        shapes = [[p.shape for p in optimizer.state] for optimizer in (target["optimizer"], other)]
+        assert shapes[0] == shapes[1] == [p.shape for p in state["optimizer"].state]
+
+
+def test_the_order_of_two_ranks_is_that_of_each() -> None:
+    one = KeyOrder(("step",), parameters=("b", "a"))
+    two = KeyOrder(("step",), parameters=("d", "c"))
+    assert one.union(two, ["d", "c"]).parameters == ("b", "a", "d", "c")
+    assert KeyOrder.from_node(one.node()) == one

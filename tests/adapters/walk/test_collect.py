@@ -697,9 +697,10 @@ class Declares(Hides, Stateful):
         (LAYER, "x/inner"),
         (torch.optim.SGD(LAYER.parameters(), 0.1), "x/inner"),
         (PerRank([3]), "x/inner"),
-        (Declares(PerRank([3])), "x/inner/inner"),
+        (Declares(PerRank([3])), "x/inner"),
+        (Hides([3]), "x/inner"),
     ],
-    ids=["module", "module-of-the-state", "optimizer", "per-rank", "nested"],
+    ids=["module", "module-of-the-state", "optimizer", "per-rank", "declared", "with-a-state-dict"],
 )
 def test_what_a_state_dict_would_not_get_back_is_refused_with_its_path(
     value: object, where: str
