@@ -42,6 +42,7 @@ from ckpt.elastic.planned_stop import (
     one_at_a_time,
 )
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
+from ckpt.errors.frames import frameless
 from ckpt.events import Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
@@ -383,6 +384,7 @@ class CheckpointManager:
 
     # -- finding and restoring ---------------------------------------------------------------------
 
+    @frameless
     @one_at_a_time("restore")
     @torch.inference_mode(False)
     def restore(

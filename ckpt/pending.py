@@ -19,6 +19,7 @@ from ckpt.errors import (
     StorageError,
     TierBehind,
 )
+from ckpt.errors.frames import without_frames
 from ckpt.locks import Condition
 
 if TYPE_CHECKING:
@@ -270,13 +271,6 @@ def check_timeout(timeout: float | None, hint: str = "") -> None:
         raise ConfigError(
             f"timeout={timeout!r}: give seconds, or None to wait without a limit{hint}"
         )
-
-
-def without_frames(error: CkptError) -> CkptError:
-    """Return ``error``, for a caller that raises it, without the frames of the thread that met a
-    store. Dozens of them say nothing of the store, and hide the message.
-    """
-    return error.with_traceback(None) if isinstance(error, StorageError) else error
 
 
 def wait_and_log(done: Future[Any], saves: Sequence[SaveRecord], timeout: float | None) -> bool:

@@ -55,6 +55,18 @@ _BY_CODE: Final[Mapping[str, type[StorageError]]] = {
     "Throttling": TransientStorageError,
     "TooManyRequests": TransientStorageError,
 }
+_KEYS: Final = (
+    "correct the options key and secret of the tier, or the variables AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY"
+)
+_WAYS_OUT: Final[Mapping[str, str]] = {
+    "ExpiredToken": f"the session token has expired: get a new one, and {_KEYS}",
+    "InvalidAccessKeyId": f"the server does not know the access key: {_KEYS}",
+    "InvalidToken": f"the session token is not valid: get a new one, and {_KEYS}",
+    "RequestTimeTooSkewed": "the clock of this machine is not that of the server: set the clock",
+    "SignatureDoesNotMatch": f"the secret key is not that of the access key: {_KEYS}",
+}
+"""What is wrong with the credentials, and what to do, by the code of S3."""
 _BY_STATUS: Final[Mapping[int, type[StorageError]]] = {
     401: AccessDenied,
     403: AccessDenied,
@@ -291,7 +303,11 @@ def _answer(error: BaseException) -> tuple[str, int]:
 
 
 def _text(code: str, status: int, error: BaseException) -> str:
-    """Return a message that has the status, the code and the text of ``error``."""
+    """Return a message that has the status, the code and the text of ``error``, or for a code of
+    ``_WAYS_OUT`` what to do in place of the text.
+    """
+    if code in _WAYS_OUT:
+        return f"{_WAYS_OUT[code]}; the server says {code}"
     text = " ".join(
         part for part in (str(status or ""), code if code != str(status) else "") if part
     )

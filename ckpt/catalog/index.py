@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Final, TypeVar
 
 from ckpt.catalog.fragments import filled, load_fragment
+from ckpt.coordination.claim_marker import is_being_removed
 from ckpt.coordination.tombstone import TOMBSTONE, has_manifest, has_tombstone, is_of_manifest
 from ckpt.errors import (
     AccessDenied,
@@ -25,6 +26,7 @@ from ckpt.errors import (
     TransientStorageError,
     about,
 )
+from ckpt.errors.frames import frameless
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.keys import FOLDERS, MANIFEST, OWNER, StepRef, is_file_name, parse_folder
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
@@ -145,6 +147,7 @@ class Listing:
         self._check_open = check_open  # Raises if the owner of the stores has closed them
         self._stores = [(store, set[StepRef]()) for store in stores]
 
+    @frameless
     def steps(self) -> list[int]:
         """Return the numbers of the steps, ascending."""
         self._check_open()
@@ -157,6 +160,7 @@ class Listing:
             }
         )
 
+    @frameless
     def latest(self) -> int | None:
         """Return the number of the newest step, or None if there is none."""
         self._check_open()
@@ -318,6 +322,8 @@ def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -
     if at_step := [ref for ref in refs if ref.step == step]:
         if any(ask(backend, partial(has_tombstone, backend, ref)) for ref in at_step):
             return f"step {step} was removed"
+        if any(ask(backend, partial(is_being_removed, backend, ref)) for ref in at_step):
+            return f"step {step} is being removed"
         return f"step {step} was begun, but never committed"
     if refs and step is not None:
         return f"step {step} is not there{_newest_there(backend, refs)}"

@@ -22,6 +22,7 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
+from ckpt.errors.frames import frameless
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, is_late_metrics
@@ -115,6 +116,7 @@ def with_late(metadata: msgspec.Raw, late: Mapping[str, float]) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(known))
 
 
+@frameless
 def add_metrics(
     backends: Sequence[StorageBackend], step: int, metrics: Mapping[str, float], *, own: str
 ) -> None:

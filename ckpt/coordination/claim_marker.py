@@ -81,6 +81,14 @@ def is_removal_marker(marker_bytes: int) -> bool:
     return marker_bytes == len(_REMOVED)
 
 
+def is_being_removed(backend: StorageBackend, ref: StepRef) -> bool:
+    """Return True if the step has the marker of the removal of a checkpoint."""
+    try:
+        return is_removal_marker(backend.head(ref.claim_marker).size)
+    except ObjectNotFound:
+        return False
+
+
 def claim_rank_to_bring(backend: StorageBackend, ref: StepRef, rank: int) -> bool:
     """Put a rank's marker for an agent that brings the rank's files from a copy on another node.
     Return True if the rank now has a marker of this kind.

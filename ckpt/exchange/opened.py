@@ -14,6 +14,7 @@ from ckpt.catalog.index import Listing, find, read_manifest
 from ckpt.catalog.tensor_reader import StepReader, Wanted
 from ckpt.config import Tier
 from ckpt.errors import ConfigError
+from ckpt.errors.frames import frameless
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Tensor
@@ -154,6 +155,7 @@ class TensorView:
         return memory.view(self.dtype).view(box.shape)
 
 
+@frameless
 def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None) -> Opened:
     """Open a committed checkpoint for reading names, tensors and slices of tensors.
 

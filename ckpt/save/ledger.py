@@ -21,8 +21,9 @@ from ckpt.errors import (
     UnsupportedValue,
 )
 from ckpt.errors.base import few
+from ckpt.errors.frames import without_frames
 from ckpt.events import Observers, SaveFailed, SaveSuspicious
-from ckpt.pending import PendingSave, SaveRecord, missing_at_the_end, without_frames
+from ckpt.pending import PendingSave, SaveRecord, missing_at_the_end
 
 _log = logging.getLogger("ckpt")
 _OF_THE_CALL: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)

@@ -16,6 +16,7 @@ from ckpt.catalog.index import (
     read_manifest,
 )
 from ckpt.catalog.inventory import Inventory
+from ckpt.coordination.claim_marker import claim_committed_for_removal
 from ckpt.errors import (
     AccessDenied,
     FormatTooNew,
@@ -160,6 +161,14 @@ def test_where_nothing_is_found_the_error_says_what_is_there_instead(
         backend.put(key, [b"x"])
     with pytest.raises(NoCheckpoint, match=expected):
         find(backend, step)
+
+
+def test_a_step_that_is_being_removed_is_told_as_such(backend: StorageBackend) -> None:
+    ref = write_checkpoint(backend, 1, ARRAYS).ref
+    claim_committed_for_removal(backend, ref)
+    backend.delete(ref.manifest)
+    with pytest.raises(NoCheckpoint, match="step 1 is being removed"):
+        find(backend, 1)
 
 
 def test_a_manifest_that_is_not_there_is_not_found(backend: StorageBackend) -> None:
