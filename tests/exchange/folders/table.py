@@ -1,9 +1,9 @@
 """Write folders with the real libraries, import them, and write the table of docs/imports.md.
 
 ``python -m tests.exchange.folders.table`` (``make imports``) makes an environment for each set of
-packages in ``.build/imports``, which takes 10 GB and some minutes at the first time. A release of
-torch that the index does not have is left out, and the page says so. Results stay in
-``.build/imports``; a row that is there is not run again, unless ``--again`` says so.
+packages in ``.build/imports``, which takes 10 GB and some minutes at the first time. A row whose
+packages cannot be installed is left out, and the page names it. Results stay in ``.build/imports``;
+a row that is there is not run again, unless ``--again`` says so.
 """
 
 from __future__ import annotations
@@ -288,13 +288,13 @@ def results() -> dict[str, list[str]]:
 def run(row: Row) -> None:
     """Run a row, and keep its cells."""
     if (python := python_of(row.packages)) is None:
-        line = ["left out: the index does not have it"]
-    else:
-        try:
-            line = cells(row, write(row, python))
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            print(row.name, error, sep="\n", file=sys.stderr)
-            return
+        print(row.name, "its packages cannot be installed", sep="\n", file=sys.stderr)
+        return
+    try:
+        line = cells(row, write(row, python))
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        print(row.name, error, sep="\n", file=sys.stderr)
+        return
     print(row.name, *line, sep="\t", flush=True)
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps({**results(), row.name: line}, indent=1))
