@@ -351,7 +351,7 @@ class FileServerBackend:
 
     def _remove_empty(self, connection: Connection, folder: str) -> None:
         """Remove ``folder`` and its parents inside of the root, up to the first one in use."""
-        while folder.startswith(f"{self._root}/"):
+        while folder.startswith(f"{self._root}/") and folder != "/":
             with suppress(StorageError), foreign(folder):
                 connection.remove_folder(folder)
                 folder = posixpath.dirname(folder)

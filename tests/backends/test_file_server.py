@@ -150,6 +150,17 @@ def test_what_a_killed_writer_leaves_in_a_folder_goes_after_an_hour(tier, share)
     backend.close()
 
 
+def test_the_top_folder_of_a_server_stays_when_the_last_object_goes(own_share):
+    backend = open_backend(own_share.url, own_share.options)
+    for key in ("file", "step/file"):
+        backend.put(key, [b"x"])
+        backend.delete(key)
+        assert os.listdir(own_share.folder) == []
+    backend.put("file", [b"x"])
+    assert [info.key for info in backend.list("")] == ["file"]
+    backend.close()
+
+
 # faults of the server
 
 
