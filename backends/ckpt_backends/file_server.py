@@ -341,7 +341,8 @@ class FileServerBackend:
 
     def _entries(self, folder: str, prefix: str) -> Sequence[Entry]:
         """Return the entries of a folder without temporary ones. ``prefix`` is for errors."""
-        path = f"{self._root}/{folder}".rstrip("/")
+        # An empty path stands for the folder in which the server puts its users.
+        path = f"{self._root}/{folder}".rstrip("/") or "/"
         try:
             with self._connection(prefix) as connection:
                 listed = connection.entries(path)

@@ -161,6 +161,14 @@ def test_the_top_folder_of_a_server_stays_when_the_last_object_goes(own_share):
     backend.close()
 
 
+def test_a_url_without_a_path_is_the_top_folder_of_the_server(tmp_path):
+    (tmp_path / "served").mkdir()
+    for share in served("openssh", tmp_path / "server", tmp_path / "served"):
+        backend = open_backend(share.url.removesuffix(str(share.folder)), share.options)
+        assert share.folder.parts[1] in backend.folders("")
+        backend.close()
+
+
 # faults of the server
 
 
