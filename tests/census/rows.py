@@ -98,7 +98,7 @@ def _cells(entry: Entry, style: Style, folder: Path, ranks: int) -> Iterator[tup
         name = "wrapped" if wrapped else "ckpt"
         if failed:
             yield name, failed.cell()
-            if failed.is_ours and not wrapped and ranks == 1:
+            if failed.is_ours and not wrapped:
                 continue
             break
         yield f"{name} rollback", _cell(reference, saved)

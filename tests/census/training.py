@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Mapping
+from enum import IntEnum
+from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
@@ -69,16 +71,46 @@ class Sparse(nn.Module):
 
 
 class OwnState:
-    """The wrapper that an error advises for an optimizer with a state dict of its own."""
+    """The wrapper that an error advises for an optimizer with a state dict of its own, or with a
+    state that has objects of the optimizer's package.
+    """
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def state_dict(self) -> Any:
-        return self.optimizer.state_dict()
+        return _apart(self.optimizer.state_dict())
 
     def load_state_dict(self, state: Any) -> None:
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict(_together(state))
+
+
+def _apart(value: Any) -> Any:
+    """Return ``value`` with the parts of each object of a package of optimizers in its place."""
+    if isinstance(value, dict):
+        return {key: _apart(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_apart, value))
+    if isinstance(value, IntEnum):
+        return value.value
+    if type(value).__module__.partition(".")[0] == "pytorch_optimizer":
+        kind = [type(value).__module__, type(value).__qualname__]
+        return {"kind": kind, "parts": _apart(vars(value))}
+    return value
+
+
+def _together(value: Any) -> Any:
+    """Return the value of which ``_apart`` has made ``value``."""
+    if isinstance(value, dict) and value.keys() == {"kind", "parts"}:
+        module, name = value["kind"]
+        made = object.__new__(getattr(import_module(module), name))
+        vars(made).update(_together(value["parts"]))
+        return made
+    if isinstance(value, dict):
+        return {key: _together(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_together, value))
+    return value
 
 
 class Training:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.adapters.match.fill_tensor import fill_tensor
@@ -506,6 +507,10 @@ class _Loader:
                 parameter, key, getattr(torch, saved.dtype), saved.shape
             )
         is_plain_key = each.saved is not None and part_of(key) in each.saved.plain
+        if isinstance(parameter, DTensor) and not is_plain_key and saved.shape:
+            made = None if saved.shape == parameter.shape else self._trial(each, key)
+            if isinstance(made, torch.Tensor) and fits(made, saved, each.part.piece):
+                return made
         group = self._restored_group(each)
         return new_state(parameter, group, key, saved, each.part.piece, is_plain=is_plain_key)
 
@@ -529,18 +534,28 @@ class _Loader:
         """
         if isinstance(held, torch.Tensor):
             return held
-        name = state_name(self._path, each.part.path, key)
-        if (made := self._stepped.get(id(each.parameter))) is None:
-            parameter = self._match.real.like(each.name, each.parameter)
-            made = state_of_step(name, self._optimizer, each.group, parameter)
-            self._stepped[id(each.parameter)] = made
-        if not isinstance(found := made.get(key), torch.Tensor):
+        if not isinstance(made := self._trial(each, key), torch.Tensor):
+            name = state_name(self._path, each.part.path, key)
             raise RestoreError(
                 f"{name!r} is in the checkpoint, and a first step of "
                 f"{type(self._optimizer).__qualname__} does not make it: take one optimizer step "
                 "before restoring"
             )
-        return found
+        return made
+
+    def _trial(self, each: _Found, key: object) -> object:
+        """Return the value that a trial step (see ``own_step``) makes for ``key`` in the state of a
+        parameter; None if it makes none.
+
+        Raises:
+            RestoreError: The trial step fails.
+        """
+        if (made := self._stepped.get(id(each.parameter))) is None:
+            name = state_name(self._path, each.part.path, key)
+            parameter = self._match.real.like(each.name, each.parameter)
+            made = state_of_step(name, self._optimizer, each.group, parameter)
+            self._stepped[id(each.parameter)] = made
+        return made.get(key)
 
     def _dtype(self, each: _Found, held: Any, saved: Tensor) -> str:
         """Return the dtype that a value gets if the restore may convert it.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -71,6 +72,16 @@ _log = logging.getLogger("ckpt")
 _REMADE: Final = (
     "let the class of the object inherit from torch.distributed.checkpoint.stateful.Stateful, or "
     "put the value into the state itself"
+)
+
+_IN_STATE_DICT: Final = (
+    "let the state_dict() give its parts as plain values, and let load_state_dict() make it again "
+    "of them"
+)
+_IN_OPTIMIZER: Final = (
+    "put an object into the state whose state_dict() gives the optimizer's own with the parts of "
+    "this value as plain values, and whose load_state_dict() makes the value again of them before "
+    "it calls the optimizer's own"
 )
 
 
@@ -291,12 +302,13 @@ class _Walk:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise UnsupportedValue(path, kind, advice_for(value))
 
-    def made(self, value: object, path: str) -> Node:
+    def made(self, value: object, path: str, way: str = _IN_STATE_DICT) -> Node:
         """Return the node of a value that is not plain, and that a restore must make itself.
 
         This is so for values inside of a ``state_dict()``, for example. ``encode`` calls this
-        method for them in place of ``other``. The method refuses a wrapper tensor, a module, an
-        optimizer and a ``PerRank`` value, since a restore cannot make one.
+        method for them in place of ``other``. The method refuses a wrapper tensor, a ``PerRank``
+        value and every object with a ``state_dict()``, since a restore cannot make one. ``way`` is
+        the advice for a value that no advice is known for.
         """
         if is_wrapper(value):
             kind = f"{kind_of(value)} that a restore would have to make"
@@ -311,7 +323,12 @@ class _Walk:
             raise UnsupportedValue(path, kind, "give its own state_dict() there")
         if isinstance(value, PerRank):
             raise UnsupportedValue(path, "PerRank in a state_dict()", _REMADE)
-        return self.other(value, path)
+        try:
+            return self.other(value, path)
+        except UnsupportedValue as error:
+            if error.name != path or error.detail:
+                raise
+            raise UnsupportedValue(path, error.kind, way) from None
 
     # -- tensors alone -----------------------------------------------------------------------------
 
@@ -480,7 +497,8 @@ class _Walk:
         now = Structure(optimizer.param_groups, keeper.state)
         items, wrappers = self._state_of(path, optimizer, keeper, now)
         state = wrappers.nodes | {
-            name: encode(now.values[index], name, self.made) for index, name in items.others
+            name: encode(now.values[index], name, partial(self.made, way=_IN_OPTIMIZER))
+            for index, name in items.others
         }
         settings, values = after_state_dict(path, optimizer, keeper.state)
         groups = self._groups(settings, items.names, path)

@@ -14,7 +14,7 @@ from torch import nn
 from ckpt.adapters.match import load_optimizer
 from ckpt.adapters.match.loading import placed
 from ckpt.adapters.walk.modules import new_state
-from ckpt.errors import RestoreError
+from ckpt.errors import RestoreError, UnsupportedValue
 from tests.adapters.saving import assert_same, restored, saved
 from tests.kit.worlds import world
 
@@ -85,8 +85,62 @@ def test_tensors_inside_of_dicts_are_sharded_as_their_parameter(tmp_path: Path) 
 
 
 @pytest.mark.distributed
-def test_plain_tensors_of_sharded_parameters_are_made_plain(tmp_path: Path) -> None:
-    world(2, Path(__file__).with_name("sharded_plain_state.py"), tmp_path)
+def test_tensors_of_other_shapes_than_their_sharded_parameters_come_back(tmp_path: Path) -> None:
+    world(2, Path(__file__).with_name("sharded_shapes.py"), tmp_path)
+
+
+class Scale:
+    def __init__(self, factor: float) -> None:
+        self.factor, self.basis = factor, torch.full((2,), factor)
+
+
+class Scaled(torch.optim.SGD):
+    """Keeps an object in its state, as Conda of pytorch_optimizer does."""
+
+
+class OwnState:
+    """Does what the error advises."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        found = self.optimizer.state_dict()
+        return {
+            **found,
+            "state": {number: vars(held["scale"]) for number, held in found["state"].items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        made: dict[int, Any] = {}
+        for number, parts in state["state"].items():
+            made[number] = {"scale": Scale(0.0)}
+            vars(made[number]["scale"]).update(parts)
+        self.optimizer.load_state_dict({**state, "state": made})
+
+
+def scaled(factor: float) -> dict[str, Any]:
+    model = nn.Linear(2, 2)
+    optimizer = Scaled(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["scale"] = Scale(factor)
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_the_advice_for_an_object_in_the_state_of_an_optimizer_resumes_it() -> None:
+    source, target = scaled(3.0), scaled(1.0)
+    with pytest.raises(
+        UnsupportedValue, match="put an object into the state whose state_dict"
+    ) as no:
+        saved(source)
+    assert no.value.name == "optimizer/model/weight/scale"
+    target["optimizer"].state.clear()
+    optimizers = source["optimizer"], target["optimizer"]
+    source["optimizer"], target["optimizer"] = map(OwnState, optimizers)
+    restored(saved(source), target)
+    for held in optimizers[1].state.values():
+        assert held["scale"].factor == 3.0
+        assert held["scale"].basis.tolist() == [3.0, 3.0]
 
 
 class Norm(IntEnum):

@@ -1,4 +1,6 @@
-"""ROOT: a rank whose optimizer keeps plain tensors of one element for sharded parameters.
+"""ROOT: a rank whose optimizer keeps tensors of other shapes for sharded parameters.
+
+These are plain tensors of one element, and sharded ones.
 
 It trains on with fresh objects, which have taken no step, as without a restore.
 """
@@ -32,9 +34,12 @@ class Weighted(Optimizer):
             if not state:
                 state["weight"] = torch.zeros(1)
                 state["momentum"] = torch.zeros_like(parameter)
+                state["pair"] = torch.stack([torch.zeros_like(parameter)] * 2, dim=-1)
             state["weight"].mul_(0.9).add_(1.0)
             state["momentum"].lerp_(parameter.grad, 1.0 / float(state["weight"]))
+            state["pair"].lerp_(torch.stack([parameter.grad, parameter], dim=-1), 0.5)
             parameter.add_(state["momentum"], alpha=-0.05)
+            parameter.add_(state["pair"].sum(dim=-1), alpha=-0.05)
 
 
 def job(seed: int) -> dict[str, Any]:
@@ -54,6 +59,7 @@ def main(root: str) -> None:
     for values in fresh["optimizer"].state.values():
         assert isinstance(values["momentum"], DTensor)
         assert type(values["weight"]) is torch.Tensor
+        assert isinstance(values["pair"], DTensor)
     assert train(fresh, range(3, 6)) == expected
 
 
