@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from importlib import import_module
@@ -86,13 +87,17 @@ class OwnState:
 
 
 def _apart(value: Any) -> Any:
-    """Return ``value`` with the parts of each object of a package of optimizers in its place."""
+    """Return ``value`` with the parts of each deque, and of each object of a package of optimizers,
+    in its place.
+    """
     if isinstance(value, dict):
         return {key: _apart(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_apart, value))
     if isinstance(value, IntEnum):
         return value.value
+    if isinstance(value, deque):
+        return {"items": _apart(list(value)), "most": value.maxlen}
     if type(value).__module__.partition(".")[0] == "pytorch_optimizer":
         kind = [type(value).__module__, type(value).__qualname__]
         return {"kind": kind, "parts": _apart(vars(value))}
@@ -101,6 +106,8 @@ def _apart(value: Any) -> Any:
 
 def _together(value: Any) -> Any:
     """Return the value of which ``_apart`` has made ``value``."""
+    if isinstance(value, dict) and value.keys() == {"items", "most"}:
+        return deque(_together(value["items"]), value["most"])
     if isinstance(value, dict) and value.keys() == {"kind", "parts"}:
         module, name = value["kind"]
         made = object.__new__(getattr(import_module(module), name))
