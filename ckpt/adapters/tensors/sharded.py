@@ -8,7 +8,9 @@ is a range of elements of the flat parameter. ckpt reads and fills this range in
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,8 @@ from ckpt.adapters.torch_private import (
     fsdp1_handle,
     fsdp1_over_dtensors,
     fsdp1_wrappers,
+    module_hooks,
+    version_of,
 )
 from ckpt.errors import UnsupportedValue
 
@@ -142,6 +146,34 @@ def hookless_state(module: nn.Module, prefix: str = "") -> dict[str, Any]:
         if child is not None:
             state |= hookless_state(child, f"{prefix}{name}.")
     return state
+
+
+def check_hooks(path: str, module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise ``UnsupportedValue`` if hooks of ``state_dict()``, which do not run, would add a value
+    that is no tensor, and that would be lost.
+
+    ``state`` is the ``hookless_state`` of ``module``. Each hook gets a copy of the dict.
+    """
+    for name, child in module.named_modules(remove_duplicate=False):
+        hooks = [hook for hook in module_hooks(child, "state_dict") if not _is_of_torch(hook)]
+        prefix = f"{name}." if name else ""
+        before = {key: value for key, value in state.items() if hooks and key.startswith(prefix)}
+        after = OrderedDict(before)
+        with suppress(Exception):  # A hook that converts tensors may need them whole
+            for hook in hooks:
+                hook(child, after, prefix, {"version": version_of(child)})
+        for key, value in after.items():
+            if key not in before and not isinstance(value, torch.Tensor):
+                raise UnsupportedValue(
+                    f"{path}/{key.replace(f'{_WRAPPED}.', '')}",
+                    f"{type(value).__qualname__} that a hook of state_dict() adds inside of FSDP1, "
+                    "where no such hook runs",
+                    "return it from get_extra_state(), or take fully_shard() (FSDP2)",
+                )
+
+
+def _is_of_torch(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.")
 
 
 def as_source(tensor: torch.Tensor) -> Source:

@@ -34,6 +34,7 @@ from ckpt.adapters.tensors.layout import (
 )
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.sharded import (
+    check_hooks,
     flat_parameters,
     gathered,
     hookless_state,
@@ -221,9 +222,15 @@ def raw_state(path: str, module: nn.Module) -> dict[str, Any]:
 
     If any part of the module is wrapped in FSDP1, no hook of the module runs, since the hooks of
     FSDP1 gather parameters. Otherwise, all hooks run.
+
+    Raises:
+        UnsupportedValue: ``state_dict()`` fails, or a hook that does not run would add a value.
     """
     with asked(path, module):
-        return hookless_state(module) if is_fsdp1(module) else module.state_dict(keep_vars=True)
+        state = hookless_state(module) if is_fsdp1(module) else module.state_dict(keep_vars=True)
+    if is_fsdp1(module):
+        check_hooks(path, module, state)
+    return state
 
 
 def entries(path: str, module: nn.Module) -> Iterator[Entry]:

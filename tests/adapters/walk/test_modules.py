@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as lrs
 
 import ckpt
 from ckpt import CheckpointManager
-from ckpt.errors import EntryMissing, EntryUnexpected, RestoreError
+from ckpt.errors import EntryMissing, EntryUnexpected, RestoreError, UnsupportedValue
 from tests.adapters.ranks import rank_of
 from tests.adapters.saving import (
     assert_same,
@@ -150,6 +150,42 @@ def test_extra_state_inside_of_fsdp1_comes_back(named: bool) -> None:
         round_trip({"m": source}, {"m": target})
     assert target[1].extra == 3
     assert_same(target[0].mean, source[0].mean)
+
+
+class Noting(nn.Module):
+    """A module with a note, which hooks or own methods put into its state dict."""
+
+    def __init__(self, note: int) -> None:
+        super().__init__()
+        self.note = note
+
+
+class NotingByMethod(Noting):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}note"] = self.note
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.note = state_dict.pop(f"{prefix}note", self.note)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@pytest.mark.filterwarnings("ignore")  # about the CPU, deprecations, and one rank
+@pytest.mark.parametrize("named", [True, False])
+def test_a_value_inside_of_fsdp1_comes_back_or_is_refused_by_name(named: bool) -> None:
+    def build(*inside: nn.Module) -> FSDP:
+        net = nn.Sequential(*inside, nn.Linear(2, 2))
+        return FSDP(net, use_orig_params=named, device_id=torch.device("cpu"))
+
+    hooked = Noting(3)
+    hooked.register_state_dict_post_hook(
+        lambda module, state_dict, prefix, _: state_dict.update({f"{prefix}note": module.note})
+    )
+    with rank_of(0, 1):
+        source, target = build(NotingByMethod(3)), build(NotingByMethod(0))
+        round_trip({"m": source}, {"m": target})
+        assert target[0].note == 3
+        with pytest.raises(UnsupportedValue, match=r"m/0\.note.*a hook of state_dict\(\) adds"):
+            saved({"m": build(hooked)})
 
 
 class Holder:
