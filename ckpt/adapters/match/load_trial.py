@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
@@ -59,56 +59,101 @@ def check_sizes(
         state_dict: The state dict to load. Its values need not be read yet.
     """
     for prefix in {code.reader(key) for key in sizes} - {None}:
-        text = _refusal(module, str(prefix), state_dict)
-        for key, size in sizes.items():
-            if (
-                code.reader(key) == prefix
-                and f"size mismatch for {key[len(prefix or '') :]}" in text
-            ):
-                raise ShapeMismatch(size.name, size.saved, size.present, size.source)
+        inside = {key: size for key, size in sizes.items() if code.reader(key) == prefix}
+        if (key := _refused(module, str(prefix), inside, state_dict)) is not None:
+            size = inside[key]
+            raise ShapeMismatch(size.name, size.saved, size.present, size.source)
 
 
-def _refusal(module: nn.Module, prefix: str, state_dict: Mapping[str, Any]) -> str:
-    """Return the text of the error that the module at ``prefix`` raises for its part of
-    ``state_dict``; empty if it raises none or cannot be copied.
+def _refused(
+    module: nn.Module, prefix: str, sizes: Mapping[str, Size], state_dict: Mapping[str, Any]
+) -> str | None:
+    """Return the key of a size that the module at ``prefix`` refuses; None if it takes all of them,
+    or if something else makes its code fail.
+
+    A size is refused if the code fails with it, and does not fail with the present size. The text
+    of the error does not count: it differs between modules, and may change with torch.
     """
     owner = module.get_submodule(prefix[:-1])
     tensors = {id(each): each for each in chain(owner.parameters(), owner.buffers())}
     is_plain = PLAIN.issuperset(map(type, tensors.values()))
     if not is_plain or any(map(_refers_to_module, owner.modules())):
-        return ""
+        return None
+    named = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
+    others = {id(named[name]) for key in sizes if (name := key[len(prefix) :]) in named}
+    memo = {
+        key: _without_memory(each, small=0 if key in others else _SMALL)
+        for key, each in tensors.items()
+    }
+
+    def takes(keys: Iterable[str]) -> bool:
+        present = {key: size for key, size in sizes.items() if key not in keys}
+        values = {**state_dict, **_in_present_size(present, state_dict)}
+        part = _part(prefix, values, sizes, vars(state_dict)[VERSIONS])
+        return _loads(owner, part, dict(memo), is_inner=bool(prefix))
+
+    if takes(sizes) or not takes(()):
+        return None
+    return next((key for key in sizes if not takes([key])), next(iter(sizes)))
+
+
+def _part(
+    prefix: str,
+    values: Mapping[str, Any],
+    others: Collection[str],
+    versions: Mapping[str, Mapping[str, Any]],
+) -> Any:
+    """Return the part of the state dict ``values`` for the module at ``prefix``.
+
+    ``others`` are the keys whose tensors have no memory, however small they are: torch copies no
+    tensor without memory into one that has some.
+    """
     part: Any = OrderedDict(
-        (key[len(prefix) :], _without_memory(value))
-        for key, value in state_dict.items()
+        (key[len(prefix) :], _without_memory(value, small=0 if key in others else _SMALL))
+        for key, value in values.items()
         if key.startswith(prefix)
     )
-    versions = vars(state_dict)[VERSIONS]
     setattr(
         part,
         VERSIONS,
         {k[len(prefix) :]: v for k, v in versions.items() if f"{k}.".startswith(prefix)},
     )
-    memo: dict[int, Any] = {key: _without_memory(each) for key, each in tensors.items()}
+    return part
+
+
+def _in_present_size(
+    sizes: Mapping[str, Size], state_dict: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    return {
+        key: torch.empty(size.present, dtype=state_dict[key].dtype, device="meta")
+        for key, size in sizes.items()
+    }
+
+
+def _loads(owner: nn.Module, part: Any, memo: dict[int, Any], *, is_inner: bool) -> bool:
+    """Return True if a copy of ``owner`` loads ``part`` without an error. ``memo`` has what takes
+    the place of its tensors in the copy.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             copy = deepcopy(owner, memo)
             for child in copy.modules():
                 forget_post_hooks(child)
-            load = copy.load_state_dict if not prefix else nn.Module.load_state_dict.__get__(copy)
+            load = copy.load_state_dict if not is_inner else nn.Module.load_state_dict.__get__(copy)
             load(part)
-    except Exception as error:  # noqa: BLE001 - The code of a module may raise anything
-        return str(error)
-    return ""
+    except Exception:  # noqa: BLE001 - The code of a module may raise anything
+        return False
+    return True
 
 
-def _without_memory(value: Any) -> Any:
-    """Return a tensor like ``value`` that has no memory, or zeros if it is small. Code may read a
-    single number, such as a version, but hardly all numbers of a weight.
+def _without_memory(value: Any, *, small: int) -> Any:
+    """Return a tensor like ``value`` that has no memory, or zeros if it has at most ``small``
+    elements. Code may read a single number, such as a version, but hardly all numbers of a weight.
     """
     if not isinstance(value, torch.Tensor):
         return value
-    device = "cpu" if value.numel() <= _SMALL else "meta"
+    device = "cpu" if 0 < small >= value.numel() else "meta"
     empty = torch.zeros_like(value.detach(), device=device)
     return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
 

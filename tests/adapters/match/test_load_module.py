@@ -309,6 +309,25 @@ def test_a_size_that_the_code_does_not_take_is_an_error_before_anything_changes(
     assert target[1].count == 0  # type: ignore[union-attr]
 
 
+class Strict(nn.Linear):
+    """Refuses another size in words of its own."""
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *rest: Any) -> None:
+        errors = rest[-1]
+        if state_dict[f"{prefix}weight"].shape != self.weight.shape:
+            errors.append("these weights are not mine")
+        else:
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_a_size_that_is_refused_in_other_words_than_torch_s_is_named() -> None:
+    target = nn.Sequential(Strict(2, 2, bias=False))
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(ShapeMismatch, match=r"m/0\.weight"):
+        restored(saved({"m": nn.Sequential(nn.Linear(2, 3, bias=False))}), {"m": target})
+    assert_same(dict(target.state_dict()), dict(before))
+
+
 class Wide(nn.Linear):
     def __init__(self, size: int) -> None:
         super().__init__(size, size)
