@@ -138,6 +138,7 @@ class AcceleratorCheckpoints:
         # ``save_async`` may begin this save and then raise the error of an earlier save. So the
         # save is counted first.
         project.iteration += 1
+        self._seed_workers(number)  # Loaders may have been prepared after this object was made
         _warn_of_hooks("save", self._accelerator._save_model_state_pre_hook)
         return self.manager.save_async(self._state(), number, metrics=metrics)
 
@@ -207,7 +208,7 @@ class AcceleratorCheckpoints:
 
     def _seed_workers(self, step: int) -> None:
         """Keep the prepared loaders from drawing from the global generator, which ``load_state``
-        restores.
+        restores. Their workers get other seeds for each ``step``.
         """
         for number, loader in enumerate(self._accelerator._dataloaders):
             give_generator(loader, number, step)

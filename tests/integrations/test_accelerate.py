@@ -77,6 +77,18 @@ def test_a_loader_without_a_generator_takes_no_number_of_the_restored_one(tmp_pa
         assert job.train() == dict(islice(whole.items(), SAVED, None))
 
 
+def test_a_loader_that_is_prepared_later_takes_no_number_after_a_save(tmp_path: Path) -> None:
+    """Else the next epoch of the first job would draw a number, and that of a resumed one none."""
+    made = accelerator()
+    with AcceleratorCheckpoints(made, tmp_path) as checkpoints:
+        job = Job(made, draws=True)
+        whole = job.train(after=lambda batch: batch == SAVED and checkpoints.save_state())
+    job = new(draws=True, seed=8)
+    with AcceleratorCheckpoints(job.accelerator, tmp_path) as checkpoints:
+        checkpoints.load_state()
+        assert job.train() == dict(islice(whole.items(), SAVED, None))
+
+
 @pytest.mark.parametrize("saved", [SAVED, 20], ids=["within an epoch", "between two"])
 def test_a_stateful_loader_resumes_by_itself(tmp_path: Path, saved: int) -> None:
     pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
