@@ -115,7 +115,7 @@ def committed_among(backend: StorageBackend, refs: Collection[StepRef]) -> set[S
     listing is asked for.
     """
     present: set[StepRef] = set()
-    if len(refs) >= _MANY and not isinstance(backend, Rooted):
+    if _is_listed_at_once(backend, refs):
         most = len(refs) * _KEYS_PER_REQUEST
         ending = f"/{MANIFEST}"
         keys = ask(
@@ -129,6 +129,31 @@ def committed_among(backend: StorageBackend, refs: Collection[StepRef]) -> set[S
         folders = (key.removesuffix(ending) for key in keys)
         present = {ref for ref in map(parse_folder, folders) if ref is not None}
     return {ref for ref in refs if ref in present or is_committed(backend, ref)}
+
+
+def _is_listed_at_once(backend: StorageBackend, refs: Collection[StepRef]) -> bool:
+    return len(refs) >= _MANY and not isinstance(backend, Rooted)
+
+
+def objects_at_once(
+    backend: StorageBackend, refs: Collection[StepRef]
+) -> dict[StepRef, tuple[ObjectInfo, ...]]:
+    """Return for each of ``refs`` that has any the objects that ``own_objects`` would return, by
+    one listing of all keys. Return nothing if a listing for each of ``refs`` may take fewer
+    requests.
+    """
+    if not _is_listed_at_once(backend, refs):
+        return {}
+    most = len(refs) * _KEYS_PER_REQUEST
+    listed = ask(backend, lambda: list(islice(backend.list(FOLDERS), most + 1)))
+    if len(listed) > most:
+        return {}
+    objects: dict[StepRef, list[ObjectInfo]] = {}
+    for info in listed:
+        folder, _, name = info.key.partition("/")
+        if is_file_name(name) and (ref := parse_folder(folder)) is not None:
+            objects.setdefault(ref, []).append(info)
+    return {ref: tuple(objects[ref]) for ref in refs if ref in objects}
 
 
 class Listing:

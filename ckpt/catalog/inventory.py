@@ -21,6 +21,7 @@ from ckpt.catalog.index import (
     check_place,
     committed_among,
     is_committed,
+    objects_at_once,
     own_objects,
     unfinished_of,
 )
@@ -144,7 +145,8 @@ class Inventory:
         part: Whether the tier may have only a part of each step, because each node has a tier of
             its own.
         late_metrics: Whether remembered steps are listed again, to find metrics that were added
-            since. That costs one listing for each step. With ``part`` they always are.
+            since. That costs one listing for each step, or on an object store one for all. With
+            ``part`` they always are.
         shown: Whether the steps are only shown to people. Then several threads read the new steps,
             and a step that cannot be read is reported as "damaged". A folder without files and
             unfinished writes is left out: it is what is left of a removed step while a process
@@ -168,6 +170,7 @@ class Inventory:
         self._workers = Workers("list", max(1, readers))
         self._known: dict[StepRef, StoredStep] = {}
         self._committed_refs: set[StepRef] = set()  # Those that a look for begun attempts has seen
+        self._listed: dict[StepRef, tuple[ObjectInfo, ...]] = {}  # Valid within one ``look``
         self.pins: list[Pin] = []  # All pins that the last ``look`` found, including ended ones
 
     @property
@@ -199,6 +202,8 @@ class Inventory:
             refs = [ref for ref in refs if ref in among]
         if begun:
             refs = self._begun(refs)
+        at_once = not begun and newest is None
+        self._listed = objects_at_once(self._backend, self._unlisted(refs)) if at_once else {}
         with about(self._backend.url):
             found: list[StoredStep] = []
             while refs and (newest is None or len({held.ref.step for held in found}) < newest):
@@ -214,6 +219,7 @@ class Inventory:
         """Return those of ``refs``, the attempts of the tier, that come before the first with a
         manifest.
         """
+        self._listed = {}
         begun = list(takewhile(lambda ref: not is_committed(self._backend, ref), refs))
         with about(self._backend.url):
             found = [self._step(ref) for ref in begun]
@@ -239,6 +245,14 @@ class Inventory:
         self._committed_refs |= present
         return [ref for ref in new if ref not in present]
 
+    @property
+    def _lists_again(self) -> bool:
+        return self._late_metrics or self._part
+
+    def _unlisted(self, refs: Sequence[StepRef]) -> list[StepRef]:
+        """Return those of ``refs`` that a look has to list."""
+        return [ref for ref in refs if self._lists_again or ref not in self._known]
+
     def _shown_steps(self, refs: Sequence[StepRef]) -> list[StoredStep]:
         new = [ref for ref in refs if ref not in self._known]
         read = self._workers.run_all(partial(self._shown_step, ref) for ref in new)
@@ -257,8 +271,11 @@ class Inventory:
         """Return one attempt with its state. A remembered step is not read again."""
         if ref in self._known and (remembered := self._again(self._known[ref])) is not None:
             return remembered
-        there = is_committed(self._backend, ref)
-        objects = tuple(own_objects(self._backend, ref))
+        objects = self._listed.get(ref, ())
+        # What is not a checkpoint in the listing may have become one since.
+        if not (there := _has_manifest(ref, objects)):
+            there = is_committed(self._backend, ref)
+            objects = tuple(own_objects(self._backend, ref))
         state: State = "incomplete"
         reason = ""
         if there:
@@ -324,11 +341,10 @@ class Inventory:
         """Return a remembered step, with the metrics and the copies of files of other nodes that
         were added since. Return None if the step was listed again, and has no manifest any more.
         """
-        if not (self._late_metrics or self._part):
+        if not self._lists_again:
             return held
-        objects = tuple(own_objects(self._backend, held.ref))
-        manifests = [info for info in objects if info.key == held.ref.manifest]
-        if not any(is_of_manifest(info.size) for info in manifests):
+        objects = self._listed.get(held.ref) or tuple(own_objects(self._backend, held.ref))
+        if not _has_manifest(held.ref, objects):
             return None
         # Compare the keys and not their number: a file, such as a claim marker, may also have gone.
         return held if _keys(objects) == _keys(held.objects) else self._with_late(held, objects)
@@ -437,6 +453,10 @@ def _reason(error: IntegrityError | StorageError) -> str:
 
 def _keys(objects: Sequence[ObjectInfo]) -> set[str]:
     return {info.key for info in objects}
+
+
+def _has_manifest(ref: StepRef, objects: Sequence[ObjectInfo]) -> bool:
+    return any(info.key == ref.manifest and is_of_manifest(info.size) for info in objects)
 
 
 def _is_data(name: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from tests.checkpoints import Arrays, write_checkpoint
+from tests.kit.stores import Wrapped
 
 ARRAYS: Arrays = {"w": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.arange(5)}
 
@@ -54,6 +57,48 @@ def test_a_step_that_was_copied_to_the_folder_of_another_is_no_checkpoint(
     copied, whole = Inventory(backend).look()
     assert (copied.state, whole.state) == ("damaged", "committed")
     assert copied.reason == "it is that of step 1, attempt 'abcxyz'"
+
+
+class Counted(Wrapped):
+    """A store that counts its requests by their verbs."""
+
+    def __init__(self, inner: StorageBackend) -> None:
+        super().__init__(inner)
+        self.verbs: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.verbs += [name] * (name in {"head", "list", "folders", "read_into"})
+        return super().__getattr__(name)
+
+    def count(self) -> Counter[str]:
+        counted, self.verbs = Counter(self.verbs), []
+        return counted
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_look_lists_all_steps_of_an_object_store_at_once(
+    backend: StorageBackend, world_size: int
+) -> None:
+    """A listing of each step came at each look, and two requests more at the first one."""
+    written = [write_checkpoint(backend, step, ARRAYS, world_size=world_size) for step in range(40)]
+    write_checkpoint(backend, 50, ARRAYS, world_size=world_size, commit=False)
+    counted: Any = Counted(backend)
+    inventory = Inventory(counted, late_metrics=True)
+    first = inventory.look()
+    # The steps, all of their objects, those of the incomplete one, and the pins.
+    assert (verbs := counted.count())["list"] == 3
+    # The size of each manifest, and for the incomplete step its manifest and its fragments.
+    assert verbs["head"] == len(written) + 1 + world_size
+    assert [held.state for held in first] == ["incomplete", *["committed"] * 40]
+    assert first[1:] == [held for held in Inventory(backend).look() if held.state == "committed"]
+    put_late(backend, written[7].ref, {"loss": 1.5})
+    backend.delete(written[9].ref.manifest)
+    second = {held.ref.step: held for held in inventory.look()}
+    # Two steps without a manifest now, and one record of metrics.
+    assert (verbs := counted.count())["list"] == 4
+    assert verbs["head"] == 2 * (1 + world_size) + 1
+    assert second[7].metrics == {"loss": 1.5}
+    assert second[9].state == "incomplete"
 
 
 @pytest.mark.parametrize("name", ["rank-00001.safetensors", "rank-00000.json"])
