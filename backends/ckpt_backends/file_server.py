@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import pkgutil
 import posixpath
-import secrets as entropy
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -45,6 +43,7 @@ from ckpt.storage.api import (
 )
 from ckpt_backends.client_options import missing_extra, secrets_of
 from ckpt_backends.foreign_errors import clean, foreign
+from ckpt_backends.temporary import TEMPORARY, is_abandoned, is_hidden, temporary_beside
 
 WAIT_SECONDS: Final = 60
 """How long a connection waits for the server unless the option ``timeout`` says otherwise, and how
@@ -52,9 +51,7 @@ long a request waits for a free connection.
 """
 _MOST_CONNECTIONS: Final = 4
 _PART_BYTES: Final = 1 << 20
-_TEMPORARY: Final = ".tmp"
 _PROBE_BYTES: Final = 64 << 10
-_ABANDONED_SECONDS: Final = 3600.0
 _TRIES: Final = 3  # A folder may be removed between its creation and the creation of a file in it
 
 
@@ -348,7 +345,7 @@ class FileServerBackend:
                 listed = connection.entries(path)
         except ObjectNotFound:
             return []
-        return [entry for entry in listed if not entry.name.endswith(_TEMPORARY)]
+        return [entry for entry in listed if not is_hidden(entry.name)]
 
     def _remove_empty(self, connection: Connection, folder: str) -> None:
         """Remove ``folder`` and its parents inside of the root, up to the first one in use."""
@@ -382,7 +379,7 @@ def _place(connection: Connection, path: str, parts: Sequence[memoryview]) -> No
     its parents are created if the server says that they are missing.
     """
     folder = posixpath.dirname(path)
-    temporary = temporary_in(folder)
+    temporary = temporary_beside(path)
     try:
         for _ in range(_TRIES):
             try:
@@ -403,19 +400,14 @@ def _place(connection: Connection, path: str, parts: Sequence[memoryview]) -> No
         raise
 
 
-def temporary_in(folder: str) -> str:
-    """Return a new path in ``folder`` that no listing names."""
-    return f"{folder}/.{entropy.token_hex(8)}{_TEMPORARY}"
-
-
 def _remove_abandoned(connection: Connection, folder: str) -> None:
     """Remove the temporary files from ``folder`` that were last written to more than an hour ago,
     if nothing else is in it.
     """
     entries = connection.entries(folder)
-    if all(entry.size is not None and entry.name.endswith(_TEMPORARY) for entry in entries):
+    if all(entry.size is not None and TEMPORARY.fullmatch(entry.name) for entry in entries):
         for entry in entries:
-            if entry.modified and time.time() - entry.modified > _ABANDONED_SECONDS:
+            if entry.modified and is_abandoned(entry.modified):
                 connection.remove(f"{folder}/{entry.name}")
 
 
@@ -426,7 +418,7 @@ def _is_full(connection: Connection, unfinished: str) -> bool:
     Some servers and protocols have no code for a full disk: they say "failure", or only close the
     connection of the transfer.
     """
-    probe = temporary_in(posixpath.dirname(unfinished))
+    probe = temporary_beside(unfinished)
     try:
         with suppress(ObjectNotFound), foreign(unfinished):
             connection.stat(unfinished)

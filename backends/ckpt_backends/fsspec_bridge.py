@@ -10,7 +10,6 @@ object.
 from __future__ import annotations
 
 import posixpath
-import secrets as entropy
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -44,6 +43,7 @@ from ckpt_backends.file_server import FILE_SERVERS, open_file_server
 from ckpt_backends.foreign_errors import clean, foreign
 from ckpt_backends.posix import open_posix
 from ckpt_backends.store_table import TRANSPARENT, check_tested
+from ckpt_backends.temporary import is_hidden, temporary_beside
 
 PART_BYTES: Final = 8 << 20
 # On these stores, the server lets only one of several ``pipe_file(mode="create")`` succeed.
@@ -51,7 +51,6 @@ _CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
 _RENAMES: Final = frozenset({"file", "local"})  # ``mv`` of these file systems is one rename
 _LOCAL: Final = frozenset({"memory", "file", "local"})
 _TURN_SECONDS: Final = 60.0
-_TEMPORARY: Final = ".tmp"
 _MODIFIED: Final = ("mtime", "LastModified", "updated", "modified", "last_modified", "created")
 
 
@@ -216,7 +215,7 @@ class StorageBackendOnFsspec:
                 key.startswith(prefix)
                 and info["type"] == "file"
                 and key
-                and not key.endswith(_TEMPORARY)
+                and not is_hidden(posixpath.basename(key))
             ):
                 yield ObjectInfo(key=key, size=int(info["size"]), modified=modified_of(info))
 
@@ -265,7 +264,7 @@ class StorageBackendOnFsspec:
         """Write a temporary file in the folder of ``path`` and rename it to ``path``. The bytes are
         not forced to the medium, since fsspec has no fsync.
         """
-        temporary = f"{posixpath.dirname(path)}/.{entropy.token_hex(8)}{_TEMPORARY}"
+        temporary = temporary_beside(path)
         try:
             self._fs.pipe_file(temporary, value)
             self._fs.mv(temporary, path)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -50,10 +49,9 @@ from ckpt_backends.lustre import Striping, stripe_count
 from ckpt_backends.mounts import is_fuse, keeps_inode_numbers, kind_of, on_network
 from ckpt_backends.oserrors import mapped
 from ckpt_backends.places import are_apart, place_of
-from ckpt_backends.temporary import TEMPORARY, is_hidden, temporary_beside
+from ckpt_backends.temporary import TEMPORARY, is_abandoned, is_hidden, temporary_beside
 
 _PART_BYTES: Final = 8 << 20
-_ABANDONED_SECONDS: Final = 3600.0  # A live upload touches its file with every part
 _TRIES: Final = 32
 _FLAGS: Final = frozenset({"put_if_absent", "shared", "direct", "reserve"})
 _NOWHERE: Final = "nowhere"
@@ -295,7 +293,7 @@ class PosixBackend:
                     name=key,
                     size=found.st_blocks * 512,
                     modified=found.st_mtime,
-                    abandoned=time.time() - found.st_mtime > _ABANDONED_SECONDS,
+                    abandoned=is_abandoned(found.st_mtime),
                 )
 
     def discard(self, found: Unfinished) -> None:
@@ -584,7 +582,7 @@ def _remove_abandoned(folder: str) -> None:
         left = list(entries)
         if all(TEMPORARY.fullmatch(entry.name) for entry in left):
             for entry in left:
-                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_SECONDS:
+                if is_abandoned(entry.stat(follow_symlinks=False).st_mtime):
                     os.unlink(entry.path)
 
 

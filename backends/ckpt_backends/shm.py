@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 import stat
 import threading
 import weakref
@@ -29,6 +28,7 @@ from ckpt.errors import AccessDenied, ConfigError, LinkRefused, ObjectNotFound, 
 from ckpt.storage.api import ObjectInfo, check_key
 from ckpt_backends.oserrors import mapped
 from ckpt_backends.posix import PosixBackend
+from ckpt_backends.temporary import temporary_beside
 
 # Other users may write to /dev/shm, so the folder of each store has the mode 0700.
 _SHM: Final = "/dev/shm"  # noqa: S108
@@ -247,12 +247,11 @@ class ShmBackend(PosixBackend):
         """
         target = self._writable(check_key(key))
         with mapped(key, missing=StorageError):
-            folder, name = os.path.split(target)
-            temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(6)}.tmp")
+            temporary = temporary_beside(target)
             # ``_create`` also creates the folders. While the temporary file is in its folder, the
             # folder is not empty, so no other process removes it.
             os.close(self._create(temporary))
-            beside = f"{temporary[:-4]}.link.tmp"
+            beside = f"{temporary.removesuffix('.tmp')}.link.tmp"
             try:
                 os.link(path, beside, follow_symlinks=False)
                 descriptor = os.open(beside, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,15 +1,20 @@
-"""The names of files in a folder that are no objects: unfinished writes, and deleted files."""
+"""The names of files in a folder that are no objects: unfinished writes, and deleted files.
+
+A folder of this machine and one of a file server use the same names.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import secrets
+import time
 from typing import Final
 
 TEMPORARY: Final = re.compile(r"\.(.+)\.[0-9a-f]{12}(?:\.link)?\.tmp", re.DOTALL)
 """The name of an unfinished write. The group is the name of the object."""
-_NAME_BYTES: Final = 255
+_NAME_BYTES: Final = 250  # Leaves room for ".link"
+_ABANDONED_SECONDS: Final = 3600.0  # A live upload touches its file with every part
 
 
 def temporary_beside(target: str) -> str:
@@ -18,6 +23,13 @@ def temporary_beside(target: str) -> str:
     token = f".{secrets.token_hex(6)}.tmp"
     kept = name.encode()[: _NAME_BYTES - 1 - len(token)].decode(errors="ignore")
     return os.path.join(folder, f".{kept}{token}")
+
+
+def is_abandoned(modified: float) -> bool:
+    """Return True if an unfinished write that last changed at ``modified``, in seconds since 1970,
+    counts as one of a process that was killed.
+    """
+    return time.time() - modified > _ABANDONED_SECONDS
 
 
 def is_hidden(name: str) -> bool:

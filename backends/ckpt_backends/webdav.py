@@ -11,7 +11,8 @@ from urllib.parse import quote
 from webdav4.client import ResourceAlreadyExists, ResourceConflict
 
 from ckpt.errors import ObjectNotFound, StorageError
-from ckpt_backends.file_server import WAIT_SECONDS, Entry, temporary_in
+from ckpt_backends.file_server import WAIT_SECONDS, Entry
+from ckpt_backends.temporary import TEMPORARY, is_abandoned, temporary_beside
 
 
 class WebdavConnection:
@@ -22,6 +23,7 @@ class WebdavConnection:
 
     def __init__(self, fs: Any) -> None:
         self._client = fs.client
+        self._swept: set[str] = set()
 
     def write(self, path: str, parts: Sequence[memoryview]) -> None:
         length = str(sum(part.nbytes for part in parts))
@@ -77,8 +79,27 @@ class WebdavConnection:
         """
         if self.entries(path):
             raise StorageError(path, "the folder is not empty")
-        aside = temporary_in(posixpath.dirname(path))
+        self._sweep(posixpath.dirname(path))
+        aside = temporary_beside(path)
         self._client.move(quote(path), quote(aside))
+        self._remove_aside(aside, path)
+
+    def _sweep(self, parent: str) -> None:
+        """Remove from ``parent`` the renamed folders that killed processes have left."""
+        if parent in self._swept:
+            return
+        self._swept.add(parent)
+        for entry in self.entries(parent):
+            ours = TEMPORARY.fullmatch(entry.name)
+            if ours and entry.size is None and entry.modified and is_abandoned(entry.modified):
+                self._remove_aside(
+                    posixpath.join(parent, entry.name), posixpath.join(parent, ours[1])
+                )
+
+    def _remove_aside(self, aside: str, path: str) -> None:
+        """Remove the folder ``aside``, which was renamed from ``path``. Its files, which another
+        client has put since, go back.
+        """
         if files := self.entries(aside):
             self.make_folder(path)
             for file in files:

@@ -139,12 +139,12 @@ def test_what_a_killed_writer_leaves_in_a_folder_goes_after_an_hour(tier, share)
     backend = open_backend(tier.url, tier.options)
     backend.put("step/file", [b"x"])
     folder = share.folder / tier.url.rpartition("/")[2] / "step"
-    (folder / ".0123456789abcdef.tmp").write_bytes(b"x")
+    (folder / ".file.0123456789ab.tmp").write_bytes(b"x")
     backend.delete("step/file")
     backend.delete("step/file")
     assert list(backend.folders("")) == ["step"]  # The writer may be alive
     hour = time.time() - 3700
-    os.utime(folder / ".0123456789abcdef.tmp", (hour, hour))
+    os.utime(folder / ".file.0123456789ab.tmp", (hour, hour))
     backend.delete("step/file")
     assert list(backend.folders("")) == []
     backend.close()
@@ -167,6 +167,40 @@ def test_a_url_without_a_path_is_the_top_folder_of_the_server(tmp_path):
         backend = open_backend(share.url.removesuffix(str(share.folder)), share.options)
         assert share.folder.parts[1] in backend.folders("")
         backend.close()
+
+
+def test_a_file_of_others_that_ends_in_tmp_is_listed_and_stays(tier, share):
+    """It was hidden, and was removed after an hour."""
+    backend = open_backend(tier.url, tier.options)
+    backend.put("step/file", [b"x"])
+    theirs = share.folder / tier.url.rpartition("/")[2] / "step" / "theirs.tmp"
+    theirs.write_bytes(b"x")
+    os.utime(theirs, (time.time() - 7200,) * 2)
+    for _ in range(2):
+        backend.delete("step/file")
+    assert [info.key for info in backend.list("")] == ["step/theirs.tmp"]
+    assert theirs.exists()
+    backend.close()
+
+
+def test_the_next_removal_sweeps_what_a_killed_one_left(tier, share):
+    """The folder of WebDAV that was renamed for its removal had stayed for ever."""
+    if not tier.url.startswith("webdav"):
+        pytest.skip("only WebDAV renames a folder before it removes it")
+    root = share.folder / tier.url.rpartition("/")[2]
+    for name, files in (("empty", []), ("late", ["put-since"]), ("young", [])):
+        (root / f".{name}.0123456789ab.tmp").mkdir(parents=True)
+        for file in files:
+            (root / f".{name}.0123456789ab.tmp" / file).write_bytes(b"x")
+        if name != "young":
+            os.utime(root / f".{name}.0123456789ab.tmp", (time.time() - 7200,) * 2)
+    backend = open_backend(tier.url, tier.options)
+    assert list(backend.folders("")) == []
+    backend.put("step/file", [b"x"])
+    backend.delete("step/file")
+    assert sorted(os.listdir(root)) == [".young.0123456789ab.tmp", "late"]
+    assert [info.key for info in backend.list("")] == ["late/put-since"]
+    backend.close()
 
 
 # faults of the server
