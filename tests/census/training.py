@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from importlib import import_module
 from typing import Any, Final
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckpt import PerRank, RngState
 from tests.census.optimizers import TAKEN, Entry
@@ -83,7 +83,34 @@ class OwnState:
         return _apart(self.optimizer.state_dict())
 
     def load_state_dict(self, state: Any) -> None:
-        self.optimizer.load_state_dict(_together(state))
+        groups = self.optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        self.optimizer.load_state_dict(_distributed(_together(state), parameters))
+
+
+def _distributed(value: Any, parameters: Sequence[Any]) -> Any:
+    """Return ``value``, a state dict, or a dict of some, with its tensors sharded as the parameters
+    with their numbers are.
+    """
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _sharded(inner, parameters[key])
+        if isinstance(key, int) and key < len(parameters)
+        else _distributed(inner, parameters)
+        for key, inner in value.items()
+    }
+
+
+def _sharded(value: Any, parameter: Any) -> Any:
+    """Return ``value`` with the tensors of the shape of ``parameter`` sharded as it is."""
+    if isinstance(value, dict):
+        return {key: _sharded(inner, parameter) for key, inner in value.items()}
+    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
 def _apart(value: Any) -> Any:

@@ -53,7 +53,9 @@ from ckpt.model.values import VERSIONS, join
 
 PLACELESS: Final = "~param/"
 OWN_STATE: Final = (
-    "put an object into the state whose state_dict() and load_state_dict() call the optimizer's own"
+    "put an object into the state whose state_dict() and load_state_dict() call the optimizer's "
+    "own. Under sharded parameters, let its load_state_dict() distribute the tensors first as the "
+    "parameters are, since a restore makes whole ones"
 )
 PLACING: Final = ("capturable", "fused")
 """The settings of a parameter group that place ``step`` on the device of the parameter."""
