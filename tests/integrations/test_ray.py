@@ -87,9 +87,16 @@ def test_a_worker_that_is_killed_in_mid_save_costs_no_bit(folder: Path) -> None:
 def test_ray_knows_durable_steps_with_their_own_metrics(folder: Path) -> None:
     for name, kept in json.loads((folder / "results.json").read_text()).items():
         root = str(folder / "storage" / name / "ckpt")
-        # The second worker of "skipped" has skipped step 8
-        last = (6, 7) if name == "skipped" else (6, 8)
-        assert kept == [[step, {"root": root, "step": step}] for step in last]
+        assert kept == [[step, {"root": root, "step": step}] for step in (6, 8)]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ray_goes_on_after_steps_that_the_second_worker_has_skipped(tmp_path: Path) -> None:
+    run(WORKERS / "rayed.py", tmp_path, "skipped", timeout=BOUND)
+    root = str(tmp_path / "storage" / "skipped" / "ckpt")
+    kept = [[step, {"root": root, "step": step}] for step in (6, 7)]  # Step 8 was skipped
+    assert json.loads((tmp_path / "results.json").read_text()) == {"skipped": kept}
 
 
 @pytest.mark.slow

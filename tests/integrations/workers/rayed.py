@@ -1,9 +1,12 @@
 """Runs of Ray Train in one local cluster.
 
 Nothing stops the first run. In the second one a worker is killed with SIGKILL while a save streams.
-In the last one the second worker has no free slot for some saves, and skips them.
 
     rayed.py FOLDER
+    rayed.py FOLDER skipped
+
+With "skipped" there is one run, whose second worker has no free slot for some saves, and skips
+them.
 
 Each attempt of each worker leaves its losses in a file.
 """
@@ -98,21 +101,28 @@ def run(folder: Path, name: str, loop: Any = train, **config: Any) -> Any:
     return trainer.fit()
 
 
-def main(folder: Path) -> None:
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
-    whole = run(folder, "whole")
-    killed = run(folder, "killed", kills=True)
-    found = {
-        each.path.rpartition("/")[2]: [
+def references(results: dict[str, Any]) -> dict[str, Any]:
+    """Return the steps that Ray knows of each run, with their references."""
+    return {
+        name: [
             [metrics["step"], json.loads((Path(checkpoint.path) / "ckpt.json").read_text())]
             for checkpoint, metrics in each.best_checkpoints
         ]
-        for each in (whole, killed, run(folder, "skipped", skip))
+        for name, each in results.items()
     }
-    run(folder, "other", checkpoint=whole.best_checkpoints[0][0])
-    (folder / "results.json").write_text(json.dumps(found))
+
+
+def main(folder: Path, *, skips: bool) -> None:
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+    if skips:
+        result = references({"skipped": run(folder, "skipped", skip)})
+    else:
+        whole = run(folder, "whole")
+        result = references({"whole": whole, "killed": run(folder, "killed", kills=True)})
+        run(folder, "other", checkpoint=whole.best_checkpoints[0][0])
+    (folder / "results.json").write_text(json.dumps(result))
     ray.shutdown()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), skips=sys.argv[2:] == ["skipped"])
