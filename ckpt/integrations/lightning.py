@@ -41,6 +41,8 @@ from ckpt.integrations.lightning_loops import (
     ends_epoch,
     misses_plateau,
     more_follows,
+    reloads_train_loader,
+    start_loader_again,
 )
 from ckpt.integrations.lightning_paths import BEST, NEWEST, Candidate, path_of, step_of
 from ckpt.integrations.lightning_strategy import MODULE, CkptStrategy, mix_in
@@ -301,7 +303,7 @@ class CkptCheckpoint(ModelCheckpoint):
         monitored = self.monitor or ""
         metric = trainer.callback_metrics.get(monitored)
         metrics = {} if metric is None else {monitored: metric}
-        state = _state(strategy, _Carried(strategy.dump(trainer)))
+        state = _state(strategy, _Carried(strategy.dump(trainer)), RngState())
         pending = self._manager.save_async(state, trainer.global_step, metrics=metrics)
         if filepath in self.best_k_models:
             self._unsettled[filepath] = pending
@@ -327,7 +329,8 @@ class CkptCheckpoint(ModelCheckpoint):
     # -- restoring ---------------------------------------------------------------------------------
 
     def load(self, trainer: Trainer, which: int | str | StepRef) -> dict[str, Any]:
-        """Restore the module from a step, and in ``fit`` also the optimizers and generators.
+        """Restore the module from a step, and in ``fit`` also the optimizers. ``begin`` sets the
+        generators later.
 
         Returns:
             A checkpoint for Lightning with all other entries and the module's tensors. If there is
@@ -346,9 +349,10 @@ class CkptCheckpoint(ModelCheckpoint):
         if isinstance(which, StepRef):
             asked, which = which, which.step
         step = None if which == NEWEST else int(which)
-        carried, trains = _Carried({}), trainer.state.fn == TrainerFn.FITTING
+        carried, rng = _Carried({}), _Carried({})
+        trains = trainer.state.fn == TrainerFn.FITTING
         report = self._manager.restore(
-            _state(strategy, carried) if trains else _state_of_model(strategy, carried),
+            _state(strategy, carried, rng) if trains else _state_of_model(strategy, carried),
             step,
             only=None if trains else _EVALUATED,
             strict=module.strict_loading,
@@ -363,7 +367,8 @@ class CkptCheckpoint(ModelCheckpoint):
                 f"{restored.folder}: remove that folder first, or give its path"
             )
         if trains:
-            self._rng = RngState().state_dict()
+            # The generators stay as they are, since Lightning builds the loaders after this.
+            self._rng = rng.held or RngState().state_dict()
             self._last_global_step_saved = report.step
         return {**carried.held, MODULE: module.state_dict()}
 
@@ -446,9 +451,7 @@ class CkptCheckpoint(ModelCheckpoint):
         """Reserve memory for saves if no step was restored. Otherwise prepare Lightning's loops to
         continue from the restored step.
 
-        If the step was saved at the end of an epoch, the training begins with the next epoch. If
-        the training continues within an epoch, this also sets the random number generators to
-        their restored states.
+        If the step was saved at the end of an epoch, the training begins with the next epoch.
 
         Raises:
             ConfigError: No step was restored, and the folder has a step that is newer than the
@@ -458,7 +461,7 @@ class CkptCheckpoint(ModelCheckpoint):
         if self._rng is None:
             assert self._manager is not None
             self._check_history(trainer, self._manager.steps())
-            self._manager.prepare(_state(trainer.strategy, _Carried({})))
+            self._manager.prepare(_state(trainer.strategy, _Carried({}), RngState()))
             return
         if misses_plateau(trainer):
             _log.warning(
@@ -467,8 +470,21 @@ class CkptCheckpoint(ModelCheckpoint):
                 trainer.global_step,
             )
         begin_next_epoch(trainer)
+
+    def begin(self, trainer: Trainer) -> None:
+        """Set the random number generators to their restored states, if the training continues
+        within an epoch, or if Lightning would build the train loader here without a resume.
+
+        The strategy calls this after the hooks ``on_train_start``. Until then, the generators are
+        those of a first run, so the loaders and hooks of the setup draw what they drew there.
+        """
         if continues_epoch(trainer):
             self._set_rng()
+        elif self._rng is not None:
+            start_loader_again(trainer)
+            if reloads_train_loader(trainer):
+                self._set_rng()
+                self._rng = None  # The new loader draws from the generators first
 
     def _check_history(self, trainer: Trainer, steps: list[int]) -> None:
         newest = max(steps, default=0)
@@ -590,11 +606,11 @@ def _refuse_unknown(save_last: object, settings: Settings) -> None:
     with_settings(SaveConfig(), settings)
 
 
-def _state(strategy: Strategy, carried: _Carried) -> dict[str, Any]:
+def _state(strategy: Strategy, carried: _Carried, rng: RngState | _Carried) -> dict[str, Any]:
     return {
         **_state_of_model(strategy, carried),
         "optimizers": saved_as(strategy.optimizers, "optimizers"),
-        "rng": PerRank(RngState(), on_resize="same_rank"),
+        "rng": PerRank(rng, on_resize="same_rank"),
     }
 
 

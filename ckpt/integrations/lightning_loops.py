@@ -44,10 +44,28 @@ def begin_next_epoch(trainer: Trainer) -> None:
     loop.epoch_loop.restarting = False
 
 
+def start_loader_again(trainer: Trainer) -> None:
+    """Make Lightning start the train loader again at the begin of a restored epoch, as it does
+    without a resume. The loader then draws from the restored generators.
+    """
+    trainer.fit_loop._resuming_from_checkpoint = False
+
+
 def continues_epoch(trainer: Trainer) -> bool:
     """Return True if a restored training continues in the epoch in which its step was saved."""
     loop = trainer.fit_loop
     return loop.restarted_mid_epoch or loop.restarted_on_epoch_end
+
+
+def reloads_train_loader(trainer: Trainer) -> bool:
+    """Make Lightning build the train loader of a restored training once more, and return True, if
+    ``reload_dataloaders_every_n_epochs`` builds one for the epoch that begins.
+    """
+    every, loop = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop
+    if not every or trainer.current_epoch % every:
+        return False
+    loop._combined_loader = None
+    return True
 
 
 def misses_plateau(trainer: Trainer) -> bool:

@@ -46,6 +46,10 @@ class Reader(Protocol):
         """Fill the trainer's module and optimizers, and return a checkpoint for Lightning."""
         ...
 
+    def begin(self, trainer: Trainer) -> None:
+        """Prepare the training after all hooks ``on_train_start`` have run."""
+        ...
+
 
 class CkptStrategy(Strategy):
     """A mixin for a strategy whose module and optimizers ckpt saves and restores.
@@ -135,6 +139,12 @@ class CkptStrategy(Strategy):
             )
         self._is_filled, self._restored = False, None
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        for reader in self.readers:
+            reader.begin(self.lightning_module.trainer)
 
     def dump(self, trainer: Trainer) -> dict[str, Any]:
         """Return Lightning's checkpoint without the states of the module and the optimizers, and
