@@ -235,7 +235,8 @@ class CheckpointManager:
 
         Args:
             state: A nested dict of tensors, DTensors, modules, optimizers, NumPy arrays, objects
-                with ``state_dict``, plain values and `PerRank`.
+                with ``state_dict``, generators of torch, NumPy and Python, plain values and
+                `PerRank`.
             step: Defaults to ``state["step"]`` if that is an int, and otherwise to the last step
                 plus one.
             metrics: Numbers by name, such as ``{"loss": 1.2}``, for ``Tier(keep_best=...)``. Only

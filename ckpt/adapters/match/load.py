@@ -33,12 +33,12 @@ from ckpt.adapters.match.selection import ALL, Selection
 from ckpt.adapters.match.slots import Holders, fill_slots, tensors_of
 from ckpt.adapters.match.targets import has_live, has_sharded, holds_names
 from ckpt.adapters.match.wrapper_prefix import removed_from, with_prefix
-from ckpt.adapters.tensors.adapted import adapted
 from ckpt.adapters.tensors.arrays import is_fillable
 from ckpt.adapters.tensors.gathered import forget_copies, release
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
+from ckpt.adapters.walk.adapted import adapted
 from ckpt.adapters.walk.collect import find_parameters
 from ckpt.adapters.walk.modules import asked, items_of, unwrapped
 from ckpt.adapters.walk.objects import (

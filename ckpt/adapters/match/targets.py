@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.adapters.tensors.adapted import adapted
 from ckpt.adapters.tensors.layout import local
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
+from ckpt.adapters.walk.adapted import adapted
 from ckpt.adapters.walk.objects import declares_state, is_stateful
 
 

@@ -26,8 +26,10 @@ _BYTES: Final = (
     "version 1.14 on"
 )
 _RANDOM: Final = (
-    "save its state as a plain value; RngState() has the global states of Python, NumPy and torch"
+    "put the generator into the state itself, outside of any state_dict(), or let the state_dict() "
+    "give its present state as a plain value"
 )
+_STATELESS: Final = "it has no state, so leave it out"
 _CODE: Final = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -51,6 +53,8 @@ def advice_for(value: object) -> str:
             return _BYTES if isinstance(value, io.BytesIO) else _IN_CODE
         case Iterator():
             return "save the position that it has reached, as a plain value"
+        case random.SystemRandom():
+            return _STATELESS
         case torch.Generator() | random.Random() | np.random.Generator() | np.random.RandomState():
             return _RANDOM
         case os.PathLike():

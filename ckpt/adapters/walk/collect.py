@@ -25,7 +25,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.adapters.tensors.adapted import adapted
 from ckpt.adapters.tensors.arrays import tensor_of
 from ckpt.adapters.tensors.layout import PLAIN
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
@@ -33,6 +32,7 @@ from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
 from ckpt.adapters.tensors.wrapped import apart, is_wrapper, kind_of
 from ckpt.adapters.tensors.zero import Keeper, keeper_of
+from ckpt.adapters.walk.adapted import adapted
 from ckpt.adapters.walk.advice import advice_for
 from ckpt.adapters.walk.choice import Choice
 from ckpt.adapters.walk.enum_members import plain_of
@@ -318,9 +318,11 @@ class _Walk:
             raise UnsupportedValue(
                 path, f"{kind} in a state_dict()", "give its own state_dict() there"
             )
-        if is_stateful(value):
+        if is_stateful(adapted(value)):
             kind = f"{type(value).__qualname__} in a state_dict()"
-            raise UnsupportedValue(path, kind, "give its own state_dict() there")
+            raise UnsupportedValue(
+                path, kind, advice_for(value) or "give its own state_dict() there"
+            )
         if isinstance(value, PerRank):
             raise UnsupportedValue(path, "PerRank in a state_dict()", _REMADE)
         try:

@@ -9,6 +9,7 @@ import functools
 import gc
 import io
 import json
+import random
 import re
 import time
 import warnings
@@ -500,8 +501,7 @@ class Settings:
         (collections.defaultdict(list), "dict(...)"),
         (Path("x"), "str(...)"),
         (dt.datetime(2026, 1, 1, tzinfo=dt.UTC), ".isoformat()"),
-        (torch.Generator(), "save its state as a plain value"),
-        (np.random.default_rng(), "save its state as a plain value"),
+        (random.SystemRandom(), "it has no state, so leave it out"),
         (iter([1]), "the position that it has reached"),
         (io.BytesIO(b"fp8"), "save its bytes, .getvalue()"),
         (io.StringIO("x"), "leave it out of the state"),

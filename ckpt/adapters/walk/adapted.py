@@ -1,8 +1,9 @@
-"""Call the adapters that other distributions provide as entry points of the group
-``ckpt.adapters``.
+"""Find the object that ckpt saves and loads in the place of a value.
 
-An adapter is a function that takes one value of a state. It returns an object with ``state_dict()``
-and ``load_state_dict()`` to save and load in place of the value, or None if it does not support the
+Random number generators have such an object in ckpt. For other values, ckpt calls the adapters that
+other distributions provide as entry points of the group ``ckpt.adapters``. An adapter is a function
+that takes one value of a state. It returns an object with ``state_dict()`` and
+``load_state_dict()`` to save and load in place of the value, or None if it does not support the
 value. ckpt calls adapters for values that it cannot save by itself, such as an engine or a loader
 of a framework.
 """
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from ckpt.adapters.walk.generators import GeneratorState, is_generator
 
 _log = logging.getLogger("ckpt")
 _GROUP: Final = "ckpt.adapters"
@@ -44,11 +47,13 @@ def _adapters() -> tuple[Adapter, ...]:
 
 
 def adapted(value: Any) -> Any:
-    """Return the object that the first adapter for ``value`` returns. Return ``value`` itself if no
-    adapter supports it, or if ckpt needs no adapter for it.
+    """Return the object that the first adapter for ``value`` returns, or the `GeneratorState` of a
+    generator. Return ``value`` itself if no adapter supports it, or if ckpt needs no adapter for it.
     """
     if isinstance(value, _KNOWN):
         return value
+    if is_generator(value):
+        return GeneratorState(value)
     for adapter in _adapters():
         if (found := adapter(value)) is not None:
             return found
