@@ -61,7 +61,8 @@ def reloads_train_loader(trainer: Trainer) -> bool:
     """Make Lightning build the train loader of a restored training once more, and return True, if
     ``reload_dataloaders_every_n_epochs`` builds one for the epoch that begins.
     """
-    every, loop = trainer.reload_dataloaders_every_n_epochs, trainer.fit_loop
+    every: int = getattr(trainer, "reload_dataloaders_every_n_epochs", 0)
+    loop = trainer.fit_loop
     if not every or trainer.current_epoch % every:
         return False
     loop._combined_loader = None

@@ -47,8 +47,8 @@ def _adapters() -> tuple[Adapter, ...]:
 
 
 def adapted(value: Any) -> Any:
-    """Return the object that the first adapter for ``value`` returns, or the `GeneratorState` of a
-    generator. Return ``value`` itself if no adapter supports it, or if ckpt needs no adapter for it.
+    """Return the `GeneratorState` of a generator, or the object that the first adapter for
+    ``value`` returns. Return ``value`` itself if no adapter supports it, or if ckpt needs none.
     """
     if isinstance(value, _KNOWN):
         return value
