@@ -26,10 +26,36 @@ _EXTRAS: Final = {
     "ssh": "sftp",
     "paramiko": "sftp",
     "smb": "smb",
-    "smbclient": "smb",
+    "smbprotocol": "smb",
     "webdav": "webdav",
     "webdav4": "webdav",
 }
+_PACKAGES: Final = {
+    "arrow_hdfs": "pyarrow",
+    "dask": "distributed",
+    "dbfs": "requests",
+    "dropbox": "dropboxdrivefs",
+    "dvc": "dvc",
+    "gdrive": "gdrive-fsspec",
+    "gist": "requests",
+    "git": "pygit2",
+    "github": "requests",
+    "hdfs": "pyarrow",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "jlab": "requests",
+    "jupyter": "requests",
+    "libarchive": "libarchive-c",
+    "sftp": "paramiko",
+    "smb": "smbprotocol",
+    "ssh": "paramiko",
+    "webdav": "webdav4",
+    "webhdfs": "requests",
+}
+"""The scheme of a URL -> the package on PyPI that its file system needs, where the error of fsspec
+does not name it after "Install".
+"""
 _SECRET_NAMES: Final = ("secret", "token", "password", "key", "credential", "sas", "conn")
 
 
@@ -70,17 +96,22 @@ def parse_bucket_url(
     return place, {**dict(parse_qsl(split.query)), **options}
 
 
-def missing_extra(url: str, error: ImportError) -> MissingExtra:
+def missing_extra(url: str, error: ImportError) -> ConfigError:
     """Return the error that a package is missing. It names the extra of ckpt that installs the
     package if there is one, and else the package that ``error`` asks for.
+
+    A scheme is never taken for the name of a package, since anyone may register a package of such a
+    name.
     """
     scheme = url.partition("://")[0].rpartition("::")[2]
-    package = {"http": "aiohttp", "https": "aiohttp"}.get(scheme, error.name or "")
+    package = _PACKAGES.get(scheme) or error.name or ""
     # fsspec writes "Please install adlfs to access ..." or "Install s3fs to access S3".
     if not package:
         words = [word.strip("\"'.,`") for word in str(error).split()]
         lowered = [word.lower() for word in words]
-        package = words[lowered.index("install") + 1] if "install" in lowered[:-1] else scheme
+        package = words[lowered.index("install") + 1] if "install" in lowered[:-1] else ""
+    if not package:
+        return ConfigError(f"{url!r} needs a package that is not installed: {error}")
     return MissingExtra(url, package, _EXTRAS.get(package) or _EXTRAS.get(scheme))
 
 

@@ -1,8 +1,9 @@
 """The inventory of a tier: its steps with their states, sizes and ages.
 
 Only the fields of a manifest that are cheap to decode are decoded, and no data file is read. But
-the inventory checks that each file of a manifest exists. Otherwise retention could keep a step that
-has lost files as the newest step, and remove an older step that is complete.
+the inventory checks that each file of a manifest exists and is not shorter than the manifest says.
+Otherwise retention could keep a step that has lost files as the newest step, and remove an older
+step that is complete.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class StoredStep:
         state: A "committed" step has a manifest and all files that the manifest names. On a tier
             that holds only a part of each step, it has all files of the ranks whose fragments are
             on the tier. The bytes of the files were not read. A "damaged" step has a manifest that
-            is damaged or names missing files. An "incomplete" step has no manifest. An
-            "unsupported" step has a manifest in a format that this ckpt cannot read.
+            is damaged or names files that are missing or were cut. An "incomplete" step has no
+            manifest. An "unsupported" step has a manifest in a format that this ckpt cannot read.
         reason: Why the step is "damaged" or "unsupported".
         created_at: When the manifest was made, in seconds since 1970.
         ranks: The number of ranks that saved the step.
@@ -314,13 +315,12 @@ class Inventory:
         """Return a step that has a manifest, after a check of its files and its metadata.
 
         Raises:
-            IntegrityError: Files that the manifest names are missing, or its metadata is damaged.
+            IntegrityError: Files that the manifest names are missing or cut, or its metadata is
+                damaged.
         """
         files = self._here(objects, outline)
-        if gone := self._missing(ref, objects, outline, files):
-            raise ManifestCorrupt(
-                ref.manifest, f"{len(gone)} of its files are gone, such as {gone[0]}"
-            )
+        if faults := self._faults(ref, objects, outline, files):
+            raise ManifestCorrupt(ref.manifest, _summary(faults))
         if self._part and not files:
             raise ManifestCorrupt(ref.manifest, "none of its files is here")
         parse(outline.metadata, "metadata")
@@ -354,28 +354,36 @@ class Inventory:
         metadata = with_late(held.metadata, late)
         return replace(held, objects=objects, metadata=metadata, metrics=metrics_of(metadata))
 
-    def _missing(
+    def _faults(
         self,
         ref: StepRef,
         objects: Sequence[ObjectInfo],
         outline: _Outline,
         files: Sequence[_NamedFile],
-    ) -> list[str]:
-        """Return the names of the missing files among ``files`` and the fragments of the step.
+    ) -> list[tuple[str, int | None]]:
+        """Return the names of those files among ``files`` and the fragments of the step that are
+        missing or shorter than the manifest says, with their sizes (None if missing).
 
         Fragments that the manifest carries are not needed. With ``part``, only the fragments of the
         ranks of ``files`` are needed. A listing may lag behind, so each file that is not in
-        ``objects`` is looked up by a request of its own.
+        ``objects`` as a whole is looked up by a request of its own.
         """
-        needed = list(files)
+        encoded = {encoding.rank: encoding.size for encoding in outline.encoded}
+        needed = {ref.key(file.name): encoded.get(file.rank, file.size) for file in files}
         if not outline.carried:
             here = {file.rank for file in files}
-            needed += [each for each in outline.fragments if not self._part or each.rank in here]
-        listed = _keys(objects)
+            needed |= {
+                ref.key(each.name): each.size
+                for each in outline.fragments
+                if not self._part or each.rank in here
+            }
+        sizes = {info.key: info.size for info in objects}
+        doubtful = [key for key, size in needed.items() if sizes.get(key, -1) < size]
+        found = [(key, self._size_of(key)) for key in doubtful]
         return [
-            file.name
-            for file in needed
-            if (key := ref.key(file.name)) not in listed and not self._is_there(key)
+            (key.removeprefix(f"{ref.folder}/"), size)
+            for key, size in found
+            if size is None or size < needed[key]
         ]
 
     def _here(self, objects: Sequence[ObjectInfo], outline: _Outline) -> Sequence[_NamedFile]:
@@ -416,12 +424,11 @@ class Inventory:
             partial(read_record, self._backend, key, decode, limit=MAX_RECORD_BYTES)
         )
 
-    def _is_there(self, key: str) -> bool:
+    def _size_of(self, key: str) -> int | None:
         try:
-            self._retry.call(partial(self._backend.head, key))
+            return self._retry.call(partial(self._backend.head, key)).size
         except (LinkRefused, ObjectNotFound):
-            return False
-        return True
+            return None
 
     def _touched(self, ref: StepRef, objects: Sequence[ObjectInfo]) -> float | None:
         """Return when the youngest of ``objects`` was put, in seconds since 1970.
@@ -449,6 +456,17 @@ def _newest_steps(refs: list[StepRef], count: int | None) -> tuple[list[StepRef]
 
 def _reason(error: IntegrityError | StorageError) -> str:
     return error.detail if isinstance(error, ManifestCorrupt) else str(error)
+
+
+def _summary(faults: Sequence[tuple[str, int | None]]) -> str:
+    """Return the text about the first of ``faults``, and how many files have the same fault."""
+    (name, size), *_ = faults
+    if size is None:
+        count = sum(other is None for _, other in faults)
+        return f"{count} of its files {'is' if count == 1 else 'are'} gone, such as {name}"
+    count = sum(other is not None for _, other in faults)
+    was = "was" if count == 1 else "were"
+    return f"{count} of its files {was} cut, such as {name}, which has {size} bytes"
 
 
 def _keys(objects: Sequence[ObjectInfo]) -> set[str]:

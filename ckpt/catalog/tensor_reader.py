@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckpt.errors import EntryMissing
+from ckpt.errors import EntryMissing, IntegrityError
 from ckpt.model.box import Box, split_rows
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import StepRef
@@ -107,14 +107,18 @@ class StepReader:
             tensor = self.tensor(each.name)
             leaves.append(Leaf(each.name, tensor.dtype, tensor.shape, (each.box,)))
         plan = plan_restore(self.manifest, leaves)
-        read_plan(
-            plan,
-            _MemorySink(leaves, [each.out for each in wanted]),
-            reader=self._reader,
-            files=self._files,
-            workers=self._workers,
-            on_bytes=self.on_bytes,
-        )
+        try:
+            read_plan(
+                plan,
+                _MemorySink(leaves, [each.out for each in wanted]),
+                reader=self._reader,
+                files=self._files,
+                workers=self._workers,
+                on_bytes=self.on_bytes,
+            )
+        except IntegrityError as error:
+            error.root = self.backend.url
+            raise
         self.read_bytes += plan.read_bytes
 
     def checksums(self, name: str) -> dict[Box, str]:

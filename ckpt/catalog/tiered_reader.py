@@ -26,7 +26,7 @@ from ckpt.pipeline.chunk_reader import ChunkReader, Missed, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run
-from ckpt.plan.fallback import Reach, reach_of, verdict
+from ckpt.plan.fallback import Reach, as_damage, reach_of, verdict
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.rebase import rebase
 from ckpt.plan.restore import ChunkId, ChunkRead, RestorePlan
@@ -319,7 +319,8 @@ class TieredReader:
                 said = failures.setdefault(read.chunk_id, [])
                 said.append((self.sources[position].url, error))
                 if position + 1 == len(self.sources):
-                    raise verdict(said, self._files(position)[run.rank].key) from error
+                    file = self._files(position)[run.rank]
+                    raise as_damage(verdict(said, file.key), file) from error
             return [read.chunk_id for read, _ in missed]
 
         for position in range(len(self.sources)):

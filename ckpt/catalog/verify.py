@@ -24,6 +24,7 @@ from ckpt.catalog.index import read_packed
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
+    FileDamaged,
     FormatUnsupported,
     IntegrityError,
     LinkRefused,
@@ -306,8 +307,7 @@ def _size_fault(folder: StepFolder, file: StoredFile) -> tuple[int, Fault | None
         return 0, fault_of(error)
     if size == file.size:
         return size, None
-    how = "cut" if size < file.size else "added to"
-    what = f"has {size} bytes, should have {file.size}: it was {how}"
+    what = FileDamaged(file.key, size, file.size).detail
     return size, Fault(key=file.key, what=what, offset=min(size, file.size))
 
 
@@ -333,7 +333,7 @@ def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:
                 offset=error.offset,
                 nbytes=error.nbytes,
             )
-        case ManifestCorrupt():
+        case ManifestCorrupt() | FileDamaged():
             return Fault(key=error.key, what=error.detail)
         case ObjectNotFound():
             return Fault(key=error.key, what="is missing")

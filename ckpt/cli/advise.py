@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
@@ -18,11 +19,12 @@ from ckpt.cli.options import (
     one_place,
     seconds,
 )
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, NoCheckpoint
 from ckpt.observe.advice import Advice, Assumed, Measured, measured
 from ckpt.observe.advice import advise as advice_of
 from ckpt.observe.history import history_of
 from ckpt.observe.journal import JournalReader
+from ckpt.storage.places import local_path
 from ckpt.storage.tiers import resolve_tier
 
 
@@ -68,9 +70,11 @@ def advise(
     url = resolve_tier(place, config).url
     records = JournalReader(url).read()
     if not records:
+        if not os.path.exists(local_path(url)):
+            raise NoCheckpoint(url, "it does not exist")
         raise ConfigError(
             f"{url} has no journal: train with CheckpointManager({url!r}, "
-            f"observers=[Journal({url!r})])"
+            f"observers=[Journal({url!r})]), where Journal is imported from ckpt.observe"
         )
     found = measured(records, history_of(records))
     if failures is None and not found.failures_per_day > 0:

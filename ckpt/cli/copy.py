@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt.catalog.index import find, is_committed, read_manifest, read_packed
+from ckpt.catalog.index import find, is_committed, own_objects, read_manifest, read_packed
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
 from ckpt.cli import output
@@ -186,11 +186,15 @@ def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBacken
     """Return the size of an attempt at the destination; None if the destination lacks the attempt.
 
     The destination has the attempt if the manifest there has the same chunks as the manifest at the
-    source. The encoding may differ. No data file is read.
+    source, and its data files have the sizes that the manifest says. The encoding may differ. No
+    data file is read.
     """
     _, packed = read_packed(source, ref)
     try:
         there, same = read_packed(destination, ref)
+        sizes = {info.key: info.size for info in own_objects(destination, ref)}
+        if any(sizes.get(file.key) != file.size for file in there.stored_files().values()):
+            return None
         if same == packed or same_chunks(
             read_manifest(destination, ref), read_manifest(source, ref)
         ):

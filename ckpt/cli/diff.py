@@ -21,6 +21,7 @@ from ckpt.cli.options import (
     RootOption,
     TimeoutOption,
     is_step,
+    naming_the_way_out,
     one_place,
     open_root,
     workers_for,
@@ -108,8 +109,8 @@ def diff(
 def _reader(root: str | None, step: int | None, timeout: float) -> Generator[StepReader]:
     backend = open_root(root, timeout=timeout)
     ref = backend.ask(partial(find, backend, step))[0]
-    manifest = backend.ask(partial(read_manifest, backend, ref))
-    with workers_for(backend) as workers:
+    with naming_the_way_out(backend, ref), workers_for(backend) as workers:
+        manifest = backend.ask(partial(read_manifest, backend, ref))
         yield StepReader(backend, ref, manifest, workers)
 
 

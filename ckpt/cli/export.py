@@ -18,7 +18,7 @@ from ckpt.cli.options import (
     RootOption,
     TimeoutOption,
     naming_a_removed,
-    naming_the_one_before,
+    naming_the_way_out,
     open_root,
     source_and_other,
     workers_for,
@@ -105,12 +105,11 @@ def export(
     place, out = source_and_other(where, root, "OUT")
     backend = open_root(place, timeout=timeout)
     chosen = kind or _format_of(out)
-    refs = backend.ask(partial(find, backend, step))
-    ref = refs[0]
+    ref = backend.ask(partial(find, backend, step))[0]
     with (
         workers_for(backend) as workers,
         output.progress(f"step {ref.step}") as bar,
-        naming_the_one_before(refs, step),
+        naming_the_way_out(backend, ref),
         naming_a_removed([backend], ref),
     ):
         reader = StepReader(

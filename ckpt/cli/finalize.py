@@ -10,6 +10,7 @@ import typer
 
 from ckpt.catalog.finalize import finalize as finish
 from ckpt.catalog.index import attempts, instead_of, is_committed
+from ckpt.catalog.inventory import Inventory
 from ckpt.cli import output
 from ckpt.cli.options import (
     LATEST,
@@ -81,7 +82,10 @@ def finalize(
     if json:
         output.show_json({"root": backend.url, "steps": [_as_json(one) for one in tried]})
     elif not tried:
-        output.show_line(f"nothing is unfinished: {output.count(len(refs), 'step')} committed")
+        held = backend.ask(partial(Inventory(backend, shown=True).look, among=refs))
+        damaged = sum(each.state == "damaged" for each in held)
+        text = f"nothing is unfinished: {output.count(len(held) - damaged, 'step')} committed"
+        output.show_line(text + (f", {damaged} damaged (ckpt ls says how)" if damaged else ""))
     else:
         _show(tried)
     failures = [one.error for one in tried if one.error]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Final, TypeVar
 
 import typer
 
-from ckpt.catalog.index import is_committed
+from ckpt.catalog.index import committed, is_committed
 from ckpt.cli.store_timeout import Watched, noting, open_watched
 from ckpt.config import MEMORY, Tier, load_config
 from ckpt.errors import (
@@ -225,23 +225,35 @@ def open_root(root: str | None, config: str | None = None, *, timeout: float) ->
 
 
 @contextmanager
-def naming_the_one_before(refs: Sequence[StepRef], step: int | None) -> Generator[None]:
-    """Return a context manager for a block that reads a step. If the block raises an error about
-    damage, the number of the previous step is added to the message of the error.
-
-    Nothing is added if the user has named a ``step``.
-
-    Args:
-        refs: The committed attempts, newest step first. The block reads the first one.
-        step: The step that the user has named; None if the newest step is read.
+def naming_the_way_out(backend: Watched, ref: StepRef) -> Generator[None]:
+    """Return a context manager for a block that reads ``ref``. If the block raises an error about
+    damage in this step, its message also says which other step there is, and how to mend this one.
     """
     try:
         yield
     except IntegrityError as error:
-        before = next((ref.step for ref in refs if ref.step < refs[0].step), None)
-        if step is None and before is not None and is_damage(error):
-            error.args = (f"{error}; the step before it is there too: --step {before}",)
+        key: str = getattr(error, "key", ref.folder)
+        is_here = key.startswith(ref.folder) and error.root in ("", backend.url)
+        if is_here and is_damage(error):
+            error.args = (f"{error}; {way_out(backend, ref)}",)
         raise
+
+
+def way_out(backend: Watched, ref: StepRef) -> str:
+    """Return the text that says how to mend the damaged step ``ref``, and which other step there
+    is in the store.
+    """
+    copy = f"ckpt copy OTHER {backend.url} --step {ref.step} --check"
+    mend = f"mend it from another copy with `{copy}`"
+    with suppress(CkptError):
+        steps = [each.step for each in backend.ask(partial(committed, backend))]
+        before = next((step for step in steps if step < ref.step), None)
+        if before is not None:
+            return f"the step before it is there too: --step {before}; or {mend}"
+        after = next((step for step in reversed(steps) if step > ref.step), None)
+        if after is not None:
+            return f"a later step is there too: --step {after}; or {mend}"
+    return mend
 
 
 @contextmanager

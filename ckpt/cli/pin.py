@@ -86,6 +86,8 @@ def unpin(
     place, step = place_and_step(where, root, step)
     backend = open_root(place, config, timeout=timeout)
     pins = [one for one in backend.ask(partial(all_pins, backend)) if step in (None, one.ref.step)]
+    if not pins:
+        backend.ask(partial(find, backend, step))  # Raises if there is no such step
     shown = [_as_json(backend, one) for one in pins]
     for one in pins:
         backend.delete(one.key)

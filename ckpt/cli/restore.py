@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated
@@ -26,14 +27,15 @@ from ckpt.cli.options import (
     TimeoutOption,
     naming_a_removed,
     places_and_step,
+    way_out,
     workers_for,
 )
 from ckpt.cli.store_timeout import Watched, open_watched, watch
-from ckpt.errors import ConfigError, FormatUnsupported, IntegrityError, NoCheckpoint
+from ckpt.errors import CkptError, ConfigError, FormatUnsupported, IntegrityError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.places import is_folder, relation
+from ckpt.storage.places import is_folder, local_path, relation
 from ckpt.storage.tiers import open_tiers, resolve_tiers
 
 _DEFAULT_FOLDER = "restored"
@@ -108,7 +110,8 @@ def restore(
     destination = _destination(sources, to, timeout)
     if len(sources) == 1 and destination is not None:
         sources = [*nearer_tiers(sources[0], destination, timeout), *sources]
-    found = _first_intact(sources, step, destination)
+    with _without_empty(destination):
+        found = _first_intact(sources, step, destination)
     seconds, nbytes = found.seconds, found.nbytes
     if json:
         output.show_json(
@@ -204,6 +207,22 @@ def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watc
     return None if same else destination
 
 
+@contextmanager
+def _without_empty(destination: Watched | None) -> Generator[None]:
+    """Return a context manager. If its block fails, the folder of ``destination`` is removed again
+    if the block has made it and it is empty.
+    """
+    path = "" if destination is None else local_path(destination.url)
+    is_new = bool(path) and not os.path.exists(path)
+    try:
+        yield
+    except CkptError:
+        if is_new:
+            with suppress(OSError):
+                os.rmdir(path)
+        raise
+
+
 def _first_intact(sources: list[Watched], step: int | None, destination: Watched | None) -> _Found:
     """Try the committed attempts, newest step first, until an attempt is intact, and return it.
 
@@ -238,6 +257,8 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
                 any_damaged |= isinstance(error, IntegrityError)
                 candidate = next(found, None)
                 if candidate is None and tried == 1:
+                    if isinstance(error, IntegrityError):
+                        error.args = (f"{error}; {way_out(sources[-1], ref)}",)
                     raise
                 what = f"is damaged: {error}"
                 if isinstance(error, NoCheckpoint):

@@ -23,7 +23,7 @@ from ckpt.cli.options import (
     StepOption,
     TimeoutOption,
     naming_a_removed,
-    naming_the_one_before,
+    naming_the_way_out,
     open_root,
     place_and_step,
 )
@@ -61,9 +61,8 @@ def show(
     """
     place, wanted = place_and_step(where, root, step)
     backend = open_root(place, config, timeout=timeout)
-    refs = backend.ask(partial(find, backend, wanted))
-    ref = refs[0]
-    with naming_the_one_before(refs, wanted), naming_a_removed([backend], ref):
+    ref = backend.ask(partial(find, backend, wanted))[0]
+    with naming_the_way_out(backend, ref), naming_a_removed([backend], ref):
         manifest, objects = backend.ask(partial(_read, backend, ref))
     if json:
         output.show_json(_as_json(manifest, f"{backend.url.rstrip('/')}/{ref.folder}"))

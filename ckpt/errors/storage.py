@@ -93,9 +93,13 @@ class TransientStorageError(StorageError):
 
 
 class IntegrityError(CkptError):
-    """The stored bytes are not those that were written."""
+    """The stored bytes are not those that were written.
+
+    ``root`` is the URL of the tier that has them; '' if a reader does not say it.
+    """
 
     exit_code = 4
+    root: str = ""
 
 
 class ChecksumMismatch(IntegrityError):
@@ -107,6 +111,21 @@ class ChecksumMismatch(IntegrityError):
             f"checksum mismatch in {key!r}, bytes {offset} to {offset + nbytes}: the data was "
             "damaged after it was written"
         )
+
+
+class FileDamaged(IntegrityError):
+    """A data file is missing, or has another size than that with which it was written.
+
+    ``size`` is None if the file is missing, and ``wanted`` is the size that the manifest says.
+    """
+
+    def __init__(self, key: str, size: int | None, wanted: int) -> None:
+        self.key, self.size, self.wanted = key, size, wanted
+        self.detail = "is missing"
+        if size is not None:
+            how = "cut" if size < wanted else "added to"
+            self.detail = f"has {size} bytes, should have {wanted}: it was {how}"
+        super().__init__(f"{key!r}: {self.detail}")
 
 
 class ManifestCorrupt(IntegrityError):

@@ -23,17 +23,18 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final, Protocol
 
 from ckpt.codec.registry import codec_named
-from ckpt.errors import ChecksumMismatch
+from ckpt.errors import ChecksumMismatch, FileDamaged, StorageError
 from ckpt.model.checksum import checksum, verify
 from ckpt.model.manifest import StoredFile
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce
-from ckpt.plan.fallback import Reach, reach_of
+from ckpt.plan.fallback import Reach, as_damage, reach_of
 from ckpt.plan.restore import ChunkRead, RestorePlan
 from ckpt.storage.api import ScatterReads, StorageBackend, aligned_memory
 
@@ -125,12 +126,13 @@ def read_plan(
 
     Raises:
         ChecksumMismatch: A chunk is not what was saved.
-        StorageError: A file is missing, short or unreadable.
+        FileDamaged: A file is missing or short.
+        StorageError: A file is unreadable.
     """
 
     def read(run: Run) -> None:
         for _, error in reader.read(run, files[run.rank], sink):
-            raise error
+            raise as_damage(error, files[run.rank])
         on_bytes(run.nbytes)
 
     workers.run_all(partial(read, run) for run in runs_of(plan.reads))
@@ -175,7 +177,19 @@ class ChunkReader:
                 return [
                     missed for one in singly for missed in self.read(one, file, sink, on_proven)
                 ]
-            return [(read, error) for read in run.reads]
+            cause = self._cause_of(error, file)
+            return [(read, cause) for read in run.reads]
+
+    def _cause_of(self, error: Exception, file: StoredFile) -> Exception:
+        """Return `FileDamaged` in the place of an error of a read beyond the end of ``file``, and
+        else ``error``.
+        """
+        if type(error) is StorageError:
+            with suppress(StorageError):
+                size = self._retry.call(partial(self._backend.head, file.key)).size
+                if size != file.size:
+                    return FileDamaged(file.key, size, file.size)
+        return error
 
     def _read(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Missed:
         """Read a run in the way that copies the fewest bytes, and return the chunks whose checksum

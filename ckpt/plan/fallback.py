@@ -11,6 +11,7 @@ from enum import Enum
 from ckpt.errors import (
     AccessDenied,
     CodecMissing,
+    FileDamaged,
     FormatUnsupported,
     IntegrityError,
     LinkRefused,
@@ -18,6 +19,7 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
+from ckpt.model.manifest import StoredFile
 from ckpt.plan.restore import ChunkRead, RestorePlan
 
 
@@ -67,6 +69,13 @@ def is_damage(error: Exception) -> bool:
     if isinstance(error, IntegrityError):
         return not isinstance(error, FormatUnsupported)
     return isinstance(error, ObjectNotFound) or type(error) is StorageError
+
+
+def as_damage(error: Exception, file: StoredFile) -> Exception:
+    """Return `FileDamaged` in the place of an ``ObjectNotFound`` about a data file of a manifest,
+    and else ``error``.
+    """
+    return FileDamaged(file.key, None, file.size) if isinstance(error, ObjectNotFound) else error
 
 
 def verdict(errors: Sequence[tuple[str, Exception]], what: str) -> Exception:

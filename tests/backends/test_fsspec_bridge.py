@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
 
 from ckpt import errors
 from ckpt.errors import ConfigError, MissingExtra, StorageError
@@ -277,6 +278,24 @@ def test_a_missing_package_is_named():
     assert "pip install adlfs" in str(
         missing_extra("abfs://b", ImportError("Install adlfs to access Azure Datalake Gen2"))
     )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package"),
+    [("sftp", "paramiko"), ("ssh", "paramiko"), ("smb", "smbprotocol"), ("git", "pygit2")],
+)
+def test_a_scheme_is_not_taken_for_a_package(scheme: str, package: str):
+    said = str(missing_extra(f"{scheme}://x", ImportError(known_implementations[scheme]["err"])))
+    assert f"needs the package {package}: pip install {package}" in said
+    assert "webdav4" in str(missing_extra("webdav://x", ImportError("", name="webdav4")))
+
+
+@pytest.mark.parametrize("scheme", sorted(known_implementations))
+def test_no_scheme_of_fsspec_gets_its_own_name_as_a_package(scheme: str):
+    text = known_implementations[scheme].get("err", "it is not there")
+    error = missing_extra(f"{scheme}://x", ImportError(text))
+    own = {"dvc", "tosfs"}  # These are the names of the packages too
+    assert getattr(error, "package", "") != scheme or scheme in own
 
 
 def test_a_scheme_whose_package_is_missing():

@@ -106,7 +106,7 @@ def test_a_step_without_a_file_that_it_needs_is_damaged(backend: StorageBackend,
     ref = write_checkpoint(backend, 1, ARRAYS, world_size=2).ref
     backend.delete(ref.key(name))
     (held,) = Inventory(backend).look()
-    assert (held.state, held.reason) == ("damaged", f"1 of its files are gone, such as {name}")
+    assert (held.state, held.reason) == ("damaged", f"1 of its files is gone, such as {name}")
 
 
 def test_a_folder_that_cannot_be_listed_is_damaged_where_steps_are_only_shown(

@@ -47,12 +47,18 @@ def test_the_table_says_what_was_taken_for_what(cli: Cli, runs: Path) -> None:
         ((), "give --failures-per-day"),
         (("--failures-per-day", "0"), "out of bounds"),
         (("--failures-per-day", "2", "--restart", "soon"), "--restart soon"),
-        (("elsewhere", "--failures-per-day", "2"), "has no journal"),
+        (("empty", "--failures-per-day", "2"), "Journal is imported from ckpt.observe"),
         (("s3://bucket/run", "--failures-per-day", "2"), "a journal is on this machine"),
     ],
 )
 def test_bad_input_is_one_clear_error(
     cli: Cli, runs: Path, args: tuple[str, ...], text: str
 ) -> None:
+    Path("empty").mkdir()
     ran = cli("advise", *args)
     assert (ran.code, text in ran.err) == (2, True), ran.err
+
+
+def test_a_place_that_does_not_exist_is_no_checkpoint(cli: Cli) -> None:
+    ran = cli("advise", "elsewhere", "--failures-per-day", "2")
+    assert (ran.code, "does not exist" in ran.err) == (7, True), ran.err

@@ -53,6 +53,7 @@ def test_json_has_the_pin(cli: Cli, runs: Path) -> None:
         (("pin", 1, "--for", "400d"), 2, "366 days"),
         (("pin", 9), 7, "9"),
         (("pin", 1, "--reason", "x" * 300), 2, "at most 200"),
+        (("unpin", 9), 7, "step 9 is not there"),
         (("unpin", "latest"), 2, "all pins end"),
     ],
 )

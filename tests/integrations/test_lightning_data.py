@@ -29,7 +29,7 @@ class Crash(Exception):
 
 def drawn() -> Any:
     """Return a loader of data that are drawn from the global generator, as ``BoringModel`` does."""
-    return DataLoader(torch.randn(BATCHES, 32), batch_size=1)
+    return DataLoader(torch.randn(BATCHES, 32), batch_size=1)  # type: ignore[arg-type]
 
 
 def split() -> Any:
@@ -38,14 +38,11 @@ def split() -> Any:
 
 
 def stateful() -> Any:
-    from torchdata.stateful_dataloader import StatefulDataLoader
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+    return loaders.StatefulDataLoader(torch.randn(BATCHES, 32), batch_size=1, shuffle=True)
 
-    return StatefulDataLoader(torch.randn(BATCHES, 32), batch_size=1, shuffle=True)
 
-
-def train(
-    root: Path, loader: Loader, trigger: dict[str, int], crash: int = 0, **how: Any
-) -> dict[int, float]:
+def train(root: Path, loader: Loader, trigger: Any, crash: int = 0, **how: Any) -> dict[int, float]:
     """Train three epochs, from the newest step if there is one, and return the losses by step."""
     from lightning.pytorch import Trainer, seed_everything
     from lightning.pytorch.demos.boring_classes import BoringModel
@@ -77,12 +74,13 @@ def train(
             if self.global_step == crash:
                 raise Crash
 
+    how = {"limit_val_batches": 2} | how
     seed_everything(3, verbose=False)
     model = Model()
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=3, logger=False, enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[CkptCheckpoint(root, **trigger)], **{"limit_val_batches": 2} | how,
+        callbacks=[CkptCheckpoint(root, **trigger)], **how,
     )  # fmt: skip
     if crash:
         with pytest.raises(Crash):
@@ -116,7 +114,7 @@ def test_data_that_the_train_loader_draws_at_setup_are_those_of_the_first_run(
 def test_data_that_a_stateful_loader_draws_at_setup_are_those_of_the_first_run(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("torchdata")
+    pytest.importorskip("torchdata.stateful_dataloader")
     trigger = {"every_n_train_steps": 2}
     whole = train(tmp_path / "whole", stateful, trigger)
     train(tmp_path / "parts", stateful, trigger, BATCHES + 3)

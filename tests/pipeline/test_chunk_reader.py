@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ckpt.errors import ChecksumMismatch, ObjectNotFound, StorageError, TransientStorageError
+from ckpt.errors import ChecksumMismatch, FileDamaged, TransientStorageError
 from ckpt.model.box import Box
 from ckpt.model.keys import StepRef, data_name
 from ckpt.pipeline.chunk_reader import GAP_BYTES, RUN_BYTES, ChunkReader, joined, read_plan
@@ -180,17 +180,18 @@ def test_a_damaged_chunk_is_never_placed(memory, saved, workers, retry):
 
 
 @pytest.mark.parametrize("keep", [0, 4096, 4096 + 6 * 8192 - 1])
-def test_a_short_file_is_an_error_of_the_store(memory, saved, workers, retry, keep):
+def test_a_short_file_is_damage_and_both_sizes_are_named(memory, saved, workers, retry, keep):
     image = bytearray(memory.head(key_of(0)).size)
     memory.read_into(key_of(0), 0, memoryview(image))
     memory.put(key_of(0), [image[:keep]])
-    with pytest.raises(StorageError, match="rank-00000"):
+    with pytest.raises(FileDamaged, match="rank-00000") as caught:
         read(memory, saved, [leaf(ROW)], workers, retry)
+    assert (caught.value.size, caught.value.wanted) == (keep, len(image))
 
 
 def test_a_missing_file_is_named(memory, saved, workers, retry):
     memory.delete(key_of(1))
-    with pytest.raises(ObjectNotFound) as caught:
+    with pytest.raises(FileDamaged, match="is missing") as caught:
         read(memory, saved, [leaf(Box.whole(ARRAY.shape))], workers, retry)
     assert caught.value.key == key_of(1)
 
@@ -257,6 +258,9 @@ class Scattering:
             outs[0][:] = b"\xff" * outs[0].nbytes  # the read fails halfway
             raise TransientStorageError(key)
         self.inner.read_parts(key, offset, outs)
+
+    def head(self, key: str):
+        return self.inner.head(key)
 
 
 @pytest.fixture
@@ -340,8 +344,8 @@ def test_a_request_that_stumbles_half_way_is_made_again(mixed, workers, retry):
     )
 
 
-def test_a_file_that_ends_early_is_an_error_of_the_store(mixed, workers, retry, tmp_path):
+def test_a_file_that_ends_early_is_damage(mixed, workers, retry, tmp_path):
     store, manifest, _, wanted = mixed
     os.truncate(tmp_path / key_of(0), 700_000)
-    with pytest.raises(StorageError, match="ends at byte 700000"):
+    with pytest.raises(FileDamaged, match="has 700000 bytes, should have 1920098: it was cut"):
         read(store, manifest, wanted, workers, retry)
