@@ -53,10 +53,10 @@ def storage_error(
     ``missing`` is the class that replaces ``ObjectNotFound``. It is for calls such as the creation
     of a file, where a missing file or folder does not mean a missing object.
     """
-    kind = BY_ERRNO.get(error.errno or 0, StorageError)
-    return (missing if kind is ObjectNotFound else kind)(
-        key, error.strerror or type(error).__name__
-    )
+    kind, detail = BY_ERRNO.get(error.errno or 0, StorageError), error.strerror
+    if error.errno == errno.ENOENT and missing is StorageError:
+        detail = f"{detail}: its folder cannot be made there, so give a folder on a disk"
+    return (missing if kind is ObjectNotFound else kind)(key, detail or type(error).__name__)
 
 
 @contextmanager

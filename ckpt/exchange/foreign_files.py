@@ -36,16 +36,15 @@ def detect(source: str) -> Kind:
             says how to get its state.
     """
     if os.path.isfile(source):
+        folder = os.path.dirname(os.path.abspath(source))
+        if parse_folder(os.path.basename(folder)) and MANIFEST in _names_in(folder):
+            raise ConfigError(_own(source, folder))
         return "safetensors" if source.endswith(SUFFIX) else "torch"
     if not os.path.isdir(source):
         raise ConfigError(f"{source} is not there: name a local file or folder")
     names = _names_in(source)
-    if MANIFEST in names and (ref := parse_folder(os.path.basename(os.path.abspath(source)))):
-        parent = os.path.dirname(os.path.abspath(source))
-        raise ConfigError(
-            f"{source} is a checkpoint of ckpt already: copy it with ckpt copy {parent} ROOT "
-            f"--step {ref.step}"
-        )
+    if MANIFEST in names and parse_folder(os.path.basename(os.path.abspath(source))):
+        raise ConfigError(_own(source, os.path.abspath(source)))
     if kind := unreadable(paths_in(source)):
         raise ConfigError(kind.text(source))
     if has_table(names):
@@ -64,6 +63,20 @@ def detect(source: str) -> Kind:
     raise ConfigError(
         f"{source} holds neither {TABLE} of torch.distributed.checkpoint, nor *.safetensors, nor "
         "*.pt, *.pth or *.bin of torch.save"
+    )
+
+
+def _own(source: str, folder: str) -> str:
+    """Return the text that refuses ``source``, which is ``folder`` of a step of ckpt or a file in
+    it.
+    """
+    parent, name = os.path.split(folder)
+    ref = parse_folder(name)
+    assert ref is not None
+    what = "is" if os.path.isdir(source) else "is a file of"
+    return (
+        f"{source} {what} a checkpoint of ckpt already: copy it with ckpt copy {parent} ROOT "
+        f"--step {ref.step}"
     )
 
 

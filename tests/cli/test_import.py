@@ -33,6 +33,7 @@ from ckpt.exchange import imports
 from ckpt.exchange.inert_pickle import Inert, read_inert
 from ckpt_backends import posix
 from ckpt_backends.posix import PosixBackend
+from tests.checkpoints import Written
 from tests.cli.conftest import Cli
 from tests.exchange.states import Net, odd_state, same, trained
 
@@ -730,3 +731,15 @@ def test_a_refused_import_leaves_a_folder_that_was_there(cli: Cli) -> None:
     Path("a.txt").write_text("hello")
     assert cli("import", "a.txt", "mine", "--step", 1).code == 2
     assert Path("mine").is_dir()
+
+
+def test_a_file_of_a_step_of_ckpt_is_refused_like_its_folder(
+    cli: Cli, steps: dict[int, Written]
+) -> None:
+    file = Path("runs") / steps[200].ref.key("rank-00000.safetensors")
+    for source, what in ((file, "is a file of"), (file.parent, "is")):
+        ran = cli("import", source, "other", "--step", 1)
+        assert ran.code == 2
+        assert f"{source} {what} a checkpoint of ckpt already" in ran.err
+        assert f"ckpt copy {Path('runs').absolute()} ROOT --step 200" in ran.err
+    assert not Path("other").exists()

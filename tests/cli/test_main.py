@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from ckpt import CheckpointManager
 from ckpt.cli import output
+from ckpt.errors import StorageError
 from ckpt.storage.api import StorageBackend
 from tests.checkpoints import Written, write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli
@@ -429,3 +431,11 @@ def test_a_missing_word_is_named_with_the_words_that_there_are(cli: Cli) -> None
     ran = cli("agent")
     assert ran.code == 2
     assert ran.err.splitlines()[-3:] == ["  status,", "  stop,", "  prefetch"]
+
+
+def test_a_root_that_no_folder_can_be_made_for_says_what_to_give() -> None:
+    with (
+        pytest.raises(StorageError, match="cannot be made there, so give a folder on a disk"),
+        CheckpointManager("/proc/nowhere") as manager,
+    ):
+        manager.save({"a": 1}, 1)

@@ -190,7 +190,8 @@ class StateTree:
             values.append(self._node(tree[path], path))
         kept = self._some(values, path)
         if kept is not _LEFT:
-            self.notes.changed.append((path, f"a value of each of {len(values)} ranks: a list now"))
+            ranks = "each rank" if len(values) == 1 else f"each of {len(values)} ranks"
+            self.notes.changed.append((path, f"a value of {ranks}: a list now"))
         return kept
 
     # -- modules and optimizers --------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 _IN_CODE: Final = (
     "it is made by code, so leave it out of the state, and make it again before the restore"
@@ -28,6 +29,10 @@ _BYTES: Final = (
 _RANDOM: Final = (
     "put the generator into the state itself, outside of any state_dict(), or let the state_dict() "
     "give its present state as a plain value"
+)
+_LOADER: Final = (
+    "leave it out, and put the position in the data into the state: an ElasticSampler of "
+    "ckpt.integrations.data as the sampler of the loader (docs/data.md)"
 )
 _STATELESS: Final = "it has no state, so leave it out"
 _CODE: Final = (
@@ -53,6 +58,8 @@ def advice_for(value: object) -> str:
             return _BYTES if isinstance(value, io.BytesIO) else _IN_CODE
         case Iterator():
             return "save the position that it has reached, as a plain value"
+        case DataLoader():
+            return _LOADER
         case random.SystemRandom():
             return _STATELESS
         case torch.Generator() | random.Random() | np.random.Generator() | np.random.RandomState():

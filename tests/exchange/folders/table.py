@@ -308,11 +308,11 @@ def write_page() -> None:
     for name in (row.name for row in rows() if row.name in known):
         lines.append(f"| {name} | {' | '.join([*known[name], *[''] * 6][:6])} |")
     said = f"Run on {dt.date.today():%Y-%m-%d}, read with torch {torch.__version__}."
-    if others := [row.name for row in rows() if row.name not in known]:
-        said += f" Not run: {'; '.join(others)}."
+    others = [row.name for row in rows() if row.name not in known]
+    after = [textwrap.fill(f"Not run: {'; '.join(others)}.", 100), ""] if others else []
     head, _, rest = PAGE.read_text().partition(BEGIN)
     said = textwrap.fill(said, 100, break_on_hyphens=False)
-    text = "\n".join([BEGIN, "", said, "", *lines, "", END])
+    text = "\n".join([BEGIN, "", said, "", *lines, "", *after, END])
     PAGE.write_text(head + text + rest.partition(END)[2])
 
 
