@@ -501,7 +501,10 @@ class Settings:
         (collections.defaultdict(list), "dict(...)"),
         (Path("x"), "str(...)"),
         (dt.datetime(2026, 1, 1, tzinfo=dt.UTC), ".isoformat()"),
-        (torch.utils.data.DataLoader([1]), "an ElasticSampler of ckpt.integrations.data"),
+        (
+            torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(1))),
+            "an ElasticSampler of ckpt.integrations.data",
+        ),
         (random.SystemRandom(), "it has no state, so leave it out"),
         (iter([1]), "the position that it has reached"),
         (io.BytesIO(b"fp8"), "save its bytes, .getvalue()"),
