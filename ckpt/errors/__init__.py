@@ -18,6 +18,7 @@ direct subclass of ``CkptError``. All classes below this subclass have the same 
     │   └── TransientStorageError           another try may succeed; ckpt retries only this error
     ├── IntegrityError             exit 4   the stored bytes are not those that were written
     │   ├── ChecksumMismatch
+    │   ├── FileDamaged
     │   ├── ManifestCorrupt
     │   └── FormatUnsupported               this version of ckpt cannot read data that may be intact
     │       ├── FormatTooNew                a later version of ckpt wrote the data

@@ -17,10 +17,10 @@ from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
+    FileDamaged,
     FormatTooNew,
     IntegrityError,
     ObjectNotFound,
-    StorageError,
     TransientStorageError,
 )
 from ckpt.model.box import Box
@@ -290,5 +290,5 @@ def test_one_source_says_what_is_wrong_as_it_always_did(workers: Workers) -> Non
         128,
     )
     only.put(key(done, 0), [b"short"])
-    with pytest.raises(StorageError, match="ends at byte 5"):
+    with pytest.raises(FileDamaged, match="has 5 bytes, should have .*: it was cut"):
         read([only], done, workers)
