@@ -290,5 +290,5 @@ def test_one_source_says_what_is_wrong_as_it_always_did(workers: Workers) -> Non
         128,
     )
     only.put(key(done, 0), [b"short"])
-    with pytest.raises(FileDamaged, match="has 5 bytes, should have .*: it was cut"):
+    with pytest.raises(FileDamaged, match=r"has 5 bytes, should have .*: it was cut"):
         read([only], done, workers)
