@@ -33,6 +33,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,9 @@ AGENT_MEMORY_VARIABLE: Final = "CKPT_AGENT_MEMORY_SECONDS"
 AGENT_SCRUB_VARIABLE: Final = "CKPT_AGENT_SCRUB_SECONDS"
 DOMAIN_VARIABLE: Final = "CKPT_FAILURE_DOMAIN"
 MEMORY: Final = "memory"
+AUTO: Final = "auto"
+_MULTIPLE: Final = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)x")
+_MOST_IMAGES: Final = 100
 
 OnBusy = Literal["wait", "skip"]
 OnError = Literal["raise", "warn"]
@@ -89,7 +93,6 @@ _BOUNDS: Final[Mapping[str, tuple[int, int]]] = {
     "chunk_bytes": (_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES),
     "slots": (1, 16),
     "backlog": (1, 1000),
-    "staging_bytes": (1 << 20, 1 << 50),
     "threads": (1, 256),
     "nice": (0, 19),
 }
@@ -313,8 +316,9 @@ class SaveConfig:
             one is filled.
         backlog: How many steps may wait for a farther tier. If more steps wait, the oldest are not
             copied to that tier any more, unless no nearer tier has them.
-        staging_bytes: The host memory that each rank may use for images; None for as much as the
-            machine, the memory cgroup and /dev/shm can spare.
+        host_memory: The most host memory that each rank may use for images: a size, such as "8GiB"
+            or 8 << 30, or a multiple of the rank's image, such as "0.5x". With "auto", the limit is
+            what the machine, the memory cgroup and /dev/shm can spare.
         threads: The number of threads per rank and tier that write and compute checksums.
         nice: The number to add to the niceness of these threads, 0 to 19. The default is 0: see
             docs/decisions/0006-no-nice-by-default.md.
@@ -343,7 +347,7 @@ class SaveConfig:
     commit_timeout_seconds: float = 600.0
     slots: int = 2
     backlog: int = 4
-    staging_bytes: int | None = None
+    host_memory: int | str = AUTO
     threads: int = 2
     nice: int = 0
     cpus: frozenset[int] | None = None
@@ -360,8 +364,8 @@ class SaveConfig:
         for name, choices in _CHOICES.items():
             one_of(name, getattr(self, name), get_args(choices))
         for name, bounds in _BOUNDS.items():
-            if name != "staging_bytes" or self.staging_bytes is not None:
-                whole(name, getattr(self, name), *bounds)
+            whole(name, getattr(self, name), *bounds)
+        self.memory_limit(1)
         timeout, rate = self.commit_timeout_seconds, self.replicate_mb_per_s
         of = "seconds above 0, such as 600"
         number("commit_timeout_seconds", timeout, of, above_zero=True)
@@ -378,6 +382,31 @@ class SaveConfig:
             raise ConfigError(
                 f"tls={shown(self.tls)}: give ckpt.Tls(certificate=..., key=..., authority=...)"
             )
+
+    def memory_limit(self, nbytes: int) -> int | None:
+        """Return the most bytes of host memory for images of ``nbytes``; None for no limit.
+
+        Raises:
+            ConfigError: ``host_memory`` is neither "auto" nor a size nor a multiple.
+        """
+        if self.host_memory == AUTO:
+            return None
+        if (share := self.memory_share) is not None:
+            return round(share * nbytes)
+        try:
+            return as_bytes("host_memory", self.host_memory)
+        except ConfigError:
+            raise ConfigError(
+                f"host_memory={shown(self.host_memory)}: give 'auto', a size such as '8GiB', or a "
+                "multiple of a rank's image such as '0.5x'"
+            ) from None
+
+    @property
+    def memory_share(self) -> float | None:
+        """``host_memory`` as a multiple of an image; None if it is not given as one."""
+        match = _MULTIPLE.fullmatch(self.host_memory) if isinstance(self.host_memory, str) else None
+        share = None if match is None else float(match[1])
+        return share if share is None or 0 < share <= _MOST_IMAGES else None
 
 
 def _check_cpus(cpus: object) -> None:
@@ -400,7 +429,7 @@ class Settings(TypedDict, total=False):
     commit_timeout_seconds: float
     slots: int
     backlog: int
-    staging_bytes: int | None
+    host_memory: int | str
     threads: int
     nice: int
     cpus: frozenset[int] | None
@@ -650,10 +679,9 @@ def _save(table: Mapping[str, Any]) -> SaveConfig:
     names = (name.replace("_bytes", "_mib") for name in Settings.__annotations__ if name != "tls")
     known_only("save.", table, tuple(names))
     fields: dict[str, Any] = dict(table)
-    for name in ("chunk", "staging"):
-        if (mib := fields.pop(f"{name}_mib", None)) is not None:
-            whole(f"{name}_mib", mib, 1, _BOUNDS[f"{name}_bytes"][1] >> 20)
-            fields[f"{name}_bytes"] = mib << 20
+    if (mib := fields.pop("chunk_mib", None)) is not None:
+        whole("chunk_mib", mib, 1, _MAX_CHUNK_BYTES >> 20)
+        fields["chunk_bytes"] = mib << 20
     if "cpus" in fields:
         _check_cpus(fields["cpus"])
         fields["cpus"] = frozenset(fields["cpus"])

@@ -116,6 +116,7 @@ class PendingSave:
         """
         check_timeout(timeout)
         if (snapshot := self._snapshot) is not None:  # ``finish`` may clear it meanwhile
+            snapshot.window.hurry()
             snapshot.wait_landed(timeout)
             snapshot.settle()
 

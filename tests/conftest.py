@@ -25,6 +25,7 @@ if importlib.util.find_spec("hypothesis"):  # `make device` has no hypothesis
     settings.load_profile("tests")
 
 from tests.faults.ledger import Tally  # noqa: E402
+from tests.kit import small_pieces  # noqa: E402
 from tests.kit.stores import gated  # noqa: E402
 from tests.servers import fake_gcs, moto_server, rclone_s3  # noqa: E402
 
@@ -77,10 +78,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="write how often each fault was tried into this file, if all tests pass",
     )
+    parser.addoption(
+        "--small-pieces",
+        action="store_true",
+        help="let images of a few kilobytes pass through memory in waves",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.tally = Tally()  # type: ignore[attr-defined]
+    if config.option.small_pieces:
+        small_pieces.shrink()
     if (worker := getattr(config, "workerinput", None)) is not None:
         import_from_another_file_on(config, int(worker["workerid"][2:]) / worker["workercount"])
 

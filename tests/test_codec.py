@@ -121,7 +121,7 @@ def test_tiers_drain_from_each_other_whatever_their_codecs(
 def test_a_state_larger_than_its_staging_memory(tmp_path: Path) -> None:
     tier = Tier(str(tmp_path), codec="zstd")
     saved = {"x": torch.randn(200 << 18) * 0.02, "y": torch.zeros(10)}
-    with CheckpointManager(tier, config=SaveConfig(staging_bytes=176 << 20, slots=1)) as manager:
+    with CheckpointManager(tier, config=SaveConfig(host_memory=176 << 20, slots=1)) as manager:
         manager.save_async(saved, 1).result(120)
     found = {"x": torch.empty(200 << 18), "y": torch.ones(10)}
     with CheckpointManager(tier) as manager:

@@ -187,7 +187,7 @@ def test_a_step_goes_where_it_is_asked_for(tmp_path):
 
 def test_memory_that_cannot_take_an_image_costs_only_itself(near, tmp_path, caplog):
     tiers, _ = near
-    with CheckpointManager(tiers, staging_bytes=176 << 20) as manager:  # in waves
+    with CheckpointManager(tiers, host_memory=176 << 20) as manager:  # in waves
         manager.save({"x": torch.ones(60 << 20)}, 1)
     assert "step 1 is not kept in shm://" in caplog.text
     assert whole(tmp_path / "disk") == [1]
@@ -301,7 +301,7 @@ def test_a_folder_in_shared_memory_that_is_not_ours_alone_is_left_out(
 def test_a_step_for_memory_alone_that_finds_no_room_is_skipped(near):
     tiers, _ = near
     with CheckpointManager(
-        [Tier("memory"), Tier(tiers[1].url, every=10)], staging_bytes=176 << 20
+        [Tier("memory"), Tier(tiers[1].url, every=10)], host_memory=176 << 20
     ) as manager:
         save = manager.save_async({"x": torch.ones(60 << 20)}, 3)
         assert isinstance(save.exception(20), SaveSkipped)

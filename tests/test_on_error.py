@@ -87,7 +87,7 @@ def test_the_blocking_save_does_not_raise_either(
 def test_a_save_that_cannot_begin_is_a_save_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with CheckpointManager(tmp_path, on_error="warn", staging_bytes=1 << 20) as manager:
+    with CheckpointManager(tmp_path, on_error="warn", host_memory=1 << 20) as manager:
         monkeypatch.setattr("ckpt.staging.slots.measure", _no_memory)
         pending = manager.save_async(state(1), 1)
         assert isinstance(pending.exception(), HostMemoryExhausted)

@@ -67,7 +67,7 @@ def test_a_step_without_a_change_is_named(
         "encoded": [Tier(str(tmp_path), codec="zstd")],
     }.get(tiers, tmp_path)
     model = nn.Linear(8, 2 << 20) if tiers == "waves" else None
-    settings = {"staging_bytes": 180 << 20, "check_finite": True} if tiers == "waves" else {}
+    settings = {"host_memory": 180 << 20, "check_finite": True} if tiers == "waves" else {}
     with Job(places, model, **settings) as job:
         for step in (1, 2, 3, 4):
             if step != 3:

@@ -84,7 +84,7 @@ def assert_restores(root: Path, expected: dict[str, torch.Tensor]) -> None:
 def test_a_state_larger_than_the_staging_memory_is_saved_whole(tmp_path, caplog, overlap):
     caplog.set_level(logging.INFO, "ckpt")
     net, optimizer = trained()
-    with CheckpointManager(tmp_path, staging_bytes=STAGING, overlap=overlap) as manager:
+    with CheckpointManager(tmp_path, host_memory=STAGING, overlap=overlap) as manager:
         for number in range(2):
             expected = bits(net, optimizer)
             backward(net)
@@ -107,7 +107,7 @@ def test_a_state_larger_than_the_staging_memory_is_saved_whole(tmp_path, caplog,
 def test_what_has_passed_through_is_taken_to_the_next_tier_from_the_nearest(tmp_path):
     net, optimizer = trained()
     near, far = tmp_path / "near", tmp_path / "far"
-    with CheckpointManager([near, far], staging_bytes=STAGING) as manager:
+    with CheckpointManager([near, far], host_memory=STAGING) as manager:
         expected = bits(net, optimizer)
         pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
         step(net, optimizer)
@@ -122,7 +122,7 @@ def test_a_disk_that_fails_under_way_lets_the_optimizer_go_on(tmp_path, monkeypa
         Rule(verb="write", key="safetensors", nth=9, fault=Raise(OutOfSpace("k", "disk full")))
     ]
     faulty(monkeypatch, tmp_path, rules)
-    with CheckpointManager(tmp_path, staging_bytes=STAGING) as manager:
+    with CheckpointManager(tmp_path, host_memory=STAGING) as manager:
         pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
         step(net, optimizer)
         with pytest.raises(OutOfSpace):
@@ -134,7 +134,7 @@ def test_a_disk_that_fails_under_way_lets_the_optimizer_go_on(tmp_path, monkeypa
 
 def test_a_change_behind_our_back_while_waves_pass_fails_that_save(tmp_path):
     net, optimizer = trained()
-    with CheckpointManager(tmp_path, staging_bytes=STAGING) as manager:
+    with CheckpointManager(tmp_path, host_memory=STAGING) as manager:
         pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
         with torch.no_grad():
             net.turned.add_(1)
@@ -144,7 +144,7 @@ def test_a_change_behind_our_back_while_waves_pass_fails_that_save(tmp_path):
 
 def test_a_store_that_needs_all_parts_at_once_says_what_to_do(tmp_path):
     net, optimizer = trained()
-    with CheckpointManager(Tier(f"dir::file://{tmp_path}"), staging_bytes=STAGING) as manager:
+    with CheckpointManager(Tier(f"dir::file://{tmp_path}"), host_memory=STAGING) as manager:
         pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
         with pytest.raises(StagingError, match="nearer tier"):
             pending.result(30)
@@ -152,7 +152,7 @@ def test_a_store_that_needs_all_parts_at_once_says_what_to_do(tmp_path):
 
 def test_too_little_for_waves_is_said_before_the_first_save(tmp_path):
     net, optimizer = trained()
-    with CheckpointManager(tmp_path, staging_bytes=64 * MIB) as manager:
+    with CheckpointManager(tmp_path, host_memory=64 * MIB) as manager:
         with pytest.raises(HostMemoryExhausted, match="64 MiB may be used"):
             manager.prepare({"net": net, "optimizer": optimizer})
         with pytest.raises(HostMemoryExhausted):
@@ -182,7 +182,7 @@ def test_a_part_that_fails_for_good_while_the_ring_is_full_holds_up_nobody(tmp_p
             return upload
 
     wrap_stores(monkeypatch, lambda url, store: Slow(store))
-    with CheckpointManager(tmp_path, staging_bytes=STAGING) as manager:
+    with CheckpointManager(tmp_path, host_memory=STAGING) as manager:
         pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
         with pytest.raises(OutOfSpace):
             pending.result(30)
@@ -203,7 +203,7 @@ def test_what_is_set_aside_is_set_aside_once(tmp_path):
     holder.weight = weight
     holder.register_buffer("buffer", torch.randn(17 << 20))  # 68 MiB: three pieces
     state = {"m": holder, "o": optimizer}
-    with CheckpointManager(tmp_path, staging_bytes=400 * MIB) as manager:
+    with CheckpointManager(tmp_path, host_memory=400 * MIB) as manager:
         before = resident()
         pending = manager.save_async(state, 1)
         grown = resident() - before

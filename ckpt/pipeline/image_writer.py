@@ -8,10 +8,10 @@ three cores on machines that may have two, and would slow training about twice a
 after copying does (docs/decisions/0009). If the store takes one part at a time, a worker hashes the
 chunks while the calling thread writes the parts.
 
-If the image is larger than its memory, it passes through a ring: memory that is used again for
-later bytes once it is written and hashed. So in a ring, each chunk is hashed soon after its parts
-are written. The write of each part is retried separately. The first error that remains after the
-retries aborts the upload and is raised.
+If the image passes through a ring, memory is used again for later bytes once it is written and
+hashed. So in a ring, each chunk is hashed soon after its parts are written. The write of each part
+is retried separately. The first error that remains after the retries aborts the upload and is
+raised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import Adopting, StorageBackend, Upload
 
 _COPY_BYTES: Final = 32 << 20
-"""The most bytes of one copy from the state to a ring."""
+"""The most bytes of one copy from the state to a ring, and the size of a frame."""
 OnBytes = Callable[[int], None]
 """A function that is called from worker threads with the number of bytes just written."""
 
@@ -55,8 +55,15 @@ class Source(Protocol):
 
     @property
     def capacity(self) -> int:
-        """The most bytes of the image that are in memory at a time. If this is less than ``size``,
+        """The bytes of the memory that the image has in any case. If this is less than ``size``,
         the image passes through a ring.
+        """
+        ...
+
+    @property
+    def rereadable(self) -> bool:
+        """Return True if all bytes can be read again. If the image passes through a ring, this is
+        so until the first bytes are written and hashed.
         """
         ...
 
@@ -192,14 +199,15 @@ def check_room(
 ) -> None:
     """Check that an image that is larger than its memory can pass through this memory as a ring.
 
-    The ring must have room for one copy, one part and one chunk at the same time. In a smaller
-    ring, copying, writing and hashing would wait for each other forever.
+    The ring must have room for one copy, one part and one chunk at the same time, and for the ends
+    of the frames that they begin and end in. In a smaller ring, copying, writing and hashing would
+    wait for each other forever.
 
     Raises:
         StagingError: The ring is too small, or the store keeps the memory of parts until the end of
             the upload.
     """
-    needed = _COPY_BYTES + part_bytes + chunk_bytes
+    needed = 2 * _COPY_BYTES + max(part_bytes, chunk_bytes)
     if source.capacity >= source.size:
         return
     if not takes_parts:
@@ -213,7 +221,7 @@ def check_room(
             f"{source.capacity >> 20} MiB of staging memory are too few to pass an image of "
             f"{source.size >> 20} MiB through in parts of "
             f"{(part_bytes or chunk_bytes) >> 20} MiB: give it {needed >> 20} MiB or more "
-            "(staging_bytes, free memory), or smaller chunk_bytes"
+            "(host_memory, free memory), or smaller chunk_bytes"
         )
 
 

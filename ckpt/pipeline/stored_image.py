@@ -41,6 +41,7 @@ class StoredImage:
     """
 
     path = None
+    rereadable = True
 
     def __init__(self, chunks: Sequence[ChunkRead], read: Read) -> None:
         self._chunks, self._read = chunks, read

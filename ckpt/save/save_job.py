@@ -68,8 +68,10 @@ class SaveJob:
 
     @property
     def passes_by(self) -> bool:
-        """Whether the image passes through memory in waves, so that it cannot be read twice."""
-        return self.image.capacity < self.image.size
+        """Whether the image cannot be read again, because a part of it has passed through memory
+        in waves.
+        """
+        return not self.image.rereadable
 
     def from_files(self, image: StoredImage, source: OpenTier) -> SaveJob:
         """Return this job for a farther tier, with an image that is read from the tier ``source``

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from ckpt.config import SaveConfig, ranks_on_this_node
+from ckpt.config import SaveConfig
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.gather import Wait, gather
 from ckpt.errors import CkptError, LeftToAgent, SaveSkipped, TensorChanged, ThreadLimit
@@ -34,6 +34,7 @@ from ckpt.pipeline.workers import Once, Workers
 from ckpt.retention.claim import Claim
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
+from ckpt.save.host_memory import slot_pool
 from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
 from ckpt.save.rank_files import Copiers
 from ckpt.save.save_job import SaveJob
@@ -45,7 +46,6 @@ from ckpt.save.tier_writer import TierWriter
 from ckpt.save.trained import Trained
 from ckpt.staging.device import Devices
 from ckpt.staging.slot import Slot
-from ckpt.staging.slots import SlotPool
 from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import OpenTier
 
@@ -75,7 +75,8 @@ class Saver:
         copiers: Lets the agent copy files to farther tiers; None if there is no agent.
 
     Raises:
-        ConfigError: A tier with replicas is not local.
+        ConfigError: A tier with replicas is not local, or there is less host memory for a tier in
+            memory than an image.
         CommitTimeout: There is a tier with replicas, and some node did not make its saver in time.
         ThreadLimit: The system starts no more threads.
 
@@ -105,8 +106,7 @@ class Saver:
         copied = self._replicas.copied if self._replicas is not None else None
         self.steps = JobSteps(tiers, earlier, copied)
         self._slot_steps = SlotSteps(coordinator.rank, self.steps)
-        limit, ranks = config.staging_bytes, ranks_on_this_node()
-        self.slots = SlotPool(config.slots, ranks=ranks, limit=limit, contents=self._slot_steps)
+        self.slots = slot_pool(tiers, config, self._slot_steps)
         # Each farther tier has its own connection, so that its waits delay no other tier.
         self._writers = [
             TierWriter(

@@ -201,6 +201,10 @@ class ScannedImage:
     def capacity(self) -> int:
         return self.image.capacity
 
+    @property
+    def rereadable(self) -> bool:
+        return self.image.rereadable
+
     def view(self, start: int, end: int) -> memoryview:
         return self.image.view(start, end)
 

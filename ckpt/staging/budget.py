@@ -21,9 +21,14 @@ _HEADROOM: Final = 0.9
 """The part of the free memory that a job may use. Other processes may need more memory later."""
 _RING_STEP: Final = 32 << 20
 _LEAST_RING: Final = 4 * _RING_STEP
+_MOST_RING: Final = 6 * _RING_STEP
+"""The size of a ring, which is a slot that is smaller than its image, if there is enough memory.
+
+With it, a save is durable as soon as with the whole image in memory, if the store is the limit.
+"""
 _RING_SHARE: Final = 0.75
-"""The part of the memory that a ring gets. A ring is a slot that is smaller than its image. The
-remaining memory is for copies of eager sources (see ``Snapshot._set_aside``).
+"""The part of the memory that rings and their spill may use. The remaining memory is for copies of
+eager sources (see ``Snapshot._set_aside``).
 """
 _OWN_CGROUPS: Final = "/proc/self/cgroup"
 
@@ -87,6 +92,7 @@ class Budget:
         nbytes: The most bytes of an image.
         slot_bytes: The bytes of each slot. If this is less than ``nbytes``, a larger image passes
             through the slot in waves.
+        spill_bytes: The most bytes of the spill, which images in waves may use beside the slots.
         shared: Whether the slots are files in /dev/shm.
         sentence: The decision and its reason, for the log.
     """
@@ -94,22 +100,24 @@ class Budget:
     slots: int
     nbytes: int
     slot_bytes: int
+    spill_bytes: int = 0
     shared: bool
     sentence: str
 
 
-def decide(nbytes: int, *, wanted: int, room: Room) -> Budget:
+def decide(nbytes: int, *, wanted: int, room: Room, elastic: bool = False) -> Budget:
     """Return the budget for images of ``nbytes``: as many of the ``wanted`` slots as ``room``
     allows.
 
     The slots are in shared memory if at least one fits into it. If ``room`` does not allow a single
-    slot, the budget has one smaller slot, through which images pass in waves.
+    slot, or if ``elastic`` is True and an image is larger than a ring, the slots are rings, through
+    which images pass in waves.
 
     Raises:
         HostMemoryExhausted: There is not enough memory even for waves. The message has the numbers.
     """
-    if nbytes > room.memory:
-        return _in_waves(nbytes, room)
+    if nbytes > room.memory or (elastic and nbytes > _MOST_RING < room.memory * _RING_SHARE):
+        return _in_waves(nbytes, wanted, room)
     slots = min(wanted, room.memory // max(1, nbytes))
     shared = nbytes <= room.shared
     if shared:
@@ -133,23 +141,27 @@ def decide(nbytes: int, *, wanted: int, room: Room) -> Budget:
     )
 
 
-def _in_waves(nbytes: int, room: Room) -> Budget:
-    ring = int(room.memory * _RING_SHARE) // _RING_STEP * _RING_STEP
+def _in_waves(nbytes: int, wanted: int, room: Room) -> Budget:
+    most = int(room.memory * _RING_SHARE) // _RING_STEP * _RING_STEP
+    ring = min(most, _MOST_RING)
     if ring < _LEAST_RING:
         raise HostMemoryExhausted(
             nbytes,
             f"{room.memory >> 20} MiB may be used by each of the {room.ranks} rank(s) of this "
-            "node (machine, memory cgroup or staging_bytes), "
+            "node (machine, memory cgroup or host_memory), "
             f"and passing it through in waves takes {-(-int(_LEAST_RING / _RING_SHARE) >> 20)} MiB",
         )
+    slots = max(1, min(wanted, most // nbytes)) if nbytes <= most else 1
+    spill = max(0, min(most, wanted * nbytes) - slots * ring)
     return Budget(
-        slots=1,
+        slots=slots,
         nbytes=nbytes,
         slot_bytes=ring,
+        spill_bytes=spill,
         shared=False,
         sentence=f"images of {_mib(nbytes)} pass through {_mib(ring)} of anonymous memory in "
-        f"waves: only {_mib(room.memory)} may be used by each of {room.ranks} rank(s); "
-        "an optimizer's step waits until the last wave has begun, at the speed of the nearest tier",
+        f"waves, and through up to {_mib(spill)} more if an optimizer's step comes before they are "
+        f"written: {_mib(room.memory)} may be used by each of {room.ranks} rank(s)",
     )
 
 

@@ -26,7 +26,8 @@ class Copy(NamedTuple):
     Attributes:
         name: The name of the tensor.
         source: The tensor to copy from.
-        target: The view of the slot to copy to.
+        target: The memory to copy to. If the image passes through a ring, a tensor without memory
+            stands for it (see ``staging.image.Target``).
         guarded: The tensor whose version counter moves when the source is changed.
         end: The offset in the image at which the copy ends, in bytes.
         part: The range of elements of the flattened source that is copied; None for all.

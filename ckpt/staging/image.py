@@ -14,8 +14,9 @@ import torch
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan
 from ckpt.staging.copies import PIECE_BYTES
-from ckpt.staging.slot import Slot
-from ckpt.staging.window import Window
+from ckpt.staging.frames import Ring
+from ckpt.staging.slot import Slot, capacity_of
+from ckpt.staging.window import RingWindow, Window
 
 # torch cannot copy or index tensors of these dtypes, so such a tensor is viewed as another dtype of
 # the same size.
@@ -49,10 +50,11 @@ def over(memory: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor
 
 
 class Target(NamedTuple):
-    """A place in the slot for one planned box, or for a part of it.
+    """A place in the image for one planned box, or for a part of it.
 
     Attributes:
-        view: The place, as a tensor.
+        view: The place, as a tensor. If the image passes through a ring, the tensor has no memory
+            (it is on the device "meta"), and each save finds its memory with ``Window.place``.
         end: The offset in the image at which the place ends, in bytes.
         part: The range of elements of the flattened box that belong into the place; None for all.
     """
@@ -66,8 +68,8 @@ class Image:
     """The places of the boxes of a save plan in one slot. There is one object for each pair of slot
     and plan.
 
-    If the slot is smaller than the image, it is a ring: byte ``o`` of the image is at ``o %
-    capacity``.
+    If the slot is smaller than the image, the slot is a `Ring`. The image then has its pieces in
+    other frames in each save.
     """
 
     def __init__(self, plan: SavePlan, leaves: Sequence[Leaf], slot: Slot) -> None:
@@ -79,9 +81,13 @@ class Image:
     def window(self) -> Window:
         """Write the header of a new image to the slot, and return the window of the image."""
         header = self.plan.header
+        if self._ring:
+            assert isinstance(self.slot, Ring)
+            window = RingWindow(self.slot, self.plan.size)
+            window.write(header)
+            return window
         self.slot.view[: len(header)] = header
-        memory = self.slot.view if self._ring else self.slot.view[: self.plan.size]
-        return Window(memory, self.plan.size, self.slot.path)
+        return Window(self.slot.view[: self.plan.size], self.plan.size, self.slot.path)
 
     def targets(self, index: int, *, flat: bool) -> list[Target]:
         """Return the places for item ``index`` of the plan.
@@ -113,12 +119,13 @@ class Image:
         typed = self._typed.get(leaf.dtype)
         if typed is None:
             memory = self.slot.tensor
+            if self._ring:
+                memory = torch.empty(capacity_of(self.plan.size), dtype=torch.uint8, device="meta")
             typed = self._typed[leaf.dtype] = over(
                 memory, leaf.dtype, [len(memory) // leaf.itemsize]
             )
         strides = [1]
         for length in reversed(shape[1:]):
             strides.insert(0, strides[0] * max(1, length))
-        at = start % self.slot.capacity // leaf.itemsize
         # This single call is faster than slicing and two views, and there are thousands of tensors.
-        return typed.as_strided(shape, strides[: len(shape)], at)
+        return typed.as_strided(shape, strides[: len(shape)], start // leaf.itemsize)

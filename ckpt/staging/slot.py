@@ -253,6 +253,9 @@ def _map_file(path: str, nbytes: int, wanted: Callable[[], bool]) -> tuple[mmap.
 
 def _map_anonymous(nbytes: int) -> mmap.mmap:
     try:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise HostMemoryExhausted(nbytes, os.strerror(error.errno or errno.ENOMEM)) from None
+    with contextlib.suppress(OSError):  # A kernel without huge pages refuses
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

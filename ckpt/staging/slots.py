@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,9 +25,14 @@ from ckpt.locks import Condition
 from ckpt.processes import PROGRAM, namespace
 from ckpt.staging import slot_files
 from ckpt.staging.budget import Budget, Room, decide, measure
+from ckpt.staging.frames import Ring, Spill
 from ckpt.staging.slot import NotWanted, Slot, SlotLost, capacity_of
 
 _log = logging.getLogger("ckpt")
+
+
+def _no_limit(nbytes: int) -> int | None:  # noqa: ARG001 - a limit may depend on it
+    return None
 
 
 class SlotContents(Protocol):
@@ -89,7 +94,11 @@ class SlotPool:
     Args:
         count: The most slots.
         ranks: The number of ranks of this job on this node, which all need as much memory.
-        limit: The most bytes that this rank may use; None for what the machine has.
+        limit: Returns the most bytes that this rank may use for images of a size in bytes; None for
+            what the machine has.
+        elastic: Whether large images may pass through memory in waves even if there is memory for
+            whole images. The slots are then rings (see ``ckpt.staging.frames``), and only a save
+            that finds the first one in use creates the second.
         contents: The steps that slots hold between two saves. ``acquire`` prefers the slot with the
             oldest step.
 
@@ -106,10 +115,11 @@ class SlotPool:
         count: int,
         *,
         ranks: int = 1,
-        limit: int | None = None,
+        limit: Callable[[int], int | None] = _no_limit,
+        elastic: bool = False,
         contents: SlotContents | None = None,
     ) -> None:
-        self._count, self._ranks, self._limit = count, ranks, limit
+        self._count, self._ranks, self._limit, self._elastic = count, ranks, limit, elastic
         self._contents = contents or NoContents()
         self._free: list[Slot] = []
         self._made: list[Slot] = []
@@ -121,6 +131,7 @@ class SlotPool:
         about this are then logged at level DEBUG, until /dev/shm has room again.
         """
         self._changed = Condition()
+        self._spill = Spill(self._is_open)
         self._serials = itertools.count(1)
         slot_files.remove_orphans()
 
@@ -132,17 +143,15 @@ class SlotPool:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all existing slots together."""
-        return sum(slot.capacity for slot in self.made)
+        """Return the bytes of all existing slots together, and of the spill."""
+        return sum(slot.capacity for slot in self.made) + self._spill.nbytes
 
     def has_all(self, nbytes: int) -> bool:
-        """Return True if all slots for images of ``nbytes`` exist, so that ``reserve`` would create
-        none.
-        """
+        """Return True if all slots for images of ``nbytes`` exist that ``reserve`` creates."""
         with self._changed:
             return self._budget is not None and (
                 self._budget.nbytes >= nbytes
-                and len(self._made) >= self._budget.slots
+                and len(self._made) >= self._ahead(self._budget)
                 and all(self._fits(slot, self._budget.nbytes) for slot in self._made)
             )
 
@@ -161,7 +170,7 @@ class SlotPool:
 
     def reserve(self, nbytes: int) -> None:
         """Create all slots for images of ``nbytes`` and touch their pages, so that no save has to
-        wait for this.
+        wait for this. If the slots are rings, create only one.
 
         Free slots that are too small for such images are closed, unless their steps are needed.
         ``stop`` ends the call early.
@@ -174,7 +183,7 @@ class SlotPool:
             request = _Request()
             try:
                 with self._changed:
-                    if self._closed or not self._may_make(nbytes):
+                    if self._closed or not self._may_make(nbytes) or self.has_all(nbytes):
                         return
                     self._making.append(request)
                 self._make(request, nbytes)
@@ -232,6 +241,8 @@ class SlotPool:
         free slots in anonymous memory were then closed (see ``reconsider``), and the caller should
         call ``reserve``, which creates slots in /dev/shm in their place.
         """
+        if isinstance(slot, Ring):
+            slot.reclaim()
         with self._changed:
             self._free.append(slot)
             self._changed.notify_all()
@@ -259,6 +270,7 @@ class SlotPool:
             for slot in list(self._made):
                 self._drop(slot)
             self._free.clear()
+        self._spill.close()
 
     def reconsider(self) -> bool:
         """If slots are in anonymous memory and /dev/shm has room now, decide a new budget, and
@@ -274,21 +286,25 @@ class SlotPool:
         if self._closed or known is None or not elsewhere or known.slot_bytes < known.nbytes:
             return False
         # /dev/shm must have room for one slot more than those that exist.
-        if capacity_of(known.nbytes) > self._room().shared:
+        if capacity_of(known.nbytes) > self._room(known.nbytes).shared:
             return False
-        self._budget = decide(known.nbytes, wanted=self._count, room=self._room(self._made))
+        self._budget = decide(
+            known.nbytes, wanted=self._count, room=self._room(known.nbytes, self._made)
+        )
         self._displaced = False
         _log.info("ckpt: %s", self._budget.sentence)
         for slot in [slot for slot in self._free if not slot.shared]:
             self._let_go(slot)
         return True
 
-    def _room(self, freed: Sequence[Slot] = ()) -> Room:
-        """Return the memory that this rank may use, as if the slots ``freed`` were closed."""
+    def _room(self, nbytes: int, freed: Sequence[Slot] = ()) -> Room:
+        """Return the memory that this rank may use for images of ``nbytes``, as if the slots
+        ``freed`` were closed.
+        """
         return measure(
             slot_files.SHM,
             ranks=self._ranks,
-            limit=self._limit,
+            limit=self._limit(nbytes),
             held=slot_files.held_by_siblings() if self._ranks > 1 else 0,
             freed=sum(slot.capacity for slot in freed),
             freed_in_shm=sum(slot.capacity for slot in freed if slot.shared),
@@ -370,9 +386,13 @@ class SlotPool:
         if self._budget is None or self._budget.nbytes < nbytes:
             # The needed slots will be freed before all new slots exist, so their memory counts as
             # free.
-            self._budget = decide(nbytes, wanted=self._count, room=self._room(needed))
+            self._budget = decide(
+                nbytes, wanted=self._count, room=self._room(nbytes, needed), elastic=self._elastic
+            )
+            self._spill.allow(self._budget.spill_bytes)
+            expected = self._budget.shared or self._elastic
             _log.log(
-                logging.INFO if self._budget.shared else logging.WARNING,
+                logging.INFO if expected else logging.WARNING,
                 "ckpt: %s",
                 self._budget.sentence,
             )
@@ -386,6 +406,12 @@ class SlotPool:
         """
         there = len(self._made) + len(self._making)
         return self._budget is not None and there >= self._budget.slots
+
+    def _ahead(self, budget: Budget) -> int:
+        """Return the number of slots that ``reserve`` creates. One ring suffices if a save never
+        comes before the previous one is written.
+        """
+        return 1 if budget.slot_bytes < budget.nbytes else budget.slots
 
     def _is_any_in_use(self) -> bool:
         return len(self._made) + len(self._making) > len(self._free)
@@ -426,6 +452,8 @@ class SlotPool:
         return slot
 
     def _new(self, nbytes: int) -> Slot:
+        if self._budget is not None and nbytes == self._budget.slot_bytes < self._budget.nbytes:
+            return Ring(nbytes, self._spill, self._is_open)
         if self._budget is None or self._budget.shared:
             name = f"{next(self._serials)}-{namespace()}.{time.monotonic_ns():x}.{PROGRAM}"
             path = f"{slot_files.SHM}/{slot_files.own_prefix()}-{name}"

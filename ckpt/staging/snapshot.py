@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -37,7 +38,7 @@ from ckpt.locks import Event
 from ckpt.staging.copies import Copy, Events, Late, copy_now, devices_of, groups
 from ckpt.staging.digest import digest, digest_of, folded
 from ckpt.staging.window import Window
-from ckpt.staging.witness import Full, Sample, Sampled, Witness
+from ckpt.staging.witness import Full, Placed, Sample, Sampled, Witness
 
 SPARE: Final = 4
 """The eager sources of an image in a ring are first copied to other memory if they need at most
@@ -119,6 +120,22 @@ def _beside_nothing(_: torch.Tensor) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+class _Launch(NamedTuple):
+    """A group of copies that was launched on side streams, or made.
+
+    Attributes:
+        group: The copies of the batches.
+        placed: The same copies with the memory that they have in this save.
+        end: The offset in the image up to which all bytes have landed once the copies are complete.
+        events: The events after the copies.
+    """
+
+    group: Sequence[Copy]
+    placed: Sequence[Copy]
+    end: int
+    events: Events
+
+
 class Snapshot:
     """The copy of the state of one save into its image.
 
@@ -185,8 +202,8 @@ class Snapshot:
         When this returns, the eager sources may change, unless ``foreground`` is set. If nothing
         has to be copied later, the snapshot has landed then.
         """
-        if self.window.whole:
-            copy_now(self._eager, self._eager_devices)
+        if self.window.hold((copy.start, copy.end) for copy in self._eager):
+            copy_now(self._placed(self._eager), self._eager_devices)
         else:
             self._set_aside()
         self._digest(late=False)()
@@ -236,16 +253,13 @@ class Snapshot:
             self._compared.set()
 
     def _copy_late(self) -> None:
-        launched = self._copy_in_order()
+        launches = self._copy_in_order()
         finish_digests = self._digest(late=True)
         if self._device:
             self._device.mark_launched()
         self._launched.set()
-        for group, events, end in launched:
-            for event in events.values():
-                event.synchronize()
-            self._check_there(group)
-            self.window.land(end)
+        for launch in launches:
+            self._land(launch)
         finish_digests()
         # The lock is needed because ``settle`` also compares the version counters, and clears them
         # before the optimizer goes on.
@@ -260,6 +274,7 @@ class Snapshot:
         ``held_seconds``. A ``TensorChanged`` is not raised here.
         """
         began = time.perf_counter()
+        self.window.hurry()
         if self._device and not self._landed.is_set():
             self._launched.wait()
             if not self._landed.is_set():
@@ -327,38 +342,49 @@ class Snapshot:
         self.wait_landed()
         return self.digests
 
-    def _copy_in_order(self) -> list[tuple[list[Copy], Events, int]]:
+    def _copy_in_order(self) -> Sequence[_Launch]:
         """Make the late copies in the order of the image, group by group, and report each complete
-        group to the window.
-
-        Returns:
-            For each group that was only launched on a side stream: its copies, the events after
-            them, and the offset in the image up to which all bytes have landed once these events
-            are reached.
+        group to the window. Return the groups that were only launched on a side stream.
         """
-        launched: list[tuple[list[Copy], Events, int]] = []
+        launches: deque[_Launch] = deque()
         if self._device:
             self._device.begin()
         waiting = list(groups(sorted(chain.from_iterable(self._late), key=attrgetter("end"))))
         ends = [group[0].start for group in waiting[1:]]
         for group, end in zip(waiting, [*ends, self.window.size], strict=False):
-            if not self.window.whole:
-                self.window.wait_room(group[-1].end)
+            # The writers wait for launched groups to land, and give their memory back then.
+            while launches and not self.window.has_room(group[-1].end):
+                self._land(launches.popleft())
+            self.window.wait_room(group[-1].end)
             self._check_there(group)
-            if self._device and self.window.whole:
-                self._device.run(group)
-                launched.append((group, self._device.events(), end))
-                continue
+            placed = self._placed(group)
             if self._device:
-                self._device.run(group)
-                self._device.synchronize()
+                self._device.run(placed)
+                launches.append(_Launch(group, placed, end, self._device.events()))
             else:
-                copy_now(group)
-            self._check_there(group)
-            if not self.window.whole:  # Compare now, since later bytes of a ring overwrite these
-                self._ask_witness(group)
-            self.window.land(end)
-        return launched
+                copy_now(placed)
+                self._land(_Launch(group, placed, end, {}))
+            while launches and not self.window.hurries:
+                self._land(launches.popleft())
+        return launches
+
+    def _placed(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """Return the copies with the memory that they have in this save."""
+        if self.window.whole:
+            return copies
+        place = self.window.place
+        return [copy._replace(target=place(copy.target, copy.start)) for copy in copies]
+
+    def _land(self, launch: _Launch) -> None:
+        """Wait until the copies of a group are complete, check them and report them to the
+        window.
+        """
+        for event in launch.events.values():
+            event.synchronize()
+        self._check_there(launch.group)
+        if not self.window.whole:  # Compare now, since the memory is given back soon
+            self._ask_witness(list(zip(launch.group, launch.placed, strict=True)))
+        self.window.land(launch.end)
 
     def _compare(self) -> None:
         """Compare an image that has landed with the bytes that the witness has read. If they
@@ -382,10 +408,10 @@ class Snapshot:
                     )
         self._witness = None  # It has references to the sources
 
-    def _ask_witness(self, copies: Sequence[Copy] | None) -> None:
+    def _ask_witness(self, placed: Sequence[Placed] | None) -> None:
         if self._witness is not None:
             beside = self._device.beside if self._device else _beside_nothing
-            if (name := self._witness.changed(copies, beside)) is not None:
+            if (name := self._witness.changed(placed, beside)) is not None:
                 raise TensorChanged(name, self.step)
 
     def _check_there(self, group: Sequence[Copy]) -> None:

@@ -1,60 +1,82 @@
-"""Track the progress of an image: which bytes have landed, and which are already written.
+"""The view of one image while it is copied from the state to memory and written to a tier.
 
-A byte of an image has *landed* when it was copied from the state to the buffer. The bytes land in
-order, and can be written as soon as they have landed. If the buffer is smaller than the image, it
-is a ring: byte ``o`` of the image is at ``o % capacity``. Bytes that were written and hashed make
-room for later bytes. In this way, a state of any size passes through the buffer in waves.
+A byte of the image has *landed* when it was copied from the state. The bytes land in order, and can
+be written as soon as they have landed. The memory of a `Window` holds the whole image. If the slot
+is smaller than the image, a `RingWindow` lets the image pass through the frames of a ring, piece by
+piece (see ``ckpt.staging.frames``).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+
+import torch
+
 from ckpt.errors import CkptError, StagingError
 from ckpt.locks import Condition
+from ckpt.staging.frames import Frame, Ring
 
 
 class Window:
-    """The part of one image that is in its buffer.
+    """An image that is in memory as a whole.
 
     Thread safety: the copying thread calls ``wait_room``, ``land`` and ``fail``. The threads that
     write the image call ``view``, ``written``, ``hashed`` and ``lost``. Any thread may call
-    ``abandon``.
+    ``abandon`` and ``hurry``.
 
     Args:
-        memory: The buffer. If it is a ring, its length must be a multiple of
-            ``copies.PIECE_BYTES``.
+        memory: The memory of the image.
         size: The bytes of the image.
-        path: The path of the buffer's file in /dev/shm; None for anonymous memory.
+        path: The path of the memory's file in /dev/shm; None for anonymous memory.
     """
 
+    whole = True
+    """Whether the whole image is in memory, so that its bytes can be read more than once."""
+    hurries = True
+    """Whether the copy goes on without regard to the memory that it takes."""
+
     def __init__(self, memory: memoryview, size: int, path: str | None = None) -> None:
-        self.size, self.capacity = size, len(memory)
-        self.path = path if self.whole else None
+        self.size, self.capacity, self.path = size, len(memory), path
         self._memory = memory
         self._landed = 0
-        self._uses = (_Prefix(), _Prefix())
         self._error: CkptError | None = None
         self._changed = Condition()
 
     @property
-    def whole(self) -> bool:
-        """Return True if the whole image fits into the buffer, so that its bytes can be read more
-        than once.
-        """
-        return self.size <= self.capacity
+    def rereadable(self) -> bool:
+        """Return True if all bytes that have landed can be read again."""
+        return True
 
     # -- the copying side --------------------------------------------------------------------------
 
+    def has_room(self, end: int) -> bool:  # noqa: ARG002 - for a `RingWindow`
+        """Return True if ``wait_room`` would not wait."""
+        return True
+
     def wait_room(self, end: int) -> None:
-        """Wait until the buffer has room for the bytes up to ``end``.
+        """Wait until there is memory for the bytes up to ``end``.
 
         Raises:
-            CkptError: ``fail``, ``lost`` or ``abandon`` was called, so the buffer may never have
-                room.
+            CkptError: ``fail``, ``lost`` or ``abandon`` was called, so there may never be memory.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or end - self._freed() <= self.capacity)
-            if self._error:
-                raise self._error
+
+    def place(self, form: torch.Tensor, start: int) -> torch.Tensor:  # noqa: ARG002 - as above
+        """Return the memory for the bytes of the image from ``start`` on, as a tensor like
+        ``form``. ``wait_room`` must have returned for these bytes.
+        """
+        return form
+
+    def hold(self, ranges: Iterable[tuple[int, int]]) -> bool:  # noqa: ARG002 - as above
+        """Take the memory for some ranges of bytes now, and return True. If there is not enough
+        memory, return False.
+        """
+        return True
+
+    def hurry(self) -> None:
+        """Let the copy go on without regard to the memory that it takes, because an optimizer waits
+        for it.
+        """
 
     def land(self, end: int) -> None:
         """Declare that the bytes up to ``end`` have landed."""
@@ -76,39 +98,25 @@ class Window:
     def view(self, start: int, end: int) -> memoryview:
         """Wait until the bytes ``start`` to ``end`` have landed, and return them.
 
-        The result is a view of the buffer, or a copy if the bytes cross the end of a ring.
-
         Raises:
             CkptError: ``fail``, ``lost`` or ``abandon`` has ended the image with this error. The
                 bytes may have landed before.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or self._landed >= end)
-            if self._error:
-                raise self._error
-        if self.whole:
-            return self._memory[start:end]
-        first, last = start % self.capacity, end % self.capacity or self.capacity
-        if first < last:
-            return self._memory[first:last]
-        return memoryview(bytes(self._memory[first:]) + bytes(self._memory[:last]))
+        self._wait_landed(end)
+        return self._memory[start:end]
 
     def written(self, start: int, end: int) -> None:
         """Declare that bytes ``start`` to ``end`` are on the tier."""
-        self._used(0, start, end)
 
     def hashed(self, start: int, end: int) -> None:
         """Declare that bytes ``start`` to ``end`` are in the chunk table."""
-        self._used(1, start, end)
 
     def lost(self, error: CkptError) -> None:
         """Declare that a part of the image will never be written, because of ``error``.
 
-        A ring then fails, since it cannot make progress. An image that fits into the buffer stays
-        usable for the next tier.
+        The image stays usable for the next tier if it is in memory as a whole. Otherwise it fails,
+        since it cannot make progress.
         """
-        if not self.whole:
-            self.fail(error)
 
     def abandon(self) -> None:
         """Declare that no more bytes will be written. Calls of ``wait_room`` and ``view`` then
@@ -116,24 +124,160 @@ class Window:
         """
         self.fail(StagingError("the image is not written any more"))
 
-    def _used(self, use: int, start: int, end: int) -> None:
-        if not self.whole:
+    def _wait_landed(self, end: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._landed >= end)
+            self._check()
+
+    def _check(self) -> None:
+        if self._error:
+            raise self._error
+
+
+class RingWindow(Window):
+    """An image that passes through the frames of a ring.
+
+    A frame is given back when its piece is both written and hashed, in any order of the pieces.
+    Until ``hurry`` is called, the copy takes only frames that exist, and so runs just ahead of the
+    writers. From then on, the spill grows for what is left to copy.
+
+    Args:
+        ring: The ring. Only one window may use it at a time.
+        size: The bytes of the image.
+    """
+
+    whole = False
+
+    def __init__(self, ring: Ring, size: int) -> None:
+        super().__init__(memoryview(b""), size)
+        self.capacity = ring.frames * ring.spill.frame_bytes
+        self._ring, self._step = ring, ring.spill.frame_bytes
+        self._changed = ring.spill.changed
+        self._frames: dict[int, Frame] = {}
+        self._next = self._passed = self._held = 0
+        self._uses = (_Ranges(), _Ranges())
+        self.hurries = self._is_noted = False
+
+    @property
+    def rereadable(self) -> bool:
+        with self._changed:
+            return not self._passed and not self._error
+
+    def has_room(self, end: int) -> bool:
+        return self._take_room(end, wait=False)
+
+    def wait_room(self, end: int) -> None:
+        self._take_room(end, wait=True)
+
+    def _take_room(self, end: int, *, wait: bool) -> bool:
+        while self._next * self._step < end:
+            if self._next not in self._frames:
+                if (frame := self._frame(wait=wait)) is None:
+                    return False
+                with self._changed:
+                    self._frames[self._next] = frame
+            self._next += 1
+        return True
+
+    def place(self, form: torch.Tensor, start: int) -> torch.Tensor:
+        return self._frames[start // self._step].place(form, start % self._step)
+
+    def write(self, data: bytes) -> None:
+        """Write the first bytes of the image, before anything else of it."""
+        for start in range(0, len(data), self._step):
+            part = data[start : start + self._step]
+            self.wait_room(start + len(part))
+            self._frames[start // self._step].data[: len(part)] = part
+
+    def hold(self, ranges: Iterable[tuple[int, int]]) -> bool:
+        pieces = {piece for a, b in ranges for piece in range(a // self._step, -(-b // self._step))}
+        for piece in sorted(pieces - self._frames.keys()):
+            # The frames of the ring itself stay free, so that the copy makes progress.
+            if (frame := self._ring.borrow()) is None:
+                return False
             with self._changed:
-                self._uses[use].add(start, end)
-                self._changed.notify_all()
+                self._frames[piece] = frame
+            self._held += 1
+        return True
 
-    def _freed(self) -> int:
-        return 0 if self.whole else min(use.end for use in self._uses)
+    def hurry(self) -> None:
+        with self._changed:
+            self.hurries = True
+            pieces = -(-self.size // self._step)
+            self._changed.notify_all()
+        self._note(pieces - self._passed - self._ring.frames)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._note(0)
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Do what `Window.view` does. Bytes of several pieces are joined in other memory."""
+        self._wait_landed(end)
+        step = self._step
+        parts = [
+            self._frames[piece].data[max(start - piece * step, 0) : min(end - piece * step, step)]
+            for piece in range(start // step, -(-end // step))
+        ]
+        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+    def written(self, start: int, end: int) -> None:
+        self._use(0, start, end)
+
+    def hashed(self, start: int, end: int) -> None:
+        self._use(1, start, end)
+
+    def lost(self, error: CkptError) -> None:
+        self.fail(error)
+
+    def _frame(self, *, wait: bool) -> Frame | None:
+        """Return a free frame; None if there is none and ``wait`` is False."""
+        while True:
+            with self._changed:
+                if wait:
+                    self._changed.wait_for(self._has_frame)
+                elif not self._has_frame():
+                    return None
+                self._check()
+                if (frame := self._ring.take()) is not None:
+                    return frame
+                self._ring.spill.begin_growth()
+            self._ring.grow()  # Without the lock, since it takes milliseconds
+
+    def _has_frame(self) -> bool:
+        grows = self._ring.spill.may_grow(hurries=self.hurries)
+        return self._error is not None or self._ring.has_free or grows
+
+    def _use(self, use: int, start: int, end: int) -> None:
+        with self._changed:
+            self._uses[use].add(start, end)
+            for piece in range(start // self._step, -(-end // self._step)):
+                first, last = piece * self._step, min(self.size, (piece + 1) * self._step)
+                if piece in self._frames and all(used.covers(first, last) for used in self._uses):
+                    self._ring.give_back(self._frames.pop(piece))
+                    self._passed += 1
+
+    def _note(self, frames: int) -> None:
+        """Tell the spill, once for each image, how many frames the image needed."""
+        with self._changed:
+            noted, self._is_noted = self._is_noted, True
+        if not noted:
+            self._ring.spill.need(max(self._held, frames))
 
 
-class _Prefix:
-    """Ranges that are added in any order. ``end`` is the start of the first gap between them."""
+class _Ranges:
+    """A set of integers, as a union of ranges."""
 
     def __init__(self) -> None:
-        self.end = 0
-        self._ahead: dict[int, int] = {}
+        self._starts: list[int] = []
+        self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> None:
-        self._ahead[start] = end
-        while self.end in self._ahead:
-            self.end = self._ahead.pop(self.end)
+        first, last = bisect_left(self._ends, start), bisect_right(self._starts, end)
+        if first < last:
+            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
+        self._starts[first:last], self._ends[first:last] = [start], [end]
+
+    def covers(self, start: int, end: int) -> bool:
+        index = bisect_right(self._starts, start) - 1
+        return index >= 0 and self._ends[index] >= end

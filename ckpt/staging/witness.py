@@ -41,19 +41,22 @@ _HOST: Final = ("", False)
 _ELEMENTS: Final = 16
 
 Beside = Callable[[torch.Tensor], AbstractContextManager[None]]
+Placed = tuple[Copy, Copy]
+"""A copy of a batch, and the same copy with the memory that it has in this save."""
 
 
 class Witness(Protocol):
     """A record of the values of the late sources at the time when the witness was created."""
 
-    def changed(self, copies: Sequence[Copy] | None, beside: Beside) -> str | None:
+    def changed(self, placed: Sequence[Placed] | None, beside: Beside) -> str | None:
         """Return the name of a tensor whose bytes in the image differ from the record; None if
         there is no difference.
 
         The copies must have landed.
 
         Args:
-            copies: The copies to compare; None for all.
+            placed: The copies to compare, if the image passes through a ring. None for all, if the
+                image is in memory as a whole.
             beside: A function that returns for a tensor on an accelerator the context manager in
                 which it may be read.
         """
@@ -157,7 +160,7 @@ class Subset:
         self._host: list[Any] = []
         self._on_devices: list[list[torch.Tensor]] = []
         self._targets: list[Any] = []
-        self._spans: dict[int, tuple[slice, slice]] = {}
+        self._spans: dict[int, tuple[Places, slice]] = {}
         for kind, together in groupby(places, key=lambda pair: _kind(pair[0])):
             if kind == _HOST:
                 self._addresses = [(copy.source.data_ptr(), found) for copy, found in together]
@@ -194,35 +197,43 @@ class Subset:
         self.build()
         return b"".join(self._host), list(map(_gathered, self._on_devices))
 
-    def differs(self, taken: bytes, copies: Sequence[Copy] | None) -> str | None:
+    def differs(self, taken: bytes, placed: Sequence[Placed] | None) -> str | None:
         """Return the name of a copy whose bytes in the image differ from ``taken``, or None.
 
         Args:
             taken: The bytes of all places of the sources, in the order of the places.
-            copies: The copies to compare; None for all.
+            placed: The copies to compare; None for all.
         """
+        if not self._spans:
+            self._build_spans()
+        if placed is not None:
+            return next(
+                (copy.name for copy, there in placed if self._differs(copy, there, taken)), None
+            )
         if not self._targets:
-            self._build_targets()
-        if copies is None and b"".join(self._targets) == taken:
+            self._targets = [view for copy, _ in self._places for view in self._views(copy, copy)]
+        if b"".join(self._targets) == taken:
             return None
-        for copy in (copy for copy, _ in self._places) if copies is None else copies:
-            if (span := self._spans.get(id(copy))) is not None:
-                targets, places = span
-                if b"".join(self._targets[targets]) != taken[places]:
-                    return copy.name
-        return None
+        pairs = [(copy, copy) for copy, _ in self._places]
+        return next((copy.name for copy, there in pairs if self._differs(copy, there, taken)), None)
 
-    def _build_targets(self) -> None:
-        """Create the views of the places in the image. The copying thread calls this, so that the
-        training thread spends no time on it.
+    def _differs(self, copy: Copy, placed: Copy, taken: bytes) -> bool:
+        return id(copy) in self._spans and (
+            b"".join(self._views(copy, placed)) != taken[self._spans[id(copy)][1]]
+        )
+
+    def _views(self, copy: Copy, placed: Copy) -> Iterator[Any]:
+        address, (places, _) = placed.target.data_ptr(), self._spans[id(copy)]
+        return (host_bytes(address + at, nbytes) for _, at, nbytes in places)
+
+    def _build_spans(self) -> None:
+        """Find the places of each copy. The copying thread calls this, so that the training thread
+        spends no time on it.
         """
         end = 0
         for copy, places in self._places:
-            first, begin, address = len(self._targets), end, copy.target.data_ptr()
-            for _, at, nbytes in places:
-                self._targets.append(host_bytes(address + at, nbytes))
-                end += nbytes
-            self._spans[id(copy)] = slice(first, len(self._targets)), slice(begin, end)
+            begin, end = end, end + sum(nbytes for _, _, nbytes in places)
+            self._spans[id(copy)] = places, slice(begin, end)
 
 
 class Sampled:
@@ -236,13 +247,13 @@ class Sampled:
         subsets = [sample.next() for sample in self._samples]
         self._taken = [(subset, *subset.read()) for subset in subsets]
 
-    def changed(self, copies: Sequence[Copy] | None, beside: Beside) -> str | None:
+    def changed(self, placed: Sequence[Placed] | None, beside: Beside) -> str | None:
         self._taken = [
             (subset, host + _fetched(there, beside), []) for subset, host, there in self._taken
         ]
         for sample in self._samples:
             sample.build()  # This saves the training thread the work at the next save
-        found = (subset.differs(taken, copies) for subset, taken, _ in self._taken)
+        found = (subset.differs(taken, placed) for subset, taken, _ in self._taken)
         return next((name for name in found if name is not None), None)
 
 
@@ -255,11 +266,13 @@ class Full:
         self._copies = list(copies)
         self._digests = {id(copy): exact_digest(copy.elements) for copy in self._copies}
 
-    def changed(self, copies: Sequence[Copy] | None, beside: Beside) -> str | None:
+    def changed(self, placed: Sequence[Placed] | None, beside: Beside) -> str | None:
         del beside  # The image is in host memory
-        for copy in self._copies if copies is None else copies:
+        for copy, there in (
+            zip(self._copies, self._copies, strict=True) if placed is None else placed
+        ):
             taken = self._digests.get(id(copy))
-            if taken is not None and exact_digest(copy.target) != taken:
+            if taken is not None and exact_digest(there.target) != taken:
                 return copy.name
         return None
 

@@ -207,7 +207,7 @@ def test_a_state_too_large_for_its_buffer_passes_through_in_waves(
 ) -> None:
     state: dict[str, Any] = trained(place, width=4096)
     expected = content(state)
-    with CheckpointManager(root, staging_bytes=192 << 20, slots=1) as manager:
+    with CheckpointManager(root, host_memory=192 << 20, slots=1) as manager:
         manager.save(state, 1)
     loaded = trained(place, seed=9, width=4096)
     with CheckpointManager(root) as manager:

@@ -52,10 +52,10 @@ def test_a_machine_that_is_full_is_told_of_at_prepare_and_at_every_save_until_it
 def test_a_budget_that_is_too_small_by_setting_says_so(root: str) -> None:
     state = trained()
     state["large"] = state["model"].one.weight.detach().repeat(1000, 1)  # 9 MiB
-    with CheckpointManager(root, staging_bytes=2 * MIB) as manager:
-        with pytest.raises(HostMemoryExhausted, match="staging_bytes"):
+    with CheckpointManager(root, host_memory=2 * MIB) as manager:
+        with pytest.raises(HostMemoryExhausted, match="host_memory"):
             manager.prepare(state)
-        with pytest.raises(HostMemoryExhausted, match="staging_bytes"):
+        with pytest.raises(HostMemoryExhausted, match="host_memory"):
             manager.save(state, 1)
         train(state, 3)
         del state["large"]

@@ -16,9 +16,10 @@ from ckpt.model.manifest import Chunk, Encoding, File, Shard, StoredFile, Tensor
 from ckpt.pipeline.encoded_writer import widths_of, write_encoded
 from ckpt.pipeline.image_writer import ImageWrite
 from ckpt.pipeline.stored_image import StoredImage
-from ckpt.staging.window import Window
+from ckpt.staging.window import RingWindow, Window
 from ckpt.storage.api import PutUpload, read_object
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule, flip_byte
+from tests.kit.rings import copy_bytes, ring_of
 from tests.kit.stores import Wrapped
 from tests.pipeline.whole import Whole
 
@@ -190,18 +191,15 @@ def test_an_image_that_never_lands_ends_it(memory, workers, retry) -> None:
 
 
 def test_a_ring_smaller_than_the_image(memory, workers, retry) -> None:
-    image = IMAGE * 2
-    chunks, widths = CHUNKS * 2, WIDTHS * 2
-    room = 40 * MIB
-    window = Window(memoryview(bytearray(room)), len(image))
-    ring = window._memory
+    image = IMAGE * 4
+    chunks, widths = CHUNKS * 4, WIDTHS * 4
+    window = RingWindow(ring_of(5, step=16 * MIB), len(image))
 
     def copy() -> None:
         for start in range(0, len(image), MIB):
             end = min(len(image), start + MIB)
             window.wait_room(end)
-            at = start % room
-            ring[at : at + end - start] = image[start:end]
+            copy_bytes(window, image, start, end)
             window.land(end)
 
     copier = threading.Thread(target=copy, daemon=True)
@@ -274,7 +272,7 @@ def test_small_chunks_are_read_back_by_requests_as_large_as_ever(
 
 
 def test_a_ring_too_small_for_a_chunk_is_refused(memory, workers, retry) -> None:
-    window = Window(memoryview(bytearray(33 * MIB)), 100 * MIB)
+    window = RingWindow(ring_of(2, step=16 * MIB), 100 * MIB)
     with pytest.raises(StagingError, match="too few"):
         write(memory, workers, retry, source=window)
 

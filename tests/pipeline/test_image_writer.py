@@ -14,9 +14,10 @@ from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.image_writer import ImageWrite, write_image
 from ckpt.pipeline.workers import Workers
-from ckpt.staging.window import Window
+from ckpt.staging.window import RingWindow
 from ckpt.storage.api import Capabilities, PutUpload, StorageBackend, Upload, read_object
 from ckpt.storage.testing import Crash, FaultyBackend, LoseReply, Raise, Rule, SimulatedCrash
+from tests.kit.rings import ring_of
 from tests.kit.stores import Wrapped
 from tests.pipeline.whole import Whole
 
@@ -280,8 +281,8 @@ class Mistaken(Wrapped):
 
 @pytest.mark.timeout(20)
 def test_whatever_a_store_raises_nobody_waits_for_room_in_a_ring_any_more(memory, workers, retry):
-    room, size = 64 << 20, 100 << 20
-    window = Window(memoryview(bytearray(room)), size)
+    size = 160 << 20
+    window = RingWindow(ring_of(3, step=32 << 20), size)
     ended: list[CkptError] = []
 
     def copy() -> None:

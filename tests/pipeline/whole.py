@@ -7,6 +7,7 @@ class Whole:
     """An image that is all in memory."""
 
     path = None
+    rereadable = True
 
     def __init__(self, memory: memoryview) -> None:
         self._memory, self.size, self.capacity = memory, len(memory), len(memory)

@@ -178,3 +178,20 @@ def test_cgroups_that_cannot_be_read_are_no_limit(own, tmp_path, monkeypatch):
     monkeypatch.setattr(budget, "_V1", replace(budget._V1, mount=str(tmp_path)))
     monkeypatch.setattr(budget, "_V2", replace(budget._V2, mount=str(tmp_path)))
     assert room(tmp_path) > 100
+
+
+def test_a_large_image_passes_through_a_ring_and_the_rest_of_the_memory_is_for_the_spill():
+    room = Room(memory=8000 * MIB, shared=4000 * MIB, ranks=1)
+    found = decide(1000 * MIB, wanted=2, room=room, elastic=True)
+    assert (found.slots, found.slot_bytes, found.shared) == (2, 192 * MIB, False)
+    assert found.spill_bytes == (2000 - 2 * 192) * MIB
+    assert "192 MiB of anonymous memory in waves" in found.sentence
+
+
+@pytest.mark.parametrize(("nbytes", "memory"), [(192 * MIB, 8000 * MIB), (1000 * MIB, 250 * MIB)])
+def test_a_small_image_is_whole_and_little_memory_is_one_ring(nbytes, memory):
+    found = decide(
+        nbytes, wanted=2, room=Room(memory=memory, shared=memory, ranks=1), elastic=True
+    )
+    assert (found.slots, found.spill_bytes) == ((2, 0) if nbytes < memory else (1, 0))
+    assert found.slot_bytes == (nbytes if nbytes < memory else 160 * MIB)

@@ -46,7 +46,7 @@ def pools(shm):
     made: list[SlotPool] = []
 
     def build(count: int, limit: int | None = None, **how) -> SlotPool:
-        made.append(SlotPool(count, limit=limit, **how))
+        made.append(SlotPool(count, limit=lambda _: limit, **how))
         return made[-1]
 
     yield build

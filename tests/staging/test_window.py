@@ -6,9 +6,15 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ckpt.errors import StagingError
-from ckpt.staging.window import Window
+from ckpt.errors import HostMemoryExhausted, StagingError
+from ckpt.staging.frames import Ring, Spill
+from ckpt.staging.window import RingWindow, Window
+from tests.kit.rings import copy_bytes, ring_of
+
+STEP = 16
+"""The bytes of a frame here."""
 
 
 def in_thread(work):
@@ -48,9 +54,9 @@ def test_landing_never_goes_back():
 
 
 def test_a_failure_reaches_those_that_wait_for_bytes_and_for_room():
-    window = Window(memoryview(bytearray(4)), 100)
+    window = RingWindow(ring_of(1, step=STEP), 100)
     reader, read = in_thread(lambda: window.view(0, 1))
-    copier, room = in_thread(lambda: window.wait_room(5))
+    copier, room = in_thread(lambda: window.wait_room(STEP + 1))
     time.sleep(0.02)
     window.fail(StagingError("lost"))
     reader.join(5)
@@ -73,43 +79,122 @@ def test_an_image_that_fits_needs_no_room_and_stays():
         window.hashed(1, 3)
 
 
-def test_a_ring_frees_what_is_both_written_and_hashed_whatever_the_order():
-    window = Window(memoryview(bytearray(10)), 25, "/dev/shm/x")
-    assert window.path is None  # the file never holds the whole image
-    window.wait_room(10)
-    window.land(10)
-    window.written(4, 8)
-    window.hashed(0, 8)
-    copier, room = in_thread(lambda: window.wait_room(18))
-    time.sleep(0.05)
-    assert not room
-    window.written(0, 4)
+def test_a_ring_frees_a_piece_that_is_both_written_and_hashed_whatever_the_order():
+    window = RingWindow(ring_of(2, step=STEP), 3 * STEP)
+    window.wait_room(2 * STEP)
+    window.land(2 * STEP)
+    assert window.path is None  # no file holds the whole image
+    assert window.rereadable
+    window.written(STEP, 2 * STEP)
+    window.hashed(0, 2 * STEP - 1)
+    assert not window.has_room(3 * STEP)
+    copier, room = in_thread(lambda: window.wait_room(3 * STEP))
+    window.hashed(2 * STEP - 1, 2 * STEP)  # the second piece, before the first
     copier.join(5)
     assert room == [None]
+    assert not window.rereadable
+
+
+def test_bytes_that_are_written_again_count_once():
+    """A full disk refuses the file after some parts, and gets all of them again."""
+    window = RingWindow(ring_of(1, step=STEP), 2 * STEP)
+    window.wait_room(STEP)
+    window.land(STEP)
+    window.written(0, STEP // 2)
+    window.written(0, STEP // 2)
+    window.hashed(0, STEP)
+    assert not window.has_room(2 * STEP)
+
+
+def test_an_optimizer_that_waits_gets_the_rest_of_the_image_into_the_spill():
+    ring = ring_of(2, spill=3, step=STEP)
+    window = RingWindow(ring, 6 * STEP)
+    window.wait_room(2 * STEP)
+    assert not window.has_room(3 * STEP)
+    copier, room = in_thread(lambda: window.wait_room(5 * STEP))
+    assert ring.spill.nbytes == 0
+    window.hurry()
+    copier.join(5)
+    assert room == [None]
+    assert ring.spill.nbytes == 3 * STEP
+    assert not window.has_room(6 * STEP)  # more is not allowed, so the optimizer waits
+    window.abandon()
+    ring.reclaim()
+    assert ring.spill.nbytes == 3 * STEP  # for the next save, which need not wait for pages
+    following = RingWindow(ring, 6 * STEP)
+    assert following.has_room(5 * STEP)
+
+
+def test_the_spill_is_freed_when_the_last_saves_did_not_need_it():
+    ring = ring_of(2, spill=3, step=STEP)
+    for saves in range(9):
+        assert ring.spill.nbytes == (3 * STEP if saves else 0)
+        window = RingWindow(ring, 5 * STEP)
+        if not saves:
+            window.hurry()
+            window.wait_room(5 * STEP)
+        window.abandon()
+        window.hurry()  # the optimizer's step comes after the end of the save
+        ring.reclaim()
+    assert ring.spill.nbytes == 0
+
+
+def test_a_spill_without_memory_lets_the_optimizer_wait_as_before(monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise HostMemoryExhausted(STEP, "Cannot allocate memory")
+
+    monkeypatch.setattr("ckpt.staging.frames.Slot.prefault", refuse)
+    ring = ring_of(1, spill=5, step=STEP)
+    window = RingWindow(ring, 2 * STEP)
+    window.hurry()
+    window.wait_room(STEP)
+    assert not window.has_room(2 * STEP)
+    assert ring.spill.nbytes == 0
+    assert "an optimizer's step may wait" in caplog.text
+    window.land(STEP)
+    window.written(0, STEP)
+    window.hashed(0, STEP)
+    assert window.has_room(2 * STEP)
+
+
+def test_memory_that_is_held_leaves_the_ring_to_the_copy():
+    ring = ring_of(2, spill=2, step=STEP)
+    window = RingWindow(ring, 6 * STEP)
+    assert window.hold([(STEP, STEP + 3), (3 * STEP - 1, 3 * STEP)])
+    assert not window.hold([(5 * STEP, 6 * STEP)])
+    window.wait_room(4 * STEP)  # pieces 0 and 3 are in the ring
+    window.abandon()
+    ring.reclaim()
+    assert ring.spill.nbytes == 2 * STEP
 
 
 @given(
     size=st.integers(1, 200),
-    capacity=st.integers(8, 64).map(lambda n: n * 2),
-    piece=st.integers(1, 4),
-    part=st.integers(1, 5),
-    chunk=st.integers(1, 7),
+    frames=st.integers(4, 8),
+    spill=st.integers(0, 6),
+    piece=st.integers(1, STEP),
+    part=st.integers(1, 9),
+    chunk=st.integers(1, 13),
+    hurry=st.integers(0, 200),
 )
-def test_everything_passes_through_a_ring_unharmed(size, capacity, piece, part, chunk):
+def test_everything_passes_through_a_ring_unharmed(size, frames, spill, piece, part, chunk, hurry):
     """A copier, a writer and a hasher use different strides. All bytes arrive, and none is
     overwritten before both have read it.
     """
     data = bytes(i % 251 for i in range(size))
-    memory = bytearray(capacity)
-    window = Window(memoryview(memory), size)
+    ring = ring_of(frames, spill, step=STEP)
+    window = RingWindow(ring, size)
 
-    def copy() -> None:
-        for start in range(0, size, piece):
-            end = min(size, start + piece)
+    def copy_all() -> None:
+        start = 0
+        while start < size:
+            end = min(size, start + piece, (start // STEP + 1) * STEP)
+            if start >= hurry:
+                window.hurry()
             window.wait_room(end)
-            for o in range(start, end):
-                memory[o % capacity] = data[o]
+            copy_bytes(window, data, start, end)
             window.land(end)
+            start = end
 
     def take(stride: int, tell) -> bytes:
         found = b""
@@ -121,7 +206,108 @@ def test_everything_passes_through_a_ring_unharmed(size, capacity, piece, part, 
 
     writer, written = in_thread(lambda: take(part, window.written))
     hasher, hashed = in_thread(lambda: take(chunk, window.hashed))
-    copy()
+    copy_all()
     writer.join(10)
     hasher.join(10)
     assert written == hashed == [data]
+    window.abandon()
+    ring.reclaim()
+    assert ring.spill.nbytes <= spill * STEP
+
+
+class Images(RuleBasedStateMachine):
+    """Images pass through two rings with one spill, in any order of copies, writes, hashes,
+    hurries, holds, failures and ends.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        spill = Spill(lambda: True, STEP)
+        spill.allow(3 * STEP)
+        self.rings = [Ring(2 * STEP, spill), Ring(2 * STEP, spill)]
+        self.spill = spill
+        self.images: list[Model | None] = [None, None]
+        self.count = 0
+
+    @rule(which=st.integers(0, 1), size=st.integers(1, 9 * STEP))
+    def begin(self, which: int, size: int) -> None:
+        if self.images[which] is None:
+            self.count += 1
+            self.images[which] = Model(self.rings[which], size, self.count)
+
+    @rule(which=st.integers(0, 1), length=st.integers(1, 2 * STEP))
+    def copy(self, which: int, length: int) -> None:
+        if (image := self.images[which]) is not None:
+            image.copy(length)
+
+    @rule(which=st.integers(0, 1), use=st.integers(0, 1), share=st.floats(0, 1))
+    def use(self, which: int, use: int, share: float) -> None:
+        if (image := self.images[which]) is not None:
+            image.use(use, share)
+
+    @rule(which=st.integers(0, 1))
+    def hurry(self, which: int) -> None:
+        if (image := self.images[which]) is not None:
+            image.window.hurry()
+
+    @rule(which=st.integers(0, 1), start=st.integers(0, 9 * STEP))
+    def hold(self, which: int, start: int) -> None:
+        if (image := self.images[which]) is not None and image.landed == 0 and start < image.size:
+            image.window.hold([(start, start + 1)])
+
+    @rule(which=st.integers(0, 1), fails=st.booleans())
+    def end(self, which: int, fails: bool) -> None:
+        if (image := self.images[which]) is not None:
+            if fails:
+                image.window.lost(StagingError("disk full"))
+                with pytest.raises(StagingError, match="disk full"):
+                    image.window.view(0, 1)
+            image.window.abandon()
+            self.rings[which].reclaim()
+            self.images[which] = None
+
+    @invariant()
+    def memory_is_bounded_and_bytes_are_right(self) -> None:
+        assert self.spill.nbytes <= 3 * STEP
+        for image in self.images:
+            if image is not None:
+                image.check()
+
+
+class Model:
+    def __init__(self, ring: Ring, size: int, seed: int) -> None:
+        self.window, self.size, self.landed = RingWindow(ring, size), size, 0
+        self.data = bytes((seed * 89 + i * 7) % 251 for i in range(size))
+        self.used: tuple[set[int], set[int]] = (set(), set())
+
+    def copy(self, length: int) -> None:
+        end = min(self.size, self.landed + length)
+        if self.landed < end and self.window.has_room(end):
+            for start in range(self.landed // STEP * STEP, end, STEP):
+                first, last = max(start, self.landed), min(start + STEP, end)
+                copy_bytes(self.window, self.data, first, last)
+            self.window.land(end)
+            self.landed = end
+
+    def use(self, use: int, share: float) -> None:
+        """Write or hash a random run of the bytes that have landed and are not yet used."""
+        waiting = sorted(set(range(self.landed)) - self.used[use])
+        if waiting:
+            start = waiting[int(share * (len(waiting) - 1))]
+            end = start + 1
+            while end < self.landed and end - start < 5 and end not in self.used[use]:
+                end += 1
+            assert bytes(self.window.view(start, end)) == self.data[start:end]
+            (self.window.written if use == 0 else self.window.hashed)(start, end)
+            self.used[use].update(range(start, end))
+
+    def check(self) -> None:
+        """Everything that has landed and was not given back is what was copied."""
+        for start in range(0, self.landed, STEP):
+            piece = range(start, min(self.size, start + STEP))
+            if not all(set(piece) <= used for used in self.used):
+                end = min(self.landed, piece.stop)
+                assert bytes(self.window.view(start, end)) == self.data[start:end]
+
+
+TestImages = Images.TestCase

@@ -14,7 +14,7 @@ from ckpt.errors import TensorChanged
 from ckpt.staging import copies as copying
 from ckpt.staging.copies import Copy
 from ckpt.staging.snapshot import Batch, Snapshot
-from ckpt.staging.window import Window
+from ckpt.staging.window import RingWindow
 from ckpt.staging.witness import (
     LINE_BYTES,
     PLACES_AT_ONCE,
@@ -23,6 +23,7 @@ from ckpt.staging.witness import (
     Sample,
     Subset,
 )
+from tests.kit.rings import ring_of
 
 MIB = 1 << 20
 
@@ -119,20 +120,16 @@ def test_nans_are_equal_to_themselves():
     confirmed(snapshot_of(copy_of(torch.full((3000,), float("nan")))))
 
 
-def offsets_of(subset: Subset, copy: Copy) -> list[int]:
+def offsets_of(subset: Subset) -> list[int]:
     """Return where in the image the places of a subset with one copy begin."""
-    subset._build_targets()
-    begin = copy.target.data_ptr()
-    return [
-        torch.frombuffer(view, dtype=torch.uint8).data_ptr() - begin for view in subset._targets
-    ]
+    return [offset for _, places in subset._places for _, offset, _ in places]
 
 
 def test_places_are_spread_over_the_source_and_over_the_columns_of_its_rows():
     copy = copy_of(torch.empty(64 * MIB, dtype=torch.uint8))
     sample = Sample([copy])
     sample.build()
-    offsets = offsets_of(sample.subsets[0], copy)
+    offsets = offsets_of(sample.subsets[0])
     assert len(offsets) == 64 * MIB // SPACING_BYTES
     assert all(0 <= offset <= 64 * MIB - LINE_BYTES for offset in offsets)
     assert {two - one for one, two in itertools.pairwise(offsets)} == {SPACING_BYTES}
@@ -145,10 +142,10 @@ def test_one_save_reads_a_bounded_number_of_places_and_successive_ones_all():
     sample = Sample([large, small])
     sample.build()
     alone = [Subset([(copy, found)]) for subset in sample.subsets for copy, found in subset._places]
-    offsets = [offsets_of(subset, large) for subset in alone[::2]]
+    offsets = [offsets_of(subset) for subset in alone[::2]]
     assert len(sample.subsets) == len(offsets) == 3
     assert all(len(subset) <= PLACES_AT_ONCE + 2 for subset in sample.subsets)
-    assert all(len(offsets_of(subset, small)) == 1 for subset in alone[1::2])
+    assert all(len(offsets_of(subset)) == 1 for subset in alone[1::2])
     every = sorted(itertools.chain.from_iterable(offsets))
     assert len(every) == 300 * MIB // SPACING_BYTES
     assert {two - one for one, two in itertools.pairwise(every)} == {SPACING_BYTES}
@@ -170,7 +167,7 @@ def test_a_change_that_is_made_at_each_save_is_seen_once_all_places_were_read():
     source = torch.zeros(300 * MIB, dtype=torch.uint8)
     batch = Batch(eager=(), late=(copy_of(source),), checks=())
     batch.sample.build()
-    changed = source.data[offsets_of(batch.sample.subsets[2], batch.late[0])[7] :][:LINE_BYTES]
+    changed = source.data[offsets_of(batch.sample.subsets[2])[7] :][:LINE_BYTES]
     seen = []
     for number in range(3):
         snapshot = Snapshot(number, [batch])
@@ -205,27 +202,25 @@ def test_a_source_may_still_be_resized_by_its_owner():
 def test_in_a_ring_each_part_is_compared_before_others_take_its_place(check, monkeypatch):
     part = 2048
     monkeypatch.setattr(copying, "PIECE_BYTES", part)
-    memory = torch.zeros(2 * part, dtype=torch.uint8)
     whole = torch.arange(6 * part // 4, dtype=torch.int32).t()
     turned = torch.randn(part // 16, 4).t()
 
     def late() -> list[Copy]:
         found = []
         for number in range(6):
-            at = number % 2 * part
             piece = slice(number * part // 4, (number + 1) * part // 4)
-            place = memory[at : at + part].view(torch.int32)
+            place = torch.empty(part // 4, dtype=torch.int32, device="meta")
             found.append(Copy("whole", whole, place, whole, (number + 1) * part, piece))
         for half in range(2):
             piece = slice(half * part // 8, (half + 1) * part // 8)
-            place = memory[half * part // 2 : (half + 1) * part // 2].view(torch.float32)
+            place = torch.empty(part // 8, dtype=torch.float32, device="meta")
             found.append(
                 Copy("turned", turned, place, turned, 6 * part + (half + 1) * part // 2, piece)
             )
         return found
 
     def run(change: Callable[[], object]) -> bytes:
-        window = Window(memory.numpy().data, 7 * part)
+        window = RingWindow(ring_of(2, step=part), 7 * part)
         snapshot = Snapshot(
             7, [Batch(eager=(), late=tuple(late()), checks=())], window, check=check
         )

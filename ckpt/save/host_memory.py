@@ -1,0 +1,48 @@
+"""Choose the host memory of a job's images: whole slots, or rings that images pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt.config import SaveConfig, ranks_on_this_node
+from ckpt.errors import ConfigError
+from ckpt.staging.slots import SlotContents, SlotPool
+from ckpt.storage.tiers import OpenTier
+
+
+def slot_pool(tiers: Sequence[OpenTier], config: SaveConfig, contents: SlotContents) -> SlotPool:
+    """Return the pool of the slots of this rank, without any slot yet.
+
+    Args:
+        tiers: All tiers, nearest first.
+        config: The settings of saves.
+        contents: The steps that slots hold between two saves.
+
+    Raises:
+        ConfigError: There is less host memory for a tier in memory than an image.
+    """
+    share = config.memory_share
+    if share is not None and share < 1 and any(tier.in_memory for tier in tiers):
+        raise ConfigError(
+            f"host_memory={config.host_memory!r}: the tier 'memory' keeps whole images: give it 1x "
+            "or more, or leave the tier out"
+        )
+    return SlotPool(
+        config.slots,
+        ranks=ranks_on_this_node(),
+        limit=config.memory_limit,
+        elastic=_may_pass_by(tiers, config),
+        contents=contents,
+    )
+
+
+def _may_pass_by(tiers: Sequence[OpenTier], config: SaveConfig) -> bool:
+    """Return True if no save needs its whole image in memory at once: no tier is in memory, takes
+    only whole files, or may pass the image on to the next tier when it fails.
+    """
+    return (
+        config.overlap == "auto"
+        and not any(tier.in_memory for tier in tiers)
+        and all(tier.backend.capabilities.takes_parts for tier in tiers)
+        and all(tier.required for tier in tiers[:-1])
+    )

@@ -1,0 +1,273 @@
+"""The memory of images that pass through memory in waves.
+
+Such an image is divided into *pieces* of ``PIECE_BYTES``. A *frame* is memory for one piece. The
+slot of the image, a `Ring`, has a few frames, which hold one piece after another. If these frames
+are not enough, it borrows frames of the *spill*, which all rings of a pool share.
+
+The spill grows when an optimizer waits for the copy of its tensors. It keeps as many frames as the
+last saves needed, since the first write to a page costs more than the copy, and frees the others.
+So the memory settles at what the rhythm of the job needs: nothing if the image is written before
+the optimizer's step, and the rest of the image otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from ckpt.errors import HostMemoryExhausted
+from ckpt.locks import Condition
+from ckpt.staging.copies import PIECE_BYTES
+from ckpt.staging.device import Devices
+from ckpt.staging.slot import NotWanted, Slot
+
+_log = logging.getLogger("ckpt")
+_SAVES: Final = 8
+"""The number of saves that decide how many frames the spill keeps."""
+
+
+class Frame:
+    """Memory for one piece of an image.
+
+    Args:
+        memory: The memory, as a 1-D tensor of uint8.
+        data: The same memory as bytes.
+        slot: The slot that owns the memory; None if the memory belongs to a ring.
+    """
+
+    def __init__(self, memory: torch.Tensor, data: memoryview, slot: Slot | None = None) -> None:
+        self.data, self._memory, self._slot = data, memory, slot
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, slot: Slot) -> Frame:
+        """Return all memory of ``slot`` as a frame, which owns the slot."""
+        return cls(slot.tensor, slot.view, slot)
+
+    def place(self, form: torch.Tensor, offset: int) -> torch.Tensor:
+        """Return the memory from ``offset`` on as a tensor with the dtype, the shape and the
+        strides of ``form``.
+        """
+        typed = self._typed.get(form.dtype)
+        if typed is None:
+            typed = self._typed[form.dtype] = self._memory.view(form.dtype)
+        begin = typed.storage_offset() + offset // form.itemsize
+        return typed.as_strided(form.shape, form.stride(), begin)
+
+    def close(self) -> None:
+        """Free the memory as soon as no view of it is in use."""
+        if self._slot is not None:
+            self._slot.close()
+
+
+class Spill:
+    """The frames that the rings of a pool share.
+
+    Args:
+        wanted: Returns False once no more memory is to be taken (see `Slot`).
+        frame_bytes: The size of a frame; None for that of a piece.
+
+    Thread safety: any thread may call all methods. ``changed`` guards all fields.
+    """
+
+    def __init__(self, wanted: Callable[[], bool], frame_bytes: int | None = None) -> None:
+        self.changed = Condition()
+        """Is notified when a frame is free, and by the windows of the rings."""
+        self.frame_bytes = frame_bytes or PIECE_BYTES
+        self._wanted = wanted
+        self._free: list[Frame] = []
+        self._count = self._most = 0
+        self._needs: deque[int] = deque(maxlen=_SAVES)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all frames."""
+        return self._count * self.frame_bytes
+
+    def allow(self, nbytes: int) -> None:
+        """Set the most bytes of all frames together."""
+        with self.changed:
+            self._most = nbytes // self.frame_bytes
+            self._trim()
+
+    def need(self, frames: int) -> None:
+        """Note how many frames the rings need at once, so that no optimizer waits for a store.
+
+        Every save calls this once. The spill keeps the largest number of the last saves.
+        """
+        with self.changed:
+            before = self._kept
+            self._needs.append(frames)
+            now = self._kept
+            self._trim()
+        if now != before:
+            why = (
+                "the optimizer's step comes before the image is written"
+                if now > before
+                else f"the last {_SAVES} saves needed no more"
+            )
+            size = now * self.frame_bytes >> 20
+            _log.info("ckpt: %d MiB of spill memory are kept for images: %s", size, why)
+
+    @property
+    def has_free(self) -> bool:
+        """Return True if a frame is free."""
+        return bool(self._free)
+
+    def may_grow(self, *, hurries: bool = True) -> bool:
+        """Return True if the spill may have one more frame.
+
+        Args:
+            hurries: Whether an optimizer waits. Otherwise, the spill only grows to what the last
+                saves needed.
+        """
+        return self._count < (self._most if hurries else self._kept)
+
+    def take(self) -> Frame | None:
+        """Return a free frame; None if there is none."""
+        with self.changed:
+            return self._free.pop() if self._free else None
+
+    def begin_growth(self) -> None:
+        """Count one more frame. The caller must hold ``changed``, and must call ``grow`` after it
+        has released it.
+        """
+        self._count += 1
+
+    def grow(self, devices: Devices) -> None:
+        """Make the frame that ``begin_growth`` has counted. It is page-locked for copies from
+        ``devices``.
+
+        If there is no memory for it, the spill has no more frames from now on than it has.
+        """
+        try:
+            slot = Slot(self.frame_bytes, None, self._wanted)
+            slot.prefault()
+            slot.pin(devices)
+        except (HostMemoryExhausted, NotWanted) as error:
+            with self.changed:
+                self._count -= 1
+                self._most = self._count
+                self.changed.notify_all()
+            if isinstance(error, HostMemoryExhausted):
+                _log.warning(
+                    "ckpt: %s; an optimizer's step may wait until more of the image is written",
+                    error,
+                )
+            return
+        with self.changed:
+            self._free.append(Frame.of(slot))
+            self.changed.notify_all()
+
+    def give_back(self, frame: Frame) -> None:
+        """Take a frame back. It is freed if the last saves did not need so many."""
+        with self.changed:
+            self._free.append(frame)
+            self._trim()
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Free all frames. No ring may have any."""
+        with self.changed:
+            self._most = 0
+            self._needs.clear()
+            self._trim()
+
+    @property
+    def _kept(self) -> int:
+        """The most frames that one of the last saves needed, within the limit."""
+        return min(self._most, max(self._needs, default=0))
+
+    def _trim(self) -> None:
+        while self._free and self._count > self._kept:
+            self._free.pop().close()
+            self._count -= 1
+
+
+class Ring(Slot):
+    """A slot of images that are larger than it.
+
+    Thread safety: any thread may call ``take`` and ``give_back``. The owner of the slot calls
+    ``reclaim`` when no thread uses the image any more. ``spill.changed`` guards the frames.
+
+    Attributes:
+        spill: The spill that the ring borrows frames from.
+    """
+
+    def __init__(self, nbytes: int, spill: Spill, wanted: Callable[[], bool] = bool) -> None:
+        """Create the ring, in anonymous memory.
+
+        Args:
+            nbytes: The size, a multiple of the size of a frame.
+            spill: The spill.
+            wanted: See `Slot`.
+
+        Raises:
+            HostMemoryExhausted: The memory cannot be mapped.
+        """
+        super().__init__(nbytes, None, wanted)
+        self.spill, self._devices = spill, tuple[torch.device, ...]()
+        edges = range(0, nbytes, step := spill.frame_bytes)
+        self._own = [Frame(self.tensor[a : a + step], self.view[a : a + step]) for a in edges]
+        self._free = list(self._own)
+        self._borrowed: list[Frame] = []
+
+    @property
+    def frames(self) -> int:
+        """The number of frames of the ring itself."""
+        return len(self._own)
+
+    def pin(self, devices: Devices) -> None:
+        super().pin(devices)
+        self._devices = tuple(devices)
+
+    @property
+    def has_free(self) -> bool:
+        """Return True if ``take`` has a frame now."""
+        return bool(self._free) or self.spill.has_free
+
+    def take(self) -> Frame | None:
+        """Return a free frame of the ring or of the spill; None if there is none now."""
+        with self.spill.changed:
+            return self._free.pop() if self._free else self._taken_from_spill()
+
+    def borrow(self) -> Frame | None:
+        """Return a frame of the spill, which grows for it if necessary; None if it may not."""
+        while True:
+            with self.spill.changed:
+                if self.spill.has_free:
+                    return self._taken_from_spill()
+                if not self.spill.may_grow():
+                    return None
+                self.spill.begin_growth()
+            self.grow()
+
+    def grow(self) -> None:
+        """Make the frame that ``Spill.begin_growth`` has counted."""
+        self.spill.grow(self._devices)
+
+    def _taken_from_spill(self) -> Frame | None:
+        if (frame := self.spill.take()) is not None:
+            self._borrowed.append(frame)
+        return frame
+
+    def give_back(self, frame: Frame) -> None:
+        """Take back a frame whose bytes no thread needs any more."""
+        with self.spill.changed:
+            if frame in self._borrowed:
+                self._borrowed.remove(frame)
+                self.spill.give_back(frame)
+            else:
+                self._free.append(frame)
+                self.spill.changed.notify_all()
+
+    def reclaim(self) -> None:
+        """Take back all frames, and give those of the spill back to it."""
+        with self.spill.changed:
+            borrowed, self._borrowed, self._free = self._borrowed, [], list(self._own)
+            for frame in borrowed:
+                self.spill.give_back(frame)

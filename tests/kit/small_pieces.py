@@ -1,0 +1,45 @@
+"""Let images of a few kilobytes pass through memory in waves.
+
+``pytest --small-pieces`` calls ``shrink``, so that all tests of small states run with rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Final
+
+from ckpt.adapters.walk import prepare
+from ckpt.pipeline import image_writer
+from ckpt.plan.leaf import Leaf
+from ckpt.plan.save import SavePlan, plan_save
+from ckpt.staging import budget, copies, frames, image
+from ckpt_backends import memory, posix
+
+PIECE_BYTES: Final = 4096
+
+
+def shrink() -> None:
+    """Make pieces, parts, chunks and rings small, until the end of the process."""
+    sizes: dict[ModuleType, dict[str, object]] = {
+        copies: {"PIECE_BYTES": PIECE_BYTES},
+        frames: {"PIECE_BYTES": PIECE_BYTES},
+        image: {"PIECE_BYTES": PIECE_BYTES},
+        image_writer: {"_COPY_BYTES": PIECE_BYTES},
+        memory: {"_PART_BYTES": PIECE_BYTES},
+        posix: {"_PART_BYTES": PIECE_BYTES},
+        budget: {
+            "_RING_STEP": PIECE_BYTES,
+            "_LEAST_RING": 4 * PIECE_BYTES,
+            "_MOST_RING": 4 * PIECE_BYTES,
+        },
+        prepare: {"plan_save": small_chunks},
+    }
+    for module, values in sizes.items():
+        for name, value in values.items():
+            assert hasattr(module, name)
+            setattr(module, name, value)
+
+
+def small_chunks(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePlan:
+    return plan_save(leaves, rank=rank, chunk_bytes=min(chunk_bytes, 2 * PIECE_BYTES))
