@@ -222,3 +222,17 @@ def test_the_rates_may_be_in_the_file(tmp_path: Path) -> None:
     path.write_text("[save]\nreplicate_mb_per_s = 500\nscrub_mb_per_s = 0\n")
     found = load_config(path).save
     assert (found.replicate_mb_per_s, found.scrub_mb_per_s) == (500, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "limit"),
+    [("auto", None), ("0.5x", 500), ("2x", 2000), ("1KB", 1000), ("1 KiB", 1024), (77, 77)],
+)
+def test_host_memory_is_a_size_or_a_multiple_of_the_image(value, limit):
+    assert SaveConfig(host_memory=value).memory_limit(1000) == limit
+
+
+@pytest.mark.parametrize("value", ["", "x", "0x", "-1x", "1e3x", "101x", "many", 0, -1, True, 1.5])
+def test_other_host_memory_is_refused_with_examples(value):
+    with pytest.raises(ConfigError, match=r"host_memory=.*such as '8GiB'"):
+        SaveConfig(host_memory=value)

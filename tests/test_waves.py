@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ckpt import CheckpointManager, Tier
-from ckpt.errors import CkptError, HostMemoryExhausted, OutOfSpace, StagingError
+from ckpt.errors import CkptError, ConfigError, HostMemoryExhausted, OutOfSpace, StagingError
 from ckpt.storage.testing import Raise, Rule
 from tests.kit.stores import Wrapped, faulty, wrap_stores
 
@@ -221,3 +221,73 @@ def resident() -> int:
         return sum(
             int(line.split()[1]) << 10 for line in file if line.startswith(("RssAnon", "RssShmem"))
         )
+
+
+def test_a_large_state_takes_a_ring_and_more_only_where_the_optimizer_waits(
+    tmp_path, monkeypatch, caplog
+):
+    """The first optimizer comes when all is written, the second when nothing is."""
+    caplog.set_level(logging.INFO, "ckpt")
+    net, optimizer = trained()
+    gate = threading.Event()
+    gate.set()
+
+    class Gated(Wrapped):
+        def upload(self, key, size):
+            upload = self.inner.upload(key, size)
+            write = upload.write
+
+            def wait(offset: int, data: memoryview) -> None:
+                assert gate.wait(60)
+                write(offset, data)
+
+            upload.write = wait
+            return upload
+
+    wrap_stores(monkeypatch, lambda url, store: Gated(store))
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"net": net, "optimizer": optimizer}, 1)
+        step(net, optimizer)
+        slots = manager._saver.slots
+        assert slots.nbytes == 192 * MIB
+        for number in (2, 3):
+            expected = bits(net, optimizer)
+            backward(net)
+            gate.clear()
+            pending = manager.save_async({"net": net, "optimizer": optimizer}, number)
+            optimizer.step()  # no byte is written, and it does not wait for that
+            assert 192 * MIB < slots.nbytes <= pending.nbytes + 64 * MIB
+            gate.set()
+            pending.result(60)
+            assert_restores(tmp_path, expected)
+        grown = slots.nbytes
+        for number in range(4, 12):
+            manager.save({"net": net, "optimizer": optimizer}, number)
+            optimizer.step()
+        assert slots.nbytes == 192 * MIB < grown
+    assert "spill memory are kept for images: the optimizer's step comes before" in caplog.text
+    assert "the last 8 saves needed no more" in caplog.text
+
+
+def test_a_save_that_fails_after_the_spill_has_grown_gives_the_memory_back(tmp_path, monkeypatch):
+    net, optimizer = trained()
+    rules = [
+        Rule(verb="write", key="safetensors", nth=9, fault=Raise(OutOfSpace("k", "disk full")))
+    ]
+    faulty(monkeypatch, tmp_path, rules)
+    with CheckpointManager(tmp_path) as manager:
+        pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
+        step(net, optimizer)
+        with pytest.raises(OutOfSpace):
+            pending.result(30)
+        slots = manager._saver.slots
+        for number in range(2, 11):
+            manager.save({"net": net, "optimizer": optimizer}, number)
+            expected = bits(net, optimizer)
+        assert slots.nbytes == 192 * MIB
+    assert_restores(tmp_path, expected)
+
+
+def test_the_tier_in_memory_needs_whole_images(tmp_path):
+    with pytest.raises(ConfigError, match="the tier 'memory' keeps whole images"):
+        CheckpointManager([Tier("memory"), tmp_path], host_memory="0.2x")

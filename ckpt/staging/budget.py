@@ -28,7 +28,7 @@ With it, a save is durable as soon as with the whole image in memory, if the sto
 """
 _RING_SHARE: Final = 0.75
 """The part of the memory that rings and their spill may use. The remaining memory is for copies of
-eager sources (see ``Snapshot._set_aside``).
+eager sources (see ``Snapshot._copy_later``).
 """
 _OWN_CGROUPS: Final = "/proc/self/cgroup"
 

@@ -42,7 +42,7 @@ from ckpt.staging.witness import Full, Placed, Sample, Sampled, Witness
 
 SPARE: Final = 4
 """The eager sources of an image in a ring are first copied to other memory if they need at most
-``1 / SPARE`` of the size of the ring (see ``Snapshot._set_aside``).
+``1 / SPARE`` of the size of the ring (see ``Snapshot._copy_later``).
 """
 
 
@@ -152,8 +152,7 @@ class Snapshot:
         digests: The digests of the checks by name, each as the text ``boxes=digest``. They are
             complete once the snapshot has landed.
         foreground: Whether ``copy_late`` must run before the call of the save returns, because the
-            image passes through a ring and its eager sources are too large to be copied to other
-            memory first. The image is streamed at the same time.
+            image passes through a ring, and there is no memory for its eager sources. The image is streamed at the same time.
         held_seconds: The seconds that each call of ``fence`` has waited, in order.
     """
 
@@ -202,10 +201,10 @@ class Snapshot:
         When this returns, the eager sources may change, unless ``foreground`` is set. If nothing
         has to be copied later, the snapshot has landed then.
         """
-        if self.window.hold((copy.start, copy.end) for copy in self._eager):
+        if self.window.whole or self._holds():
             copy_now(self._placed(self._eager), self._eager_devices)
         else:
-            self._set_aside()
+            self._copy_later()
         self._digest(late=False)()
         if not self._late and not any(check.late for check in self._checks):
             self._finish(None)
@@ -418,16 +417,25 @@ class Snapshot:
         if moved := next((copy.name for copy in group if copy.moved), None):
             raise TensorChanged(moved, self.step)
 
-    def _set_aside(self) -> None:
-        """Prepare the eager sources of an image that passes through a ring.
+    def _holds(self) -> bool:
+        """Take the memory of the eager sources in an image that passes through a ring, and return
+        True. Return False if they are small, or if there is not enough memory.
 
-        They cannot be copied to the ring now, since other bytes of the image may be in their
-        places. If they are small enough (see ``SPARE``), copy them to other memory. Otherwise set
-        ``foreground``. In both cases, ``copy_late`` copies them into the image later.
+        Small sources may be everywhere in the image, and would take the memory of all of it.
         """
-        self.foreground = (
-            sum(copy.target.nbytes for copy in self._eager) > self.window.capacity // SPARE
+        nbytes = sum(copy.target.nbytes for copy in self._eager)
+        return nbytes > self.window.capacity // SPARE and self.window.hold(
+            (copy.start, copy.end) for copy in self._eager
         )
+
+    def _copy_later(self) -> None:
+        """Let ``copy_late`` copy the eager sources into an image that passes through a ring.
+
+        If they are small (see ``SPARE``), copy them to other memory now. Otherwise set
+        ``foreground``.
+        """
+        nbytes = sum(copy.target.nbytes for copy in self._eager)
+        self.foreground = nbytes > self.window.capacity // SPARE
         if not self.foreground:
             self._eager = [
                 copy._replace(

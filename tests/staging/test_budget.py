@@ -190,8 +190,6 @@ def test_a_large_image_passes_through_a_ring_and_the_rest_of_the_memory_is_for_t
 
 @pytest.mark.parametrize(("nbytes", "memory"), [(192 * MIB, 8000 * MIB), (1000 * MIB, 250 * MIB)])
 def test_a_small_image_is_whole_and_little_memory_is_one_ring(nbytes, memory):
-    found = decide(
-        nbytes, wanted=2, room=Room(memory=memory, shared=memory, ranks=1), elastic=True
-    )
+    found = decide(nbytes, wanted=2, room=Room(memory=memory, shared=memory, ranks=1), elastic=True)
     assert (found.slots, found.spill_bytes) == ((2, 0) if nbytes < memory else (1, 0))
     assert found.slot_bytes == (nbytes if nbytes < memory else 160 * MIB)

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt.config import SaveConfig
 from ckpt.errors import CommitError, HostMemoryExhausted, ManagerClosed, StorageError
 from ckpt.processes import PROGRAM, namespace
 from ckpt.staging import slot_files
 from ckpt.staging import slots as slots_module
 from ckpt.staging.budget import measure
+from ckpt.staging.frames import Ring
 from ckpt.staging.slot import Slot
 from ckpt.staging.slots import NoContents, SlotPool
 from tests.kit.interrupting import interrupted_call
@@ -766,3 +768,32 @@ def test_ctrl_c_loses_no_slot_wherever_it_interrupts_acquire(pools, slot: str, e
         assert len(pool.made) == 1
         pool.close()
     assert turn > 4
+
+
+def test_a_pool_of_rings_makes_the_second_when_the_first_is_in_use(pools):
+    pool = pools(2, elastic=True)
+    size = 400 << 20
+    pool.plan(size)
+    pool.reserve(size)
+    assert pool.has_all(size)
+    assert pool.nbytes == 192 << 20
+    first = pool.acquire(size, wait=False)
+    pool.reserve(size)
+    assert pool.nbytes == 192 << 20
+    second = pool.acquire(size, wait=False)
+    assert isinstance(first, Ring)
+    assert isinstance(second, Ring)
+    assert pool.nbytes == 2 * (192 << 20)
+    assert pool.acquire(size, wait=False) is None
+    pool.release(first)
+    assert pool.acquire(size, wait=False) is first
+
+
+def test_a_multiple_of_the_image_limits_the_memory_of_a_pool():
+    config = SaveConfig(host_memory="0.5x")
+    pool = SlotPool(2, limit=config.memory_limit, elastic=True)
+    pool.plan(1 << 30)
+    assert pool._budget is not None
+    assert pool._budget.slot_bytes + pool._budget.spill_bytes <= 384 << 20
+    assert pool._budget.slots == 1
+    pool.close()
