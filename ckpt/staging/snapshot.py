@@ -152,7 +152,8 @@ class Snapshot:
         digests: The digests of the checks by name, each as the text ``boxes=digest``. They are
             complete once the snapshot has landed.
         foreground: Whether ``copy_late`` must run before the call of the save returns, because the
-            image passes through a ring, and there is no memory for its eager sources. The image is streamed at the same time.
+            image passes through a ring, and there is no memory for its eager sources. The image is
+            streamed at the same time.
         held_seconds: The seconds that each call of ``fence`` has waited, in order.
     """
 
