@@ -154,15 +154,14 @@ def test_the_newest_goes_only_if_it_lies_elsewhere(tmp_path):
     assert (whole(far), whole(near)) == ([4], [1, 3, 4])
 
 
-def test_a_far_tier_that_does_not_answer_counts_as_having_what_this_job_committed(
-    tmp_path, monkeypatch
-):
+def test_the_copy_here_stays_while_a_far_tier_does_not_answer(tmp_path, monkeypatch):
     near, far = tmp_path / "near", tmp_path / "far"
     faulty(monkeypatch, far, [Rule(verb="head", key="manifest", fault=Raise(AccessDenied))])
     with CheckpointManager([Tier(str(near), capacity=IMAGE + 100_000), far]) as manager:
-        for step in (1, 2):
-            manager.save(state(step), step)
-    assert (whole(near), whole(far)) == ([2], [1, 2])
+        manager.save(state(1), 1)
+        with pytest.raises(OutOfSpace, match="the newest has no other copy"):
+            manager.save(state(2), 2)
+    assert (whole(near), whole(far)) == ([1], [1])
 
 
 def test_what_a_farther_tier_waits_for_stays(tmp_path, gated):

@@ -114,7 +114,7 @@ def a_small_state_is_staged_there(root: str) -> None:
 
 
 def a_large_state_is_staged_elsewhere_and_that_is_said(root: str) -> None:
-    manager = CheckpointManager(root)
+    manager = CheckpointManager([Tier("memory"), root])
     overlapped(manager, state_of(200), root)
     reported = "\n".join(LOG)
     assert "2 slot(s) of 200 MiB each in anonymous memory" in reported, LOG
