@@ -231,7 +231,8 @@ class Inventory:
         """Return True if the steps among ``refs`` that the inventory remembers still have a
         manifest. It forgets those that have none.
         """
-        lost = [ref for ref in refs if ref in self._known and not is_committed(self._backend, ref)]
+        known = [ref for ref in refs if ref in self._known]
+        lost = set(known) - committed_among(self._backend, known)
         for ref in lost:
             del self._known[ref]
         return not lost

@@ -153,6 +153,18 @@ def test_a_step_that_lost_its_manifest_is_forgotten_before_others_are_removed_fo
     assert [held.state for held in inventory.look()] == ["incomplete", "committed", "committed"]
 
 
+def test_many_steps_of_an_object_store_are_confirmed_by_one_listing(
+    backend: StorageBackend,
+) -> None:
+    refs = [write_checkpoint(backend, step, ARRAYS).ref for step in range(60)]
+    counted = FaultyBackend(backend)
+    inventory = Inventory(counted)
+    inventory.look()
+    before = len(counted.calls)
+    assert inventory.confirm(refs)
+    assert [call.verb for call in counted.calls[before:]] == ["list"]
+
+
 def test_only_the_newest_steps_are_read_if_no_others_are_wanted(backend: StorageBackend) -> None:
     for step in range(10):
         write_checkpoint(backend, step, ARRAYS)
