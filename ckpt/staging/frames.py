@@ -21,6 +21,8 @@ import torch
 
 from ckpt.errors import HostMemoryExhausted
 from ckpt.locks import Condition
+from ckpt.staging import slot_files
+from ckpt.staging.budget import measure
 from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.device import Devices
 from ckpt.staging.slot import NotWanted, Slot
@@ -81,6 +83,7 @@ class Spill:
         self._wanted = wanted
         self._free: list[Frame] = []
         self._count = self._most = 0
+        self._is_refused = False
         self._needs: deque[int] = deque(maxlen=_SAVES)
 
     @property
@@ -100,7 +103,7 @@ class Spill:
         Every save calls this once. The spill keeps the largest number of the last saves.
         """
         with self.changed:
-            before = self._kept
+            before, self._is_refused = self._kept, False
             self._needs.append(frames)
             now = self._kept
             self._trim()
@@ -125,7 +128,8 @@ class Spill:
             hurries: Whether an optimizer waits. Otherwise, the spill only grows to what the last
                 saves needed.
         """
-        return self._count < (self._most if hurries else self._kept)
+        most = self._most if hurries else self._kept
+        return self._count < most and not self._is_refused
 
     def take(self) -> Frame | None:
         """Return a free frame; None if there is none."""
@@ -142,17 +146,23 @@ class Spill:
         """Make the frame that ``begin_growth`` has counted. It is page-locked for copies from
         ``devices``.
 
-        If there is no memory for it, the spill has no more frames from now on than it has.
+        If there is no memory for it, the spill does not grow again before the next save. The free
+        memory is measured for each frame, since other programs and the training itself may have
+        taken what was free when the budget was made.
         """
         try:
+            if self.frame_bytes > (left := measure(slot_files.SHM, ranks=1).memory):
+                raise HostMemoryExhausted(self.frame_bytes, f"{left >> 20} MiB are left")
             slot = Slot(self.frame_bytes, None, self._wanted)
             slot.prefault()
             slot.pin(devices)
-        except (HostMemoryExhausted, NotWanted) as error:
+        except BaseException as error:
             with self.changed:
                 self._count -= 1
-                self._most = self._count
+                self._is_refused = True
                 self.changed.notify_all()
+            if not isinstance(error, HostMemoryExhausted | NotWanted):
+                raise  # Ctrl-C in the call of a save
             if isinstance(error, HostMemoryExhausted):
                 _log.warning(
                     "ckpt: %s; an optimizer's step may wait until more of the image is written",

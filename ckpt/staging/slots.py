@@ -452,9 +452,9 @@ class SlotPool:
         return slot
 
     def _new(self, nbytes: int) -> Slot:
-        if self._budget is not None and nbytes == self._budget.slot_bytes < self._budget.nbytes:
-            return Ring(nbytes, self._spill, self._is_open)
-        if self._budget is None or self._budget.shared:
+        budget = self._budget
+        is_ring = budget is not None and nbytes == budget.slot_bytes < budget.nbytes
+        if budget is None or budget.shared:
             name = f"{next(self._serials)}-{namespace()}.{time.monotonic_ns():x}.{PROGRAM}"
             path = f"{slot_files.SHM}/{slot_files.own_prefix()}-{name}"
             try:
@@ -475,6 +475,8 @@ class SlotPool:
             raise HostMemoryExhausted(
                 nbytes, f"{left >> 20} MiB are left since the budget was made"
             )
+        if is_ring:
+            return Ring(nbytes, self._spill, self._is_open)
         return Slot(nbytes, None, self._is_open)
 
     def _is_open(self) -> bool:

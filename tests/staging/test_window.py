@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ckpt.errors import HostMemoryExhausted, StagingError
+from ckpt.staging.budget import Room
 from ckpt.staging.frames import Ring, Spill
 from ckpt.staging.window import RingWindow, Window
 from tests.kit.rings import copy_bytes, ring_of
@@ -139,22 +140,47 @@ def test_the_spill_is_freed_when_the_last_saves_did_not_need_it():
     assert ring.spill.nbytes == 0
 
 
-def test_a_spill_without_memory_lets_the_optimizer_wait_as_before(monkeypatch, caplog):
-    def refuse(*_: object) -> None:
-        raise HostMemoryExhausted(STEP, "Cannot allocate memory")
+def refuse(*_: object) -> None:
+    raise HostMemoryExhausted(STEP, "Cannot allocate memory")
 
-    monkeypatch.setattr("ckpt.staging.frames.Slot.prefault", refuse)
-    ring = ring_of(1, spill=5, step=STEP)
-    window = RingWindow(ring, 2 * STEP)
+
+@pytest.mark.parametrize("why", ["pages", "budget"])
+def test_a_spill_without_memory_lets_the_optimizer_wait_as_before(monkeypatch, caplog, why):
+    room = Room(memory=STEP - 1, shared=0, ranks=1)
+    with monkeypatch.context() as patched:
+        if why == "pages":
+            patched.setattr("ckpt.staging.frames.Slot.prefault", refuse)
+        else:
+            patched.setattr("ckpt.staging.frames.measure", lambda *_, **__: room)
+        ring = ring_of(1, spill=5, step=STEP)
+        window = RingWindow(ring, 2 * STEP)
+        window.hurry()
+        window.wait_room(STEP)
+        assert not window.has_room(2 * STEP)
+        assert ring.spill.nbytes == 0
+        assert caplog.text.count("an optimizer's step may wait") == 1
+        window.land(STEP)
+        window.written(0, STEP)
+        window.hashed(0, STEP)
+        assert window.has_room(2 * STEP)
+        window.abandon()
+        ring.reclaim()
+    window = RingWindow(ring, 2 * STEP)  # There is memory again
     window.hurry()
-    window.wait_room(STEP)
-    assert not window.has_room(2 * STEP)
+    window.wait_room(2 * STEP)
+    assert ring.spill.nbytes == STEP
+
+
+def test_ctrl_c_while_the_spill_grows_leaves_its_count_right(monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ring = ring_of(1, spill=1, step=STEP)
+    window = RingWindow(ring, 9 * STEP)
+    monkeypatch.setattr("ckpt.staging.frames.Slot.prefault", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        window.hold([(0, 1)])
     assert ring.spill.nbytes == 0
-    assert "an optimizer's step may wait" in caplog.text
-    window.land(STEP)
-    window.written(0, STEP)
-    window.hashed(0, STEP)
-    assert window.has_room(2 * STEP)
 
 
 def test_memory_that_is_held_leaves_the_ring_to_the_copy():
