@@ -1,4 +1,4 @@
-"""The stores of which ckpt knows whether they can be a tier, by URL scheme.
+"""The stores that ckpt knows, by URL scheme, and whether each can be a tier.
 
 The table says for each store which tier it can be. ``docs/stores.md`` shows it, with the runs that
 have shown it. A URL of fsspec whose scheme is not in the table, or is "no tier" there, is refused,

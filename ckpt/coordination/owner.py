@@ -178,7 +178,7 @@ def put_owner(backend: StorageBackend, me: Owner) -> Owner:
 
 
 def refusing(backend: StorageBackend, me: Owner) -> Owner | None:
-    """Return the owner because of which ``claim`` would refuse ``me``, or None if there is none."""
+    """Return the owner that makes ``claim`` refuse ``me``; None if there is none."""
     owner = read_owner(backend)
     return owner if owner is not None and _refuses(owner, me) else None
 

@@ -123,8 +123,8 @@ def export(
 
 
 def _check_values(reader: StepReader, kind: Format, globs: Sequence[str]) -> None:
-    """Raise an error if the names that match ``globs``, none of which is that of a tensor, are not
-    those of plain values either, or if the format can hold only tensors.
+    """Check that ``globs``, which match no tensor, match plain values, and that the format can hold
+    these. Otherwise raise an error.
     """
     values = _values(reader, globs)
     if not values:

@@ -27,11 +27,13 @@ def slot_pool(tiers: Sequence[OpenTier], config: SaveConfig, contents: SlotConte
             f"host_memory={config.host_memory!r}: the tier 'memory' keeps whole images: give it 1x "
             "or more, or leave the tier out"
         )
+    parts = (tier.backend.capabilities.part_bytes for tier in tiers)
     return SlotPool(
         config.slots,
         ranks=ranks_on_this_node(),
         limit=config.memory_limit,
         elastic=_may_pass_by(tiers, config),
+        part_bytes=max(config.chunk_bytes, *parts),
         contents=contents,
     )
 

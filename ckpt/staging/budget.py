@@ -21,11 +21,13 @@ _HEADROOM: Final = 0.9
 """The part of the free memory that a job may use. Other processes may need more memory later."""
 _RING_STEP: Final = 32 << 20
 _LEAST_RING: Final = 4 * _RING_STEP
-_MOST_RING: Final = 6 * _RING_STEP
-"""The size of a ring, which is a slot that is smaller than its image, if there is enough memory.
+_RING_BYTES: Final = 6 * _RING_STEP
+"""The usual size of a ring, which is a slot that is smaller than its image.
 
 With it, a save is durable as soon as with the whole image in memory, if the store is the limit.
 """
+_MOST_PARTS: Final = 10_000
+"""The most parts of an upload to S3. The parts of a very large image are therefore larger."""
 _RING_SHARE: Final = 0.75
 """The part of the memory that rings and their spill may use. The remaining memory is for copies of
 eager sources (see ``Snapshot._copy_later``).
@@ -105,7 +107,9 @@ class Budget:
     sentence: str
 
 
-def decide(nbytes: int, *, wanted: int, room: Room, elastic: bool = False) -> Budget:
+def decide(
+    nbytes: int, *, wanted: int, room: Room, elastic: bool = False, part_bytes: int = 0
+) -> Budget:
     """Return the budget for images of ``nbytes``: as many of the ``wanted`` slots as ``room``
     allows.
 
@@ -113,11 +117,20 @@ def decide(nbytes: int, *, wanted: int, room: Room, elastic: bool = False) -> Bu
     slot, or if ``elastic`` is True and an image is larger than a ring, the slots are rings, through
     which images pass in waves.
 
+    Args:
+        nbytes: The most bytes of an image.
+        wanted: The most slots.
+        room: The memory that the rank may use.
+        elastic: Whether images may pass in waves even if whole ones have room.
+        part_bytes: The largest part or chunk, which a ring must hold together with copies.
+
     Raises:
         HostMemoryExhausted: There is not enough memory even for waves. The message has the numbers.
     """
-    if nbytes > room.memory or (elastic and nbytes > _MOST_RING < room.memory * _RING_SHARE):
-        return _in_waves(nbytes, wanted, room)
+    largest = max(part_bytes, -(-nbytes // _MOST_PARTS))
+    ring = max(_RING_BYTES, (2 - (-largest // _RING_STEP)) * _RING_STEP)
+    if nbytes > room.memory or (elastic and nbytes > ring < room.memory * _RING_SHARE):
+        return _in_waves(nbytes, wanted, room, ring)
     slots = min(wanted, room.memory // max(1, nbytes))
     shared = nbytes <= room.shared
     if shared:
@@ -141,9 +154,9 @@ def decide(nbytes: int, *, wanted: int, room: Room, elastic: bool = False) -> Bu
     )
 
 
-def _in_waves(nbytes: int, wanted: int, room: Room) -> Budget:
+def _in_waves(nbytes: int, wanted: int, room: Room, ring: int) -> Budget:
     most = int(room.memory * _RING_SHARE) // _RING_STEP * _RING_STEP
-    ring = min(most, _MOST_RING)
+    ring = min(most, ring)
     if ring < _LEAST_RING:
         raise HostMemoryExhausted(
             nbytes,

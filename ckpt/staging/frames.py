@@ -151,8 +151,8 @@ class Spill:
         taken what was free when the budget was made.
         """
         try:
-            if self.frame_bytes > (left := measure(slot_files.SHM, ranks=1).memory):
-                raise HostMemoryExhausted(self.frame_bytes, f"{left >> 20} MiB are left")
+            if self.frame_bytes > (free := measure(slot_files.SHM, ranks=1).memory):
+                raise HostMemoryExhausted(self.frame_bytes, f"{free >> 20} MiB are free")
             slot = Slot(self.frame_bytes, None, self._wanted)
             slot.prefault()
             slot.pin(devices)

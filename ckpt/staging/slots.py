@@ -99,6 +99,7 @@ class SlotPool:
         elastic: Whether large images may pass through memory in waves even if there is memory for
             whole images. The slots are then rings (see ``ckpt.staging.frames``), and only a save
             that finds the first one in use creates the second.
+        part_bytes: The largest part or chunk of an image (see ``budget.decide``).
         contents: The steps that slots hold between two saves. ``acquire`` prefers the slot with the
             oldest step.
 
@@ -117,9 +118,11 @@ class SlotPool:
         ranks: int = 1,
         limit: Callable[[int], int | None] = _no_limit,
         elastic: bool = False,
+        part_bytes: int = 0,
         contents: SlotContents | None = None,
     ) -> None:
-        self._count, self._ranks, self._limit, self._elastic = count, ranks, limit, elastic
+        self._count, self._ranks, self._limit = count, ranks, limit
+        self._elastic, self._part_bytes = elastic, part_bytes
         self._contents = contents or NoContents()
         self._free: list[Slot] = []
         self._made: list[Slot] = []
@@ -387,12 +390,16 @@ class SlotPool:
             # The needed slots will be freed before all new slots exist, so their memory counts as
             # free.
             self._budget = decide(
-                nbytes, wanted=self._count, room=self._room(nbytes, needed), elastic=self._elastic
+                nbytes,
+                wanted=self._count,
+                room=self._room(nbytes, needed),
+                elastic=self._elastic,
+                part_bytes=self._part_bytes,
             )
             self._spill.allow(self._budget.spill_bytes)
-            expected = self._budget.shared or self._elastic
+            is_usual = self._budget.shared or (self._elastic and self._budget.slots == self._count)
             _log.log(
-                logging.INFO if expected else logging.WARNING,
+                logging.INFO if is_usual else logging.WARNING,
                 "ckpt: %s",
                 self._budget.sentence,
             )
@@ -421,12 +428,10 @@ class SlotPool:
 
     def _fits(self, slot: Slot, nbytes: int) -> bool:
         """Return True if an image of ``nbytes`` may use the slot: the whole image fits into it, or
-        the slot has the size through which the budget lets such images pass in waves.
-
-        A larger slot is no substitute for the latter, since the length of a ring must be a multiple
-        of the pieces that are copied.
+        the slot is a ring of the size through which the budget lets such images pass in waves.
         """
-        return slot.capacity >= nbytes or slot.capacity == capacity_of(self._slot_bytes(nbytes))
+        is_ring = isinstance(slot, Ring) and slot.capacity == self._slot_bytes(nbytes)
+        return slot.capacity >= nbytes or is_ring
 
     def _slot_bytes(self, nbytes: int) -> int:
         """Return the least bytes of a slot for an image of ``nbytes``. They are less than

@@ -38,7 +38,7 @@ from ckpt.locks import Event
 from ckpt.staging.copies import Copy, Events, Late, copy_now, devices_of, groups
 from ckpt.staging.digest import digest, digest_of, folded
 from ckpt.staging.window import Window
-from ckpt.staging.witness import Full, Placed, Sample, Sampled, Witness
+from ckpt.staging.witness import Full, Placement, Sample, Sampled, Witness
 
 SPARE: Final = 4
 """The eager sources of an image in a ring are first copied to other memory if they need at most
@@ -125,13 +125,13 @@ class _Launch(NamedTuple):
 
     Attributes:
         group: The copies of the batches.
-        placed: The same copies with the memory that they have in this save.
+        targets: The same copies with the memory that they have in this save.
         end: The offset in the image up to which all bytes have landed once the copies are complete.
         events: The events after the copies.
     """
 
     group: Sequence[Copy]
-    placed: Sequence[Copy]
+    targets: Sequence[Copy]
     end: int
     events: Events
 
@@ -203,7 +203,7 @@ class Snapshot:
         has to be copied later, the snapshot has landed then.
         """
         if self.window.whole or self._holds():
-            copy_now(self._placed(self._eager), self._eager_devices)
+            copy_now(self._with_memory(self._eager), self._eager_devices)
         else:
             self._copy_later()
         self._digest(late=False)()
@@ -357,18 +357,18 @@ class Snapshot:
                 self._land(launches.popleft())
             self.window.wait_room(group[-1].end)
             self._check_there(group)
-            placed = self._placed(group)
+            targets = self._with_memory(group)
             if self._device:
-                self._device.run(placed)
-                launches.append(_Launch(group, placed, end, self._device.events()))
+                self._device.run(targets)
+                launches.append(_Launch(group, targets, end, self._device.events()))
             else:
-                copy_now(placed)
-                self._land(_Launch(group, placed, end, {}))
+                copy_now(targets)
+                self._land(_Launch(group, targets, end, {}))
             while launches and not self.window.hurries:
                 self._land(launches.popleft())
         return launches
 
-    def _placed(self, copies: Sequence[Copy]) -> Sequence[Copy]:
+    def _with_memory(self, copies: Sequence[Copy]) -> Sequence[Copy]:
         """Return the copies with the memory that they have in this save."""
         if self.window.whole:
             return copies
@@ -383,7 +383,7 @@ class Snapshot:
             event.synchronize()
         self._check_there(launch.group)
         if not self.window.whole:  # Compare now, since the memory is given back soon
-            self._ask_witness(list(zip(launch.group, launch.placed, strict=True)))
+            self._ask_witness(list(zip(launch.group, launch.targets, strict=True)))
         self.window.land(launch.end)
 
     def _compare(self) -> None:
@@ -408,10 +408,10 @@ class Snapshot:
                     )
         self._witness = None  # It has references to the sources
 
-    def _ask_witness(self, placed: Sequence[Placed] | None) -> None:
+    def _ask_witness(self, placements: Sequence[Placement] | None) -> None:
         if self._witness is not None:
             beside = self._device.beside if self._device else _beside_nothing
-            if (name := self._witness.changed(placed, beside)) is not None:
+            if (name := self._witness.changed(placements, beside)) is not None:
                 raise TensorChanged(name, self.step)
 
     def _check_there(self, group: Sequence[Copy]) -> None:
@@ -425,7 +425,7 @@ class Snapshot:
         Small sources may be everywhere in the image, and would take the memory of all of it.
         """
         nbytes = sum(copy.target.nbytes for copy in self._eager)
-        return nbytes > self.window.capacity // SPARE and self.window.hold(
+        return nbytes > self.window.capacity // SPARE and self.window.reserve(
             (copy.start, copy.end) for copy in self._eager
         )
 

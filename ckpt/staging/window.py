@@ -67,7 +67,7 @@ class Window:
         """
         return form
 
-    def hold(self, ranges: Iterable[tuple[int, int]]) -> bool:  # noqa: ARG002 - as above
+    def reserve(self, ranges: Iterable[tuple[int, int]]) -> bool:  # noqa: ARG002 - as above
         """Take the memory for some ranges of bytes now, and return True. If there is not enough
         memory, return False.
         """
@@ -154,9 +154,9 @@ class RingWindow(Window):
         self._ring, self._step = ring, ring.spill.frame_bytes
         self._changed = ring.spill.changed
         self._frames: dict[int, Frame] = {}
-        self._next = self._passed = self._held = 0
+        self._next = self._passed = self._reserved = 0
         self._uses = (_Ranges(), _Ranges())
-        self.hurries = self._is_noted = False
+        self.hurries = self._is_counted = False
 
     @property
     def rereadable(self) -> bool:
@@ -189,7 +189,7 @@ class RingWindow(Window):
             self.wait_room(start + len(part))
             self._frames[start // self._step].data[: len(part)] = part
 
-    def hold(self, ranges: Iterable[tuple[int, int]]) -> bool:
+    def reserve(self, ranges: Iterable[tuple[int, int]]) -> bool:
         pieces = {piece for a, b in ranges for piece in range(a // self._step, -(-b // self._step))}
         for piece in sorted(pieces - self._frames.keys()):
             # The frames of the ring itself stay free, so that the copy makes progress.
@@ -197,7 +197,7 @@ class RingWindow(Window):
                 return False
             with self._changed:
                 self._frames[piece] = frame
-            self._held += 1
+            self._reserved += 1
         return True
 
     def hurry(self) -> None:
@@ -205,11 +205,11 @@ class RingWindow(Window):
             self.hurries = True
             pieces = -(-self.size // self._step)
             self._changed.notify_all()
-        self._note(pieces - self._passed - self._ring.frames)
+        self._count_need(pieces - self._passed - self._ring.frames)
 
     def abandon(self) -> None:
         super().abandon()
-        self._note(0)
+        self._count_need(0)
 
     def view(self, start: int, end: int) -> memoryview:
         """Do what `Window.view` does. Bytes of several pieces are joined in other memory."""
@@ -257,12 +257,12 @@ class RingWindow(Window):
                     self._ring.give_back(self._frames.pop(piece))
                     self._passed += 1
 
-    def _note(self, frames: int) -> None:
+    def _count_need(self, frames: int) -> None:
         """Tell the spill, once for each image, how many frames the image needed."""
         with self._changed:
-            noted, self._is_noted = self._is_noted, True
-        if not noted:
-            self._ring.spill.need(max(self._held, frames))
+            is_counted, self._is_counted = self._is_counted, True
+        if not is_counted:
+            self._ring.spill.need(max(self._reserved, frames))
 
 
 class _Ranges:

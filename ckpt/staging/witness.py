@@ -41,22 +41,22 @@ _HOST: Final = ("", False)
 _ELEMENTS: Final = 16
 
 Beside = Callable[[torch.Tensor], AbstractContextManager[None]]
-Placed = tuple[Copy, Copy]
+Placement = tuple[Copy, Copy]
 """A copy of a batch, and the same copy with the memory that it has in this save."""
 
 
 class Witness(Protocol):
     """A record of the values of the late sources at the time when the witness was created."""
 
-    def changed(self, placed: Sequence[Placed] | None, beside: Beside) -> str | None:
+    def changed(self, placements: Sequence[Placement] | None, beside: Beside) -> str | None:
         """Return the name of a tensor whose bytes in the image differ from the record; None if
         there is no difference.
 
         The copies must have landed.
 
         Args:
-            placed: The copies to compare, if the image passes through a ring. None for all, if the
-                image is in memory as a whole.
+            placements: The copies to compare, if the image passes through a ring. None for all, if
+                the image is in memory as a whole.
             beside: A function that returns for a tensor on an accelerator the context manager in
                 which it may be read.
         """
@@ -197,33 +197,36 @@ class Subset:
         self.build()
         return b"".join(self._host), list(map(_gathered, self._on_devices))
 
-    def differs(self, taken: bytes, placed: Sequence[Placed] | None) -> str | None:
+    def differs(self, taken: bytes, placements: Sequence[Placement] | None) -> str | None:
         """Return the name of a copy whose bytes in the image differ from ``taken``, or None.
 
         Args:
             taken: The bytes of all places of the sources, in the order of the places.
-            placed: The copies to compare; None for all.
+            placements: The copies to compare; None for all.
         """
         if not self._spans:
             self._build_spans()
-        if placed is not None:
+        if placements is not None:
             return next(
-                (copy.name for copy, there in placed if self._differs(copy, there, taken)), None
+                (copy.name for copy, target in placements if self._differs(copy, target, taken)),
+                None,
             )
         if not self._targets:
             self._targets = [view for copy, _ in self._places for view in self._views(copy, copy)]
         if b"".join(self._targets) == taken:
             return None
         pairs = [(copy, copy) for copy, _ in self._places]
-        return next((copy.name for copy, there in pairs if self._differs(copy, there, taken)), None)
-
-    def _differs(self, copy: Copy, placed: Copy, taken: bytes) -> bool:
-        return id(copy) in self._spans and (
-            b"".join(self._views(copy, placed)) != taken[self._spans[id(copy)][1]]
+        return next(
+            (copy.name for copy, target in pairs if self._differs(copy, target, taken)), None
         )
 
-    def _views(self, copy: Copy, placed: Copy) -> Iterator[Any]:
-        address, (places, _) = placed.target.data_ptr(), self._spans[id(copy)]
+    def _differs(self, copy: Copy, target: Copy, taken: bytes) -> bool:
+        return id(copy) in self._spans and (
+            b"".join(self._views(copy, target)) != taken[self._spans[id(copy)][1]]
+        )
+
+    def _views(self, copy: Copy, target: Copy) -> Iterator[Any]:
+        address, (places, _) = target.target.data_ptr(), self._spans[id(copy)]
         return (host_bytes(address + at, nbytes) for _, at, nbytes in places)
 
     def _build_spans(self) -> None:
@@ -247,13 +250,13 @@ class Sampled:
         subsets = [sample.next() for sample in self._samples]
         self._taken = [(subset, *subset.read()) for subset in subsets]
 
-    def changed(self, placed: Sequence[Placed] | None, beside: Beside) -> str | None:
+    def changed(self, placements: Sequence[Placement] | None, beside: Beside) -> str | None:
         self._taken = [
             (subset, host + _fetched(there, beside), []) for subset, host, there in self._taken
         ]
         for sample in self._samples:
             sample.build()  # This saves the training thread the work at the next save
-        found = (subset.differs(taken, placed) for subset, taken, _ in self._taken)
+        found = (subset.differs(taken, placements) for subset, taken, _ in self._taken)
         return next((name for name in found if name is not None), None)
 
 
@@ -266,13 +269,12 @@ class Full:
         self._copies = list(copies)
         self._digests = {id(copy): exact_digest(copy.elements) for copy in self._copies}
 
-    def changed(self, placed: Sequence[Placed] | None, beside: Beside) -> str | None:
+    def changed(self, placements: Sequence[Placement] | None, beside: Beside) -> str | None:
         del beside  # The image is in host memory
-        for copy, there in (
-            zip(self._copies, self._copies, strict=True) if placed is None else placed
-        ):
+        own = zip(self._copies, self._copies, strict=True)
+        for copy, target in own if placements is None else placements:
             taken = self._digests.get(id(copy))
-            if taken is not None and exact_digest(there.target) != taken:
+            if taken is not None and exact_digest(target.target) != taken:
                 return copy.name
         return None
 

@@ -132,7 +132,7 @@ def _apart(value: Any) -> Any:
 
 
 def _together(value: Any) -> Any:
-    """Return the value of which ``_apart`` has made ``value``."""
+    """Undo ``_apart``: return the value that it was called with."""
     if isinstance(value, dict) and value.keys() == {"items", "most"}:
         return deque(_together(value["items"]), value["most"])
     if isinstance(value, dict) and value.keys() == {"kind", "parts"}:

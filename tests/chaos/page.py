@@ -61,7 +61,7 @@ class Kill(msgspec.Struct, frozen=True):
     """One death, and what the next run made of it.
 
     Attributes:
-        event: The kind of the event of which the process died.
+        event: The kind of the event at which the process was killed.
         label: The words of ckpt-chaos for the event.
         verdict: One of ``VERDICTS``.
         told: The newest step whose save had ended, as the job was told before it died.

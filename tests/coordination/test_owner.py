@@ -126,7 +126,7 @@ def test_a_manager_of_this_process_keeps_its_root_while_it_saves_and_then_gives_
     with pytest.raises(RootInUse):
         claim(store, second)
     saves.is_idle = True
-    assert claim(store, second).unseen == (first.attempt,)  # It may yet save, and is told then
+    assert claim(store, second).unseen == (first.attempt,)  # Its next save gets the error
     with pytest.raises(RootInUse):
         confirm(store, first)
 

@@ -31,7 +31,7 @@ def shrink() -> None:
         budget: {
             "_RING_STEP": PIECE_BYTES,
             "_LEAST_RING": 4 * PIECE_BYTES,
-            "_MOST_RING": 4 * PIECE_BYTES,
+            "_RING_BYTES": 4 * PIECE_BYTES,
         },
         prepare: {"plan_save": small_chunks},
     }

@@ -193,3 +193,11 @@ def test_a_small_image_is_whole_and_little_memory_is_one_ring(nbytes, memory):
     found = decide(nbytes, wanted=2, room=Room(memory=memory, shared=memory, ranks=1), elastic=True)
     assert (found.slots, found.spill_bytes) == ((2, 0) if nbytes < memory else (1, 0))
     assert found.slot_bytes == (nbytes if nbytes < memory else 160 * MIB)
+
+
+def test_a_ring_grows_with_the_parts_of_a_very_large_image():
+    """S3 takes at most 10,000 parts."""
+    room = Room(memory=4 << 40, shared=0, ranks=1)
+    found = decide(2 << 40, wanted=2, room=room, elastic=True)
+    part = -(-(2 << 40) // 10_000)
+    assert 192 * MIB < found.slot_bytes >= part + 64 * MIB

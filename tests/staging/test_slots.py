@@ -797,3 +797,17 @@ def test_a_multiple_of_the_image_limits_the_memory_of_a_pool():
     assert pool._budget.slot_bytes + pool._budget.spill_bytes <= 384 << 20
     assert pool._budget.slots == 1
     pool.close()
+
+
+def test_a_whole_slot_of_the_size_of_a_ring_is_no_ring(pools):
+    """The state grows by the state of its optimizer, after a save without it."""
+    pool = pools(2, elastic=True)
+    whole = take(pool, 192 * MIB)
+    assert not isinstance(whole, Ring)
+    pool.release(whole)
+    assert isinstance(take(pool, 400 * MIB), Ring)
+
+
+def test_a_ring_has_room_for_the_parts_of_the_store(pools):
+    pool = pools(2, elastic=True, part_bytes=300 * MIB)
+    assert take(pool, 2000 * MIB).capacity == 384 * MIB

@@ -179,15 +179,15 @@ def test_ctrl_c_while_the_spill_grows_leaves_its_count_right(monkeypatch):
     window = RingWindow(ring, 9 * STEP)
     monkeypatch.setattr("ckpt.staging.frames.Slot.prefault", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        window.hold([(0, 1)])
+        window.reserve([(0, 1)])
     assert ring.spill.nbytes == 0
 
 
-def test_memory_that_is_held_leaves_the_ring_to_the_copy():
+def test_memory_that_is_reserved_leaves_the_ring_to_the_copy():
     ring = ring_of(2, spill=2, step=STEP)
     window = RingWindow(ring, 6 * STEP)
-    assert window.hold([(STEP, STEP + 3), (3 * STEP - 1, 3 * STEP)])
-    assert not window.hold([(5 * STEP, 6 * STEP)])
+    assert window.reserve([(STEP, STEP + 3), (3 * STEP - 1, 3 * STEP)])
+    assert not window.reserve([(5 * STEP, 6 * STEP)])
     window.wait_room(4 * STEP)  # pieces 0 and 3 are in the ring
     window.abandon()
     ring.reclaim()
@@ -243,7 +243,7 @@ def test_everything_passes_through_a_ring_unharmed(size, frames, spill, piece, p
 
 class Images(RuleBasedStateMachine):
     """Images pass through two rings with one spill, in any order of copies, writes, hashes,
-    hurries, holds, failures and ends.
+    hurries, reservations, failures and ends.
     """
 
     def __init__(self) -> None:
@@ -277,9 +277,9 @@ class Images(RuleBasedStateMachine):
             image.window.hurry()
 
     @rule(which=st.integers(0, 1), start=st.integers(0, 9 * STEP))
-    def hold(self, which: int, start: int) -> None:
+    def reserve(self, which: int, start: int) -> None:
         if (image := self.images[which]) is not None and image.landed == 0 and start < image.size:
-            image.window.hold([(start, start + 1)])
+            image.window.reserve([(start, start + 1)])
 
     @rule(which=st.integers(0, 1), fails=st.booleans())
     def end(self, which: int, fails: bool) -> None:
