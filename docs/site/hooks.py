@@ -19,7 +19,7 @@ from typing import Any
 import griffe
 
 ROOT = Path(__file__).resolve().parents[2]
-MOUNTED = ("CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "bench/results")
+MOUNTED = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "bench/README.md", "bench/results")
 SHOWN_AS_THEY_ARE = {".md", ".png", ".svg", ".json", ".csv"}
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".pml": "c"}
 DRAWING = re.compile(r'<p><img [^>]*src="(pictures/[\w-]+\.svg)"[^>]*></p>')

@@ -1,0 +1,28 @@
+"""What a save and a restore enter is counted, and only shrinks."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+MOST = {
+    "a save to one tier": (465, 87),
+    "a save to near and far": (565, 99),
+    "a restore": (645, 113),
+}
+"""The most functions and files, with a few more for what depends on the timing of threads."""
+
+
+def test_a_save_and_a_restore_enter_no_more_functions_and_files() -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "bench.trace"],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    rows = re.findall(r"^\| (a [\w ]+) \| (\d+) \| (\d+) \|$", process.stdout, re.MULTILINE)
+    counts = {name: (int(functions), int(files)) for name, functions, files in rows}
+    assert counts.keys() == MOST.keys()
+    for name, most in MOST.items():
+        assert all(0 < count <= limit for count, limit in zip(counts[name], most, strict=True)), (
+            counts
+        )
