@@ -6,10 +6,11 @@ Its checkpoint is whole, and the stall is reported.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.errors import CkptError, ConfigError, HostMemoryExhausted, OutOfSpace, StagingError
 from ckpt.storage.testing import Raise, Rule
 from tests.kit.stores import Wrapped, faulty, wrap_stores
+from tests.kit.waiting import until
 
 MIB = 1 << 20
 STAGING = 176 * MIB  # a ring of 128 MiB, the smallest
@@ -223,28 +225,38 @@ def resident() -> int:
         )
 
 
+class Disk:
+    """A disk that stalls while it is not ``open``, and then fails with ``error``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open, self.error = threading.Event(), cast("CkptError | None", None)
+        self.open.set()
+        disk = self
+
+        class Gated(Wrapped):
+            def upload(self, key, size):
+                upload = self.inner.upload(key, size)
+                write = upload.write
+
+                def wait(offset: int, data: memoryview) -> None:
+                    assert disk.open.wait(60)
+                    if disk.error is not None:
+                        raise disk.error
+                    write(offset, data)
+
+                upload.write = wait
+                return upload
+
+        wrap_stores(monkeypatch, lambda url, store: Gated(store))
+
+
 def test_a_large_state_takes_a_ring_and_more_only_where_the_optimizer_waits(
     tmp_path, monkeypatch, caplog
 ):
     """The first optimizer comes when all is written, the second when nothing is."""
     caplog.set_level(logging.INFO, "ckpt")
     net, optimizer = trained()
-    gate = threading.Event()
-    gate.set()
-
-    class Gated(Wrapped):
-        def upload(self, key, size):
-            upload = self.inner.upload(key, size)
-            write = upload.write
-
-            def wait(offset: int, data: memoryview) -> None:
-                assert gate.wait(60)
-                write(offset, data)
-
-            upload.write = wait
-            return upload
-
-    wrap_stores(monkeypatch, lambda url, store: Gated(store))
+    gate = Disk(monkeypatch).open
     with CheckpointManager(tmp_path) as manager:
         manager.save({"net": net, "optimizer": optimizer}, 1)
         step(net, optimizer)
@@ -286,6 +298,60 @@ def test_a_save_that_fails_after_the_spill_has_grown_gives_the_memory_back(tmp_p
             expected = bits(net, optimizer)
         assert slots.nbytes == 192 * MIB
     assert_restores(tmp_path, expected)
+
+
+LIMIT = 300 * MIB
+"""Room for a ring of 192 MiB and one frame of the spill, which are less than the image."""
+
+
+@pytest.mark.parametrize("ends", ["the disk goes on", "the disk fails"])
+def test_a_disk_that_stalls_holds_the_optimizer_only_when_the_spill_is_full(
+    tmp_path, monkeypatch, ends
+):
+    net, optimizer = trained()
+    disk = Disk(monkeypatch)
+    with CheckpointManager(tmp_path, host_memory=LIMIT) as manager:
+        disk.open.clear()
+        expected = bits(net, optimizer)
+        backward(net)
+        pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
+        assert pending.nbytes > 224 * MIB
+        training = threading.Thread(target=optimizer.step, daemon=True)
+        training.start()
+        slots = manager._saver.slots
+        assert until(lambda: slots.nbytes == 224 * MIB)
+        assert training.is_alive()  # the rest of the image has no memory
+        if ends == "the disk fails":
+            disk.error = OutOfSpace("k", "disk full")
+        disk.open.set()
+        training.join(60)
+        assert not training.is_alive()
+        if ends == "the disk fails":
+            with pytest.raises(OutOfSpace):
+                pending.result(60)
+            disk.error, expected = None, bits(net, optimizer)
+            for number in range(2, 10):  # all of them are written before the optimizer's step
+                manager.save({"net": net, "optimizer": optimizer}, number)
+            assert slots.nbytes == 192 * MIB
+        else:
+            pending.result(60)
+    assert_restores(tmp_path, expected)
+
+
+def test_a_full_shared_memory_takes_nothing_from_the_spill(tmp_path, monkeypatch):
+    net, optimizer = trained()
+    disk = Disk(monkeypatch)
+    with CheckpointManager(tmp_path) as manager:
+        manager.prepare({"net": net, "optimizer": optimizer})
+        disk.open.clear()
+        backward(net)
+        pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
+        full = os.statvfs_result((4096, 4096, 1000, 0, 0, 10, 10, 10, 0, 255))
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "statvfs", lambda _: full)
+            optimizer.step()  # no byte is written
+        disk.open.set()
+        pending.result(60)
 
 
 def test_the_tier_in_memory_needs_whole_images(tmp_path):

@@ -20,9 +20,14 @@ CHECKSUM_BYTES: Final = 16
 CHECKSUM_PATTERN: Final = re.compile(f"[0-9a-f]{{{2 * CHECKSUM_BYTES}}}")
 
 
-def checksum(data: memoryview | bytes | bytearray) -> str:
-    """Return the checksum of ``data``."""
-    return xxhash.xxh3_128_hexdigest(data)
+def checksum(data: memoryview | bytes | bytearray, *more: memoryview) -> str:
+    """Return the checksum of ``data``, and of ``more`` after it as if all were joined."""
+    if not more:
+        return xxhash.xxh3_128_hexdigest(data)
+    stream = xxhash.xxh3_128(data)
+    for part in more:
+        stream.update(part)
+    return stream.hexdigest()
 
 
 def verify(data: memoryview | bytes, expected: str, *, key: str, offset: int) -> None:

@@ -77,6 +77,12 @@ class Source(Protocol):
         """
         ...
 
+    def parts(self, start: int, end: int) -> Sequence[memoryview]:
+        """Do what ``view`` does, but return bytes that are not together in memory as several parts,
+        without a copy.
+        """
+        ...
+
     def written(self, start: int, end: int) -> None:
         """Note that the bytes from ``start`` to ``end`` are on the tier."""
         ...
@@ -189,7 +195,7 @@ def adopt_image(write: ImageWrite, backend: Adopting) -> tuple[Chunk, ...]:
 
 def _hashed(source: Source, start: int, end: int) -> Chunk:
     """Hash the bytes of a chunk, report them to ``source`` as hashed, and return the chunk."""
-    chunk = Chunk(end - start, checksum(source.view(start, end)))
+    chunk = Chunk(end - start, checksum(*source.parts(start, end)))
     source.hashed(start, end)
     return chunk
 

@@ -88,6 +88,10 @@ class StoredImage:
             memory[starts[last] - start :] = self._part(last, starts[last], end)
         return memory
 
+    def parts(self, start: int, end: int) -> Sequence[memoryview]:
+        """Return the bytes as one part. Raises the same errors as ``view``."""
+        return [self.view(start, end)]
+
     def written(self, start: int, end: int) -> None:
         """Do nothing, since each chunk has separate memory that nothing overwrites."""
 

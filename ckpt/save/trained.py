@@ -208,6 +208,9 @@ class ScannedImage:
     def view(self, start: int, end: int) -> memoryview:
         return self.image.view(start, end)
 
+    def parts(self, start: int, end: int) -> Sequence[memoryview]:
+        return self.image.parts(start, end)
+
     def written(self, start: int, end: int) -> None:
         self.image.written(start, end)
 

@@ -78,11 +78,18 @@ class Room:
         memory: The bytes that the rank may use in total.
         shared: The bytes of ``memory`` that may be in ``/dev/shm``.
         ranks: The number of ranks that the memory of the node was divided among.
+        limit: The bytes that the settings allow the rank; None for no limit.
     """
 
     memory: int
     shared: int
     ranks: int
+    limit: int | None = None
+
+    @property
+    def is_short(self) -> bool:
+        """Return True if the settings allow more memory than there is."""
+        return self.limit is not None and self.limit > self.memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +135,10 @@ def decide(
         HostMemoryExhausted: There is not enough memory even for waves. The message has the numbers.
     """
     largest = max(part_bytes, -(-nbytes // _MOST_PARTS))
-    ring = max(_RING_BYTES, (2 - (-largest // _RING_STEP)) * _RING_STEP)
+    least = max(_LEAST_RING, (2 - (-largest // _RING_STEP)) * _RING_STEP)
+    ring = max(_RING_BYTES, least)
     if nbytes > room.memory or (elastic and nbytes > ring < room.memory * _RING_SHARE):
-        return _in_waves(nbytes, wanted, room, ring)
+        return _in_waves(nbytes, wanted, room, ring, least)
     slots = min(wanted, room.memory // max(1, nbytes))
     shared = nbytes <= room.shared
     if shared:
@@ -150,19 +158,19 @@ def decide(
         nbytes=nbytes,
         slot_bytes=nbytes,
         shared=shared,
-        sentence=f"{what}: {why}{lost}{fewer}",
+        sentence=f"{what}: {why}{lost}{fewer}{_shortage(room)}",
     )
 
 
-def _in_waves(nbytes: int, wanted: int, room: Room, ring: int) -> Budget:
+def _in_waves(nbytes: int, wanted: int, room: Room, ring: int, least: int) -> Budget:
     most = int(room.memory * _RING_SHARE) // _RING_STEP * _RING_STEP
     ring = min(most, ring)
-    if ring < _LEAST_RING:
+    if ring < least:
         raise HostMemoryExhausted(
             nbytes,
             f"{room.memory >> 20} MiB may be used by each of the {room.ranks} rank(s) of this "
             "node (machine, memory cgroup or host_memory), "
-            f"and passing it through in waves takes {-(-int(_LEAST_RING / _RING_SHARE) >> 20)} MiB",
+            f"and the least is {_least(nbytes, least)}",
         )
     slots = max(1, min(wanted, most // nbytes)) if nbytes <= most else 1
     spill = max(0, min(most, wanted * nbytes) - slots * ring)
@@ -174,7 +182,28 @@ def _in_waves(nbytes: int, wanted: int, room: Room, ring: int) -> Budget:
         shared=False,
         sentence=f"images of {_mib(nbytes)} pass through {_mib(ring)} of anonymous memory in "
         f"waves, and through up to {_mib(spill)} more if an optimizer's step comes before they are "
-        f"written: {_mib(room.memory)} may be used by each of {room.ranks} rank(s)",
+        f"written: {_mib(room.memory)} may be used by each of {room.ranks} rank(s)"
+        f"{_shortage(room)}",
+    )
+
+
+def _least(nbytes: int, ring: int) -> str:
+    """Say how little memory an image of ``nbytes`` can do with, and what it is for."""
+    spare = -int(-ring * (1 / _RING_SHARE - 1))
+    if nbytes <= ring + spare:
+        return f"{-(-nbytes >> 20)} MiB, for the whole image"
+    return (
+        f"{-(-(ring + spare) >> 20)} MiB: {_mib(ring)} that the image passes through in waves, and "
+        f"{-(-spare >> 20)} MiB for copies of tensors that no optimizer owns"
+    )
+
+
+def _shortage(room: Room) -> str:
+    if room.limit is None or not room.is_short:
+        return ""
+    return (
+        f"; host_memory allows {_mib(room.limit)}, but this machine or its memory cgroup has only "
+        f"{_mib(room.memory)} for each of {room.ranks} rank(s)"
     )
 
 
@@ -208,7 +237,8 @@ def measure(
         left = stat.f_bavail * stat.f_frsize + freed_in_shm
     except OSError:
         left = 0
-    return Room(memory=memory, shared=min(memory, left, (left + held) // ranks), ranks=ranks)
+    shared = min(memory, left, (left + held) // ranks)
+    return Room(memory=memory, shared=shared, ranks=ranks, limit=limit)
 
 
 def _cgroup_rooms() -> list[int]:

@@ -28,8 +28,8 @@ from ckpt.staging.device import Devices
 from ckpt.staging.slot import NotWanted, Slot
 
 _log = logging.getLogger("ckpt")
-_SAVES: Final = 8
-"""The number of saves that decide how many frames the spill keeps."""
+SAVES: Final = 8
+"""The number of saves that decide how many frames the spill keeps, and a pool how many rings."""
 
 
 class Frame:
@@ -84,7 +84,7 @@ class Spill:
         self._free: list[Frame] = []
         self._count = self._most = 0
         self._is_refused = False
-        self._needs: deque[int] = deque(maxlen=_SAVES)
+        self._needs: deque[int] = deque(maxlen=SAVES)
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +111,7 @@ class Spill:
             why = (
                 "the optimizer's step comes before the image is written"
                 if now > before
-                else f"the last {_SAVES} saves needed no more"
+                else f"the last {SAVES} saves needed no more"
             )
             size = now * self.frame_bytes >> 20
             _log.info("ckpt: %d MiB of spill memory are kept for images: %s", size, why)

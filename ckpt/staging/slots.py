@@ -16,6 +16,7 @@ import itertools
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,7 +26,7 @@ from ckpt.locks import Condition
 from ckpt.processes import PROGRAM, namespace
 from ckpt.staging import slot_files
 from ckpt.staging.budget import Budget, Room, decide, measure
-from ckpt.staging.frames import Ring, Spill
+from ckpt.staging.frames import SAVES, Ring, Spill
 from ckpt.staging.slot import NotWanted, Slot, SlotLost, capacity_of
 
 _log = logging.getLogger("ckpt")
@@ -98,7 +99,8 @@ class SlotPool:
             what the machine has.
         elastic: Whether large images may pass through memory in waves even if there is memory for
             whole images. The slots are then rings (see ``ckpt.staging.frames``), and only a save
-            that finds the first one in use creates the second.
+            that finds the first one in use creates the second, which is closed when the last saves
+            did not need it.
         part_bytes: The largest part or chunk of an image (see ``budget.decide``).
         contents: The steps that slots hold between two saves. ``acquire`` prefers the slot with the
             oldest step.
@@ -135,6 +137,8 @@ class SlotPool:
         """
         self._changed = Condition()
         self._spill = Spill(self._is_open)
+        self._rings_in_use: deque[int] = deque(maxlen=SAVES)
+        """The number of rings that were in use at the end of each of the last saves."""
         self._serials = itertools.count(1)
         slot_files.remove_orphans()
 
@@ -189,7 +193,7 @@ class SlotPool:
                     if self._closed or not self._may_make(nbytes) or self.has_all(nbytes):
                         return
                     self._making.append(request)
-                self._make(request, nbytes)
+                self._make(request, nbytes, ahead=True)
             except NotWanted:
                 return
             finally:
@@ -239,6 +243,7 @@ class SlotPool:
         """Take back a slot whose image is no longer needed.
 
         The slot is closed if it is smaller than the budget now requires, unless its step is needed.
+        A ring is closed if the last saves did not need so many.
 
         Return True if /dev/shm has room again for slots that had to be in anonymous memory. The
         free slots in anonymous memory were then closed (see ``reconsider``), and the caller should
@@ -250,9 +255,30 @@ class SlotPool:
             self._free.append(slot)
             self._changed.notify_all()
             fits = self._budget is None or self._fits(slot, self._budget.nbytes)
-            if not fits and not self._is_needed(slot):
+            if (not fits and not self._is_needed(slot)) or self._is_one_ring_too_many(slot):
                 self._let_go(slot)
             return not slot.shared and self._reconsider()
+
+    def _is_one_ring_too_many(self, slot: Slot) -> bool:
+        """Count how many rings are in use at the end of a save, of which ``slot`` is one that was
+        just released. Return True if there are more rings than the last saves needed.
+
+        If two saves overlap, two rings are in use when the first one ends. The caller must hold the
+        lock.
+        """
+        if not isinstance(slot, Ring):
+            return False
+        rings = sum(isinstance(one, Ring) for one in self._made)
+        free = sum(isinstance(one, Ring) for one in self._free)
+        self._rings_in_use.append(rings - free + 1)
+        if len(self._rings_in_use) < SAVES or rings <= max(self._rings_in_use):
+            return False
+        _log.info(
+            "ckpt: %d MiB of host memory are given back: the last %d saves needed no more rings",
+            slot.capacity >> 20,
+            SAVES,
+        )
+        return True
 
     def look_again(self) -> None:
         """Wake the threads that wait for a slot. Call this when the step in a slot may no longer be
@@ -389,20 +415,18 @@ class SlotPool:
         if self._budget is None or self._budget.nbytes < nbytes:
             # The needed slots will be freed before all new slots exist, so their memory counts as
             # free.
+            room = self._room(nbytes, needed)
             self._budget = decide(
                 nbytes,
                 wanted=self._count,
-                room=self._room(nbytes, needed),
+                room=room,
                 elastic=self._elastic,
                 part_bytes=self._part_bytes,
             )
             self._spill.allow(self._budget.spill_bytes)
             is_usual = self._budget.shared or (self._elastic and self._budget.slots == self._count)
-            _log.log(
-                logging.INFO if is_usual else logging.WARNING,
-                "ckpt: %s",
-                self._budget.sentence,
-            )
+            level = logging.INFO if is_usual and not room.is_short else logging.WARNING
+            _log.log(level, "ckpt: %s", self._budget.sentence)
         if self._is_full() and needed == self._made and len(needed) == 1 and not self._making:
             self._let_go(needed[0])
         return not self._is_full()
@@ -440,8 +464,9 @@ class SlotPool:
         known = self._budget is not None and self._budget.nbytes >= nbytes
         return min(nbytes, self._budget.slot_bytes) if known and self._budget else nbytes
 
-    def _make(self, request: _Request, nbytes: int) -> Slot:
-        """Create a slot in ``request``, add it to the pool, and return it.
+    def _make(self, request: _Request, nbytes: int, *, ahead: bool = False) -> Slot:
+        """Create a slot in ``request``, add it to the pool, and return it. With ``ahead``, the slot
+        is free at once, so that a caller of ``acquire`` that waits for it finds no slot in use.
 
         ``request`` must be in ``_making``. After an error the caller gives it back. The caller must
         not hold the lock, since touching the pages takes long.
@@ -453,6 +478,9 @@ class SlotPool:
             self._made.append(slot)
             if self._closed:
                 self._drop(slot)
+            elif ahead:
+                self._free.append(slot)
+                request.slot = None
             self._changed.notify_all()
         return slot
 

@@ -9,7 +9,7 @@ piece (see ``ckpt.staging.frames``).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -104,6 +104,10 @@ class Window:
         """
         self._wait_landed(end)
         return self._memory[start:end]
+
+    def parts(self, start: int, end: int) -> Sequence[memoryview]:
+        """Do what ``view`` does, but return bytes of several frames as several parts."""
+        return [self.view(start, end)]
 
     def written(self, start: int, end: int) -> None:
         """Declare that bytes ``start`` to ``end`` are on the tier."""
@@ -213,13 +217,16 @@ class RingWindow(Window):
 
     def view(self, start: int, end: int) -> memoryview:
         """Do what `Window.view` does. Bytes of several pieces are joined in other memory."""
+        parts = self.parts(start, end)
+        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+    def parts(self, start: int, end: int) -> Sequence[memoryview]:
         self._wait_landed(end)
         step = self._step
-        parts = [
+        return [
             self._frames[piece].data[max(start - piece * step, 0) : min(end - piece * step, step)]
             for piece in range(start // step, -(-end // step))
         ]
-        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
     def written(self, start: int, end: int) -> None:
         self._use(0, start, end)

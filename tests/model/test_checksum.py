@@ -23,6 +23,13 @@ def test_bytes_and_views_of_any_item_size_have_the_same_checksum():
     )
 
 
+def test_parts_have_the_checksum_of_the_whole():
+    raw = memoryview(np.random.default_rng(0).bytes(1000))
+    for cut in (0, 1, 239, 240, 241, 1000):
+        assert checksum(raw[:cut], raw[cut:]) == checksum(raw)
+    assert checksum(raw[:3], raw[3:700], raw[700:]) == checksum(raw)
+
+
 def test_every_flipped_bit_changes_it():
     data = bytearray(range(64))
     known = {checksum(data)}

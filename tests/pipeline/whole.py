@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckpt.errors import CkptError
 
 
@@ -14,6 +16,9 @@ class Whole:
 
     def view(self, start: int, end: int) -> memoryview:
         return self._memory[start:end]
+
+    def parts(self, start: int, end: int) -> Sequence[memoryview]:
+        return [self.view(start, end)]
 
     def written(self, start: int, end: int) -> None:
         """Keep the image."""

@@ -6,7 +6,7 @@ import pytest
 
 from ckpt.errors import HostMemoryExhausted
 from ckpt.staging import budget
-from ckpt.staging.budget import Room, decide, measure
+from ckpt.staging.budget import Budget, Room, decide, measure
 
 MIB = 1 << 20
 
@@ -201,3 +201,22 @@ def test_a_ring_grows_with_the_parts_of_a_very_large_image():
     found = decide(2 << 40, wanted=2, room=room, elastic=True)
     part = -(-(2 << 40) // 10_000)
     assert 192 * MIB < found.slot_bytes >= part + 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "part", "least"),
+    [
+        (1000, 16, "171 MiB: 128 MiB that the image passes through in waves, and 43 MiB for"),
+        (1000, 200, "384 MiB: 288 MiB that the image passes through in waves, and 96 MiB for"),
+        (120, 16, "120 MiB, for the whole image"),
+    ],
+)
+def test_too_little_memory_is_an_error_with_the_least_and_what_it_is_for(nbytes, part, least):
+    def budget_of(memory: int) -> Budget:
+        room = Room(memory=memory * MIB, shared=0, ranks=2)
+        return decide(nbytes * MIB, wanted=2, room=room, elastic=True, part_bytes=part * MIB)
+
+    enough = int(least.split()[0])
+    assert budget_of(enough).slots == 1
+    with pytest.raises(HostMemoryExhausted, match=f"the least is {least}"):
+        budget_of(enough - 1)

@@ -493,11 +493,20 @@ def test_a_pool_knows_whether_all_its_slots_are_there(pools):
     assert pool.has_all(3 * MIB)
 
 
-def test_a_slot_that_is_still_being_made_ahead_is_waited_for(pools):
+def test_a_slot_that_is_still_being_made_ahead_is_waited_for(pools, monkeypatch):
+    """The thread that has made the slot is slow to return."""
     pool = pools(1)
+    is_taken, give_back = threading.Event(), pool._give_back
+
+    def wait(request: object) -> None:
+        assert is_taken.wait(60)
+        give_back(request)
+
+    monkeypatch.setattr(pool, "_give_back", wait)
     maker = threading.Thread(target=pool.reserve, args=[64 * MIB])
     maker.start()
     slot = take(pool, 64 * MIB)
+    is_taken.set()
     maker.join()
     assert slot.capacity >= 64 * MIB
     assert len(own_files()) == 1
@@ -789,6 +798,28 @@ def test_a_pool_of_rings_makes_the_second_when_the_first_is_in_use(pools):
     assert pool.acquire(size, wait=False) is first
 
 
+def test_the_second_ring_is_given_back_when_the_last_saves_did_not_need_it(pools):
+    pool = pools(2, elastic=True)
+    size = 400 * MIB
+
+    def overlap() -> None:
+        first, second = take(pool, size), take(pool, size)
+        pool.release(first)
+        pool.release(second)
+
+    overlap()
+    for _ in range(6):
+        pool.release(take(pool, size))
+        assert len(pool.made) == 2
+    overlap()  # the count begins again
+    for saves in range(7):
+        assert len(pool.made) == 2, saves
+        pool.release(take(pool, size))
+    assert len(pool.made) == 1
+    overlap()
+    assert len(pool.made) == 2
+
+
 def test_a_multiple_of_the_image_limits_the_memory_of_a_pool():
     config = SaveConfig(host_memory="0.5x")
     pool = SlotPool(2, limit=config.memory_limit, elastic=True)
@@ -806,6 +837,17 @@ def test_a_whole_slot_of_the_size_of_a_ring_is_no_ring(pools):
     assert not isinstance(whole, Ring)
     pool.release(whole)
     assert isinstance(take(pool, 400 * MIB), Ring)
+
+
+def test_more_host_memory_than_the_machine_has_is_a_warning_with_both_figures(pools, caplog):
+    pool = pools(2, elastic=True, limit=1 << 50)
+    pool.plan(400 * MIB)
+    (line,) = [row for row in caplog.records if row.levelno == logging.WARNING]
+    assert "host_memory allows 1,073,741,824 MiB, but this machine" in line.getMessage()
+    pool = pools(2, elastic=True, limit=300 * MIB)
+    caplog.clear()
+    pool.plan(400 * MIB)
+    assert "host_memory allows" not in caplog.text
 
 
 def test_a_ring_has_room_for_the_parts_of_the_store(pools):

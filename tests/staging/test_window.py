@@ -183,6 +183,21 @@ def test_ctrl_c_while_the_spill_grows_leaves_its_count_right(monkeypatch):
     assert ring.spill.nbytes == 0
 
 
+def test_bytes_of_several_frames_are_parts_of_the_memory_itself():
+    ring = ring_of(3, step=STEP)
+    window = RingWindow(ring, 3 * STEP)
+    data = bytes(range(3 * STEP))
+    for start in range(0, 3 * STEP, STEP):
+        window.wait_room(start + STEP)
+        copy_bytes(window, data, start, start + STEP)
+    window.land(3 * STEP)
+    parts = window.parts(STEP - 3, 2 * STEP + 5)
+    assert [len(part) for part in parts] == [3, STEP, 5]
+    assert b"".join(parts) == bytes(window.view(STEP - 3, 2 * STEP + 5))
+    copy_bytes(window, bytes(3 * STEP), STEP, 2 * STEP)
+    assert bytes(parts[1]) == bytes(STEP)  # no copy
+
+
 def test_memory_that_is_reserved_leaves_the_ring_to_the_copy():
     ring = ring_of(2, spill=2, step=STEP)
     window = RingWindow(ring, 6 * STEP)
