@@ -108,8 +108,8 @@ def _memory(name: str, which: str = "*") -> list[Path]:
     return list(_SHM.glob(f"ckpt-memory-{os.geteuid()}-{name}-{which}"))
 
 
-def _tier(kind: str, replicas: int = 0) -> Tier:
-    return Tier(f"shm://{os.environ['BENCH_NAME']}-{kind}-{dist.get_rank()}", replicas=replicas)
+def _tier(kind: str, buddies: int = 0) -> Tier:
+    return Tier(f"shm://{os.environ['BENCH_NAME']}-{kind}-{dist.get_rank()}", buddies=buddies)
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def _train(args: argparse.Namespace) -> None:
     kinds = ["without", *args.kinds]
     managers = {
         kind: CheckpointManager(
-            _tier(kind, replicas=int(kind in _COPIED)),
+            _tier(kind, buddies=int(kind in _COPIED)),
             observers=[observe],
             slots=1,
             replicate_mb_per_s=args.rate if kind == "bounded" else None,

@@ -85,7 +85,7 @@ def _restored(
     manager: CheckpointManager, state: dict[str, Any], way: Literal["read", "broadcast"]
 ) -> dict[str, Any]:
     began, busy = time.perf_counter(), time.process_time()
-    report = manager.restore(state, replicas=way)
+    report = manager.restore(state, broadcast=way == "broadcast")
     seconds = time.perf_counter() - began
     assert report is not None
     return {

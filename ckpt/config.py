@@ -174,8 +174,8 @@ class Tier:
         required: Whether a save fails if the step does not become a checkpoint on the tier. If
             False, only a line in the log reports that. None means False for memory, and True for
             any other tier.
-        replicas: How many other nodes keep copies of the files of each node, so that a step
-            outlives the loss of a node. Only a tier that is local to each node can have replicas.
+        buddies: How many other nodes keep copies of the files of each node, so that a step
+            outlives the loss of a node. Only a tier that is local to each node can have buddies.
     """
 
     url: str
@@ -188,7 +188,7 @@ class Tier:
     required: bool | None = None
     codec: str = NO_CODEC
     local: bool | None = None
-    replicas: int = 0
+    buddies: int = 0
     best_counts: bool = False
 
     def __new__(cls, *args: object, **fields: object) -> Self:
@@ -224,10 +224,10 @@ class Tier:
         for name, value in (("required", self.required), ("local", self.local)):
             if value is not None:
                 true_or_false(name, value)
-        whole("replicas", self.replicas, 0, 16)
-        if self.replicas and self.capacity is not None:
+        whole("buddies", self.buddies, 0, 16)
+        if self.buddies and self.capacity is not None:
             raise ConfigError(
-                f"replicas={self.replicas} and capacity: copies for other nodes would take the "
+                f"buddies={self.buddies} and capacity: copies for other nodes would take the "
                 "room of saves: bound the tier by keep_last instead"
             )
         parse_codec(self.codec)
@@ -326,7 +326,7 @@ class SaveConfig:
         copies: How often the data that several ranks hold is written: once ("one"), or once on each
             node that has local tiers ("per_node"), so that the data outlives the loss of nodes.
         replicate_mb_per_s: The rate in MB/s at which each node copies the files of other nodes
-            (``Tier(replicas=...)``); None for no limit.
+            (``Tier(buddies=...)``); None for no limit.
         exit_seconds: How long the end of a script waits for work that ``close(detach=True)`` has
             left under way, and how long ``close`` continues the saves under way while an exception
             ends the process.

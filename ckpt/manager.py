@@ -50,7 +50,7 @@ from ckpt.model.patterns import Names, Patterns, patterns_for, unfitting
 from ckpt.pending import PendingSave, SaveRecord, check_timeout, missing_at_the_end, wait_and_log
 from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit, has_script_ended
 from ckpt.restore.report import RestoreReport
-from ckpt.restore.restorer import Replicas, RestoreContext, RestoreOptions, Restorer
+from ckpt.restore.restorer import RestoreContext, RestoreOptions, Restorer
 from ckpt.save.active_save import EARLIER_FAILED, SKIPPED, HandOver, MissedSteps, Reports
 from ckpt.save.closing import Closing
 from ckpt.save.ledger import SaveLedger
@@ -394,7 +394,7 @@ class CheckpointManager:
         step: int | None = None,
         *,
         only: str | Sequence[str] | None = None, rename: Rename | None = None, cast: bool = False,
-        strict: bool = True, read_through: bool = True, replicas: Replicas = "read",
+        strict: bool = True, read_through: bool = True, broadcast: bool = False,
     ) -> RestoreReport | None:  # fmt: skip
         """Fill ``state`` with ``step``, or with the newest intact step.
 
@@ -422,9 +422,9 @@ class CheckpointManager:
                 ``unexpected`` ones.
             read_through: Whether data of farther tiers is put into the nearest folder, once for all
                 ranks of a node, so that the next restore is local. It has no effect with ``only``.
-            replicas: ``"read"``: ranks that want the same bytes each read them. ``"broadcast"``:
-                one rank reads and broadcasts them over gloo, for a store that is slower than the
-                network.
+            broadcast: Whether one of the ranks that want the same bytes reads them and broadcasts
+                them over gloo, for a store that is slower than the network. Otherwise each of them
+                reads.
 
         Returns:
             The report, or None if ``step`` is None and there is no checkpoint at all.
@@ -441,7 +441,9 @@ class CheckpointManager:
         """
         self._check_open()
         selection = Selection.of(only, strict=strict, rename=rename, cast=cast)
-        options = RestoreOptions(selection=selection, read_through=read_through, replicas=replicas)
+        options = RestoreOptions(
+            selection=selection, read_through=read_through, broadcast=broadcast
+        )
         Fence.wait_for_all()  # A copy under way must not read what is restored
         readers = Workers("read", max(_READERS, self._config.threads))
         with self._saver.owners_told(self._listers), readers as workers:

@@ -269,5 +269,5 @@ def test_stores_are_closed_if_a_tier_cannot_have_replicas(tmp_path, monkeypatch)
     closed: list[str] = []
     monkeypatch.setattr(PosixBackend, "close", lambda backend: closed.append(backend.url))
     near, far = tmp_path / "near", tmp_path / "far"
-    assert "all nodes share this tier" in refused(near, Tier(str(far), local=False, replicas=1))
+    assert "all nodes share this tier" in refused(near, Tier(str(far), local=False, buddies=1))
     assert closed == [str(near), str(far)]

@@ -195,9 +195,9 @@ def test_the_traceback_is_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"replicas": -1}, "replicas"),
-        ({"replicas": True}, "replicas"),
-        ({"replicas": 1, "capacity": "1GB"}, "keep_last"),
+        ({"buddies": -1}, "buddies"),
+        ({"buddies": True}, "buddies"),
+        ({"buddies": 1, "capacity": "1GB"}, "keep_last"),
     ],
 )
 def test_replicas_that_cannot_be_kept(fields: dict[str, Any], words: str) -> None:

@@ -1,6 +1,6 @@
 """Copies of each node's files on its buddies, so that a step outlives the loss of a node.
 
-After each commit on a local tier with ``replicas``, the lowest rank of each node reads files of
+After each commit on a local tier with ``buddies``, the lowest rank of each node reads files of
 other nodes over TCP. These are the nodes that have the rank's node as a buddy. The rank stores the
 copies in the folder of the step on its node, beside the files of its own ranks. So a restore finds
 the copies in the same way as the node's own files.
@@ -100,21 +100,21 @@ class NodeReplicas:
         config: SaveConfig,
         observers: Observers,
     ) -> Self | None:
-        """Return the `NodeReplicas` of this rank. Return None if no local tier has replicas, if the
+        """Return the `NodeReplicas` of this rank. Return None if no local tier has buddies, if the
         job has one node, or if this rank is not the lowest rank of its node.
 
         All ranks call this with the same tiers.
 
         Raises:
-            ConfigError: A tier with replicas is not local.
+            ConfigError: A tier with buddies is not local.
             CommitTimeout: A node has not posted its address in time.
         """
-        wanted = [tier for tier in tiers if tier.tier.replicas]
+        wanted = [tier for tier in tiers if tier.tier.buddies]
         for tier in wanted:
             if not tier.local:
                 raise ConfigError(
-                    f"replicas={tier.tier.replicas} of {tier.url}: all nodes share this tier, so "
-                    "its steps outlive any node: leave replicas out, or declare local=True"
+                    f"buddies={tier.tier.buddies} of {tier.url}: all nodes share this tier, so "
+                    "its steps outlive any node: leave buddies out, or declare local=True"
                 )
         apart = [(tier, tier.nodes) for tier in wanted if tier.nodes is not None]
         if not apart:

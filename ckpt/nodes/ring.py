@@ -160,7 +160,7 @@ class Ring:
         if not all(holders.values()):
             return 0
         homes = {rank: self._home(rank) for rank in holders}
-        wanted = missing_copies(holders, homes, self.domains, self.tier.tier.replicas)
+        wanted = missing_copies(holders, homes, self.domains, self.tier.tier.buddies)
         from_node: dict[int, set[int]] = defaultdict(set)
         for rank, nodes in wanted.items():
             if self.here in nodes:
@@ -260,10 +260,10 @@ def ring_of(tier: OpenTier, known: Mapping[int, Node], rank: int, how: Copying) 
     assert nodes is not None
     lowest = nodes.firsts
     domains = [known[first].domain for first in lowest]
-    chosen = buddies(domains, tier.tier.replicas)
+    chosen = buddies(domains, tier.tier.buddies)
     here = nodes.of[rank]
     most = max(Counter(node for keepers in chosen for node in keepers).values(), default=0)
-    if most > tier.tier.replicas and rank == LEADER:
+    if most > tier.tier.buddies and rank == LEADER:
         _log.warning(
             "ckpt: the failure domains (CKPT_FAILURE_DOMAIN) are of different sizes: a node keeps "
             "the files of up to %d others on %s",

@@ -23,7 +23,7 @@ class RestoreReport:
         read_bytes: Bytes that this rank read from stores for its state. Encoded chunks count with
             their encoded size.
         received_bytes: Raw bytes that other ranks read and sent to this rank
-            (``replicas="broadcast"``).
+            (``broadcast=True``).
         seconds: Duration of the whole restore: finding, matching, reading, verifying, and waiting
             for other ranks.
         skipped: Pairs (step, reason) of the steps that were passed over before this one, because

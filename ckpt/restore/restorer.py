@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterator, MutableMapping, Seque
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
 import msgspec
 
@@ -32,6 +32,7 @@ from ckpt.adapters.match.sink import TensorSink
 from ckpt.catalog.candidates import candidates
 from ckpt.catalog.finalize import Finisher
 from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
+from ckpt.checks import true_or_false
 from ckpt.coordination.api import LEADER, Coordinator
 from ckpt.coordination.restore_rounds import Damaged, RestoreRounds
 from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, RestoreError
@@ -53,9 +54,6 @@ from ckpt.storage.tiers import OpenTier
 
 _PATIENCE_SECONDS: Final = 3600.0
 """How long ranks wait for each other in a restore. Reading may take this long on slow storage."""
-
-Replicas = Literal["read", "broadcast"]
-"""How ranks that want the same data get it: each of them reads it, or one reads and broadcasts."""
 
 _PATTERN: Final = "\0"
 """The prefix that marks a pattern in a list of names. No name begins with this character."""
@@ -126,7 +124,7 @@ class RestoreOptions:
 
     selection: Selection = ALL
     read_through: bool = True
-    replicas: Replicas = "read"
+    broadcast: bool = False
 
 
 class Restorer:
@@ -140,7 +138,7 @@ class Restorer:
             subjects of the messages, since a subject can be used only once.
 
     Raises:
-        ConfigError: ``options.replicas`` is wrong, or it is "broadcast" and there is no process
+        ConfigError: ``options.broadcast`` is not a bool, or it is True and there is no process
             group of all ranks.
 
     Thread safety: only the training thread may use it. All ranks call ``restore`` alike.
@@ -158,7 +156,7 @@ class Restorer:
         )
         self._read_through, self._selection = options.read_through, options.selection
         self._waiting, self._claim_of = context.waiting, context.claim_of
-        self._shared = _is_shared(options.replicas, coordinator)
+        self._shared = _is_shared(options.broadcast, coordinator)
         self._rounds = RestoreRounds(
             coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS
         )
@@ -422,7 +420,7 @@ class Restorer:
         )
         found = origin.filled(found, matched.wanted)
         plan = plan_restore(found.manifest, matched.wanted)
-        # With ``replicas="broadcast"``, all ranks must choose copies alike, so distance is ignored.
+        # With ``broadcast``, all ranks must choose copies alike, so distance is ignored.
         near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance
         if near and any(near.get(read.rank) != 0 for read in plan.reads):
             # A copy of the data on a nearer node may be in the file of any rank. Only the fragments
@@ -490,20 +488,18 @@ def _as_pattern(pattern: str) -> str:
     return _PATTERN + pattern.replace("/", _PATTERN)
 
 
-def _is_shared(replicas: object, coordinator: Coordinator) -> bool:
+def _is_shared(broadcast: bool, coordinator: Coordinator) -> bool:
     """Return True if one rank is to read the data that several ranks want, and broadcast it.
 
     Raises:
-        ConfigError: ``replicas`` is not a value of `Replicas`, or there is no process group with
-            all ranks for a broadcast.
+        ConfigError: ``broadcast`` is not a bool, or there is no process group with all ranks.
     """
-    if replicas not in get_args(Replicas):
-        raise ConfigError(f'replicas={replicas!r}: give "read" or "broadcast"')
-    if replicas == "read" or coordinator.world_size == 1:
+    true_or_false("broadcast", broadcast)
+    if not broadcast or coordinator.world_size == 1:
         return False
     if not can_broadcast(coordinator.world_size):
         raise ConfigError(
-            'replicas="broadcast" needs torch.distributed with all ranks of this manager: call '
+            "broadcast=True needs torch.distributed with all ranks of this manager: call "
             "init_process_group() first"
         )
     return True

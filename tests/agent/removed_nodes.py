@@ -66,7 +66,7 @@ class Cluster:
         return self.root / "shared"
 
     def tiers(self) -> list[Tier]:
-        return [Tier("memory", replicas=1), Tier(str(self.shared), every=EVERY)]
+        return [Tier("memory", buddies=1), Tier(str(self.shared), every=EVERY)]
 
 
 def content(rank: int, step: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ __all__ = ["cluster"]
 @pytest.fixture(autouse=True)
 def _with_copies(cluster: Cluster) -> None:
     """Give each node a copy of the files of the other one."""
-    cluster.tiers[0]["replicas"] = 1
+    cluster.tiers[0]["buddies"] = 1
 
 
 def end_agent(cluster: Cluster, node: int) -> None:

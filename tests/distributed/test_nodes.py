@@ -49,13 +49,13 @@ def test_two_machines_that_share_one_wire(tmp_path: Path) -> None:
 
 
 def run_and_kill(
-    folder: Path, mapping: str, far: int, log: Path, seconds: float, replicas: int = 0
+    folder: Path, mapping: str, far: int, log: Path, seconds: float, buddies: int = 0
 ) -> tuple[int, int]:
     """Return the step that all ranks restored, and the last one that was committed before all were
     killed at once.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    command += [str(WORKERS / "nodes_kill.py"), str(folder), mapping, str(far), str(replicas)]
+    command += [str(WORKERS / "nodes_kill.py"), str(folder), mapping, str(far), str(buddies)]
     with (
         log.open("w") as out,
         ended(
@@ -108,7 +108,7 @@ def test_killed_while_nodes_are_lost_whose_files_a_buddy_has(tmp_path: Path, see
     for turn in range(8):
         mapping = rng.choice(["0011", "1100", "0101"])
         restored, _ = run_and_kill(
-            folder, mapping, 0, tmp_path / f"{turn}.log", rng.uniform(0.2, 2.0), replicas=1
+            folder, mapping, 0, tmp_path / f"{turn}.log", rng.uniform(0.2, 2.0), buddies=1
         )
         assert restored >= whole, (turn, mapping)
         lost = rng.randrange(2)

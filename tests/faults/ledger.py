@@ -64,7 +64,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     ),
     "nodes-removed": Fault(
         "loss of one of several nodes with its cable, ranks, agent and memory (namespaces of its "
-        "own), while the others keep copies (`replicas=1`): at rest, or in the midst of saves",
+        "own), while the others keep copies (`buddies=1`): at rest, or in the midst of saves",
         "nodes",
         "nothing that had its copies; in the midst of saves, at most the one step that had none "
         "yet",

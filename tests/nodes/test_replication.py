@@ -29,7 +29,7 @@ class Pair:
         self.copied: list[int] = []
         self.tiers = [
             OpenTier(
-                0, Tier(str(root), local=True, replicas=1), open_backend(str(root)), Nodes((0, 1))
+                0, Tier(str(root), local=True, buddies=1), open_backend(str(root)), Nodes((0, 1))
             )
             for root in (folder / "0", folder / "1")
         ]

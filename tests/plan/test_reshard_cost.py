@@ -158,7 +158,7 @@ def test_any_world_to_one_up_to_twice_as_large_reads_little_more_than_it_wants(
 def test_columns_of_rows_are_read_by_all_that_want_them_or_once_for_all() -> None:
     """No chunk of rows is small enough for this cut alone.
 
-    With ``replicas="broadcast"`` one of the ranks that want a chunk reads it.
+    With ``broadcast=True`` one of the ranks that want a chunk reads it.
     """
     manifest = saved(8, rows(8), chunk_bytes=16 << 20)
     found = plans(manifest, 4, columns(4))

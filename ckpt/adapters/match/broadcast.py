@@ -1,4 +1,4 @@
-"""Restore with ``replicas="broadcast"``: if several ranks want the same chunk, one of them reads
+"""Restore with ``broadcast=True``: if several ranks want the same chunk, one of them reads
 and verifies the chunk, and sends it to the other ranks over gloo.
 
 The restore proceeds in rounds. In each round, a rank reads its next parcels (groups of chunks)
@@ -221,7 +221,7 @@ class Broadcast:
         if load.parcel.reader != self._rank and checksum(data) != read.checksum:
             raise RestoreError(
                 f"what rank {load.parcel.reader} read of the file of rank {read.rank} has not "
-                'arrived as it was sent: restore again, or with replicas="read"'
+                "arrived as it was sent: restore again, or with broadcast=False"
             )
         if not load.in_place:
             self._sink.place(read, data)

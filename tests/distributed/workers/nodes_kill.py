@@ -35,14 +35,14 @@ def fill(state: dict[str, Any], step: int) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     folder, rank = Path(sys.argv[1]), dist.get_rank()
-    far, here, replicas = int(sys.argv[3]), sys.argv[2][rank], int(sys.argv[4])
+    far, here, buddies = int(sys.argv[3]), sys.argv[2][rank], int(sys.argv[4])
     mesh = init_device_mesh("cpu", (4,))
     tensors: dict[str, torch.Tensor] = {
         f"t{number}": DTensor.from_local(torch.zeros(ROWS // 4, 96), mesh, [Shard(0)])
         for number in range(6)
     }
     state: dict[str, Any] = {"tensors": {**tensors, "small": torch.zeros(5)}, "step": 0}
-    tiers = [Tier(str(folder / f"node{here}"), local=True, keep_last=3, replicas=replicas)]
+    tiers = [Tier(str(folder / f"node{here}"), local=True, keep_last=3, buddies=buddies)]
     if far:
         tiers.append(Tier(str(folder / "shared"), every=far, keep_last=3))
     manager = CheckpointManager(tiers, chunk_bytes=1 << 13, commit_timeout_seconds=30)

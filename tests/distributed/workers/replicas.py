@@ -128,7 +128,7 @@ def on_disk(root: Path) -> None:
         dist.barrier()
 
     with CheckpointManager(
-        tiers(base, replicas=1), observers=[observe], chunk_bytes=1 << 14
+        tiers(base, buddies=1), observers=[observe], chunk_bytes=1 << 14
     ) as manager:
         save(manager, after=await_copies)
     dist.barrier()
@@ -154,7 +154,7 @@ def in_racks(root: Path) -> None:
     """Ranks 0 and 1 are in one rack, 2 and 3 in another."""
     os.environ["CKPT_FAILURE_DOMAIN"] = "ab"[dist.get_rank() // 2]
     base = root / "racks"
-    with CheckpointManager(tiers(base, replicas=1), replicate_mb_per_s=50) as manager:
+    with CheckpointManager(tiers(base, buddies=1), replicate_mb_per_s=50) as manager:
         save(manager, (1,))
     for lost in ((0, 1), (2, 3)):
         assert restored(tiers(without(base, *lost))) == 1
@@ -164,7 +164,7 @@ def in_racks(root: Path) -> None:
 def on_two_buddies(root: Path) -> None:
     base = root / "two"
     with CheckpointManager(
-        tiers(base, replicas=2, codec="zstd"), copies="per_node", chunk_bytes=1 << 14
+        tiers(base, buddies=2, codec="zstd"), copies="per_node", chunk_bytes=1 << 14
     ) as manager:
         save(manager, (1, 2))
     for lost in ((0, 1), (1, 2), (0, 3)):
@@ -221,7 +221,7 @@ def unfaithful(root: Path) -> None:
             if rank == 1:
                 patch.setattr(NodeServer, name, wrong)
             with CheckpointManager(
-                tiers(base / str(number), replicas=1), observers=[events.append]
+                tiers(base / str(number), buddies=1), observers=[events.append]
             ) as manager:
                 save(manager, after=lambda: rank != 2 or missed.acquire(timeout=60))
         dist.barrier()
@@ -248,7 +248,7 @@ def full_disk(root: Path) -> None:
 
         PosixBackend.upload = upload  # type: ignore[method-assign]
     base = root / "full"
-    with CheckpointManager(tiers(base, replicas=1)) as manager:
+    with CheckpointManager(tiers(base, buddies=1)) as manager:
         save(manager)
     dist.barrier()
     assert files(base, 3) == [[0, 3], [0, 1], [2], [2, 3]]
@@ -262,7 +262,7 @@ def no_room(root: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 2:
             patch.setattr(PosixBackend, "free_bytes", lambda _: 1000)
-        with CheckpointManager(tiers(base, replicas=1)) as manager:
+        with CheckpointManager(tiers(base, buddies=1)) as manager:
             save(manager)
     dist.barrier()
     assert files(base, 3) == [[0, 3], [0, 1], [2], [2, 3]]
@@ -285,7 +285,7 @@ def behind(root: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ring, "copy", failing)
-        with CheckpointManager(tiers(base, replicas=1), observers=[observe]) as manager:
+        with CheckpointManager(tiers(base, buddies=1), observers=[observe]) as manager:
             save(manager, (1,))
             assert copied.acquire(timeout=60)
             dist.barrier()
@@ -299,12 +299,12 @@ def behind(root: Path) -> None:
 def restored_stays(root: Path) -> None:
     """The step that a job goes on from stays while no later step has its copies."""
     base = root / "restored"
-    with CheckpointManager(tiers(base, replicas=1)) as manager:
+    with CheckpointManager(tiers(base, buddies=1)) as manager:
         save(manager)
     model, optimizer = nets.build("fsdp", 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ring, "copy", without_copies)
-        with CheckpointManager(tiers(base, replicas=1)) as manager:
+        with CheckpointManager(tiers(base, buddies=1)) as manager:
             report = manager.restore({"model": model, "optimizer": optimizer, "step": -1})
             assert report is not None
             assert report.step == 3
@@ -316,17 +316,17 @@ def restored_stays(root: Path) -> None:
 def restored_again(root: Path) -> None:
     """A node is lost, and comes back empty; when its files are there again, another one is lost."""
     base = root / "again"
-    with CheckpointManager(tiers(base, replicas=1)) as manager:
+    with CheckpointManager(tiers(base, buddies=1)) as manager:
         save(manager)
     for first, second in ((1, 2), (3, 0), (2, 3), (0, 2)):
         cut = without(base, first)
-        restore_and_wait(CheckpointManager(tiers(cut, replicas=1))).close()
+        restore_and_wait(CheckpointManager(tiers(cut, buddies=1))).close()
         dist.barrier()
         assert files(cut, 3) == files(base, 3), (first, files(cut, 3))
         assert len(list(cut.glob("node*/step-000000003.*/manifest.json"))) == 4
         assert restored(tiers(without(cut, second))) == 3
     cut = without(base, 1, 3)
-    with CheckpointManager(tiers(cut, replicas=1)) as manager:
+    with CheckpointManager(tiers(cut, buddies=1)) as manager:
         restore_and_wait(manager)
         save(manager, (4, 5, 6))
     dist.barrier()
@@ -336,7 +336,7 @@ def restored_again(root: Path) -> None:
 def restored_goes(root: Path) -> None:
     """A step that is restored is removed on one node while that node copies files of it."""
     base = root / "goes"
-    with CheckpointManager(tiers(base, replicas=1)) as manager:
+    with CheckpointManager(tiers(base, buddies=1)) as manager:
         save(manager)
     dist.barrier()
     alone(lambda: [path.unlink() for path in base.glob("node2/step-000000003.*/rank-00001.*")])
@@ -348,21 +348,21 @@ def restored_goes(root: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepCopies, "fetch", removed)
-        restore_and_wait(CheckpointManager(tiers(base, replicas=1))).close()
+        restore_and_wait(CheckpointManager(tiers(base, buddies=1))).close()
     dist.barrier()
     assert files(base, 3) == [[0, 3], [0, 1], [], [2, 3]], files(base, 3)
     assert not list(base.glob("node2/step-000000003.*/*"))
 
 
 def saved(root: Path) -> None:
-    with CheckpointManager(tiers(root, replicas=1)) as manager:
+    with CheckpointManager(tiers(root, buddies=1)) as manager:
         save(manager)
 
 
 def on_fewer(root: Path) -> None:
     """Node 1 of four is lost, and three ranks go on. Then each file is on two nodes again."""
     here = (0, 2, 3)[dist.get_rank()]
-    place = Tier(str(root / f"node{here}"), local=True, keep_last=2, replicas=1)
+    place = Tier(str(root / f"node{here}"), local=True, keep_last=2, buddies=1)
     restore_and_wait(CheckpointManager(place)).close()
     dist.barrier()
     having = files(root, 3)
@@ -400,7 +400,7 @@ def slow_to_hear(root: Path) -> None:
         waits[0].start()
 
     base = root / "slow"
-    with CheckpointManager(tiers(base, replicas=1)) as manager:
+    with CheckpointManager(tiers(base, buddies=1)) as manager:
         if dist.get_rank() == 1:
             NodeReplicas.committed = later  # type: ignore[method-assign]
         save(manager, (1,))
@@ -414,7 +414,7 @@ def leaves(root: Path) -> None:
     """Rank 3 leaves by an exception; the others do not wait for its copies."""
     base, began = root / "leaves", 0.0
     try:
-        with CheckpointManager(tiers(base, replicas=1), commit_timeout_seconds=300) as manager:
+        with CheckpointManager(tiers(base, buddies=1), commit_timeout_seconds=300) as manager:
             save(manager, (1,))
             began = time.monotonic()
             if dist.get_rank() == 3:
@@ -453,7 +453,7 @@ def encrypted(root: Path) -> None:
 
     NodeServer._answer = answered  # type: ignore[method-assign]
     NodeStore._connect = connected  # type: ignore[method-assign]
-    with CheckpointManager(tiers(base, replicas=1), tls=tls, chunk_bytes=1 << 14) as manager:
+    with CheckpointManager(tiers(base, buddies=1), tls=tls, chunk_bytes=1 << 14) as manager:
         save(manager)
     dist.barrier()
     assert files(base, 3) == [[0, 3], [0, 1], [1, 2], [2, 3]]
@@ -462,7 +462,7 @@ def encrypted(root: Path) -> None:
         assert restored(tiers(without(base, lost)), tls=tls) == 3
     assert 0 < copied < len(opened)
     cut = without(base, 2)  # The node comes back empty
-    restore_and_wait(CheckpointManager(tiers(cut, replicas=1), tls=tls)).close()
+    restore_and_wait(CheckpointManager(tiers(cut, buddies=1), tls=tls)).close()
     dist.barrier()
     assert files(cut, 3) == files(base, 3)
     assert {*opened} == {ssl.SSLSocket}
@@ -480,7 +480,7 @@ def strange_certificate(root: Path) -> None:
     messages, base = logged(), root / "strange"
     if rank == 1:
         tls = Authority(root, "other").issue("node")
-    places = [*tiers(base, replicas=1), shared]
+    places = [*tiers(base, buddies=1), shared]
     with CheckpointManager(places, tls=tls) as manager:
         save(manager)
     dist.barrier()
@@ -501,7 +501,7 @@ def tls_on_some(root: Path) -> None:
     tls = certificate(root)
     with pytest.raises(ConfigError) as found:
         CheckpointManager(
-            tiers(root / "some", replicas=1), tls=tls if dist.get_rank() in (0, 3) else None
+            tiers(root / "some", buddies=1), tls=tls if dist.get_rank() in (0, 3) else None
         )
     assert "tls is set on rank(s) 0, 3 and not on rank(s) 1, 2" in str(found.value)
     with pytest.raises(ConfigError, match=r"nowhere/key cannot be read: .* \(on rank\(s\) 2\)"):
@@ -513,14 +513,14 @@ def tls_on_some(root: Path) -> None:
 
 
 def not_local(root: Path) -> None:
-    with pytest.raises(ConfigError, match=r"replicas=1 of .*leave replicas out"):
-        CheckpointManager(Tier(str(root / "shared"), replicas=1))
+    with pytest.raises(ConfigError, match=r"buddies=1 of .*leave buddies out"):
+        CheckpointManager(Tier(str(root / "shared"), buddies=1))
     dist.barrier()  # Rank 0 serves the job's store, which the other ranks need until here
 
 
 def in_memory(root: Path) -> list[Tier]:
     """Use a tier in memory for each node, and no other."""
-    return [Tier(f"shm://{root.name}-{dist.get_rank()}", replicas=1)]
+    return [Tier(f"shm://{root.name}-{dist.get_rank()}", buddies=1)]
 
 
 def die_in_memory(root: Path) -> None:

@@ -122,7 +122,7 @@ def shared(folder: Path, kind: str, **tier: Any) -> None:
         nbytes: dict[str, int] = {}
         for replicas in ("read", "broadcast"):
             state = job(2, kind)
-            report = manager.restore(state, replicas=replicas)
+            report = manager.restore(state, broadcast=replicas == "broadcast")
             assert report is not None
             same(contents(state), contents(saved))
             assert state["epoch"] == 1
@@ -135,7 +135,7 @@ def shared(folder: Path, kind: str, **tier: Any) -> None:
         assert torch.equal(step(state), step(saved))
         state = job(2, kind)
         cast = state | {"table": torch.zeros(700, 700, dtype=torch.float64)}
-        report = manager.restore(cast, replicas="broadcast", cast=True, rename={"table": "table"})
+        report = manager.restore(cast, broadcast=True, cast=True, rename={"table": "table"})
         assert torch.equal(cast["table"], saved["table"].double())
         assert report is not None
         assert report.converted == (("table", "float32", "float64"),)
@@ -150,14 +150,14 @@ def failing(folder: Path, what: str, hurt: Callable[[], Callable[[], None]]) -> 
         undo = hurt() if dist.get_rank() == 1 else lambda: None
         began = time.monotonic()
         try:
-            manager.restore(state, replicas="broadcast")
+            manager.restore(state, broadcast=True)
             raise AssertionError(what)
         except RestoreError as error:
             reported = str(error)
         assert what in reported, reported
         assert time.monotonic() - began < 30
         undo()
-        manager.restore(state, replicas="broadcast")
+        manager.restore(state, broadcast=True)
     same(contents(state), contents(saved))
 
 
@@ -233,7 +233,7 @@ def damaged(folder: Path) -> None:
                     file.write(bytes(range(100)))
             dist.barrier()
             try:
-                report = manager.restore(state, replicas="broadcast")
+                report = manager.restore(state, broadcast=True)
             except NoCheckpoint:
                 report = None
             assert (report and report.step) == (expected and 1), (number, report)
@@ -257,7 +257,7 @@ def meta(folder: Path) -> None:
                 state["optimizer"] = torch.optim.AdamW(state["model"].parameters(), lr=1)
             if way == "emptied after":
                 state["model"].to_empty(device="cpu")
-            report = manager.restore(state, strict=False, replicas="broadcast")
+            report = manager.restore(state, strict=False, broadcast=True)
             assert report is not None
             assert report.uninitialised == (("model/scale",) if way == "restored" else ())
             state["model"].scale = torch.full((7,), 2.0)
@@ -292,7 +292,7 @@ def main() -> None:
     with CheckpointManager(str(folder / "damaged")) as manager:
         for wrong in ("all", None, 3):
             with contextlib.suppress(ConfigError):
-                manager.restore({}, replicas=wrong)  # type: ignore[arg-type]
+                manager.restore({}, broadcast=wrong)  # type: ignore[arg-type]
                 raise AssertionError(wrong)
     dist.barrier()
     if dist.get_rank() == 0:
