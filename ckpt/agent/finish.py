@@ -41,7 +41,7 @@ from ckpt.catalog.verify import Meter, StepFolder
 from ckpt.codec.registry import NO_CODEC
 from ckpt.coordination.api import LEADER
 from ckpt.coordination.owner import NO_PROCESS, Owner, owner_of, read_owner
-from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError, about
+from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError, errors_of
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
@@ -246,7 +246,7 @@ class Finish:
             RootLost: One of these roots is gone, or another folder has taken its place.
         """
         for root in {*self._memory, *self._on_node, *self._durable[:1], target}:
-            with about(root.tier.url):
+            with errors_of(root.tier.url):
                 owner = owner_of(root.tier.backend)
             if (owner and owner.attempt) != (root.owner and root.owner.attempt):
                 raise RootInUse(root.tier.url, str(owner or "a job that has closed since"))

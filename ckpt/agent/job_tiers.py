@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt.agent.messages import Job
-from ckpt.errors import RootLost, about
+from ckpt.errors import RootLost, errors_of
 from ckpt.storage.api import HoldsRoot
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import OpenTier
@@ -25,6 +25,6 @@ def open_tier(job: Job, index: int) -> OpenTier:
     if isinstance(backend, HoldsRoot):
         backend.hold(job.marks[index] if job.marks else "")
         if backend.is_replaced():
-            with about(backend.url):
+            with errors_of(backend.url):
                 raise RootLost("")
     return OpenTier(index, given, backend)

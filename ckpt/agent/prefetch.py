@@ -124,7 +124,7 @@ def _check_owner(tier: OpenTier, before: Owner | None) -> None:
     """Raise ``RootInUse`` if the root has an owner that is alive or is not ``before``."""
     owner = read_owner(tier.backend)
     if owner is not None and (owner.alive or before is None or owner.attempt != before.attempt):
-        raise RootInUse(tier.url, str(owner), here=owner.here_too)
+        raise RootInUse(tier.url, str(owner), is_same_process=owner.here_too)
 
 
 def _check_room(tier: OpenTier, manifest: Manifest, ref: StepRef) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckpt.catalog.index import attempts, creation_time, is_committed
-from ckpt.errors import CkptError, StorageError, TransientStorageError, placed
+from ckpt.errors import CkptError, StorageError, TransientStorageError, with_root
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
@@ -180,7 +180,7 @@ class _Listing:
 
     def _drop(self, position: int, error: StorageError) -> None:
         """Leave the store at ``position`` out from now on, because of ``error``."""
-        placed(error, self._stores[position].url)
+        with_root(error, self._stores[position].url)
         if len(self._stores) > 1:  # With a single store, ``candidates`` raises the error
             _log.warning(
                 "ckpt: the tier %s cannot be listed: %s", self._stores[position].url, error

@@ -24,7 +24,7 @@ from ckpt.errors import (
     ObjectNotFound,
     StorageError,
     TransientStorageError,
-    about,
+    errors_of,
 )
 from ckpt.errors.frames import frameless
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
@@ -63,7 +63,7 @@ def ask(backend: StorageBackend, work: Callable[[], T]) -> T:
 
     Transient errors are retried. A storage error names the store.
     """
-    with about(backend.url):
+    with errors_of(backend.url):
         return _RETRY.call(work)
 
 
@@ -242,7 +242,7 @@ def read_manifest(
     def read(named: FragmentRef, file: File | None) -> Fragment:
         return retry.call(partial(load_fragment, backend, ref, manifest, named, file))[0]
 
-    with about(backend.url):
+    with errors_of(backend.url):
         return filled(manifest, read, None, key=ref.manifest)
 
 
@@ -262,7 +262,7 @@ def read_packed(
         return manifest, data
 
     read = partial(read_record, backend, ref.manifest, decode, limit=MAX_RECORD_BYTES)
-    with about(backend.url):
+    with errors_of(backend.url):
         return retry.call(read)
 
 

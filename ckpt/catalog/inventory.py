@@ -39,7 +39,7 @@ from ckpt.errors import (
     ObjectNotFound,
     StorageError,
     TransientStorageError,
-    about,
+    errors_of,
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, Record, unpack
 from ckpt.model.keys import StepRef, fragment_name, is_fragment
@@ -205,7 +205,7 @@ class Inventory:
             refs = self._begun(refs)
         at_once = not begun and newest is None
         self._listed = objects_at_once(self._backend, self._unlisted(refs)) if at_once else {}
-        with about(self._backend.url):
+        with errors_of(self._backend.url):
             found: list[StoredStep] = []
             while refs and (newest is None or len({held.ref.step for held in found}) < newest):
                 count = None if newest is None else newest - len({held.ref.step for held in found})
@@ -222,7 +222,7 @@ class Inventory:
         """
         self._listed = {}
         begun = list(takewhile(lambda ref: not is_committed(self._backend, ref), refs))
-        with about(self._backend.url):
+        with errors_of(self._backend.url):
             found = [self._step(ref) for ref in begun]
             live = live_of(all_pins(self._backend)) if found else {}
         return [replace(held, pins=live.get(held.ref, ())) for held in found]

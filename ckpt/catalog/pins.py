@@ -33,7 +33,7 @@ from ckpt.errors import (
     NoCheckpoint,
     ObjectNotFound,
     StorageError,
-    about,
+    errors_of,
 )
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import PINS, StepRef, parse_folder
@@ -118,7 +118,7 @@ def _put(
         raise ConfigError(f"the reason has {len(reason)} characters: at most {_MOST_REASON}")
     pin = Pin(ref, int(time.time() + seconds) + 1, secrets.token_hex(8))
     data = pack(PinNote(reason=reason, by=_by()))
-    with about(backend.url):
+    with errors_of(backend.url):
         _RETRY.call(lambda: backend.put(pin.key, [data]))
         try:
             marked = look_for_removal and _RETRY.call(partial(is_there, backend, ref.claim_marker))

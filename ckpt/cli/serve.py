@@ -71,7 +71,7 @@ def serve(
       ckpt serve runs/gpt --host 0.0.0.0 --token-file token
     """
     runs = watched_runs(places(where, root), config)
-    token = read_token(token_file, needed=host not in _LOOPBACK)
+    token = read_token(token_file, is_required=host not in _LOOPBACK)
     listener = listen(host, port)
     output.show_line(f"the page is at {address(listener, host)}")
     if token and token_file is None:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast
 
 from ckpt.cli import output
-from ckpt.errors import ConfigError, StorageError, TransientStorageError, placed
+from ckpt.errors import ConfigError, StorageError, TransientStorageError, with_root
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import Capabilities, StorageBackend, Upload
 from ckpt.storage.places import is_folder, local_path
@@ -79,7 +79,7 @@ def _opened(url: str, options: Mapping[str, object] | None, timeout: float) -> S
         output.warn(f"{root} has not answered yet; {_given_up(timeout)}")
         wait([future], min(timeout - SILENT_SECONDS, threading.TIMEOUT_MAX))
     if not future.done():
-        raise placed(TransientStorageError("", _late(timeout)), root)
+        raise with_root(TransientStorageError("", _late(timeout)), root)
     return future.result()
 
 
@@ -196,7 +196,7 @@ class Watched:
             if self._gone is None:
                 why = f"; {self._failure.detail}" if self._failure and self._failure.detail else ""
                 late = f"{_late(self._timeout)}{why}"
-                self._gone = placed(TransientStorageError("", late), self.url)
+                self._gone = with_root(TransientStorageError("", late), self.url)
             return self._gone
 
     @contextmanager

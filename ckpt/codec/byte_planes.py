@@ -76,7 +76,7 @@ class BytePlanes:
             return [chunk]
         words: Words = np.frombuffer(chunk, dtype=f"<u{width}")
         room = self._room(words)
-        sample, shift, _ = _split(_sampled(words), room)
+        sample, shift, _ = _split(_sample(words), room)
         plans = [
             self._plan(plane, width, 0 if index else shift) for index, plane in enumerate(sample)
         ]
@@ -84,9 +84,11 @@ class BytePlanes:
             return [chunk]
         planes, shift, base = _split(words, room)
         shifts = [shift, *[0] * (width - 1)]
-        body = [_shortest(*each, room) for each in zip(planes, plans, shifts, strict=True)]
+        body = [
+            _shortest(*arguments, room) for arguments in zip(planes, plans, shifts, strict=True)
+        ]
         head = _HEAD.pack(width, shift, base, 0) + struct.pack(
-            f"<{width}I", *(each.nbytes for each in body)
+            f"<{width}I", *(arguments.nbytes for arguments in body)
         )
         pieces = [memoryview(head), *body]
         return pieces if sum(piece.nbytes for piece in pieces) < chunk.nbytes else [chunk]
@@ -97,25 +99,29 @@ class BytePlanes:
         byte.
         """
         huffman, level = self._compressors()
-        tried = [level] if width == 1 else [huffman] if self._level is None else [huffman, level]
-        lengths = [len(compressor.compress(sample.data)) for compressor in tried]
+        compressors = (
+            [level] if width == 1 else [huffman] if self._level is None else [huffman, level]
+        )
+        lengths = [len(compressor.compress(sample.data)) for compressor in compressors]
         best = min(lengths)
         return (
-            tried[lengths.index(best)] if best < _WORTH * sample.nbytes * (8 - shift) / 8 else None
+            compressors[lengths.index(best)]
+            if best < _WORTH * sample.nbytes * (8 - shift) / 8
+            else None
         )
 
     def _room(self, words: Words) -> Bytes:
         """Return memory for the planes of ``words``. All chunks of a thread share this memory,
         since the first touch of fresh memory takes longer than the split into planes.
         """
-        nbytes = words.itemsize * _padded(words.size)
+        nbytes = words.itemsize * _padded_size(words.size)
         room: Bytes | None = getattr(self._local, "room", None)
         if room is None or room.size < nbytes:
             room = self._local.room = np.empty(nbytes, dtype=np.uint8)
         return room
 
     def _compressors(self) -> tuple[zstandard.ZstdCompressor, zstandard.ZstdCompressor]:
-        if (found := getattr(self._local, "made", None)) is None:
+        if (compressors := getattr(self._local, "compressors", None)) is None:
             # With these settings, zstd searches for matches as little as it can, so the compression
             # consists almost only of Huffman coding.
             settings = zstandard.ZstdCompressionParameters(
@@ -128,12 +134,12 @@ class BytePlanes:
                 strategy=zstandard.STRATEGY_FAST,
             )
             level = _DEFAULT_LEVEL if self._level is None else self._level
-            found = (
+            compressors = (
                 zstandard.ZstdCompressor(compression_params=settings),
                 zstandard.ZstdCompressor(level=level),
             )
-            self._local.made = found
-        return found
+            self._local.compressors = compressors
+        return compressors
 
 
 def decode(data: memoryview, out: memoryview) -> None:
@@ -169,10 +175,10 @@ def _plane(data: memoryview, size: int, shift: int) -> Bytes:
         return np.frombuffer(data, dtype=np.uint8)
     if shift and data.nbytes == _packed_bytes(size, shift):
         return _unpack(data, size, shift)
-    return np.frombuffer(_unpacked(data, size), dtype=np.uint8)
+    return np.frombuffer(_decompress(data, size), dtype=np.uint8)
 
 
-def _unpacked(frame: memoryview, size: int) -> bytes:
+def _decompress(frame: memoryview, size: int) -> bytes:
     """Return the content of a zstd frame, which must have ``size`` bytes. Raise ``ValueError``
     before memory is allocated if the frame claims another size.
     """
@@ -203,7 +209,7 @@ def _shortest(
     return plane.data if least == plane.size else _pack(room, plane.size, shift)
 
 
-def _sampled(words: Words) -> Words:
+def _sample(words: Words) -> Words:
     """Return one array of ``_SAMPLES`` runs of ``_SAMPLE`` elements, taken at equal distances from
     ``words``. Return ``words`` itself if it has no more elements than these runs.
     """
@@ -222,24 +228,24 @@ def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
     width = words.itemsize
     if width == 1:
         return [words.view(np.uint8)], 0, 0
-    one, bits = words.dtype.type, 8 * width
+    scalar, bits = words.dtype.type, 8 * width
     base, shift = _span(words)
-    planes = room[: width * _padded(words.size)].reshape(width, -1)[:, : words.size]
+    planes = room[: width * _padded_size(words.size)].reshape(width, -1)[:, : words.size]
     scratch = np.empty((2, min(_BLOCK, words.size)), dtype=words.dtype)
     # Work on whole words, since NumPy has no vector instructions to shift bytes.
     for start in range(0, words.size, _BLOCK):
         block = slice(start, start + _BLOCK)
         part = words[block]
-        moved, sign = scratch[:, : part.size]
+        buffer, sign = scratch[:, : part.size]
         for index in range(1, width):
-            np.right_shift(part, one(8 * index - 1 - shift), out=moved)
-            np.copyto(planes[index, block], moved, casting="unsafe")
+            np.right_shift(part, scalar(8 * index - 1 - shift), out=buffer)
+            np.copyto(planes[index, block], buffer, casting="unsafe")
         planes[-1, block] -= np.uint8(base << shift & 255)
-        np.right_shift(part, one(bits - 1), out=sign)
-        np.left_shift(sign, one(shift), out=sign)
-        np.left_shift(part, one(1 + shift), out=moved)
-        np.bitwise_or(moved, sign, out=moved)
-        np.copyto(planes[0, block], moved, casting="unsafe")
+        np.right_shift(part, scalar(bits - 1), out=sign)
+        np.left_shift(sign, scalar(shift), out=sign)
+        np.left_shift(part, scalar(1 + shift), out=buffer)
+        np.bitwise_or(buffer, sign, out=buffer)
+        np.copyto(planes[0, block], buffer, casting="unsafe")
     return list(planes), shift, base
 
 
@@ -249,11 +255,11 @@ def _span(words: Words) -> tuple[int, int]:
 
     Returns (0, 0) if the subtraction frees no bit, since it would then save nothing.
     """
-    one, bits = words.dtype.type, 8 * words.itemsize
-    unsigned = one(2 ** (bits - 1) - 1)
+    scalar, bits = words.dtype.type, 8 * words.itemsize
+    mask = scalar(2 ** (bits - 1) - 1)
     lowest, highest = 2 ** (bits - 1), 0
     for start in range(0, words.size, _BLOCK):
-        part = words[start : start + _BLOCK] & unsigned
+        part = words[start : start + _BLOCK] & mask
         lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
     base = lowest >> (bits - 9)
     shift = min(_MOST_SHIFT, 8 - ((highest >> (bits - 9)) - base).bit_length())
@@ -275,7 +281,7 @@ def _masks(shift: int) -> np.uint64:
     return np.uint64(((1 << shift) - 1) * 0x0101010101010101)
 
 
-def _padded(size: int) -> int:
+def _padded_size(size: int) -> int:
     """Return how many bytes of memory a plane of ``size`` bytes needs, together with the zeros that
     ``_pack`` puts behind the plane.
     """
@@ -298,9 +304,9 @@ def _pack(room: Bytes, size: int, shift: int) -> memoryview:
     return whole[: (count - 1) * words * 8].data
 
 
-def _unpack(packed: memoryview, size: int, shift: int) -> Bytes:
-    """Return the lowest plane, of ``size`` bytes, from which ``_pack`` made ``packed``."""
-    runs = np.frombuffer(packed, dtype="<u8").reshape(8 // shift - 1, -1)
+def _unpack(data: memoryview, size: int, shift: int) -> Bytes:
+    """Return the lowest plane, of ``size`` bytes, from which ``_pack`` made ``data``."""
+    runs = np.frombuffer(data, dtype="<u8").reshape(8 // shift - 1, -1)
     plane = np.zeros((8 // shift, runs.shape[1]), dtype="<u8")
     np.bitwise_and(runs, ~_masks(shift), out=plane[:-1])
     for index, run in enumerate(runs, 1):
@@ -318,22 +324,22 @@ def _join(planes: Sequence[Bytes], out: Words, shift: int, base: int) -> None:
     if width == 1:
         out[:] = planes[0]
         return
-    one, bits = out.dtype.type, 8 * width
+    scalar, bits = out.dtype.type, 8 * width
     scratch = np.empty(min(_BLOCK, out.size), dtype=out.dtype)
     for start in range(0, out.size, _BLOCK):
         block = slice(start, start + _BLOCK)
         part = out[block]
-        moved = scratch[: part.size]
+        buffer = scratch[: part.size]
         np.copyto(part, planes[-1][block])
         for plane in reversed(planes[:-1]):
-            np.left_shift(part, one(8), out=part)
-            np.copyto(moved, plane[block])
-            np.bitwise_or(part, moved, out=part)
-        np.right_shift(part, one(1 + shift), out=part)
-        np.add(part, one(base << (bits - 9)), out=part)
-        np.right_shift(moved, one(shift), out=moved)  # The lowest plane holds the sign bit
-        np.left_shift(moved, one(bits - 1), out=moved)
-        np.bitwise_or(part, moved, out=part)
+            np.left_shift(part, scalar(8), out=part)
+            np.copyto(buffer, plane[block])
+            np.bitwise_or(part, buffer, out=part)
+        np.right_shift(part, scalar(1 + shift), out=part)
+        np.add(part, scalar(base << (bits - 9)), out=part)
+        np.right_shift(buffer, scalar(shift), out=buffer)  # The lowest plane holds the sign bit
+        np.left_shift(buffer, scalar(bits - 1), out=buffer)
+        np.bitwise_or(part, buffer, out=part)
 
 
 CODEC: Final = Codec(

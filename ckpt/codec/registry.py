@@ -89,22 +89,22 @@ def codec_named(name: str) -> Codec:
         ConfigError: The codec of another distribution cannot be loaded, or is no ``Codec``.
     """
     if target := BUILT_IN.get(name):
-        found: Any = pkgutil.resolve_name(target)
-        assert isinstance(found, Codec)
-        return found
+        codec: Any = pkgutil.resolve_name(target)
+        assert isinstance(codec, Codec)
+        return codec
     (entry, *_) = entry_points(group=_GROUP, name=name)
     try:
-        found = entry.load()
+        codec = entry.load()
     except Exception as error:
         raise ConfigError(
             f"the codec {name!r} of {entry.value!r} cannot be loaded: {error}"
         ) from error
-    if not isinstance(found, Codec):
+    if not isinstance(codec, Codec):
         raise ConfigError(
             f"the codec {name!r} of {entry.value!r} is not a ckpt.codec.registry.Codec, but "
-            f"{shown(found)}"
+            f"{shown(codec)}"
         )
-    return found
+    return codec
 
 
 def parse_codec(setting: object) -> tuple[str, int | None]:
@@ -119,17 +119,19 @@ def parse_codec(setting: object) -> tuple[str, int | None]:
     name, level = (match[1], int(match[2]) if match[2] else None) if match else ("", None)
     if name == NO_CODEC and level is None:
         return name, level
-    asked = [name] if is_known(name) else [*BUILT_IN]
-    levels = {each: codec_named(each).levels for each in asked}
+    codec_names = [name] if is_known(name) else [*BUILT_IN]
+    levels = {codec_name: codec_named(codec_name).levels for codec_name in codec_names}
     if name in levels and (level is None or level in levels[name]):
         return name, level
     names = [NO_CODEC, *BUILT_IN, *sorted(_foreign())]
-    leveled = "".join(
-        f", or '{each}:LEVEL' with a level from {bounds[0]} to {bounds[-1]}"
-        for each, bounds in levels.items()
+    level_choices = "".join(
+        f", or '{codec_name}:LEVEL' with a level from {bounds[0]} to {bounds[-1]}"
+        for codec_name, bounds in levels.items()
         if bounds
     )
-    raise ConfigError(f"codec={shown(setting)}: choose {', '.join(map(repr, names))}{leveled}")
+    raise ConfigError(
+        f"codec={shown(setting)}: choose {', '.join(map(repr, names))}{level_choices}"
+    )
 
 
 def encoder_of(setting: str) -> Encoder | None:

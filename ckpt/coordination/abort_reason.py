@@ -23,7 +23,7 @@ from ckpt.errors import (
     TensorIncomplete,
     TierNotShared,
     TransientStorageError,
-    placed,
+    with_root,
 )
 
 _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
@@ -102,7 +102,7 @@ def rebuild(verdict: Aborted, step: int, *, awaited: str = "the part") -> CkptEr
     """
     if kind := _STORAGE_ERRORS.get(verdict.kind):
         key, root = verdict.names
-        return placed(kind(key, verdict.reason), root)
+        return with_root(kind(key, verdict.reason), root)
     match verdict.kind:
         case "PeerFailed":
             return PeerFailed(step, verdict.failures)

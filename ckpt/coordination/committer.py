@@ -58,7 +58,7 @@ from ckpt.errors import (
     StorageError,
     TierNotShared,
     TransientStorageError,
-    placed,
+    with_root,
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
@@ -342,7 +342,7 @@ class _Commit:
             self._store.confirm()
         except CkptError as error:
             certain = isinstance(error, CommitError) and not isinstance(error, TierNotShared)
-            return Spoiled(abort_reason(placed(error, self._store.url)), certain=certain)
+            return Spoiled(abort_reason(with_root(error, self._store.url)), certain=certain)
         except Exception as error:  # noqa: BLE001
             # The other ranks must learn of any error, or they wait in vain.
             return Spoiled(
@@ -365,7 +365,7 @@ class _Commit:
         try:
             self._store.put(self._ref, self._manifest)
         except Exception as error:  # noqa: BLE001 - the manifest may exist in spite of the error
-            failure = placed(error, self._store.url) if isinstance(error, CkptError) else error
+            failure = with_root(error, self._store.url) if isinstance(error, CkptError) else error
             return self._after(failure)
         return PutEnded()
 

@@ -201,7 +201,7 @@ def succeed(backend: StorageBackend, me: Owner) -> Owner:
     if owner is None:
         return me
     if _refuses(owner, me):
-        raise RootInUse(backend.url, str(owner), here=owner.here_too)
+        raise RootInUse(backend.url, str(owner), is_same_process=owner.here_too)
     if owner.attempt not in {me.attempt, *_ended} and owner.gives_way:
         _log.warning(
             "ckpt: %s is taken from another CheckpointManager of this process (%s), which has no "
@@ -230,7 +230,7 @@ def confirm(backend: StorageBackend, me: Owner) -> bool:
     """
     owner = owner_of(backend)
     if owner is not None and owner.attempt != me.attempt:
-        raise RootInUse(backend.url, str(owner), here=owner.here_too)
+        raise RootInUse(backend.url, str(owner), is_same_process=owner.here_too)
     return owner is not None
 
 

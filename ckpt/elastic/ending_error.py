@@ -47,18 +47,18 @@ def is_handled(error: BaseException, frame: FrameType | None) -> bool:
     If ``error`` was raised while another error was handled, the clauses that handle the other error
     must end it too. Otherwise the other error goes on after ``error`` has ended.
     """
-    found = False
+    has_clause = False
     sources: dict[str, _Source] = {}
-    passed = list(_passed(error))
+    frames = list(_frames(error))
     while frame is not None:
-        for goes_on in _clauses(frame, sources, passed):
+        for goes_on in _clauses(frame, sources, frames):
             if goes_on:
                 return False
             if error.__context__ is None:
                 return True
-            found = True
+            has_clause = True
         frame = frame.f_back
-    return found
+    return has_clause
 
 
 class _Source:
@@ -77,8 +77,8 @@ class _Source:
         for node in ast.walk(self.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
                 decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
-                first = min([node.lineno, *(each.lineno for each in decorators)])
-                self._functions.setdefault(first, node)
+                first_line = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+                self._functions.setdefault(first_line, node)
 
     def body(self, frame: FrameType) -> ast.AST:
         """Return the syntax tree of the function that ``frame`` runs, or of the module."""
@@ -87,20 +87,20 @@ class _Source:
         return self._functions.get(frame.f_code.co_firstlineno, self.tree)
 
 
-def _passed(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     """Yield each frame that ``error`` has passed through, with the line in that frame. Include the
     frames of the errors in the chain of ``__context__``.
     """
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield from walk_tb(one.__traceback__)
-        one = one.__context__
+    ids: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in ids:
+        ids.add(id(link))
+        yield from walk_tb(link.__traceback__)
+        link = link.__context__
 
 
 def _clauses(
-    frame: FrameType, sources: dict[str, _Source], passed: list[tuple[FrameType, int]]
+    frame: FrameType, sources: dict[str, _Source], frames: list[tuple[FrameType, int]]
 ) -> Iterator[bool]:
     """Yield True or False for each clause that runs in ``frame`` now, innermost clause first. True
     means that an error goes on after the clause.
@@ -111,7 +111,7 @@ def _clauses(
     Args:
         frame: The frame.
         sources: The syntax trees by the name of the file. Trees that are missing are added.
-        passed: The frames and lines from ``_passed``.
+        frames: The frames and lines from ``_frames``.
     """
     code, line = frame.f_code, frame.f_lineno
     if not code.co_exceptiontable or line is None:  # The code has no clause
@@ -120,15 +120,19 @@ def _clauses(
         yield True
     if code.co_filename not in sources:
         sources[code.co_filename] = _Source(frame)
-    lines = [at for other, at in passed if other is frame]
-    found: list[tuple[int, bool]] = []
+    lines = [raise_line for passed_frame, raise_line in frames if passed_frame is frame]
+    clauses: list[tuple[int, bool]] = []
     for node in _of_this_frame(sources[code.co_filename].body(frame)):
         if isinstance(node, ast.Try | ast.TryStar):
-            found += [(h.lineno, _goes_on(h.body)) for h in node.handlers if _holds(h.body, line)]
+            clauses += [(h.lineno, _goes_on(h.body)) for h in node.handlers if _holds(h.body, line)]
             if _holds(node.finalbody, line):
                 final = node.finalbody[0].lineno
-                found += [(final, True)] if any(node.lineno <= at < final for at in lines) else []
-    for _, goes_on in sorted(found, reverse=True):
+                clauses += (
+                    [(final, True)]
+                    if any(node.lineno <= raise_line < final for raise_line in lines)
+                    else []
+                )
+    for _, goes_on in sorted(clauses, reverse=True):
         yield goes_on
 
 
@@ -136,12 +140,12 @@ def _of_this_frame(function: ast.AST) -> Iterator[ast.AST]:
     """Yield all syntax nodes that run in the frame of ``function``, without the bodies of functions
     that are defined inside of it.
     """
-    waiting = list(ast.iter_child_nodes(function))
-    while waiting:
-        node = waiting.pop()
+    nodes = list(ast.iter_child_nodes(function))
+    while nodes:
+        node = nodes.pop()
         yield node
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            waiting += ast.iter_child_nodes(node)
+            nodes += ast.iter_child_nodes(node)
 
 
 def _holds(body: list[ast.stmt], line: int) -> bool:

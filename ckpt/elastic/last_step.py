@@ -22,11 +22,11 @@ from ckpt.errors import CkptError, CommitTimeout
 from ckpt.locks import Event
 
 _LISTEN_SECONDS: Final = 3600.0
-_PARTED: Final = b"0"
+_FAREWELL: Final = b"0"
 """The message by which this rank ends its own ``listen``."""
 
 
-class _Agreed(msgspec.Struct, frozen=True):
+class _Agreement(msgspec.Struct, frozen=True):
     """The result of an agreement, as the first rank that calls ``agree`` posts it.
 
     Attributes:
@@ -39,13 +39,13 @@ class _Agreed(msgspec.Struct, frozen=True):
     missing: tuple[int, ...] = ()
 
 
-_decoder: Final = msgspec.json.Decoder(_Agreed)
+_decoder: Final = msgspec.json.Decoder(_Agreement)
 
 
 class LastStep:
     """The agreement of all ranks on the last step. Each rank makes one object for its manager.
 
-    Thread safety: the training thread calls ``requested``, one background thread calls ``listen``,
+    Thread safety: the training thread calls ``is_last``, one background thread calls ``listen``,
     another one calls ``agree``, and ``StopSignals.close`` calls ``part``.
 
     Args:
@@ -61,13 +61,13 @@ class LastStep:
         self._rank, self._world = coordinator.rank, set(range(coordinator.world_size))
         self._patience = patience
         self._lock = threading.Lock()
-        self._asked = -1
+        self._latest_step = -1
         self._promise: int | None = None
         self._step = -1
-        self._known = Event()
-        self._over = False
+        self._decision = Event()
+        self._has_parted = False
 
-    def requested(self, step: int) -> bool:
+    def is_last(self, step: int) -> bool:
         """Return True if ``step``, which this rank has completed, is the agreed last step or a
         later one.
 
@@ -77,11 +77,11 @@ class LastStep:
         """
         with self._lock:
             if self._promise is None:
-                self._asked = step
+                self._latest_step = step
                 return False
         if step < self._promise:
             return False
-        self._known.wait()
+        self._decision.wait()
         return step >= self._step
 
     def agree(self, message: bytes) -> int:
@@ -102,16 +102,18 @@ class LastStep:
                 self._coordinator.set_once(f"stop/bell/{rank}", message)
             self._coordinator.set_once("stop/step", msgspec.json.encode(self._gather()))
         wait = 2 * self._patience
-        heard = self._coordinator.verdict("stop/step", timeout=wait)
-        if heard is None:
+        data = self._coordinator.verdict("stop/step", timeout=wait)
+        if data is None:
             raise CommitTimeout(
-                self._asked, [caller], wait, "the last step, to be named by the first"
+                self._latest_step, [caller], wait, "the last step, to be named by the first"
             )
-        agreed = _decoder.decode(heard)
-        if agreed.missing:
-            raise CommitTimeout(self._asked, agreed.missing, self._patience, "the promise to stop")
-        self._step = agreed.step
-        self._known.set()
+        agreement = _decoder.decode(data)
+        if agreement.missing:
+            raise CommitTimeout(
+                self._latest_step, agreement.missing, self._patience, "the promise to stop"
+            )
+        self._step = agreement.step
+        self._decision.set()
         return self._step
 
     def listen(self) -> bytes | None:
@@ -121,33 +123,33 @@ class LastStep:
         exchange messages is gone.
         """
         with contextlib.suppress(CkptError):
-            while not self._over:
-                called = self._bell.verdict(f"stop/bell/{self._rank}", timeout=_LISTEN_SECONDS)
-                if called is not None:
-                    return called if called != _PARTED else None
+            while not self._has_parted:
+                message = self._bell.verdict(f"stop/bell/{self._rank}", timeout=_LISTEN_SECONDS)
+                if message is not None:
+                    return message if message != _FAREWELL else None
         return None
 
     def part(self) -> None:
         """End ``listen``, and post the promise of this rank, in case another rank calls ``agree``
         later.
         """
-        self._over = True
+        self._has_parted = True
         with contextlib.suppress(CkptError):
             self._make_promise()
         with contextlib.suppress(CkptError):
-            self._coordinator.set_once(f"stop/bell/{self._rank}", _PARTED)
+            self._coordinator.set_once(f"stop/bell/{self._rank}", _FAREWELL)
 
     def _make_promise(self) -> None:
         with self._lock:
             if self._promise is None:
-                self._promise = self._asked + 1
+                self._promise = self._latest_step + 1
         self._coordinator.post("stop/promise", str(self._promise).encode())
 
-    def _gather(self) -> _Agreed:
+    def _gather(self) -> _Agreement:
         try:
             promises = gather(
                 self._coordinator, "stop/promise", Wait(self._patience, "the promise")
             )
         except CommitTimeout as error:
-            return _Agreed(missing=error.missing)
-        return _Agreed(max(map(int, promises.values())))
+            return _Agreement(missing=error.missing)
+        return _Agreement(max(map(int, promises.values())))

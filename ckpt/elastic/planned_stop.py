@@ -36,10 +36,10 @@ make.
 """
 _CLOSE: Final = 0  # No signal has this number
 _REQUEST: Final = 255  # No signal has this number either
-_REQUESTED: Final = b"request"
+_STOP_MESSAGE: Final = b"request"
 """The message that announces a request to stop to the other ranks. A deadline may follow it."""
 _POLL_SECONDS: Final = 3600.0
-_OVER: Final = "the deadline of the request is over"
+_DEADLINE_REASON: Final = "the deadline of the request is over"
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
@@ -62,7 +62,7 @@ def one_at_a_time(
         name: The name of the method in the error.
     """
 
-    def guarded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
         @wraps(method)
         def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
             check_alone(self, name)
@@ -78,20 +78,20 @@ def one_at_a_time(
 
         return call
 
-    return guarded
+    return decorate
 
 
 def check_alone(manager: Any, name: str) -> None:
     """Raise ``ConfigError`` if ``manager`` is open and this thread is inside one of its methods."""
     outer = manager._inside.get(threading.get_ident())
     if outer is not None and not manager._closed:
-        refused = ConfigError(
+        error = ConfigError(
             f"{name}() was called inside of {outer}() in the same thread, as by a signal "
             "handler: let manager.on_signals() handle the signal, or raise SystemExit in the "
             "handler"
         )
-        _log.error("ckpt: %s", refused)
-        raise refused
+        _log.error("ckpt: %s", error)
+        raise error
 
 
 def as_deadline(value: object) -> float:
@@ -183,7 +183,7 @@ class StopSignals:
         )
         self._last = LastStep(coordinator, patience=min(_PATIENCE_SECONDS, grace_seconds / 2))
         self._ends = math.inf
-        self._closed = self._interrupted = False
+        self._closed = self._has_interrupt = False
         self._ear, self._mouth = os.pipe()
         # A signal handler may call ``request`` while its thread holds this lock in ``close``. So
         # the lock is reentrant.
@@ -220,7 +220,7 @@ class StopSignals:
         Until there is a signal or a request, the call takes about a microsecond. After that, one
         call waits for the other ranks.
         """
-        return self._last.requested(step)
+        return self._last.is_last(step)
 
     def close(self, error: BaseException | None = None) -> None:
         """Restore the earlier handlers. If a signal has arrived and ``reraise`` is set, raise it
@@ -249,8 +249,8 @@ class StopSignals:
             for workers in (self._watcher, self._agreer, self._listener):
                 workers.close()
             self.uninstall()  # The threads are closed first, since a restored handler may raise
-            while self.signal is None and (late := self._next(0)) != -1:
-                self.signal = signal.Signals(late) if late in self._signals else None
+            while self.signal is None and (number := self._next(0)) != -1:
+                self.signal = signal.Signals(number) if number in self._signals else None
             with self._pipe_lock:
                 self._is_pipe_closed = True
                 os.close(self._mouth)
@@ -270,17 +270,17 @@ class StopSignals:
         for signum in self._signals:
             self._earlier[signum] = signal.signal(signum, self._handle)
         # The pipe gets a signal even while the main thread is stuck in a collective.
-        other = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
-        self._wakes = other == -1
+        wakeup_fd = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
+        self._wakes = wakeup_fd == -1
         if not self._wakes:
-            signal.set_wakeup_fd(other)
+            signal.set_wakeup_fd(wakeup_fd)
 
     def uninstall(self) -> None:
         """Put back the handlers that were installed before."""
         global _active
         _active = None if _active is self else _active
-        if self._wakes and (other := signal.set_wakeup_fd(-1)) != self._mouth:
-            signal.set_wakeup_fd(other)
+        if self._wakes and (wakeup_fd := signal.set_wakeup_fd(-1)) != self._mouth:
+            signal.set_wakeup_fd(wakeup_fd)
         for signum, earlier in self._earlier.items():
             # Another handler may have been installed later.
             if signal.getsignal(signum) == self._handle:
@@ -293,11 +293,11 @@ class StopSignals:
         This method may interrupt the main thread at any instruction, so it takes no lock.
         """
         earlier = self._earlier[signum]
-        if self._closed or (signum == signal.SIGINT and self._interrupted):
+        if self._closed or (signum == signal.SIGINT and self._has_interrupt):
             if callable(earlier):
                 earlier(signum, frame)
             return
-        self._interrupted |= signum == signal.SIGINT
+        self._has_interrupt |= signum == signal.SIGINT
         with contextlib.suppress(BlockingIOError):  # The pipe is full of earlier signals
             os.write(self._mouth, bytes([signum]))
 
@@ -305,8 +305,8 @@ class StopSignals:
 
     def _watch(self) -> None:
         stops, grace_ends = False, math.inf
-        while (left := min(grace_ends - time.monotonic(), self._ends - time.time())) > 0:
-            word = self._next(None if math.isinf(left) else min(left, _POLL_SECONDS))
+        while (seconds := min(grace_ends - time.monotonic(), self._ends - time.time())) > 0:
+            word = self._next(None if math.isinf(seconds) else min(seconds, _POLL_SECONDS))
             if word == _CLOSE:
                 return
             if word in self._signals and self.signal is None:
@@ -318,15 +318,17 @@ class StopSignals:
                 return
             if not stops:
                 stops = True
-                what = self.signal.name if self.signal else "a stop was requested"
-                _log.warning("ckpt: %s: all ranks stop after the same step", what)
+                cause = self.signal.name if self.signal else "a stop was requested"
+                _log.warning("ckpt: %s: all ranks stop after the same step", cause)
                 # The job's store may hang. This thread goes on to watch the grace time.
                 self._agreer.submit(self._agree)
         is_grace = grace_ends <= time.monotonic()
-        self._end(f"the grace time of {self._grace:g} s is over" if is_grace else _OVER)
+        self._end(f"the grace time of {self._grace:g} s is over" if is_grace else _DEADLINE_REASON)
 
     def _agree(self) -> None:
-        request = _REQUESTED if math.isinf(self._ends) else b"%s%.3f" % (_REQUESTED, self._ends)
+        request = (
+            _STOP_MESSAGE if math.isinf(self._ends) else b"%s%.3f" % (_STOP_MESSAGE, self._ends)
+        )
         try:
             step = self._last.agree(str(int(self.signal)).encode() if self.signal else request)
         except Exception as error:  # noqa: BLE001
@@ -337,8 +339,8 @@ class StopSignals:
     def _listen(self) -> None:
         if (word := self._last.listen()) is None:
             return
-        if word.startswith(_REQUESTED):
-            self.request(float(word.removeprefix(_REQUESTED) or "inf"))
+        if word.startswith(_STOP_MESSAGE):
+            self.request(float(word.removeprefix(_STOP_MESSAGE) or "inf"))
         else:
             os.write(self._mouth, bytes([int(word)]))
 
@@ -359,8 +361,8 @@ class StopSignals:
         the main thread, which may be stuck.
         """
         signum = self.signal or signal.SIGTERM
-        what = signum.name if self.signal else "a stop was requested"
-        _log.error("ckpt: %s: %s; ending now, older checkpoints are whole", what, reason)
+        cause = signum.name if self.signal else "a stop was requested"
+        _log.error("ckpt: %s: %s; ending now, older checkpoints are whole", cause, reason)
         ctypes.CDLL(None).signal(ctypes.c_int(signum), ctypes.c_void_p(0))
         os.kill(os.getpid(), signum)
         time.sleep(1)

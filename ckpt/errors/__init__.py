@@ -115,8 +115,8 @@ from ckpt.errors.storage import (
     RootLost,
     StorageError,
     TransientStorageError,
-    about,
-    placed,
+    errors_of,
+    with_root,
 )
 
 __all__ = [
@@ -170,8 +170,8 @@ __all__ = [
     "TransientStorageError",
     "UnknownScheme",
     "UnsupportedValue",
-    "about",
-    "placed",
+    "errors_of",
+    "with_root",
 ]
 
 # A traceback then shows the name that users import, such as ``ckpt.errors.PeerFailed``.

@@ -26,10 +26,10 @@ class CkptError(Exception):
 
         Unpickling does not call ``__init__``, whose arguments differ between the subclasses.
         """
-        return _again, (type(self), self.args, self.__dict__)
+        return _rebuild, (type(self), self.args, self.__dict__)
 
 
-def _again(kind: type[CkptError], args: tuple[Any, ...], fields: dict[str, Any]) -> CkptError:
+def _rebuild(kind: type[CkptError], args: tuple[Any, ...], fields: dict[str, Any]) -> CkptError:
     error = kind.__new__(kind)
     error.args = args
     error.__dict__.update(fields)
@@ -45,8 +45,8 @@ class ConfigError(CkptError):
 class UnknownScheme(ConfigError):
     """No backend serves the scheme of a URL. ``known`` has the schemes of registered backends."""
 
-    def __init__(self, url: str, known: Sequence[str]) -> None:
-        self.url, self.known = url, tuple(known)
+    def __init__(self, url: str, schemes: Sequence[str]) -> None:
+        self.url, self.known = url, tuple(schemes)
         super().__init__(
             f"no backend for {url!r}; known schemes: {', '.join(self.known)} or a plain folder"
         )
@@ -94,16 +94,16 @@ class AgentError(CkptError):
 class ThreadLimit(CkptError):
     """The system does not let this process start another thread."""
 
-    def __init__(self, what: str, detail: str) -> None:
-        self.what, self.detail = what, detail
+    def __init__(self, purpose: str, detail: str) -> None:
+        self.what, self.detail = purpose, detail
         super().__init__(
-            f"no thread for {what!r} could be started ({detail}): raise the limit on processes "
+            f"no thread for {purpose!r} could be started ({detail}): raise the limit on processes "
             "(ulimit -u, pids.max of the cgroup), "
             "or start fewer threads, such as workers of data loaders"
         )
 
 
-def both(name: str, source: str) -> str:
+def quoted_name(name: str, source: str) -> str:
     """Return the name ``name`` of an entry in quotes for a message.
 
     If ``source``, the name of the entry in the checkpoint, differs, the result has both names.
@@ -111,7 +111,7 @@ def both(name: str, source: str) -> str:
     return repr(name) if source == name else f"{source!r} (which {name!r} is renamed to)"
 
 
-def few(names: Sequence[str], most: int = 5, *, quote: bool = True) -> str:
-    """Return a text with the first ``most`` names and the number of the other names."""
-    shown = ", ".join(repr(name) if quote else name for name in list(names)[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+def few(names: Sequence[str], limit: int = 5, *, quote: bool = True) -> str:
+    """Return a text with the first ``limit`` names and the number of the other names."""
+    text = ", ".join(repr(name) if quote else name for name in list(names)[:limit])
+    return text + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -11,7 +11,7 @@ from heapq import nsmallest
 from itertools import islice
 from typing import Final
 
-from ckpt.errors.base import CkptError, both, few
+from ckpt.errors.base import CkptError, few, quoted_name
 
 _MOST_COMPARED: Final = 20_000
 """How many names of a checkpoint are compared with a missing name, which takes 0.2 s."""
@@ -57,20 +57,20 @@ class EntryMissing(RestoreError):
         advises the user. The default is for the restore of a state.
         """
         self.names, self.step, self.sources = tuple(names), step, dict(sources or {})
-        listed = [both(name, self.sources.get(name, name)) for name in self.names]
+        quoted_names = [quoted_name(name, self.sources.get(name, name)) for name in self.names]
         looked_for = [self.sources.get(name, name) for name in self.names[:3]]
         self.near = _near(looked_for, present)
         examples = self.near or nsmallest(3, present)
-        others = len(present) - len(examples) if not self.near else 0
-        more = f" and {others} more" if others else ""
-        has = f"; it has {few(examples)}{more}" if present else ""
-        super().__init__(f"step {step} has no {few(listed, quote=False)}{has}: {way}")
+        rest_count = len(present) - len(examples) if not self.near else 0
+        suffix = f" and {rest_count} more" if rest_count else ""
+        has = f"; it has {few(examples)}{suffix}" if present else ""
+        super().__init__(f"step {step} has no {few(quoted_names, quote=False)}{has}: {way}")
 
 
 def _near(names: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
     """Return the names of ``present`` that are most like ``names``, at most three."""
-    compared = list(islice(present, _MOST_COMPARED))
-    matches = [match for name in names for match in get_close_matches(name, compared, n=2)]
+    candidates = list(islice(present, _MOST_COMPARED))
+    matches = [match for name in names for match in get_close_matches(name, candidates, n=2)]
     return tuple(dict.fromkeys(matches))[:3]
 
 
@@ -89,17 +89,18 @@ class ShapeMismatch(RestoreError):
     """A tensor has another shape in the checkpoint than in the target."""
 
     def __init__(
-        self, name: str, saved: Sequence[int], wanted: Sequence[int], source: str = ""
+        self, name: str, saved_shape: Sequence[int], target_shape: Sequence[int], source: str = ""
     ) -> None:
         self.name, self.saved, self.wanted, self.source = (
             name,
-            tuple(saved),
-            tuple(wanted),
+            tuple(saved_shape),
+            tuple(target_shape),
             source or name,
         )
-        listed = both(name, self.source)
+        label = quoted_name(name, self.source)
         super().__init__(
-            f"{listed} is saved with shape {list(saved)}, the target has {list(wanted)}: build the "
+            f"{label} is saved with shape {list(saved_shape)}, the target has "
+            f"{list(target_shape)}: build the "
             "target with the sizes of the saved one (ckpt show lists its shapes), or restore other "
             "names alone (only=)"
         )
@@ -108,10 +109,19 @@ class ShapeMismatch(RestoreError):
 class DtypeMismatch(RestoreError):
     """A tensor has another dtype in the checkpoint than in the target."""
 
-    def __init__(self, name: str, saved: str, wanted: str, source: str = "", way: str = "") -> None:
-        self.name, self.saved, self.wanted, self.source = name, saved, wanted, source or name
-        listed = both(name, self.source)
-        super().__init__(f"{listed} is saved as {saved}, the target is {wanted}{way and ': '}{way}")
+    def __init__(
+        self, name: str, saved_dtype: str, target_dtype: str, source: str = "", way: str = ""
+    ) -> None:
+        self.name, self.saved, self.wanted, self.source = (
+            name,
+            saved_dtype,
+            target_dtype,
+            source or name,
+        )
+        label = quoted_name(name, self.source)
+        super().__init__(
+            f"{label} is saved as {saved_dtype}, the target is {target_dtype}{way and ': '}{way}"
+        )
 
 
 class KindMismatch(RestoreError):
@@ -119,15 +129,16 @@ class KindMismatch(RestoreError):
     instead of a plain value.
     """
 
-    def __init__(self, name: str, saved: str, wanted: str) -> None:
-        self.name, self.saved, self.wanted = name, saved, wanted
+    def __init__(self, name: str, saved_kind: str, target_kind: str) -> None:
+        self.name, self.saved, self.wanted = name, saved_kind, target_kind
         kind = (
             "a module, or a dict that has a tensor under each of its names"
-            if saved == "module"
+            if saved_kind == "module"
             else "one of its kind"
         )
         super().__init__(
-            f"{name!r} is a {saved} in the checkpoint and a {wanted} in the target: give the "
+            f"{name!r} is a {saved_kind} in the checkpoint and a {target_kind} in the target: give "
+            "the "
             f"state {kind}, "
             'or say what you want (only="model/*")'
         )
@@ -136,11 +147,14 @@ class KindMismatch(RestoreError):
 class OptimizerMismatch(RestoreError):
     """The checkpoint has the state of another kind of optimizer than the target."""
 
-    def __init__(self, name: str, what: str, saved: Sequence[str], wanted: Sequence[str]) -> None:
-        self.name, self.saved, self.wanted = name, tuple(saved), tuple(wanted)
+    def __init__(
+        self, name: str, category: str, saved_names: Sequence[str], target_names: Sequence[str]
+    ) -> None:
+        self.name, self.saved, self.wanted = name, tuple(saved_names), tuple(target_names)
         super().__init__(
-            f"{name!r} was saved by another kind of optimizer: it has the {what} {few(saved)}, "
-            f"the target has {few(wanted)} instead: "
+            f"{name!r} was saved by another kind of optimizer: it has the {category} "
+            f"{few(saved_names)}, "
+            f"the target has {few(target_names)} instead: "
             'take the optimizer out of the state, say what you want (only="model/*"), or let it '
             "keep what it has (strict=False)"
         )

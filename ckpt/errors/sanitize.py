@@ -46,16 +46,16 @@ def redact(text: str) -> str:
     if "=" not in text:
         return text
     parts: list[str] = []
-    done = 0
+    position = 0
     for name in _NAME.finditer(text):
         if (
-            name.start() >= done
+            name.start() >= position
             and _SECRET.search(name[0])
             and (value := _VALUE.match(text, name.end()))
         ):
-            parts += [text[done : name.end()], "***"]
-            done = value.end()
-    return "".join([*parts, text[done:]])
+            parts += [text[position : name.end()], "***"]
+            position = value.end()
+    return "".join([*parts, text[position:]])
 
 
 class CleanLog(logging.Filter):

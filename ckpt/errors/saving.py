@@ -60,10 +60,10 @@ class CommitTimeout(CommitError):
     such as at the start of a manager, or while a restore looks for a step.
     """
 
-    def __init__(self, step: int, missing: Sequence[int], seconds: float, what: str) -> None:
+    def __init__(self, step: int, missing: Sequence[int], seconds: float, subject: str) -> None:
         self.step, self.missing, self.seconds = step, tuple(missing), seconds
         names = ", ".join(map(str, self.missing[:16])) + (" ..." if len(self.missing) > 16 else "")
-        text = f"waited {seconds:.0f} s for {what} of rank(s) {names}"
+        text = f"waited {seconds:.0f} s for {subject} of rank(s) {names}"
         super().__init__(f"step {step}: {text}" if step >= 0 else text)
 
 
@@ -110,14 +110,14 @@ class TensorIncomplete(CommitError):
 class RootInUse(CommitError):
     """Another job writes to this root, or has taken it over."""
 
-    def __init__(self, root: str, owner: str, *, here: bool = False) -> None:
-        """``here`` says whether the other job runs in this process."""
+    def __init__(self, root: str, owner: str, *, is_same_process: bool = False) -> None:
+        """``is_same_process`` says whether the other job runs in this process."""
         self.root, self.owner = root, owner
         text = (
             f"{root} is written by another manager ({owner}): give each job a root of its own, or "
             "close the other"
         )
-        if here:
+        if is_same_process:
             text = (
                 f"{root} is written by another CheckpointManager of this very process ({owner}): "
                 "close() that one first, or go on with it"
@@ -158,9 +158,9 @@ class StagingError(CkptError):
 class HostMemoryExhausted(StagingError):
     """Host memory has no room for an image. ``needed`` is the size of the image in bytes."""
 
-    def __init__(self, needed: int, detail: str) -> None:
-        self.needed, self.detail = needed, detail
-        super().__init__(f"no host memory for an image of {needed / 2**20:.0f} MiB: {detail}")
+    def __init__(self, nbytes: int, detail: str) -> None:
+        self.needed, self.detail = nbytes, detail
+        super().__init__(f"no host memory for an image of {nbytes / 2**20:.0f} MiB: {detail}")
 
 
 class TensorChanged(StagingError):
@@ -226,14 +226,14 @@ class SuspiciousState(CkptError):
             tensors hold NaN or Inf.
     """
 
-    def __init__(self, step: int, names: Sequence[str], *, since: int | None) -> None:
-        self.step, self.names, self.since = step, tuple(names), since
-        named = few(self.names)
+    def __init__(self, step: int, names: Sequence[str], *, since_step: int | None) -> None:
+        self.step, self.names, self.since = step, tuple(names), since_step
+        examples = few(self.names)
         text = (
-            f"trained tensors hold NaN or Inf ({named}): restore an earlier step"
-            if since is None
-            else f"no trained tensor has changed since step {since} ({named}): check that the "
-            "optimizer of the state is the one that steps, its gradients, and its learning rate"
+            f"trained tensors hold NaN or Inf ({examples}): restore an earlier step"
+            if since_step is None
+            else f"no trained tensor has changed since step {since_step} ({examples}): check that "
+            "the optimizer of the state is the one that steps, its gradients, and its learning rate"
         )
         super().__init__(f'step {step}: {text} (on_suspicious="ignore" ends this check)')
 

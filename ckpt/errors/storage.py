@@ -14,7 +14,7 @@ class StorageError(CkptError):
     """A store has refused a request, or has failed.
 
     ``key`` is the key of the object relative to ``root``, the URL of the tier. A backend leaves
-    ``root`` empty, and the callers of the backend set it (see ``placed``).
+    ``root`` empty, and the callers of the backend set it (see ``with_root``).
     """
 
     exit_code = 3
@@ -116,15 +116,16 @@ class ChecksumMismatch(IntegrityError):
 class FileDamaged(IntegrityError):
     """A data file is missing, or has another size than that with which it was written.
 
-    ``size`` is None if the file is missing, and ``wanted`` is the size that the manifest says.
+    ``size`` is None if the file is missing, and ``wanted`` is the size that the manifest
+    says.
     """
 
-    def __init__(self, key: str, size: int | None, wanted: int) -> None:
-        self.key, self.size, self.wanted = key, size, wanted
+    def __init__(self, key: str, size: int | None, expected_size: int) -> None:
+        self.key, self.size, self.wanted = key, size, expected_size
         self.detail = "is missing"
         if size is not None:
-            how = "cut" if size < wanted else "added to"
-            self.detail = f"has {size} bytes, should have {wanted}: it was {how}"
+            change = "cut" if size < expected_size else "added to"
+            self.detail = f"has {size} bytes, should have {expected_size}: it was {change}"
         super().__init__(f"{key!r}: {self.detail}")
 
 
@@ -149,10 +150,10 @@ class FormatUnsupported(IntegrityError):
 class FormatTooNew(FormatUnsupported):
     """A later version of ckpt wrote the manifest or fragment."""
 
-    def __init__(self, key: str, found: int, supported: int) -> None:
-        self.found, self.supported = found, supported
+    def __init__(self, key: str, version: int, own_version: int) -> None:
+        self.found, self.supported = version, own_version
         way = "upgrade with pip install -U ckpt-stream"
-        super().__init__(key, f"has format {found}, this ckpt reads format {supported}: {way}")
+        super().__init__(key, f"has format {version}, this ckpt reads format {own_version}: {way}")
 
 
 class FormatTooOld(FormatUnsupported):
@@ -160,10 +161,10 @@ class FormatTooOld(FormatUnsupported):
     read.
     """
 
-    def __init__(self, key: str, found: int, supported: int) -> None:
-        self.found, self.supported = found, supported
+    def __init__(self, key: str, version: int, own_version: int) -> None:
+        self.found, self.supported = version, own_version
         way = "restore it with the ckpt that wrote it, and save it again with this one"
-        super().__init__(key, f"has format {found}, this ckpt reads format {supported}: {way}")
+        super().__init__(key, f"has format {version}, this ckpt reads format {own_version}: {way}")
 
 
 class CodecMissing(FormatUnsupported):
@@ -181,7 +182,7 @@ class CodecMissing(FormatUnsupported):
 E = TypeVar("E", bound=BaseException)
 
 
-def placed(error: E, root: str) -> E:
+def with_root(error: E, root: str) -> E:
     """Return ``error``. If it is a `StorageError` without a root, first set its ``root``."""
     if isinstance(error, StorageError) and not error.root:
         error.root = root
@@ -189,10 +190,10 @@ def placed(error: E, root: str) -> E:
 
 
 @contextmanager
-def about(root: str) -> Generator[None]:
+def errors_of(root: str) -> Generator[None]:
     """Set ``root`` of a `StorageError` that leaves the ``with`` block without a root."""
     try:
         yield
     except StorageError as error:
-        placed(error, root)
+        with_root(error, root)
         raise

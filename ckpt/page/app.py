@@ -24,7 +24,7 @@ from ckpt.errors import CkptError, ConfigError, NoCheckpoint
 from ckpt.errors.sanitize import clean
 from ckpt.model.readable import duration, size
 from ckpt.observe.run_view import MEANING, RunView
-from ckpt.page.contents import Opened, run_page
+from ckpt.page.contents import StepOpener, run_page
 from ckpt.page.live_views import Live, silent_since
 from ckpt.page.request_checks import App, Guard
 
@@ -44,7 +44,7 @@ def make_app(live: Live, token: str = "") -> App:
 
     Requests need ``token``. If it is empty, only requests with a loopback host are accepted.
     """
-    pages = _Pages(live, tuple(map(Opened, live.runs)), _templates())
+    pages = _Pages(live, tuple(map(StepOpener, live.runs)), _templates())
     routes = [
         Route("/", pages.index),
         Route("/run/{run:int}", pages.run),
@@ -53,7 +53,7 @@ def make_app(live: Live, token: str = "") -> App:
         Route("/live", pages.live_events),
         Route("/static/{name:str}", _static),
     ]
-    handlers: dict[Any, Any] = {404: pages.not_found, CkptError: pages.failed}
+    handlers: dict[Any, Any] = {404: pages.not_found, CkptError: pages.show_error}
     return Guard(Starlette(routes=routes, exception_handlers=handlers), token)
 
 
@@ -62,7 +62,7 @@ class _Pages:
     """The handlers of the routes. A handler that is not ``async`` runs in a thread of a pool."""
 
     live: Live
-    opened: tuple[Opened, ...]
+    openers: tuple[StepOpener, ...]
     templates: jinja2.Environment
 
     def index(self, request: Any) -> Any:
@@ -77,23 +77,25 @@ class _Pages:
 
     def step(self, request: Any) -> Any:
         index, view = self._run(request)
-        given = request.query_params
-        page = self.opened[index].page(
+        query = request.query_params
+        page = self.openers[index].page(
             view,
             request.path_params["step"],
-            given.get("q", ""),
-            given.get("tensor", ""),
-            _number(given.get("page", "1")),
+            query.get("q", ""),
+            query.get("tensor", ""),
+            _number(query.get("page", "1")),
         )
         return self._show("step.html", index=index, run=view, page=page)
 
     def diff(self, request: Any) -> Any:
         index, view = self._run(request)
-        given = request.query_params
-        one, two, found = self.opened[index].difference(
-            view, given.get("a", ""), given.get("b", "")
+        query = request.query_params
+        row_a, row_b, difference = self.openers[index].difference(
+            view, query.get("a", ""), query.get("b", "")
         )
-        return self._show("diff.html", index=index, run=view, one=one, two=two, found=found)
+        return self._show(
+            "diff.html", index=index, run=view, row_a=row_a, row_b=row_b, difference=difference
+        )
 
     async def live_events(self, request: Any) -> Any:
         del request
@@ -101,9 +103,9 @@ class _Pages:
 
     async def not_found(self, request: Any, error: Exception) -> Any:
         del error
-        return self.failed(request, NoCheckpoint("", "there is no such page"))
+        return self.show_error(request, NoCheckpoint("", "there is no such page"))
 
-    def failed(self, request: Any, error: CkptError) -> Any:
+    def show_error(self, request: Any, error: CkptError) -> Any:
         """Show an error. The status is 404 for `NoCheckpoint`, 400 for `ConfigError`, else 502."""
         bad = 400 if isinstance(error, ConfigError) else 502
         status = 404 if isinstance(error, NoCheckpoint) else bad
@@ -134,17 +136,17 @@ async def _changes(live: Live) -> AsyncGenerator[bytes]:
     """Yield a server-sent event with the version of the views at the start and after each change,
     until ``live`` is closed. After 15 seconds without an event, yield a comment.
     """
-    sent, waited = -1, 0.0
+    sent_version, idle_seconds = -1, 0.0
     while not live.closed:
         live.touch()
-        if live.version != sent:
-            sent, waited = live.version, 0.0
-            yield f"data: {json.dumps(sent)}\n\n".encode()
-        elif waited >= _ALIVE_SECONDS:
-            waited = 0.0
+        if live.version != sent_version:
+            sent_version, idle_seconds = live.version, 0.0
+            yield f"data: {json.dumps(sent_version)}\n\n".encode()
+        elif idle_seconds >= _ALIVE_SECONDS:
+            idle_seconds = 0.0
             yield b": alive\n\n"
         await asyncio.sleep(_TICK_SECONDS)
-        waited += _TICK_SECONDS
+        idle_seconds += _TICK_SECONDS
 
 
 def _static(request: Any) -> Any:
@@ -166,7 +168,7 @@ def _templates() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_cleaned,
+        finalize=_clean_value,
     )
     environment.filters |= {
         "size": size,
@@ -176,12 +178,12 @@ def _templates() -> jinja2.Environment:
         "short": _short,
         "shape": _shape,
     }
-    shown: dict[str, Any] = {"meaning": MEANING, "silent_since": silent_since}
-    environment.globals.update(shown)
+    helpers: dict[str, Any] = {"meaning": MEANING, "silent_since": silent_since}
+    environment.globals.update(helpers)
     return environment
 
 
-def _cleaned(value: object) -> object:
+def _clean_value(value: object) -> object:
     return clean(value) if type(value) is str else value
 
 

@@ -56,22 +56,22 @@ class Chart:
         title: The title of the chart.
         lines: One line for each series that has points.
         ticks: The labels of the y axis, from the top down.
-        first, last: The steps at both ends of the x axis.
-        above: The number of points above the top of the chart. They are drawn at its upper edge.
+        first_step, last: The steps at both ends of the x axis.
+        outliers: The number of points above the top of the chart. They are drawn at its upper edge.
     """
 
     title: str
     lines: tuple[Line, ...]
     ticks: tuple[str, ...]
-    first: int
+    first_step: int
     last: int
-    above: int = 0
+    outliers: int = 0
 
     @property
     def summary(self) -> str:
         """A text with the title, the range of steps and the newest values, for screen readers."""
         text = "; ".join(f"{line.name}: {line.last}" for line in self.lines)
-        return f"{self.title}, steps {self.first} to {self.last}. Newest: {text}"
+        return f"{self.title}, steps {self.first_step} to {self.last}. Newest: {text}"
 
 
 def chart(title: str, series: Mapping[str, Points], text: Callable[[float], str]) -> Chart | None:
@@ -103,8 +103,8 @@ def chart(title: str, series: Mapping[str, Points], text: Callable[[float], str]
         return Line(name, path, dots, text(points[-1][1]))
 
     lines = tuple(line(name, points) for name, points in newest.items())
-    above = sum(value > top for value in values)
-    return Chart(title, lines, (text(top), text(top / 2), "0"), steps[0], steps[-1], above)
+    outliers = sum(value > top for value in values)
+    return Chart(title, lines, (text(top), text(top / 2), "0"), steps[0], steps[-1], outliers)
 
 
 def nice(value: float) -> float:
@@ -116,4 +116,4 @@ def nice(value: float) -> float:
     if not _TINY < value < 1 / _TINY:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
-    return next(each * power for each in (1, 2, 5, 10) if each * power >= value * 0.999999)
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= value * 0.999999)

@@ -27,7 +27,7 @@ STRIP: Final = 60
 """The number of newest steps in the strip, a graphic of the state of each step on each tier."""
 TENSORS: Final = 200
 """The number of tensors on one page of a step."""
-_LISTED: Final = 8
+_MOST_FAILURES: Final = 8
 """The greatest number of records in ``RunPage.failures``."""
 
 
@@ -46,7 +46,7 @@ class RunPage:
             not in memory; None if the journal has none.
         charts: The charts that have enough points.
         failures: The journal's records of the newest saves that failed, newest first.
-        failed: The number of all saves that failed, without those that were skipped.
+        failure_count: The number of all saves that failed, without those that were skipped.
     """
 
     run: RunView
@@ -59,7 +59,7 @@ class RunPage:
     durable_seconds: float | None
     charts: Sequence[Chart]
     failures: Sequence[Record]
-    failed: int
+    failure_count: int
 
 
 def run_page(run: RunView, page: int) -> RunPage:
@@ -78,16 +78,16 @@ def run_page(run: RunView, page: int) -> RunPage:
         ]
         for tier in run.tiers
     }
-    lasting = [index for index, tier in enumerate(run.tiers) if not is_in_memory(tier)]
+    durable_indices = [index for index, tier in enumerate(run.tiers) if not is_in_memory(tier)]
     charts = (
         chart("Stall of a save", {"stall": stalls}, duration),
         chart("From the call to the commit", arrivals, duration),
     )
-    nearest = next((run.tiers[index].url for index in lasting), "")
+    nearest = next((run.tiers[index].url for index in durable_indices), "")
     failures = [each for each in run.history.failures if each.error != "SaveSkipped"]
     return RunPage(
         run=run,
-        durable=next((row for row in run.steps if _is_there(row, lasting)), None),
+        durable=next((row for row in run.steps if _is_there(row, durable_indices)), None),
         strip=run.steps[:STRIP],
         rows=run.steps[(page - 1) * ROWS : page * ROWS],
         page=page,
@@ -95,8 +95,8 @@ def run_page(run: RunView, page: int) -> RunPage:
         stall_seconds=_median(stalls),
         durable_seconds=_median(arrivals.get(nearest, [])),
         charts=[each for each in charts if each is not None],
-        failures=failures[: -_LISTED - 1 : -1],
-        failed=len(failures),
+        failures=failures[: -_MOST_FAILURES - 1 : -1],
+        failure_count=len(failures),
     )
 
 
@@ -142,30 +142,31 @@ class StepPage:
         row: The states of the step on all tiers.
         url: The tier that the manifest was read from.
         manifest: The manifest of the step.
-        wanted: The text to search for. The page lists the tensors with this text in their names;
+        query: The text to search for. The page lists the tensors with this text in their names;
             all tensors if it is empty.
         tensors: The listed tensors on this page.
-        found: The number of listed tensors on all pages.
+        match_count: The number of listed tensors on all pages.
         page, pages: The number of this page, from 1 on, and the number of pages.
         tensor: The tensor that is shown in detail; None if there is none.
         shards: The shards of ``tensor``.
-        before: The newest earlier step that a tier has, to compare with; None if there is none.
+        earlier_step: The newest earlier step that a tier has, to compare with; None if there is
+            none.
     """
 
     row: StepView
     url: str
     manifest: Manifest
-    wanted: str
+    query: str
     tensors: Sequence[Tensor]
-    found: int
+    match_count: int
     page: int
     pages: int
     tensor: Tensor | None
     shards: Sequence[ShardLine]
-    before: StepView | None
+    earlier_step: StepView | None
 
 
-class Opened:
+class StepOpener:
     """Opens the steps of a run, and keeps the reader of the step that was opened last.
 
     The reader is used again while its tier is the nearest one that has the step.
@@ -207,38 +208,40 @@ class Opened:
                 return row, tier.url, reader
         raise NoCheckpoint(run.name, f"step {row.step} is on no tier that can be read")
 
-    def page(self, run: RunView, name: str, wanted: str, tensor: str, page: int) -> StepPage:
+    def page(self, run: RunView, name: str, query: str, tensor: str, page: int) -> StepPage:
         """Return the page of a step. Raises what ``step`` raises.
 
         Args:
             run: The view of the run.
             name: ``STEP`` or ``STEP.ATTEMPT``.
-            wanted: A text that the names of the listed tensors contain; empty for all tensors.
+            query: A text that the names of the listed tensors contain; empty for all tensors.
             tensor: The name of the tensor that is shown in detail; another text shows none.
             page: The number of the page of the list. If the list has no page of this number, the
                 nearest page is used.
         """
         row, url, reader = self.step(run, name)
-        fitting = [each for each in reader.manifest.tensors if wanted in each.name]
-        pages = max(1, -(-len(fitting) // TENSORS))
+        matches = [each for each in reader.manifest.tensors if query in each.name]
+        pages = max(1, -(-len(matches) // TENSORS))
         page = min(max(page, 1), pages)
-        opened = reader.tensors.get(tensor)
+        shown_tensor = reader.tensors.get(tensor)
         older = (each for each in run.steps if each.step < row.step and each.attempt)
         return StepPage(
             row=row,
             url=url,
             manifest=reader.manifest,
-            wanted=wanted,
-            tensors=fitting[(page - 1) * TENSORS : page * TENSORS],
-            found=len(fitting),
+            query=query,
+            tensors=matches[(page - 1) * TENSORS : page * TENSORS],
+            match_count=len(matches),
             page=page,
             pages=pages,
-            tensor=opened,
-            shards=_shards(reader, opened) if opened is not None else (),
-            before=next((each for each in older if _is_anywhere(each)), None),
+            tensor=shown_tensor,
+            shards=_shards(reader, shown_tensor) if shown_tensor is not None else (),
+            earlier_step=next((each for each in older if _is_anywhere(each)), None),
         )
 
-    def difference(self, run: RunView, one: str, two: str) -> tuple[StepView, StepView, Difference]:
+    def difference(
+        self, run: RunView, name_a: str, name_b: str
+    ) -> tuple[StepView, StepView, Difference]:
         """Return the rows of two steps and the difference between them, by checksums alone.
 
         The data of tensors is not read.
@@ -247,11 +250,11 @@ class Opened:
             ConfigError: The name of a step is empty.
             CkptError: A step cannot be opened; see ``step``.
         """
-        if not one or not two:
+        if not name_a or not name_b:
             raise ConfigError("compare what? Give two steps")
-        first, _, a = self.step(run, one)
-        second, _, b = self.step(run, two)
-        return first, second, compare(a, b, read=False)
+        row_a, _, a = self.step(run, name_a)
+        row_b, _, b = self.step(run, name_b)
+        return row_a, row_b, compare(a, b, read=False)
 
 
 def find_row(run: RunView, name: str) -> StepView | None:

@@ -45,8 +45,8 @@ class Live:
         self.runs, self._looks = tuple(runs), RunLooks(runs)
         self.views: tuple[RunView, ...] = ()
         self.version = 0
-        self._interval, self._touched = interval, 0.0
-        self._over = threading.Event()
+        self._interval, self._touch_time = interval, 0.0
+        self._end = threading.Event()
         self._worker = Workers("page", 1)
 
     def start(self) -> None:
@@ -56,20 +56,20 @@ class Live:
 
     def touch(self) -> None:
         """Note that there was a request, so that the views are renewed for the next 60 seconds."""
-        self._touched = time.monotonic()
+        self._touch_time = time.monotonic()
 
     @property
     def closed(self) -> bool:
         """True once ``close`` was called."""
-        return self._over.is_set()
+        return self._end.is_set()
 
     def close(self) -> None:
         """End the background thread. Do not wait for a renewal that is under way."""
-        self._over.set()
+        self._end.set()
 
     def _run(self) -> None:
-        while not self._over.wait(self._interval):
-            if time.monotonic() - self._touched < _IDLE_SECONDS:
+        while not self._end.wait(self._interval):
+            if time.monotonic() - self._touch_time < _IDLE_SECONDS:
                 try:
                     self._look()
                 except Exception as error:  # noqa: BLE001 - the next look may succeed
@@ -77,32 +77,34 @@ class Live:
 
     def _look(self) -> None:
         views = self._looks.look(_PATIENCE_SECONDS)
-        changed = [_lasting(view) for view in views] != [_lasting(view) for view in self.views]
+        has_changed = [_stable_part(view) for view in views] != [
+            _stable_part(view) for view in self.views
+        ]
         self.views = views
-        if changed:
+        if has_changed:
             self.version += 1
 
 
-def silent_since(tier: TierView, at: float) -> float | None:
+def silent_since(tier: TierView, view_time: float) -> float | None:
     """Return the time since which a tier has not answered, in seconds since 1970; None if it
     answers.
 
     Args:
         tier: The view of the tier.
-        at: The time of the view.
+        view_time: The time of the view.
     """
-    found = _SILENT.fullmatch(tier.error)
-    return at - int(found[1]) if found else None
+    match = _SILENT.fullmatch(tier.error)
+    return view_time - int(match[1]) if match else None
 
 
-def _lasting(view: RunView) -> RunView:
+def _stable_part(view: RunView) -> RunView:
     """Return ``view`` without the values that change with every renewal: its time, the free and
     total space of its tiers, and for how long a tier has not answered. A change of these values is
     no reason to show the page again.
     """
 
-    def lasting(tier: TierView) -> TierView:
+    def stable_tier(tier: TierView) -> TierView:
         error = "no answer" if _SILENT.fullmatch(tier.error) else tier.error
         return replace(tier, free=0.0, size=0.0, error=error)
 
-    return replace(view, at=0.0, tiers=tuple(map(lasting, view.tiers)))
+    return replace(view, at=0.0, tiers=tuple(map(stable_tier, view.tiers)))

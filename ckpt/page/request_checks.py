@@ -61,13 +61,13 @@ class Guard:
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                named = {name.lower() for name, _ in message["headers"]}
+                header_names = {name.lower() for name, _ in message["headers"]}
                 message["headers"] = [
                     *message["headers"],
                     *(
                         (name.encode(), value.encode())
                         for name, value in HEADERS.items()
-                        if name.encode() not in named
+                        if name.encode() not in header_names
                     ),
                 ]
             await send(message)
@@ -86,20 +86,20 @@ class Guard:
             if _host(request) in _LOOPBACK:
                 return None
             return _refuse("this page is for this machine: open it as http://127.0.0.1", 421)
-        given = request.query_params.get("token", "")
-        if given and self._fits(given):
+        token = request.query_params.get("token", "")
+        if token and self._fits(token):
             clear = request.url.remove_query_params("token")
             path = clear.path + (f"?{clear.query}" if clear.query else "")
             answer: Any = RedirectResponse("/" + path.lstrip("/"), 303)
-            answer.set_cookie(self._cookie, given, httponly=True, samesite="lax")
+            answer.set_cookie(self._cookie, token, httponly=True, samesite="lax")
             return answer  # type: ignore[no-any-return]
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._fits(request.cookies.get(self._cookie, "")) or self._fits(bearer):
             return None
         return _refuse("this page needs its token: add ?token=TOKEN to the address", 401)
 
-    def _fits(self, given: str) -> bool:
-        return secrets.compare_digest(given.encode(), self._token.encode())
+    def _fits(self, token: str) -> bool:
+        return secrets.compare_digest(token.encode(), self._token.encode())
 
 
 def _host(request: Any) -> str:

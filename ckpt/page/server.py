@@ -20,17 +20,17 @@ _LEAST_TOKEN: Final = 16
 _CLOSE_SECONDS: Final = 1
 
 
-def read_token(path: str | None, *, needed: bool) -> str:
+def read_token(path: str | None, *, is_required: bool) -> str:
     """Return the token that the file ``path`` contains.
 
-    If ``path`` is None, return a new random token, or an empty text if no token is ``needed``.
+    If ``path`` is None, return a new random token, or an empty text if no token is ``is_required``.
 
     Raises:
         ConfigError: The file cannot be read, or its text has fewer than 16 characters or other
             characters than printable ASCII.
     """
     if path is None:
-        return secrets.token_urlsafe(24) if needed else ""
+        return secrets.token_urlsafe(24) if is_required else ""
     try:
         with open(path, encoding="utf-8") as file:
             token = file.read(4096).strip()
@@ -68,8 +68,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 def address(listener: socket.socket, host: str) -> str:
     """Return the URL of the page, with ``host`` and the port of ``listener``."""
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{listener.getsockname()[1]}/"
+    host_text = f"[{host}]" if ":" in host else host
+    return f"http://{host_text}:{listener.getsockname()[1]}/"
 
 
 def run(
@@ -86,7 +86,7 @@ def run(
     """
     app: Any = import_module("ckpt.page.app")
     uvicorn: Any = import_module("uvicorn")
-    local = all(is_folder(tier.url) for each in runs for tier in each.tiers)
+    local = all(is_folder(tier.url) for watch in runs for tier in watch.tiers)
     live = Live(runs, interval or (2.0 if local else 15.0))
     live.start()
     config = uvicorn.Config(

@@ -50,13 +50,13 @@ from ckpt.retention.policy import StepGuard
 from ckpt.storage.places import is_folder
 from ckpt.storage.tiers import OpenTier
 
-_DONE: Final = b"done"
+_SUCCESS: Final = b"done"
 _FEW: Final = 16
 """If nodes have tiers of their own, a rank fetches a file only if it wants more than the fraction
 1 / ``_FEW`` of the file.
 """
-_LOST: Final = b"lost"
-_REFUSED: Final = b"refused"
+_LOSS: Final = b"lost"
+_REFUSAL: Final = b"refused"
 
 _log = logging.getLogger("ckpt")
 
@@ -83,7 +83,7 @@ class _CacheGuard(StepGuard):
     context: CacheContext
 
     def waiting(self) -> frozenset[StepRef]:
-        return self.context.waiting()
+        return self.context.steps_in_use()
 
     def is_elsewhere(self, ref: StepRef) -> bool:
         for place, tier in enumerate(self.tiers):
@@ -104,8 +104,8 @@ class CacheContext:
         patience: How many seconds to wait for other ranks, in all.
         workers: The threads that copy.
         retry: How requests are retried.
-        waiting: Returns the steps that saves under way still read from nearer tiers. They are not
-            removed to make room on a cache.
+        steps_in_use: Returns the steps that saves under way still read from nearer tiers. They are
+            not removed to make room on a cache.
         claim_of: Returns the claim of the running job on the root of a cache, by the URL of the
             cache; None if the job has not taken the root.
     """
@@ -115,7 +115,7 @@ class CacheContext:
     patience: float
     workers: Workers
     retry: RetryPolicy
-    waiting: Callable[[], frozenset[StepRef]] = frozenset
+    steps_in_use: Callable[[], frozenset[StepRef]] = frozenset
     claim_of: Callable[[str], Claim | None] = no_claim
 
 
@@ -130,7 +130,7 @@ class ReadThrough:
         tiers: The tiers whose stores are the sources of ``origin``, in the same order. Empty for a
             restore without caches.
         origin: Reads the chunks of the step.
-        found: The manifest of the step, and the position of its source.
+        stored_step: The manifest of the step, and the position of its source.
         context: The connection, the threads and the limits of the restore.
     """
 
@@ -138,17 +138,17 @@ class ReadThrough:
         self,
         tiers: Sequence[OpenTier],
         origin: TieredReader,
-        found: Found,
+        stored_step: Found,
         context: CacheContext,
     ) -> None:
-        self._tiers, self.origin, self._found = tiers, origin, found
+        self._tiers, self.origin, self._stored_step = tiers, origin, stored_step
         self._context, self._coordinator = context, context.coordinator
-        self._me = Owner.here(context.coordinator.attempt)
+        self._owner = Owner.here(context.coordinator.attempt)
         self._deadline = time.monotonic() + context.patience
-        self._files = found.manifest.stored_files()
+        self._files = stored_step.manifest.stored_files()
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
         self._missing: list[StoredFile] = []
-        self.fetched: dict[int, int] = {}
+        self.source_by_rank: dict[int, int] = {}
         """For each data file that this or another rank has put into a cache in this restore, by the
         rank of the file: the position of the farthest source that was needed for the file. Files
         that were removed again, because the cache was full, count too.
@@ -157,7 +157,7 @@ class ReadThrough:
         """The position of the cache and the rank, for each file that this or another rank has put
         into a cache in this restore.
         """
-        self.taken: Counter[int] = Counter()
+        self.nbytes_by_source: Counter[int] = Counter()
         """For each source, by its position, how many of its bytes ``fill`` has put into targets."""
         self.cached_bytes = 0
         """The number of bytes of data files that this rank has put into caches."""
@@ -169,24 +169,26 @@ class ReadThrough:
         on any rank, since a rank that fetches files changes the cache.
         """
         near = range(self._caches[0] + 1) if self._caches else ()
-        wanted: Counter[int] = Counter()
+        nbytes_by_rank: Counter[int] = Counter()
         for read in plan.reads:
-            wanted[read.rank] += read.nbytes
-        needed = [
-            file for rank, file in sorted(self._files.items()) if self._is_worth(file, wanted[rank])
+            nbytes_by_rank[read.rank] += read.nbytes
+        files = [
+            file
+            for rank, file in sorted(self._files.items())
+            if self._is_worth(file, nbytes_by_rank[rank])
         ]
         self._missing = [
-            file for file in needed if near and all(self.origin.fault(p, file) for p in near)
+            file for file in files if near and all(self.origin.fault(p, file) for p in near)
         ]
 
-    def _is_worth(self, file: StoredFile, wanted: int) -> bool:
-        """Return True if this rank wants enough bytes (``wanted``) of a file to fetch the file.
+    def _is_worth(self, file: StoredFile, nbytes: int) -> bool:
+        """Return True if this rank wants enough bytes (``nbytes``) of a file to fetch the file.
 
         If nodes have tiers of their own, a rank does not fetch a file for a small part of the file,
         such as some buffers.
         """
         least = file.file.size // _FEW if self._caches and self._tiers[self._caches[0]].nodes else 0
-        return wanted > least
+        return nbytes > least
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
         """Put the files that ``look`` has remembered into the nearest cache that takes them.
@@ -201,24 +203,24 @@ class ReadThrough:
             CommitError: The other ranks cannot be reached.
         """
         self._deadline = time.monotonic() + self._context.patience
-        wanted = _WantedChunks(plan, sink)
+        chunks = _WantedChunks(plan, sink)
         missing = self._missing
         for position in self._caches:
             # Leave out a cache that does not answer, or that has the step in another encoding.
             if not self.origin.gone(position, "") and self.origin.is_identical_on(position):
                 if position > self._caches[0]:
                     missing = [file for file in missing if self.origin.fault(position, file)]
-                missing = self._fill(position, missing, wanted)
-                if position < self._found.position:
+                missing = self._fill(position, missing, chunks)
+                if position < self._stored_step.position:
                     self._list(position)
             if not missing:
                 break
-        for read, source in wanted.copied.values():
-            self.taken[source] += read.nbytes
-        return without(plan, [read for read, _ in wanted.copied.values()])
+        for read, source in chunks.copies.values():
+            self.nbytes_by_source[source] += read.nbytes
+        return without(plan, [read for read, _ in chunks.copies.values()])
 
     def _fill(
-        self, position: int, files: Sequence[StoredFile], wanted: _WantedChunks
+        self, position: int, files: Sequence[StoredFile], chunks: _WantedChunks
     ) -> list[StoredFile]:
         """Put ``files`` into a cache, together with the other ranks that see the cache.
 
@@ -227,44 +229,47 @@ class ReadThrough:
         if files and not self._has_room(position, files):
             return list(files)
         subject = self._subjects(position)
-        mine: list[StoredFile] = []
-        theirs: list[StoredFile] = []
-        refused: list[StoredFile] = []
+        own_files: list[StoredFile] = []
+        peer_files: list[StoredFile] = []
+        refused_files: list[StoredFile] = []
         count = max(1, len(self._files))
         for file in sorted(files, key=lambda file: (file.rank - self._coordinator.rank) % count):
-            if refused:
-                refused.append(file)
+            if refused_files:
+                refused_files.append(file)
             elif not self._wins(subject(file.rank)):
-                theirs.append(file)
-            elif self._fetch(position, file, wanted, f"{subject(file.rank)}/end") == _REFUSED:
+                peer_files.append(file)
+            elif self._fetch(position, file, chunks, f"{subject(file.rank)}/end") == _REFUSAL:
                 is_put = (position, file.rank) in self._put
-                self._withdraw(position, [*mine, file] if is_put else mine)
-                refused += [*mine, file]
+                self._withdraw(position, [*own_files, file] if is_put else own_files)
+                refused_files += [*own_files, file]
             elif (position, file.rank) in self._put:  # Not so if no source has the file intact
-                mine.append(file)
-        for file in theirs:
+                own_files.append(file)
+        for file in peer_files:
             outcome = self._outcome(f"{subject(file.rank)}/end")
             if outcome is None or not outcome.isdigit():
-                refused += [file] if outcome == _REFUSED else []
+                refused_files += [file] if outcome == _REFUSAL else []
             else:
-                self.fetched[file.rank] = int(outcome)
+                self.source_by_rank[file.rank] = int(outcome)
                 self._put.add((position, file.rank))
-        return refused
+        return refused_files
 
-    def _fetch(self, position: int, file: StoredFile, wanted: _WantedChunks, subject: str) -> bytes:
+    def _fetch(self, position: int, file: StoredFile, chunks: _WantedChunks, subject: str) -> bytes:
         """Fetch a file into a cache, post the outcome on ``subject``, and return it.
 
         The outcome is the position of the farthest source that was needed, in decimal digits;
-        ``_LOST`` if no source has the file intact; or ``_REFUSED`` if the cache does not take it.
+        ``_LOSS`` if no source has the file intact; or ``_REFUSAL`` if the cache does not take it.
         """
         cache, began = self._tiers[position], time.perf_counter()
-        outcome = _LOST
+        outcome = _LOSS
         try:
-            fetch = partial(self.origin.fetch, on_chunk=wanted.copy)
-            (copied,) = copy_files(fetch, [file], self._folder(position))
+            fetch = partial(self.origin.fetch, on_chunk=chunks.copy)
+            (file_copy,) = copy_files(fetch, [file], self._folder(position))
             self.origin.mended(position, file.key)
-            source = copied.position
-            self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + file.size
+            source = file_copy.position
+            self.source_by_rank[file.rank], self.cached_bytes = (
+                source,
+                self.cached_bytes + file.size,
+            )
             self._put.add((position, file.rank))
             outcome = str(source).encode()
             self._copy_fragment(position, file)
@@ -279,7 +284,7 @@ class ReadThrough:
             )
         except (IntegrityError, StorageError) as error:
             if file.rank not in self.origin.lost:
-                outcome = _REFUSED
+                outcome = _REFUSAL
                 _log.warning(
                     "ckpt: %s does not take files of farther tiers, which are read there "
                     "directly: %s",
@@ -296,10 +301,10 @@ class ReadThrough:
         An ``IntegrityError`` is ignored: without the fragment the step is not listed on the cache,
         but its data can be read from the cache.
         """
-        manifest = self._found.manifest
-        named = [fragment for fragment in manifest.fragments if fragment.rank == file.rank]
+        manifest = self._stored_step.manifest
+        fragments = [fragment for fragment in manifest.fragments if fragment.rank == file.rank]
         with suppress(IntegrityError):
-            copy_fragments(self.origin, manifest, named, self._folder(position))
+            copy_fragments(self.origin, manifest, fragments, self._folder(position))
 
     def _withdraw(self, position: int, files: Sequence[StoredFile]) -> None:
         """Remove from a full cache the ``files`` that this rank has put there.
@@ -309,15 +314,17 @@ class ReadThrough:
         """
         backend, ref = self._tiers[position].backend, self.origin.ref
         for file in files:
-            gone = False
+            is_removed = False
             with suppress(StorageError):
                 # If the step is committed there, the cache had the fragment, and lacked only data.
                 if position in self.origin.listing:
                     backend.delete(file.key)
-                    gone = True
+                    is_removed = True
                 else:
-                    gone = clear_away(backend, ref, ref.key(fragment_name(file.rank)), file.key)
-            self.cached_bytes -= file.size if gone else 0
+                    is_removed = clear_away(
+                        backend, ref, ref.key(fragment_name(file.rank)), file.key
+                    )
+            self.cached_bytes -= file.size if is_removed else 0
 
     def _has_room(self, position: int, files: Sequence[StoredFile]) -> bool:
         """Make room for ``files`` in a cache that has a capacity, and return True if there is room.
@@ -328,26 +335,26 @@ class ReadThrough:
         cache = self._tiers[position]
         if cache.tier.capacity is None:
             return True
-        subject, outcome = self._subjects(position)("room"), _REFUSED
+        subject, outcome = self._subjects(position)("room"), _REFUSAL
         if not self._wins(subject):
-            return self._outcome(f"{subject}/end") == _DONE
-        shared = cache.backend.capabilities.shared
-        ranks = self._coordinator.world_size if shared else ranks_on_this_node()
+            return self._outcome(f"{subject}/end") == _SUCCESS
+        is_shared = cache.backend.capabilities.shared
+        ranks = self._coordinator.world_size if is_shared else ranks_on_this_node()
         if cache.nodes:
             ranks = len(cache.nodes.mates(self._coordinator.rank))
-        mine = sum(file.size for file in files)
+        own_bytes = sum(file.size for file in files)
         try:
             # A fresh claim would allow the removal of steps that other jobs have saved since this
             # job took the root.
-            claim = self._context.claim_of(cache.url) or Claim(cache.backend, self._me)
+            claim = self._context.claim_of(cache.url) or Claim(cache.backend, self._owner)
             evictor = Evictor(
                 cache,
                 claim,
                 _CacheGuard(self._tiers, position, self.origin, self._context),
             )
-            nbytes = min(mine * ranks, self._found.manifest.stored_bytes)
+            nbytes = min(own_bytes * ranks, self._stored_step.manifest.stored_bytes)
             evictor.free_space(self.origin.ref, nbytes, restored=None, stored=True)
-            outcome = _DONE
+            outcome = _SUCCESS
         except RootInUse as error:
             _log.warning(
                 "ckpt: no room is made on %s, which belongs to another job: %s", cache.url, error
@@ -360,7 +367,7 @@ class ReadThrough:
             )
         finally:
             self._coordinator.set_once(f"{subject}/end", outcome)
-        return outcome == _DONE
+        return outcome == _SUCCESS
 
     def _may_change(self, position: int) -> bool:
         """Return True if no other job that may be alive owns the root of a cache.
@@ -369,11 +376,11 @@ class ReadThrough:
         """
         cache = self._tiers[position]
         try:
-            self._context.retry.call(Claim(cache.backend, self._me).use)
+            self._context.retry.call(Claim(cache.backend, self._owner).use)
         except (RootInUse, StorageError) as error:
-            unread = isinstance(error, StorageError)
-            why = "its owner cannot be read" if unread else "it belongs to another job"
-            _log.warning("ckpt: %s is left as it is, since %s: %s", cache.url, why, error)
+            is_unreadable = isinstance(error, StorageError)
+            reason = "its owner cannot be read" if is_unreadable else "it belongs to another job"
+            _log.warning("ckpt: %s is left as it is, since %s: %s", cache.url, reason, error)
             return False
         return True
 
@@ -386,32 +393,32 @@ class ReadThrough:
         its root belongs to another job that may be alive.
         """
         for position in self._caches:
-            damaged = [
+            damaged_files = [
                 file for file in self._files.values() if self.origin.is_damaged(position, file.key)
             ]
             if (
-                not damaged
+                not damaged_files
                 or self.origin.gone(position, "")
                 or not self.origin.is_identical_on(position)
                 or not self._may_change(position)
             ):
                 continue
-            for file in damaged:
-                mending = f"{self._subjects(position)(file.rank)}/mend"
-                if self._wins(mending):
-                    self._mend(position, file, f"{mending}/end")
-                elif self._outcome(f"{mending}/end") == _DONE:
+            for file in damaged_files:
+                subject = f"{self._subjects(position)(file.rank)}/mend"
+                if self._wins(subject):
+                    self._mend(position, file, f"{subject}/end")
+                elif self._outcome(f"{subject}/end") == _SUCCESS:
                     self.origin.mended(position, file.key)
 
     def _mend(self, position: int, file: StoredFile, subject: str) -> None:
         """Replace one damaged file in a cache, and post the outcome on ``subject``."""
-        cache, outcome = self._tiers[position], _LOST
+        cache, outcome = self._tiers[position], _LOSS
         try:
             # The copy also reads the cache, and must not record its known damage as new repairs.
             with self.origin.unnoted():
                 copy_files(self.origin.fetch, [file], self._folder(position))
             self.origin.mended(position, file.key)
-            outcome = _DONE
+            outcome = _SUCCESS
             _log.info("ckpt: %s was repaired on %s", file.key, cache.url)
         except (IntegrityError, StorageError) as error:
             _log.warning("ckpt: %s stays damaged on %s: %s", file.key, cache.url, error)
@@ -426,7 +433,7 @@ class ReadThrough:
         not show that they are intact.
         """
         parts: list[StoredFile | FragmentRef] = [
-            *self._found.manifest.fragments,
+            *self._stored_step.manifest.fragments,
             *self._files.values(),
         ]
         cache = self._tiers[position]
@@ -441,9 +448,9 @@ class ReadThrough:
             faults = [fault for file in older for fault in self._faults(position, file)]
             reasons = [f"{fault.key} {fault.what}" for fault in faults]
             if not reasons:
-                there = [part for part in parts if self.origin.fault(position, part) is None]
-                look = partial(self._look, position, there)
-                commit_copy(self._folder(position), self._found.packed, look=look)
+                cached_parts = [part for part in parts if self.origin.fault(position, part) is None]
+                look = partial(self._look, position, cached_parts)
+                commit_copy(self._folder(position), self._stored_step.packed, look=look)
         except CkptError as error:
             reasons = [str(error)]
         for reason in reasons:
@@ -458,9 +465,13 @@ class ReadThrough:
         read it before.
         """
         if not file.chunks:
-            named = next(each for each in self._found.manifest.fragments if each.rank == file.rank)
-            data = self.origin.fragment(self._found.manifest, named, file.file)
-            part = read_fragment(data, key=self.origin.ref.key(named.name))
+            fragment = next(
+                fragment
+                for fragment in self._stored_step.manifest.fragments
+                if fragment.rank == file.rank
+            )
+            data = self.origin.fragment(self._stored_step.manifest, fragment, file.file)
+            part = read_fragment(data, key=self.origin.ref.key(fragment.name))
             encoding = next(iter(part.encoded), None)
             file = StoredFile.of(file.ref, part.file or file.file, encoding)
         return verify_files(self._folder(position), [file])[0]
@@ -482,8 +493,8 @@ class ReadThrough:
 
     def _wins(self, subject: str) -> bool:
         """Return True if this rank is the first one to ask for the work that ``subject`` names."""
-        me = str(self._coordinator.rank).encode()
-        return self._coordinator.set_once(subject, me) == me
+        own_rank = str(self._coordinator.rank).encode()
+        return self._coordinator.set_once(subject, own_rank) == own_rank
 
     def _outcome(self, subject: str) -> bytes | None:
         """Wait for the outcome that another rank posts on ``subject``, and return it.
@@ -510,7 +521,7 @@ class ReadThrough:
             return f"node{nodes.of[self._coordinator.rank]}"
         if self._tiers[position].backend.capabilities.shared:
             return "all"
-        place = f"{self._me.machine} {self._tiers[position].url}"
+        place = f"{self._owner.machine} {self._tiers[position].url}"
         return checksum(place.encode())[:12]
 
 
@@ -524,14 +535,14 @@ class _WantedChunks:
     Thread safety: any thread may call ``copy``.
 
     Attributes:
-        copied: For each chunk that was copied to its targets, the read and the position of the
+        copies: For each chunk that was copied to its targets, the read and the position of the
             source. The key is `ChunkId`, the identity of the chunk.
     """
 
     def __init__(self, plan: RestorePlan, sink: Sink) -> None:
-        self._wanted = {read.chunk_id: read for read in plan.reads}
+        self._reads = {read.chunk_id: read for read in plan.reads}
         self._sink = sink
-        self.copied: dict[ChunkId, tuple[ChunkRead, int]] = {}
+        self.copies: dict[ChunkId, tuple[ChunkRead, int]] = {}
 
     def copy(self, position: int, read: ChunkRead, raw: memoryview) -> None:
         """Copy a chunk to its targets, if the plan wants it. This is an `OnChunk` callback.
@@ -539,6 +550,6 @@ class _WantedChunks:
         A second call for the same chunk has no effect. It happens if a file is fetched once more,
         because a cache has refused the file or a store has failed.
         """
-        if (own := self._wanted.get(read.chunk_id)) and read.chunk_id not in self.copied:
+        if (own := self._reads.get(read.chunk_id)) and read.chunk_id not in self.copies:
             self._sink.place(own, raw)
-            self.copied[read.chunk_id] = (own, position)
+            self.copies[read.chunk_id] = (own, position)

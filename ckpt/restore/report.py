@@ -78,8 +78,8 @@ class RestoreReport:
             f"step {self.step} from {self.tier}: {size(self.nbytes)} in {duration(self.seconds)}, "
             f"{rate(self.nbytes, self.seconds)}, checksums verified"
             + "".join(
-                f"; {len(found)} {what.replace('_', ' ')}"
-                for what in (
+                f"; {len(values)} {name.replace('_', ' ')}"
+                for name in (
                     "skipped",
                     "repaired",
                     "finished",
@@ -90,6 +90,6 @@ class RestoreReport:
                     "converted",
                     "uninitialised",
                 )
-                if (found := getattr(self, what))
+                if (values := getattr(self, name))
             )
         )

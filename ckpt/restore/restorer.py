@@ -67,20 +67,20 @@ class _Proposal(msgspec.Struct, frozen=True):
     Attributes:
         folder: The name of the folder of the step; empty if there is no step left to propose.
         nearest: The index of the nearest tier on which the step is committed.
-        answering: The indices of the tiers that may be asked for the step.
+        tiers: The indices of the tiers that may be asked for the step.
         peers: The records of all nodes about their parts of the step; empty if no tier is local.
-        passed: Pairs (step, reason) of newer steps that the leader has passed over since the last
-            proposal, because they are not complete any more.
-        finished: Pairs (step, URL of the tier) of the commits that this restore has finished so
-            far.
+        rejections: Pairs (step, reason) of newer steps that the leader has passed over since the
+            last proposal, because they are not complete any more.
+        finished_commits: Pairs (step, URL of the tier) of the commits that this restore has
+            finished so far.
     """
 
     folder: str
     nearest: int
-    answering: tuple[int, ...]
+    tiers: tuple[int, ...]
     peers: tuple[Peer, ...] = ()
-    passed: tuple[tuple[int, str], ...] = ()
-    finished: tuple[tuple[int, str], ...] = ()
+    rejections: tuple[tuple[int, str], ...] = ()
+    finished_commits: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class _Fit:
     step that fits its state.
     """
 
-    found: Found
-    matched: Matched
+    stored_step: Found
+    state_match: Matched
     plan: RestorePlan
     cache: ReadThrough
 
@@ -105,7 +105,7 @@ class RestoreContext:
         listers: The threads that list tiers. Such a thread may still wait for a tier after a
             restore has ended.
         observers: The observers that get the events of the restore.
-        waiting: Returns the steps that saves under way still read from nearer tiers.
+        steps_in_use: Returns the steps that saves under way still read from nearer tiers.
         claim_of: Returns the claim of the running job on the root of a tier, by the URL of the
             tier; None if the job has not taken the root.
     """
@@ -114,7 +114,7 @@ class RestoreContext:
     coordinator: Coordinator
     listers: Workers
     observers: Observers
-    waiting: Callable[[], frozenset[StepRef]] = frozenset
+    steps_in_use: Callable[[], frozenset[StepRef]] = frozenset
     claim_of: Callable[[str], Claim | None] = no_claim
 
 
@@ -155,12 +155,12 @@ class Restorer:
             context.listers,
         )
         self._read_through, self._selection = options.read_through, options.selection
-        self._waiting, self._claim_of = context.waiting, context.claim_of
-        self._shared = _is_shared(options.broadcast, coordinator)
+        self._steps_in_use, self._claim_of = context.steps_in_use, context.claim_of
+        self._is_broadcast = _is_broadcast(options.broadcast, coordinator)
         self._rounds = RestoreRounds(
             coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS
         )
-        self._overwritten = False
+        self._is_overwritten = False
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
         """Fill ``state`` from a checkpoint.
@@ -182,18 +182,18 @@ class Restorer:
             ConfigError: A pattern of the selection matches no name on any rank.
         """
         began = time.perf_counter()
-        skipped: list[tuple[int, str]] = []
+        skips: list[tuple[int, str]] = []
         subject = f"{self._rounds.subject}/nodes"
         with NodeSurvey(self._tiers, self._coordinator, subject=subject, step=step) as neighbours:
-            landed = self._first(state, step, skipped, neighbours)
-        if landed is not None:
-            matched, report = landed
-            _apply(matched, report.step)
+            outcome = self._restore_first(state, step, skips, neighbours)
+        if outcome is not None:
+            state_match, report = outcome
+            _apply(state_match, report.step)
             seconds = time.perf_counter() - began
-            report = replace(report, seconds=seconds, skipped=tuple(skipped))
-            self._announce(report, is_empty=not matched.wanted)
+            report = replace(report, seconds=seconds, skipped=tuple(skips))
+            self._announce(report, is_empty=not state_match.wanted)
             return report
-        if not skipped and step is None:
+        if not skips and step is None:
             if self._coordinator.rank == LEADER:  # A first start is normal, so this is no warning
                 _log.info(
                     "ckpt: nothing is restored: there is no checkpoint in %s",
@@ -201,19 +201,20 @@ class Restorer:
                 )
             return None
         raise NoCheckpoint(
-            ", ".join(tier.url for tier in self._tiers), _why_none(step, skipped, self._overwritten)
+            ", ".join(tier.url for tier in self._tiers),
+            _why_none(step, skips, self._is_overwritten),
         )
 
-    def _first(
+    def _restore_first(
         self,
         state: MutableMapping[str, Any],
         step: int | None,
-        skipped: list[tuple[int, str]],
+        skips: list[tuple[int, str]],
         neighbours: NodeSurvey,
     ) -> tuple[Matched, RestoreReport] | None:
         """Restore the first proposed step that is intact.
 
-        The steps that were tried before are appended to ``skipped``. Returns the matched state,
+        The steps that were tried before are appended to ``skips``. Returns the matched state,
         whose plain values and objects are still to be set, and the report. Returns None if no step
         is intact.
         """
@@ -221,16 +222,16 @@ class Restorer:
             self._proposals(step, neighbours) if self._coordinator.rank == LEADER else iter(())
         )
         while (proposal := self._rounds.next(proposals, _Proposal)) is not None:
-            skipped += proposal.passed
+            skips += proposal.rejections
             if not proposal.folder:
                 break
             url, ref = self._tiers[proposal.nearest].url, _ref(proposal)
             try:
                 return self._land(state, proposal, neighbours)
             except RestoreError as misfit:
-                if skipped and self._overwritten:
+                if skips and self._is_overwritten:
                     raise RestoreError(
-                        f"{misfit} ({_why_none(step, skipped, self._overwritten)})"
+                        f"{misfit} ({_why_none(step, skips, self._is_overwritten)})"
                     ) from misfit
                 raise
             except Damaged as damage:
@@ -241,7 +242,7 @@ class Restorer:
                     damage,
                 )
                 self._notify(StepDamaged(step=ref.step, tier=url, error=damage.__cause__ or damage))
-                skipped.append((ref.step, str(damage)))
+                skips.append((ref.step, str(damage)))
         return None
 
     def _announce(self, report: RestoreReport, *, is_empty: bool) -> None:
@@ -264,8 +265,8 @@ class Restorer:
                 report.step,
             )
         _log.info("ckpt: restored %s", report)
-        for finished, tier in report.finished:
-            self._notify(CommitFinished(step=finished, tier=tier))
+        for step, tier in report.finished:
+            self._notify(CommitFinished(step=step, tier=tier))
         for repair in report.repaired:
             self._notify(Repaired(step=report.step, **asdict(repair)))
         self._notify(
@@ -283,30 +284,32 @@ class Restorer:
         carries the reasons to all ranks.
         """
         stores = neighbours.stores()
-        passed: list[tuple[int, str]] = []
+        rejections: list[tuple[int, str]] = []
         finisher = Finisher(self._workers)
-        for found in candidates(
+        for candidate in candidates(
             stores, step, workers=self._listers, finish=neighbours.unless_apart(finisher.finish)
         ):
-            if fault := neighbours.fault(found, stores):
+            if fault := neighbours.fault(candidate, stores):
                 _log.warning(
                     "ckpt: step %d is not whole, and another step is tried: %s",
-                    found.ref.step,
+                    candidate.ref.step,
                     fault,
                 )
-                passed.append((found.ref.step, fault))
+                rejections.append((candidate.ref.step, fault))
                 continue
             yield _Proposal(
-                found.ref.folder,
-                found.nearest,
-                found.answering,
-                neighbours.peers(found.ref),
-                tuple(passed),
+                candidate.ref.folder,
+                candidate.nearest,
+                candidate.answering,
+                neighbours.peers(candidate.ref),
+                tuple(rejections),
                 tuple(finisher.finished),
             )
-            passed.clear()
-        if passed:
-            yield _Proposal("", 0, (), passed=tuple(passed), finished=tuple(finisher.finished))
+            rejections.clear()
+        if rejections:
+            yield _Proposal(
+                "", 0, (), rejections=tuple(rejections), finished_commits=tuple(finisher.finished)
+            )
 
     # -- every rank's part -------------------------------------------------------------------------
 
@@ -326,7 +329,7 @@ class Restorer:
         """
         ref = _ref(proposal)
         sources = neighbours.sources(
-            [self._tiers[index] for index in proposal.answering], ref, proposal.peers
+            [self._tiers[index] for index in proposal.tiers], ref, proposal.peers
         )
         origin = TieredReader(
             [tier.backend for tier in sources.tiers], ref,
@@ -336,52 +339,52 @@ class Restorer:
             "match",
             ref.step,
             lambda: self._fit(state, sources, origin),
-            lambda fit: (*fit.matched.unexpected, *map(_as_pattern, fit.matched.unused)),
+            lambda fit: (*fit.state_match.unexpected, *map(_as_pattern, fit.state_match.unused)),
         )
-        unexpected = tuple(name for name in nowhere if not name.startswith(_PATTERN))
-        if unused := [name for name in nowhere if name.startswith(_PATTERN)]:
-            raise unfitting(each[1:].replace(_PATTERN, "/") for each in unused)
-        if unexpected and self._selection.strict:
-            raise EntryUnexpected(unexpected, ref.step)
-        self._overwritten = True
-        taking = _Taking(fit, origin, self._workers)
-        read_bytes, received_bytes = self._take(taking, fit, ref.step)
-        return fit.matched, RestoreReport(
+        surplus_names = tuple(name for name in nowhere if not name.startswith(_PATTERN))
+        if unused_patterns := [name for name in nowhere if name.startswith(_PATTERN)]:
+            raise unfitting(pattern[1:].replace(_PATTERN, "/") for pattern in unused_patterns)
+        if surplus_names and self._selection.strict:
+            raise EntryUnexpected(surplus_names, ref.step)
+        self._is_overwritten = True
+        reader = _Reader(fit, origin, self._workers)
+        read_bytes, received_bytes = self._take(reader, fit, ref.step)
+        return fit.state_match, RestoreReport(
             step=ref.step,
             attempt=ref.attempt,
-            tier=taking.from_most,
+            tier=reader.from_most,
             nbytes=fit.plan.wanted_bytes,
             read_bytes=read_bytes,
             received_bytes=received_bytes,
             seconds=0.0,
-            saved_world_size=fit.found.manifest.world_size,
+            saved_world_size=fit.stored_step.manifest.world_size,
             skipped=(),
             repaired=origin.repairs,
             cached_bytes=fit.cache.cached_bytes,
-            missing=fit.matched.missing,
-            left_alone=fit.matched.left_alone,
-            unexpected=unexpected,
-            renamed=fit.matched.renamed,
-            converted=fit.matched.converted,
-            uninitialised=fit.matched.uninitialised,
-            finished=proposal.finished,
+            missing=fit.state_match.missing,
+            left_alone=fit.state_match.left_alone,
+            unexpected=surplus_names,
+            renamed=fit.state_match.renamed,
+            converted=fit.state_match.converted,
+            uninitialised=fit.state_match.uninitialised,
+            finished=proposal.finished_commits,
         )
 
-    def _take(self, taking: _Taking, fit: _Fit, step: int) -> tuple[int, int]:
+    def _take(self, reader: _Reader, fit: _Fit, step: int) -> tuple[int, int]:
         """Read all data of the step into the tensors, on all ranks.
 
         Returns the number of bytes that this rank has read, and the number of bytes that it has
         received from other ranks.
         """
 
-        def agree(what: str, work: Callable[[], object]) -> None:
-            self._rounds.do(what, step, work, lambda _: ())
+        def agree(action: str, work: Callable[[], object]) -> None:
+            self._rounds.do(action, step, work, lambda _: ())
 
-        if not self._shared:
-            agree("read", lambda: taking.all_of(fit.plan))
+        if not self._is_broadcast:
+            agree("read", lambda: reader.all_of(fit.plan))
             return fit.plan.read_bytes, 0
-        agree("cache", lambda: taking.cached(replace(fit.plan, reads=())))
-        spread = Broadcast(fit.plan, taking.sink, taking.read, workers=self._workers)
+        agree("cache", lambda: reader.cached(replace(fit.plan, reads=())))
+        spread = Broadcast(fit.plan, reader.sink, reader.read, workers=self._workers)
         spread.run(agree)
         agree("mend", fit.cache.mend)
         return spread.read_bytes, spread.received_bytes
@@ -391,48 +394,54 @@ class Restorer:
 
         This changes neither the state nor a tier.
         """
-        with _uncollected():
-            found, matched, plan = origin.whole(partial(self._matched, state, sources, origin))
+        with _pause_gc():
+            stored_step, state_match, plan = origin.whole(
+                partial(self._match, state, sources, origin)
+            )
         context = CacheContext(
             coordinator=self._coordinator,
             subject=f"{self._rounds.subject}/fetch",
             patience=_PATIENCE_SECONDS,
             workers=self._workers,
             retry=self._retry,
-            waiting=self._waiting,
+            steps_in_use=self._steps_in_use,
             claim_of=self._claim_of,
         )
         caches = sources.tiers if self._read_through and self._selection.only is None else ()
-        cache = ReadThrough(caches, origin, found, context)
+        cache = ReadThrough(caches, origin, stored_step, context)
         cache.look(plan)
-        return _Fit(found, matched, plan, cache)
+        return _Fit(stored_step, state_match, plan, cache)
 
-    def _matched(
-        self, state: MutableMapping[str, Any], sources: Sources, origin: TieredReader, found: Found
+    def _match(
+        self,
+        state: MutableMapping[str, Any],
+        sources: Sources,
+        origin: TieredReader,
+        stored_step: Found,
     ) -> tuple[Found, Matched, RestorePlan]:
-        """Match the state with the manifest ``found``, and plan the reads.
+        """Match the state with the manifest ``stored_step``, and plan the reads.
 
         Return the manifest with the needed fragments filled in, the matched state, and the plan.
         """
         rank, world = self._coordinator.rank, self._coordinator.world_size
-        matched = match(
-            state, found.manifest, rank=rank, world_size=world, selection=self._selection
+        state_match = match(
+            state, stored_step.manifest, rank=rank, world_size=world, selection=self._selection
         )
-        found = origin.filled(found, matched.wanted)
-        plan = plan_restore(found.manifest, matched.wanted)
+        stored_step = origin.filled(stored_step, state_match.wanted)
+        plan = plan_restore(stored_step.manifest, state_match.wanted)
         # With ``broadcast``, all ranks must choose copies alike, so distance is ignored.
-        near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance
+        near = dict.fromkeys(sources.distance, 0) if self._is_broadcast else sources.distance
         if near and any(near.get(read.rank) != 0 for read in plan.reads):
             # A copy of the data on a nearer node may be in the file of any rank. Only the fragments
             # name such copies.
-            found = origin.filled(found, None)
+            stored_step = origin.filled(stored_step, None)
             plan = nearest_copies(
-                plan_restore(found.manifest, matched.wanted), found.manifest, near
+                plan_restore(stored_step.manifest, state_match.wanted), stored_step.manifest, near
             )
-        return found, matched, plan
+        return stored_step, state_match, plan
 
 
-class _Taking:
+class _Reader:
     """Reads the data of a step that one rank wants, and counts the bytes by their tiers.
 
     Thread safety:
@@ -441,7 +450,7 @@ class _Taking:
 
     def __init__(self, fit: _Fit, origin: TieredReader, workers: Workers) -> None:
         self._fit, self._origin, self._workers = fit, origin, workers
-        self._nbytes = Counter({fit.found.position: 0})
+        self._nbytes = Counter({fit.stored_step.position: 0})
 
     @cached_property
     def sink(self) -> TensorSink:
@@ -450,15 +459,15 @@ class _Taking:
         ``cached`` takes it first, in work that all ranks do together, so that they all learn of an
         error.
         """
-        return TensorSink(self._fit.matched.wanted, self._fit.matched.targets)
+        return TensorSink(self._fit.state_match.wanted, self._fit.state_match.targets)
 
     def cached(self, plan: RestorePlan) -> RestorePlan:
         """Fill the caches. Return ``plan`` without the chunks that were copied to the state while
         the caches were filled.
         """
-        left = self._fit.cache.fill(plan, self.sink)
-        self._nbytes.update(self._fit.cache.taken)
-        return left
+        rest = self._fit.cache.fill(plan, self.sink)
+        self._nbytes.update(self._fit.cache.nbytes_by_source)
+        return rest
 
     def all_of(self, plan: RestorePlan) -> None:
         """Fill the caches, read all of ``plan`` into the state, and repair the caches."""
@@ -467,18 +476,18 @@ class _Taking:
 
     def read(self, plan: RestorePlan, sink: Sink) -> None:
         """Read ``plan`` into ``sink``, and count the bytes by the tiers from which they came."""
-        given = self._origin.read(plan, sink, workers=self._workers)
-        for position, part in enumerate(given):
+        parts = self._origin.read(plan, sink, workers=self._workers)
+        for position, part in enumerate(parts):
             for read in part.reads:
-                self._nbytes[max(position, self._fit.cache.fetched.get(read.rank, 0))] += (
+                self._nbytes[max(position, self._fit.cache.source_by_rank.get(read.rank, 0))] += (
                     read.nbytes
                 )
 
     @property
     def from_most(self) -> str:
         """Return the URL of the tier from which most bytes came."""
-        most = max(self._nbytes, key=lambda at: (self._nbytes[at], -at))
-        return self._origin.sources[most].url
+        best = max(self._nbytes, key=lambda position: (self._nbytes[position], -position))
+        return self._origin.sources[best].url
 
 
 def _as_pattern(pattern: str) -> str:
@@ -488,7 +497,7 @@ def _as_pattern(pattern: str) -> str:
     return _PATTERN + pattern.replace("/", _PATTERN)
 
 
-def _is_shared(broadcast: bool, coordinator: Coordinator) -> bool:
+def _is_broadcast(broadcast: bool, coordinator: Coordinator) -> bool:
     """Return True if one rank is to read the data that several ranks want, and broadcast it.
 
     Raises:
@@ -506,25 +515,25 @@ def _is_shared(broadcast: bool, coordinator: Coordinator) -> bool:
 
 
 @contextmanager
-def _uncollected() -> Generator[None]:
+def _pause_gc() -> Generator[None]:
     """Turn garbage collection off inside of the block.
 
     A collection would find little: a plan has thousands of objects, and all of them are in use. In
     a process with torch, a collection takes as long as reading half a GiB.
     """
-    wanted = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if wanted:
+        if was_enabled:
             gc.enable()
 
 
-def _apply(matched: Matched, step: int) -> None:
+def _apply(state_match: Matched, step: int) -> None:
     """Set the plain values of the state, and load its objects."""
     try:
-        matched.apply()
+        state_match.apply()
     except CkptError:
         raise
     except Exception as error:
@@ -549,12 +558,11 @@ def _warn(ref: StepRef, repair: Repair) -> None:
     )
 
 
-def _why_none(step: int | None, skipped: Sequence[tuple[int, str]], overwritten: bool) -> str:
+def _why_none(step: int | None, skips: Sequence[tuple[int, str]], is_overwritten: bool) -> str:
     """Return the text of the error which says that no step could be restored."""
-    if not skipped:
+    if not skips:
         return f"step {step} is not there"
-    reasons = "; ".join(f"step {number}: {reason}" for number, reason in skipped[:5])
-    torn = ". Tensors of the state may have been overwritten in part: do not train on with it"
-    return (
-        f"none is intact ({reasons}){torn if overwritten else '; nothing in the state was changed'}"
-    )
+    reasons = "; ".join(f"step {number}: {reason}" for number, reason in skips[:5])
+    warning = ". Tensors of the state may have been overwritten in part: do not train on with it"
+    outcome = warning if is_overwritten else "; nothing in the state was changed"
+    return f"none is intact ({reasons}){outcome}"

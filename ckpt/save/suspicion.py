@@ -196,7 +196,7 @@ class Suspicions:
             found = SuspiciousState(
                 ref.step,
                 finding.not_finite or finding.unchanged,
-                since=None if finding.not_finite else finding.since,
+                since_step=None if finding.not_finite else finding.since,
             )
             self._ledger.suspect(found, logs=self._coordinator.rank == LEADER)
 

@@ -29,8 +29,8 @@ from ckpt.errors import (
     PeerFailed,
     StepExists,
     StorageError,
-    about,
-    placed,
+    errors_of,
+    with_root,
 )
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk
@@ -147,7 +147,7 @@ class TierWriter:
             CkptError: The step did not become a checkpoint here, or this rank cannot find out
                 whether it did (`CommitError`).
         """
-        with self._turn, about(self.url):
+        with self._turn, errors_of(self.url):
             return self._commit(job, on_bytes)
 
     def _commit(self, job: SaveJob, on_bytes: OnBytes) -> tuple[Chunk, ...]:
@@ -162,7 +162,7 @@ class TierWriter:
             )
             raise abort
         try:
-            with about(self.url):
+            with errors_of(self.url):
                 write = partial(self._write_all, job, on_bytes)
                 chunks, vote = self._when_full.write_step(job, write)
                 committer.offer(job.ref, vote)
@@ -222,7 +222,7 @@ class TierWriter:
             RootInUse: The root belongs to a job that is alive on this machine.
             StorageError: The store has failed.
         """
-        with self._turn, about(self.url):
+        with self._turn, errors_of(self.url):
             self._take_over()
 
     def warn_of_owner(self) -> None:
@@ -388,7 +388,7 @@ class TierWriter:
                     asked=abort is None,
                 )
             except CkptError as error:
-                return placed(error, self.url)
+                return with_root(error, self.url)
         return abort
 
     def _objection(self, job: SaveJob) -> CkptError | None:
@@ -412,7 +412,7 @@ class TierWriter:
                 return StepExists(ref.step, self.url, earlier=True)
             later = self._newest_of(one for one in counting if one.step > ref.step)
         except CkptError as error:
-            return placed(error, self.url)
+            return with_root(error, self.url)
         if later is not None and not self.in_memory:
             return HistoryHidden(ref.step, later.step, self.url)
         return None

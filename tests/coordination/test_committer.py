@@ -22,7 +22,7 @@ from ckpt.errors import (
     TensorIncomplete,
     TierNotShared,
     TransientStorageError,
-    placed,
+    with_root,
 )
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
@@ -289,7 +289,7 @@ def test_when_nobody_can_tell_what_is_there_the_first_error_is_told(store):
         StepExists(5, "s3://b", earlier=True),
         RootInUse("s3://b", "attempt x"),
         OutOfSpace("k", "full"),
-        placed(TransientStorageError("k", "reset"), "s3://b"),
+        with_root(TransientStorageError("k", "reset"), "s3://b"),
     ],
     ids=lambda error: type(error).__name__,
 )

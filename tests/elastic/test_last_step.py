@@ -42,8 +42,8 @@ def train(
     for step in range(0, end, stride):
         if chance.random() < 0.2:
             time.sleep(chance.uniform(0, 0.003))
-        if last.requested(step):
-            assert last.requested(step)
+        if last.is_last(step):
+            assert last.is_last(step)
             break
     else:
         step = end
@@ -71,44 +71,44 @@ def test_all_ranks_stop_after_the_same_step(
 def test_a_rank_that_is_ahead_is_not_overtaken_by_the_decision() -> None:
     world = World(2)
     behind, ahead = (LastStep(world.coordinator(rank), patience=5) for rank in range(2))
-    assert not behind.requested(3)
+    assert not behind.is_last(3)
     for step in range(10):
-        assert not ahead.requested(step)
+        assert not ahead.is_last(step)
     threads = [threading.Thread(target=last.agree, args=(b"15",)) for last in (behind, ahead)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10)
-    assert next(step for step in range(4, 20) if behind.requested(step)) == 10
-    assert not ahead.requested(9)
-    assert ahead.requested(10)
+    assert next(step for step in range(4, 20) if behind.is_last(step)) == 10
+    assert not ahead.is_last(9)
+    assert ahead.is_last(10)
 
 
 def test_nobody_goes_past_its_promise_before_all_have_agreed() -> None:
     world = World(2)
     early, late = (LastStep(world.coordinator(rank), patience=5) for rank in range(2))
-    assert not early.requested(5)
+    assert not early.is_last(5)
     agreeing = threading.Thread(target=early.agree, args=(b"15",))
     agreeing.start()
     while not world.messages:
         time.sleep(0.001)
     answers: list[bool] = []
-    training = threading.Thread(target=lambda: answers.append(early.requested(6)))
+    training = threading.Thread(target=lambda: answers.append(early.is_last(6)))
     training.start()
     training.join(0.1)
     assert answers == []  # it waits
-    assert not late.requested(7)
+    assert not late.is_last(7)
     assert late.listen() == b"15"
     assert late.agree(b"15") == 8
     training.join(5)
     assert answers == [False]
     agreeing.join(5)
-    assert early.requested(8)
+    assert early.is_last(8)
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
     last = LastStep(World(3, patience=0.1).coordinator(1), patience=0.2)
-    assert not last.requested(4)
+    assert not last.is_last(4)
     with pytest.raises(CommitTimeout, match=r"step 4.*rank\(s\) 0, 2"):
         last.agree(b"15")
 
@@ -116,7 +116,7 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
 def test_who_parts_leaves_its_promise_and_hears_no_call() -> None:
     world = World(2)
     done, other = (LastStep(world.coordinator(rank), patience=5) for rank in range(2))
-    assert not done.requested(9)
+    assert not done.is_last(9)
     listening = threading.Thread(target=done.listen, daemon=True)
     listening.start()
     done.part()
@@ -127,8 +127,8 @@ def test_who_parts_leaves_its_promise_and_hears_no_call() -> None:
 
 def test_a_world_of_one_stops_after_the_step_under_way() -> None:
     last = LastStep(SingleCoordinator(), patience=5)
-    assert not last.requested(41)
+    assert not last.is_last(41)
     assert last.agree(b"15") == 42
-    assert not last.requested(41)
-    assert last.requested(42)
+    assert not last.is_last(41)
+    assert last.is_last(42)
     last.part()

@@ -119,7 +119,7 @@ def test_replicas_on_a_node_fetch_each_file_once(
     for array, cache, _, given in outcomes.values():
         assert np.array_equal(array, ARRAY)
         assert len(given[1].reads) == 0
-        assert set(cache.fetched.values()) <= {1}
+        assert set(cache.source_by_rank.values()) <= {1}
     assert data_reads(far) == sizes(written)
     assert (
         sum(cache.cached_bytes for _, cache, _, _ in outcomes.values()) == written.manifest.nbytes
@@ -139,7 +139,7 @@ def test_who_fetches_does_not_read_again_what_has_passed_by(
     node = Node((str(tmp_path / "near"), near), ("far", far))
     _, cache, left, _ = node.rank(written.ref, World(1).coordinator(0), ALL)
     assert left.reads == ()
-    assert cache.taken[1] == ARRAY.nbytes
+    assert cache.nbytes_by_source[1] == ARRAY.nbytes
     asked = [
         call.key for call in near.calls if call.verb == "read_into" and "safetensors" in call.key
     ]
@@ -236,7 +236,7 @@ def test_what_a_second_cache_fetches_again_is_counted_once(
     array, cache, left, _ = node.rank(written.ref, World(1).coordinator(0), ALL)
     assert np.array_equal(array, ARRAY)
     assert is_committed(open_backend(second), written.ref)
-    assert (dict(cache.taken), left.reads) == ({2: ARRAY.nbytes}, ())
+    assert (dict(cache.nbytes_by_source), left.reads) == ({2: ARRAY.nbytes}, ())
 
 
 def test_a_file_that_only_a_nearer_cache_got_is_read_before_the_step_is_listed(
@@ -296,7 +296,7 @@ def test_what_one_source_has_not_intact_is_fetched_from_the_one_behind_it(
     node = Node((near, open_backend(near)), ("s3", far), ("gs", farther))
     array, cache, _, _ = node.rank(written.ref, World(1).coordinator(0), ALL)
     assert np.array_equal(array, ARRAY)
-    assert cache.fetched == {0: 1, 1: 2, 2: 1, 3: 1}
+    assert cache.source_by_rank == {0: 1, 1: 2, 2: 1, 3: 1}
     assert is_committed(open_backend(near), written.ref)
 
 
@@ -315,7 +315,7 @@ def test_a_rank_that_dies_while_it_fetches_does_not_hold_up_the_others_for_good(
         again.verdicts[subject] = b"0"  # rank 0 has begun two of them, and is dead
     array, cache, _, given = node.rank(written.ref, again.coordinator(1), ALL)
     assert np.array_equal(array, ARRAY)
-    assert len(cache.fetched) == 2
+    assert len(cache.source_by_rank) == 2
     assert len(given[1].reads) == 6
 
 
@@ -338,7 +338,7 @@ def test_the_waits_for_others_do_not_add_up(
     began = time.monotonic()
     array, cache, _, given = node.rank(written.ref, again.coordinator(1), ALL, patience=2)
     assert np.array_equal(array, ARRAY)
-    assert (len(cache.fetched), len(given[1].reads)) == (0, 12)
+    assert (len(cache.source_by_rank), len(given[1].reads)) == (0, 12)
     assert time.monotonic() - began < 4 * 2
 
 
