@@ -393,8 +393,8 @@ class CheckpointManager:
         state: MutableMapping[str, Any],
         step: int | None = None,
         *,
-        only: str | Sequence[str] | None = None, rename: Rename | None = None, cast: bool = False,
-        strict: bool = True, read_through: bool = True, broadcast: bool = False,
+        only: Names = None, exclude: Names = None, rename: Rename | None = None,
+        cast: bool = False, strict: bool = True, read_through: bool = True, broadcast: bool = False,
     ) -> RestoreReport | None:  # fmt: skip
         """Fill ``state`` with ``step``, or with the newest intact step.
 
@@ -404,7 +404,8 @@ class CheckpointManager:
         same step or none.
 
         The training continues from the step that was restored last. A restore does not count if it
-        fills a part of the state (``only``), or other tensors than those that are saved.
+        fills a part of the state (``only``, ``exclude``), or other tensors than those that are
+        saved.
 
         Args:
             state: The state in the form in which it was saved.
@@ -412,6 +413,8 @@ class CheckpointManager:
             only: Names (with all names below them), or patterns such as ``"model/*"`` (``*``
                 matches slashes and dots too). Other names keep their values, and need not be in
                 ``state``.
+            exclude: Names and patterns of what keeps its values. If a parameter is excluded, the
+                state that an optimizer has of the parameter keeps its values too.
             rename: Names in the state -> names in the checkpoint: a dict such as
                 ``{"model/encoder.*": "model/backbone.*"}`` (see `Renaming`), or a function. If a
                 parameter is renamed, the optimizer's state of the parameter is renamed too.
@@ -421,7 +424,8 @@ class CheckpointManager:
                 lists names that are ``missing`` in the checkpoint, which keep their values, and
                 ``unexpected`` ones.
             read_through: Whether data of farther tiers is put into the nearest folder, once for all
-                ranks of a node, so that the next restore is local. It has no effect with ``only``.
+                ranks of a node, so that the next restore is local. It has no effect if a part is
+                restored.
             broadcast: Whether one of the ranks that want the same bytes reads them and broadcasts
                 them over gloo, for a store that is slower than the network. Otherwise each of them
                 reads.
@@ -436,11 +440,11 @@ class CheckpointManager:
             StorageError: The tiers cannot be listed.
             CommitTimeout: Some ranks did not answer in time.
             FormatUnsupported: The step is in a format that this ckpt does not read.
-            ConfigError: ``only`` or a rule of ``rename`` matches nothing, or an argument is
-                invalid.
+            ConfigError: ``only``, ``exclude`` or a rule of ``rename`` matches nothing, or an
+                argument is invalid.
         """
         self._check_open()
-        selection = Selection.of(only, strict=strict, rename=rename, cast=cast)
+        selection = Selection.of(only, exclude, strict=strict, rename=rename, cast=cast)
         options = RestoreOptions(
             selection=selection, read_through=read_through, broadcast=broadcast
         )
@@ -458,8 +462,8 @@ class CheckpointManager:
         if report is not None:
             ref = StepRef(report.step, report.attempt)
             is_first = step is None and self._last_step is None
-            if self._origin.restore(ref, state, is_part=only is not None, is_first=is_first):
-                self.continue_from(ref, sweeps=only is None)
+            if self._origin.restore(ref, state, is_part=selection.is_part, is_first=is_first):
+                self.continue_from(ref, sweeps=not selection.is_part)
             self._last_walk.forget()  # Loaded objects may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)

@@ -203,3 +203,43 @@ def test_a_state_with_nothing_in_common_is_told_of(tmp_path, caplog):
     with CheckpointManager(tmp_path) as manager:
         manager.restore({"modle": torch.zeros(3)}, strict=False)
     assert "step 1 has nothing of the state" in caplog.text
+
+
+def test_what_is_excluded_keeps_its_values_with_the_state_of_its_optimizer(root: str) -> None:
+    state = job(2)
+    before = tensors(state)
+    with CheckpointManager(root) as manager:
+        manager.restore(state, exclude="model/2.*")
+    head = ("model/2.", "optimizer/model/2.")
+    assert_taken(state, before, *(name for name in before if not name.startswith(head)))
+    assert state["optimizer"].param_groups[0]["lr"] == 0.1
+
+
+def test_an_exclusion_wins_over_a_selection(root: str) -> None:
+    state = job(2)
+    before = tensors(state)
+    with CheckpointManager(root) as manager:
+        manager.restore(state, only="model", exclude="model/2.*")
+    assert_taken(state, before, "model/0.", "model/1.")
+
+
+def test_an_excluded_value_need_not_fit_and_need_not_be_saved(root: str) -> None:
+    state = job(2, head=5) | {"new": torch.ones(2)}
+    with CheckpointManager(root) as manager:
+        manager.restore(state, exclude=["model/2.*", "new"])
+    assert torch.equal(state["new"], torch.ones(2))
+    assert torch.equal(state["model"][0].weight, job(1)["model"][0].weight)
+
+
+def test_a_restore_with_an_exclusion_is_of_a_part(root: str) -> None:
+    state = job(2)
+    del state["step"]
+    with CheckpointManager(root) as manager:
+        manager.save(state, 9)
+        manager.restore(job(2), 5, exclude="model/2.*")
+        assert manager.save(state).step == 10
+
+
+def test_an_exclusion_that_matches_nothing_is_an_error(root: str) -> None:
+    with CheckpointManager(root) as manager, pytest.raises(ConfigError, match="no name"):
+        manager.restore(job(2), exclude="tail")

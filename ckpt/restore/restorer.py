@@ -407,7 +407,7 @@ class Restorer:
             steps_in_use=self._steps_in_use,
             claim_of=self._claim_of,
         )
-        caches = sources.tiers if self._read_through and self._selection.only is None else ()
+        caches = sources.tiers if self._read_through and not self._selection.is_part else ()
         cache = ReadThrough(caches, origin, stored_step, context)
         cache.look(plan)
         return _Fit(stored_step, state_match, plan, cache)

@@ -169,9 +169,7 @@ class _Loader:
         self._stepped: dict[int, Mapping[Any, Any]] = {}
         self._all = list(self._look(source))
         settings = match.takes(f"{path}/param_groups")
-        self.found = [
-            each for each in self._all if each.saved and (match.takes(each.name) or settings)
-        ]
+        self.found = [each for each in self._all if each.saved and (self._takes(each) or settings)]
 
     def _look(self, source: str) -> Iterator[_Found]:
         """Yield the parts of all parameters of the optimizer, which is ``source`` in the
@@ -247,16 +245,19 @@ class _Loader:
         self._load()
         settings = match.takes(f"{self._path}/param_groups")
         if not isinstance(self._optimizer, OptimizerStandIn) and (
-            settings or any(match.takes(each.name) for each in self._all)
+            settings or any(map(self._takes, self._all))
         ):
             match.actions.append(self._arrange)
             values = node.get("values", {}) if node is not ABSENT and settings else {}
             match.actions.append(partial(self._loading.end, match.values.order(values)))
 
+    def _takes(self, part: _Found) -> bool:
+        return self._match.takes(part.name, part.name.removeprefix(f"{self._path}/"))
+
     def _load(self) -> None:
         match = self._match
         for each in self._all:
-            if not match.takes(each.name):
+            if not self._takes(each):
                 match.claim(each.name, each.source, silent=True)
             elif each.saved is None:
                 match.lack(each.name, each.source, each.weight)
@@ -282,7 +283,7 @@ class _Loader:
         places = {
             id(each.parameter): each.saved.place
             for each in self._all
-            if each.saved and self._match.takes(each.name)
+            if each.saved and self._takes(each)
         }
         state = self._keeper.state
         ordered = sorted(state, key=lambda parameter: places.get(id(parameter), len(places)))

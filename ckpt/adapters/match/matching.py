@@ -103,7 +103,7 @@ class Matching:
         self._taken: set[str] = set()
         self._missing: dict[str, str] = {}
         self._left: dict[str, None] = {}
-        self._unused = {*(selection.only or ()), *selection.renaming.patterns}
+        self._unused = {*(selection.only or ()), *selection.exclude, *selection.renaming.patterns}
         self.filled: dict[Hashable, tuple[str, Source | None]] = {}
         self._lacking: dict[str, torch.Tensor] = {}
         self._names: list[str] = []
@@ -121,12 +121,15 @@ class Matching:
             self._unused.discard(pattern)
         return source
 
-    def takes(self, name: str) -> bool:
+    def takes(self, name: str, parameter: str = "") -> bool:
         """Return True if the restore fills ``name``. Record that the patterns which match ``name``
         were used.
+
+        If ``name`` is the state that an optimizer has of a parameter, ``parameter`` is the name of
+        the parameter. If the parameter is excluded, its state keeps its values too.
         """
         self._unused.difference_update(self.selection.fitting(name))
-        return self.selection.takes(name)
+        return self.selection.takes(name) and not self.selection.excludes(parameter)
 
     def open(self, name: str, source: str) -> None:
         """Record that the container ``source`` of the checkpoint is matched with the container

@@ -4,12 +4,11 @@ the checkpoint, and how strict it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt.adapters.match.renaming import SAME, Rename, Renaming
 from ckpt.errors import ConfigError
-from ckpt.model.patterns import Patterns, as_patterns
+from ckpt.model.patterns import Names, Patterns, patterns_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,8 @@ class Selection(Patterns):
     @classmethod
     def of(
         cls,
-        only: str | Sequence[str] | None,
+        only: Names = None,
+        exclude: Names = None,
         *,
         strict: bool = True,
         rename: Rename | None = None,
@@ -46,8 +46,13 @@ class Selection(Patterns):
             if not isinstance(value, bool):
                 raise ConfigError(f"{setting}={value!r}: give True or False")
         renaming = Renaming.of(rename)
-        patterns = None if only is None else as_patterns("only", only)
-        return cls(patterns, strict=strict, renaming=renaming, cast=cast)
+        patterns = patterns_for(only, exclude)
+        return cls(patterns.only, patterns.exclude, strict=strict, renaming=renaming, cast=cast)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the selection leaves out a part of the state."""
+        return self.only is not None or bool(self.exclude)
 
 
 ALL = Selection()
