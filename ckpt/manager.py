@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import threading
@@ -34,13 +33,8 @@ from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
 from ckpt.coordination.nodes import agree
 from ckpt.coordination.owner import attend
 from ckpt.elastic.ending_error import ending_error
-from ckpt.elastic.planned_stop import (
-    STOP_SIGNALS,
-    StopSignals,
-    as_deadline,
-    check_alone,
-    one_at_a_time,
-)
+from ckpt.elastic.planned_stop import StopSignals, check_alone, one_at_a_time
+from ckpt.elastic.stop_listener import StopListener
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
 from ckpt.errors.frames import frameless
 from ckpt.events import Observer, Observers
@@ -137,7 +131,7 @@ class CheckpointManager:
         self._last_step: int | None = None
         self._begun: StepRef | None = None  # The newest save that the saver has begun
         self._restores, self._closed, self._ended, self._is_interrupted = 0, False, False, False
-        self._stop: StopSignals | None = None
+        self._stop = StopListener(self._coordinator)
         # These threads outlive a restore, which must not wait for a tier that does not answer.
         self._listers = Workers("list", 4 * len(self._tiers))
         self._inside: dict[int, str] = {}
@@ -289,7 +283,7 @@ class CheckpointManager:
                 step,
                 before,
             )
-        if self._stop is not None and self._stop.requested(step):
+        if self._stop.requested(step):
             self._saver.steps.last_step = step
             if self._ledger.has(step):  # The training loop has already saved this step
                 return self._ledger.pending[-1]
@@ -519,16 +513,7 @@ class CheckpointManager:
             ThreadLimit: The system starts no more threads.
         """
         self._check_open()
-        if self._stop is not None:
-            raise ConfigError(
-                "this manager already listens for a stop: call on_signals() or on_stop_request(), "
-                "once"
-            )
-        chosen = signals or STOP_SIGNALS
-        self._stop = StopSignals(
-            self._coordinator, chosen, grace_seconds, reraise=reraise, owner=self
-        )
-        return self._stop
+        return self._stop.on_signals(signals, grace_seconds, reraise=reraise, owner=self)
 
     def on_stop_request(self) -> StopSignals:
         """Listen for ``request_stop`` on any rank, and handle no signal. All ranks call this.
@@ -541,9 +526,7 @@ class CheckpointManager:
             ThreadLimit: The system starts no more threads.
         """
         self._check_open()
-        if self._stop is None:
-            self._stop = StopSignals(self._coordinator, (), math.inf, reraise=False, owner=self)
-        return self._stop
+        return self._stop.on_stop_request(owner=self)
 
     def request_stop(self, deadline: float | datetime | None = None) -> None:
         """Stop all ranks after the same step, as a signal to ``on_signals`` does.
@@ -561,14 +544,7 @@ class CheckpointManager:
                 deadline is in the past, or of a wrong type.
         """
         self._check_open()
-        ends = as_deadline(deadline)
-        if self._stop is None:
-            raise ConfigError(
-                "request_stop: the ranks do not listen: call manager.on_signals() or "
-                "manager.on_stop_request() on all ranks before the loop, and ask its "
-                "requested(step) after each step"
-            )
-        self._stop.request(ends)
+        self._stop.request(deadline)
 
     def close(self, timeout: float | None = None, *, detach: bool = False) -> None:
         """Finish every save, and free memory and threads. A second call does nothing, unless Ctrl-C
@@ -639,8 +615,7 @@ class CheckpointManager:
                 if self._coordinator.world_size > 1:
                     self._closing.leave(self._coordinator, reason)
                 self._fence.remove()
-            if self._stop is not None:
-                self._stop.close(error)
+            self._stop.close(error)
             if self._agent is not None and in_time and not (detach or done.exception()):
                 self._agent.forget()
             self._ended = True  # A second call does nothing, even if an error is raised below

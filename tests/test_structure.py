@@ -47,6 +47,7 @@ ACROSS_FILES = {
     "jobs_that_meet",
     "keep_best",
     "memory_tier",
+    "names",
     "nearest",
     "nearest_encoded",
     "on_error",
