@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
@@ -25,7 +26,7 @@ from ckpt.staging import slot_files
 from ckpt.staging.budget import measure
 from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.device import Devices
-from ckpt.staging.slot import NotWanted, Slot
+from ckpt.staging.slot import NotWanted, Slot, ask
 
 _log = logging.getLogger("ckpt")
 SAVES: Final = 8
@@ -39,16 +40,34 @@ class Frame:
         memory: The memory, as a 1-D tensor of uint8.
         data: The same memory as bytes.
         slot: The slot that owns the memory; None if the memory belongs to a ring.
+        populate: Touches the pages of the memory; None if they are touched.
     """
 
-    def __init__(self, memory: torch.Tensor, data: memoryview, slot: Slot | None = None) -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        data: memoryview,
+        slot: Slot | None = None,
+        populate: Callable[[], None] | None = None,
+    ) -> None:
         self.data, self._memory, self._slot = data, memory, slot
         self._typed: dict[torch.dtype, torch.Tensor] = {}
+        self._populate = populate
 
     @classmethod
     def of(cls, slot: Slot) -> Frame:
         """Return all memory of ``slot`` as a frame, which owns the slot."""
         return cls(slot.tensor, slot.view, slot)
+
+    def populate(self) -> None:
+        """Touch the pages of the memory, if that was not done before.
+
+        Raises:
+            HostMemoryExhausted: There is not enough memory.
+        """
+        if self._populate is not None:
+            self._populate()
+            self._populate = None
 
     def place(self, form: torch.Tensor, offset: int) -> torch.Tensor:
         """Return the memory from ``offset`` on as a tensor with the dtype, the shape and the
@@ -222,7 +241,14 @@ class Ring(Slot):
         super().__init__(nbytes, None, wanted)
         self.spill, self._devices = spill, tuple[torch.device, ...]()
         edges = range(0, nbytes, step := spill.frame_bytes)
-        self._own = [Frame(self.tensor[a : a + step], self.view[a : a + step]) for a in edges]
+        self._own = [
+            Frame(
+                self.tensor[a : a + step],
+                self.view[a : a + step],
+                populate=partial(self.populate, a, a + step),
+            )
+            for a in edges
+        ]
         self._free = list(self._own)
         self._borrowed: list[Frame] = []
 
@@ -230,6 +256,11 @@ class Ring(Slot):
     def frames(self) -> int:
         """The number of frames of the ring itself."""
         return len(self._own)
+
+    def prefault(self) -> None:
+        for frame in self._own:
+            ask(self._wanted)
+            frame.populate()
 
     def pin(self, devices: Devices) -> None:
         super().pin(devices)

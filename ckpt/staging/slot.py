@@ -124,18 +124,31 @@ class Slot:
                 end the process when it writes to the slot.
             NotWanted: The function ``wanted`` has returned False.
         """
+        for start in range(0, self.capacity, _STEP_BYTES):
+            ask(self._wanted)
+            self.populate(start, min(self.capacity, start + _STEP_BYTES))
+
+    def populate(self, start: int, end: int) -> None:
+        """Touch the pages of a part of the memory.
+
+        Raises:
+            HostMemoryExhausted: There is not enough memory.
+        """
         try:
-            for start in range(0, self.capacity, _STEP_BYTES):
-                _ask(self._wanted)
-                self._map.madvise(
-                    _MADV_POPULATE_WRITE, start, min(_STEP_BYTES, self.capacity - start)
-                )
+            self._map.madvise(_MADV_POPULATE_WRITE, start, end - start)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise HostMemoryExhausted(
                     self.capacity, os.strerror(error.errno or errno.ENOMEM)
                 ) from None
-            self.tensor[:: mmap.PAGESIZE] = 0  # Linux before 5.14 lacks MADV_POPULATE_WRITE
+            self._touch(start, end)
+
+    def _touch(self, start: int, end: int) -> None:
+        """Touch pages on Linux before 5.14, which lacks MADV_POPULATE_WRITE, without a change of
+        their bytes.
+        """
+        pages = self.tensor[start : end : mmap.PAGESIZE]
+        pages.copy_(pages.clone())
 
     def pin(self, devices: Devices) -> None:
         """Page-lock the memory if one of ``devices`` is a CUDA device, so that copies from it are
@@ -230,7 +243,8 @@ def capacity_of(nbytes: int) -> int:
     return -(-nbytes // _ROUND) * _ROUND
 
 
-def _ask(wanted: Callable[[], bool]) -> None:
+def ask(wanted: Callable[[], bool]) -> None:
+    """Raise ``NotWanted`` if ``wanted`` returns False."""
     if not wanted():
         raise NotWanted
 
@@ -239,7 +253,7 @@ def _map_file(path: str, nbytes: int, wanted: Callable[[], bool]) -> tuple[mmap.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         for start in range(0, nbytes, _STEP_BYTES):
-            _ask(wanted)
+            ask(wanted)
             os.posix_fallocate(descriptor, start, min(_STEP_BYTES, nbytes - start))
         found = os.fstat(descriptor)
         return mmap.mmap(descriptor, nbytes), _File(path, found.st_dev, found.st_ino)

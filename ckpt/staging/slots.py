@@ -469,10 +469,12 @@ class SlotPool:
         is free at once, so that a caller of ``acquire`` that waits for it finds no slot in use.
 
         ``request`` must be in ``_making``. After an error the caller gives it back. The caller must
-        not hold the lock, since touching the pages takes long.
+        not hold the lock, since touching the pages takes long. The pages of a ring that a save
+        waits for are touched later, by the thread that copies to them.
         """
         request.slot = slot = self._new(self._slot_bytes(nbytes))
-        slot.prefault()
+        if ahead or not isinstance(slot, Ring):
+            slot.prefault()
         with self._changed:
             self._making.remove(request)
             self._made.append(slot)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 
@@ -180,6 +181,8 @@ class RingWindow(Window):
                     return False
                 with self._changed:
                     self._frames[self._next] = frame
+            # A new ring has untouched pages. This thread touches them, and not the call of a save.
+            self._frames[self._next].populate()
             self._next += 1
         return True
 
@@ -190,8 +193,8 @@ class RingWindow(Window):
         """Write the first bytes of the image, before anything else of it."""
         for start in range(0, len(data), self._step):
             part = data[start : start + self._step]
-            self.wait_room(start + len(part))
-            self._frames[start // self._step].data[: len(part)] = part
+            frame = self._frames[start // self._step] = cast("Frame", self._frame(wait=True))
+            frame.data[: len(part)] = part
 
     def reserve(self, ranges: Iterable[tuple[int, int]]) -> bool:
         pieces = {piece for a, b in ranges for piece in range(a // self._step, -(-b // self._step))}

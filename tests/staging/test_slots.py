@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -25,6 +26,7 @@ from ckpt.staging.budget import measure
 from ckpt.staging.frames import Ring
 from ckpt.staging.slot import Slot
 from ckpt.staging.slots import NoContents, SlotPool
+from ckpt.staging.window import RingWindow
 from tests.kit.interrupting import interrupted_call
 
 MIB = 1 << 20
@@ -512,12 +514,34 @@ def test_a_slot_that_is_still_being_made_ahead_is_waited_for(pools, monkeypatch)
     assert len(own_files()) == 1
 
 
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def resident() -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
+
+
+def test_the_pages_of_a_ring_that_a_save_creates_are_touched_by_the_copying_thread(pools):
+    pool, size = pools(2, elastic=True), 400 * MIB
+    pool.reserve(size)
+    first = take(pool, size)
+    before = resident()
+    second = take(pool, size)  # the first save is not written yet
+    window = RingWindow(second, size)
+    window.write(b"header")
+    assert resident() - before < 8 * MIB
+    window.wait_room(40 * MIB)
+    assert 60 * MIB <= resident() - before < 80 * MIB
+    assert bytes(window._frames[0].data[:6]) == b"header"
+    touched = faults()
+    for slot in (first, second):
+        slot.tensor[: 64 * MIB].fill_(1)
+    assert faults() - touched < 64 * MIB // 4096 // 4
+
+
 def test_a_slot_is_prefaulted(pools):
-    def faults() -> int:
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
     slot = take(pools(1), 64 * MIB)
     source = torch.ones(64 * MIB, dtype=torch.uint8)
     before = faults()
