@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckpt.catalog.watching import watch
     from ckpt.config import SaveConfig, Tier, Tls
     from ckpt.errors import CkptError
+    from ckpt.exchange.load import load
 
     # Other modules, such as gzip, have an ``open`` too.
     from ckpt.exchange.opened import open_checkpoint as open  # noqa: A004
@@ -48,6 +49,7 @@ _HOMES = {
     "join": "ckpt.adapters.joined",
     "join_horovod": "ckpt.adapters.joined",
     "join_mpi": "ckpt.adapters.joined",
+    "load": "ckpt.exchange.load",
     "open": "ckpt.exchange.opened",
     "trainable": "ckpt.adapters.walk.trainable",
     "watch": "ckpt.catalog.watching",
@@ -71,6 +73,7 @@ __all__ = [
     "join",
     "join_horovod",
     "join_mpi",
+    "load",
     "open",
     "trainable",
     "watch",

@@ -204,6 +204,8 @@ class Tier:
         return redact(f"Tier({', '.join(fields)})")
 
     def __post_init__(self) -> None:
+        if isinstance(self.url, os.PathLike):
+            object.__setattr__(self, "url", os.fspath(self.url))
         if not isinstance(self.url, str) or not self.url.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f"url={shown(self.url)}: a tier needs a folder or a URL, such as 'runs/gpt' or "

@@ -283,7 +283,7 @@ class CheckpointManager:
                 step,
                 before,
             )
-        if self._stop.requested(step):
+        if self._stop.stops_after(step):
             self._saver.steps.last_step = step
             if self._ledger.has(step):  # The training loop has already saved this step
                 return self._ledger.pending[-1]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -236,3 +236,7 @@ def test_host_memory_is_a_size_or_a_multiple_of_the_image(value, limit):
 def test_other_host_memory_is_refused_with_examples(value):
     with pytest.raises(ConfigError, match=r"host_memory=.*such as '8GiB'"):
         SaveConfig(host_memory=value)
+
+
+def test_a_tier_takes_a_path(tmp_path: Path) -> None:
+    assert Tier(cast("str", tmp_path)).url == str(tmp_path)

@@ -28,6 +28,7 @@ PUBLIC = {
     "join",
     "join_horovod",
     "join_mpi",
+    "load",
     "open",
     "trainable",
     "watch",

@@ -54,7 +54,7 @@ class StopListener:
             )
         self._signals.request(ends)
 
-    def requested(self, step: int) -> bool:
+    def stops_after(self, step: int) -> bool:
         """Whether the ranks stop after ``step``."""
         return self._signals is not None and self._signals.requested(step)
 

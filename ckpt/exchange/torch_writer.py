@@ -86,11 +86,12 @@ def read_into_scratch(
             if tensor.nbytes
         ]
     )
-    turned = {each.name: _in_order(scratch.tensors[each.name], each) for each in wanted}
+    turned = {each.name: in_saved_order(scratch.tensors[each.name], each) for each in wanted}
     return scratch.tensors | turned
 
 
-def _in_order(tensor: torch.Tensor, saved: Tensor) -> torch.Tensor:
+def in_saved_order(tensor: torch.Tensor, saved: Tensor) -> torch.Tensor:
+    """Return ``tensor`` with its dimensions in memory in the order in which they were saved."""
     if not saved.order:
         return tensor
     made = empty_in_order(tensor.shape, saved.order, dtype=tensor.dtype)

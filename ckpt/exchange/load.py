@@ -1,0 +1,140 @@
+"""Load the values of a checkpoint without a model: the implementation of ``ckpt.load``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ckpt.adapters.match.tree import MakeTensor, StateTree
+from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader, Wanted
+from ckpt.config import Tier
+from ckpt.errors import ConfigError, EntryMissing
+from ckpt.errors.frames import frameless
+from ckpt.exchange.opened import Opened
+from ckpt.exchange.torch_writer import in_saved_order
+from ckpt.model.box import Box
+from ckpt.model.manifest import Tensor
+from ckpt.model.values import join
+
+
+@frameless
+def load(
+    root: str | os.PathLike[str] | Tier,
+    name: str | None = None,
+    *,
+    step: int | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Return the values of a committed checkpoint, as ``torch.load`` returns those of a file.
+
+    A module becomes a dict of tensors by the names of its ``state_dict()``, and an optimizer the
+    dict that ``Optimizer.state_dict()`` gives. Whole tensors are returned, whatever ranks wrote
+    their parts. Names that were tied share a tensor. A value of `PerRank` becomes a list with the
+    value of each rank, and a NumPy array becomes a tensor.
+
+    ::
+
+        weights = ckpt.load("runs/gpt", "model", device="cuda", dtype=torch.bfloat16)
+        model.load_state_dict(weights)
+
+    Args:
+        root: The folder or URL of the root, or a `Tier` if its backend needs options.
+        name: The name of the part to read, such as ``"model"`` or ``"model/embed.weight"``; None
+            for the whole state. Nothing else is read.
+        step: The number of the step; None for the newest checkpoint.
+        device: The device of the tensors.
+        dtype: The dtype of the floating-point tensors; None for the saved dtypes.
+
+    Raises:
+        NoCheckpoint: The root has no checkpoint of ``step``, or no checkpoint at all.
+        EntryMissing: The checkpoint has nothing of this name.
+        IntegrityError: A chunk or the manifest is damaged.
+        StorageError: The root cannot be read.
+        ConfigError: No backend serves the URL, ``dtype`` is no floating-point dtype, or ``name`` is
+            empty.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype}: give a floating-point dtype, such as torch.bfloat16")
+    if name == "":
+        raise ConfigError('name="": give the name of a part, or None for the whole state')
+    with Opened(root, step) as checkpoint:
+        return _Load(checkpoint.reader, torch.device(device), dtype).load(name)
+
+
+class _Load:
+    def __init__(self, reader: StepReader, device: torch.device, dtype: torch.dtype | None) -> None:
+        self._reader, self._device, self._dtype = reader, device, dtype
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def load(self, name: str | None) -> Any:
+        if name is not None and name in self._reader.tensors:
+            self._read({self._stored_name(name)})
+            return self._tensors[self._stored_name(name)]
+        names = set(_names_in(self._part(name, _Name)))
+        self._read({self._stored_name(name) for name in names})
+        return self._part(name, lambda name: self._tensors.get(self._stored_name(name)))
+
+    def _stored_name(self, name: str) -> str:
+        return self._reader.tensors[name].name
+
+    def _part(self, name: str | None, make: MakeTensor) -> Any:
+        tree = StateTree(self._reader.manifest, make, (), by_name=False, safe=False).build()
+        path, value = "", tree
+        while name is not None and path != name:
+            items = _items(path, value)
+            path = next((key for key in items if name == key or name.startswith(f"{key}/")), "")
+            if not path:
+                present = [*self._reader.tensors, *_items("", tree)]
+                raise EntryMissing([name], self._reader.ref.step, present=present, way=LIST_NAMES)
+            value = items[path]
+        return value
+
+    def _read(self, names: Iterable[str]) -> None:
+        tensors = [self._reader.tensors[name] for name in sorted(names)]
+        values = {tensor.name: _empty(tensor) for tensor in tensors}
+        self._reader.read(
+            [
+                Wanted(tensor.name, Box.whole(tensor.shape), _bytes_of(values[tensor.name]))
+                for tensor in tensors
+                if tensor.nbytes
+            ]
+        )
+        for tensor in tensors:
+            value = in_saved_order(values.pop(tensor.name), tensor)
+            dtype = self._dtype if value.is_floating_point() else None
+            self._tensors[tensor.name] = value.to(self._device, dtype or value.dtype)
+
+
+class _Name(str):
+    """The name of a tensor, in the place of the tensor."""
+
+    __slots__ = ()
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    if isinstance(value, _Name):
+        yield value
+    for item in _items("", value).values():
+        yield from _names_in(item)
+
+
+def _items(path: str, value: Any) -> dict[str, Any]:
+    """Return the items of the container ``value`` by their names."""
+    if isinstance(value, Mapping):
+        return {join(path, key): item for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return {join(path, str(index)): item for index, item in enumerate(value)}
+    return {}
+
+
+def _empty(tensor: Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+
+
+def _bytes_of(value: torch.Tensor) -> memoryview:
+    # An array is a buffer, but Python 3.11 has no ``collections.abc.Buffer`` to declare that.
+    return memoryview(value.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
