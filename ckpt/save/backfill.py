@@ -9,8 +9,9 @@ files of all ranks, newest step first, to each farther tier at most ``backlog`` 
 running job have priority. If the earlier job had an agent, the agent has copied these steps right
 after the end of that job (``ckpt.agent.finish``).
 
-Until a farther tier has such a step, retention keeps it on the nearer ones. If a tier does not take
-a step now, the step stays. It is tried again after the next commit on that tier, and by later jobs.
+Until a farther tier has such a step, retention keeps it on the nearer ones. Before a farther tier
+was asked which steps it lacks, the nearer tiers keep all that it takes. If a tier does not take a
+step now, the step stays. It is tried again after the next commit on that tier, and by later jobs.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Backfill:
         config: SaveConfig,
     ) -> None:
         self._near, self._far, self._earlier = near, tuple(far), earlier
-        self._steps, self._config = steps, config
+        self._steps, self._config, self._backlog = steps, config, config.backlog
         self._hurry = threading.Event()
         patience = config.commit_timeout_seconds
         self._retry = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
@@ -116,11 +117,11 @@ class Backfill:
         try:
             lines = [self._line(index, restored) for index in range(len(self._far))]
             for writer, line in zip(self._far, lines, strict=True):
-                taken = [held for held in line if writer.tier.takes(held.ref.step)]
-                self._set_owed(writer, taken[: self._config.backlog])
-            for writer, line in zip(self._far, lines, strict=True):
-                if self._owed[writer.url]:
-                    self._go(writer, line)
+                # Until the tier was asked, it may lack any of the steps that it takes.
+                self._set_owed(writer, [held for held in line if writer.tier.takes(held.ref.step)])
+            lacking = [self._lacking(*tier) for tier in zip(self._far, lines, strict=True)]
+            for writer, steps in zip(self._far, lacking, strict=True):
+                self._go(writer, steps)
         except Exception as error:  # noqa: BLE001 - of no consequence for the running job
             _log.warning(
                 "ckpt: what earlier jobs left on %s was not taken farther: %s",
@@ -135,7 +136,8 @@ class Backfill:
         index = next(index for index, writer in enumerate(self._far) if writer.url == url)
         try:
             if self._owed[url]:
-                self._go(self._far[index], self._line(index, restored))
+                writer = self._far[index]
+                self._go(writer, self._lacking(writer, self._line(index, restored)))
         except Exception as error:  # noqa: BLE001 - of no consequence for the running job
             _log.warning("ckpt: what earlier jobs left is not taken to %s: %s", url, error)
         finally:
@@ -165,29 +167,46 @@ class Backfill:
             absent = {*attempts(store)} - {*attempts(target.backend)} - {held.ref for held in steps}
             absent = {ref for ref in absent if ref <= restored and target.takes(ref.step)}
             newest = sorted((ref for ref in absent if ref.job != own), reverse=True)
-            steps += Inventory(store).look(among={*newest[: self._config.backlog]})
+            steps += Inventory(store).look(among={*newest[: self._backlog]})
         return history(steps, restored)
 
-    def _go(self, writer: TierWriter, line: Sequence[StoredStep]) -> None:
-        """Copy the steps of ``line`` that the tier of ``writer`` wants and lacks."""
-        far = writer.url
+    def _lacking(self, writer: TierWriter, line: Sequence[StoredStep]) -> list[StoredStep]:
+        """Return the steps of ``line`` that the tier of ``writer`` wants and lacks, and note them.
+
+        If the tier cannot be asked, return none. The nearer tiers then keep the newest steps that
+        it takes.
+        """
+        taken = [held for held in line if writer.tier.takes(held.ref.step)]
+        try:
+            lacking = self._retry.call(partial(self._copier(writer).lacking, taken, self._backlog))
+        except CkptError as error:
+            _log.warning("ckpt: what earlier jobs left is not taken to %s: %s", writer.url, error)
+            self._set_owed(writer, taken[: self._backlog])
+            return []
+        self._set_owed(writer, lacking)
+        return lacking
+
+    def _copier(self, writer: TierWriter) -> StepCopier:
         others = [self._near.tier, *(other.tier for other in self._far if other is not writer)]
         durable = [other.backend for other in others if not other.in_memory]
         farther = [other.url for other in self._far if other.tier.index > writer.tier.index]
         owed_farther = frozenset[StepRef]().union(*(self._owed[url] for url in farther))
         guard = FixedGuard(owed_farther, durable)
-        copier = StepCopier(writer.tier, writer.root, durable, guard, self._retry)
+        return StepCopier(writer.tier, writer.root, durable, guard, self._retry)
+
+    def _go(self, writer: TierWriter, going: Sequence[StoredStep]) -> None:
+        """Copy the steps ``going`` to the tier of ``writer``, which lacks them."""
+        if not going:
+            return
+        far, copier = writer.url, self._copier(writer)
+        _log.info(
+            "ckpt: of earlier jobs, %s lacks steps %s: they follow from %s",
+            far,
+            _numbers(going),
+            self._near.url,
+        )
         try:
-            going = self._retry.call(partial(copier.lacking, line, self._config.backlog))
-            self._set_owed(writer, going)
-            if going:
-                _log.info(
-                    "ckpt: of earlier jobs, %s lacks steps %s: they follow from %s",
-                    far,
-                    _numbers(going),
-                    self._near.url,
-                )
-                writer.claim()
+            writer.claim()
         except CkptError as error:
             _log.warning("ckpt: what earlier jobs left is not taken to %s: %s", far, error)
             return

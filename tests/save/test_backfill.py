@@ -17,6 +17,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest
 from ckpt.errors import AccessDenied, TransientStorageError
 from ckpt.retention.pruner import Pruner
+from ckpt.retention.step_copier import StepCopier
 from ckpt.save.backfill import Backfill
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
@@ -189,6 +190,40 @@ def test_the_leader_takes_the_files_of_all_ranks(near, far, monkeypatch):
     assert whole(far) == [1, 2, 3]
 
 
+def test_an_old_step_stays_near_until_the_far_tier_that_lacks_it_was_asked(near, far, monkeypatch):
+    left_by_a_job(near, 1, 2, 3)
+    for folder in near.glob("step-00000000[23].*"):
+        shutil.copytree(folder, far / folder.name)
+    pruned = threading.Event()
+    lacking, prune = StepCopier.lacking, Pruner._prune
+
+    def slow(self, line, most):
+        pruned.wait(30)
+        return lacking(self, line, most)
+
+    def noted(self):
+        prune(self)
+        pruned.set()
+
+    monkeypatch.setattr(StepCopier, "lacking", slow)
+    monkeypatch.setattr(Pruner, "_prune", noted)
+    go_on(Tier(str(near), keep_last=1), far, step=4, backlog=1)
+    assert whole(far) == [1, 2, 3, 4]
+    assert whole(near) == [4]
+
+
+def test_a_far_tier_that_cannot_be_asked_keeps_no_more_near_than_the_backlog(
+    near, far, monkeypatch, caplog
+):
+    left_by_a_job(near, 1, 2, 3)
+    faulty(monkeypatch, far, [Rule(verb="head", key="step-000000003", fault=Raise(AccessDenied))])
+    with CheckpointManager([Tier(str(near), keep_last=1), far], backlog=2) as manager:
+        assert manager.restore(state(0), 3) is not None
+        manager.save_async(state(4), 4).result(20, tier=str(near))
+    assert whole(near) == [2, 3, 4]
+    assert "what earlier jobs left is not taken to" in caplog.text
+
+
 def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(
     near, far, monkeypatch
 ):
@@ -196,10 +231,10 @@ def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(
     pruned = threading.Event()
     go, prune = Backfill._go, Pruner._prune
 
-    def slow(self, writer, line):
+    def slow(self, writer, steps):
         # the prune after the first commit comes while the steps still have to be read
         pruned.wait(30)
-        go(self, writer, line)
+        go(self, writer, steps)
 
     def noted(self):
         prune(self)
