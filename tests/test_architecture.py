@@ -522,3 +522,45 @@ def test_mypy_checks_every_module() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
     assert [each["module"] for each in settings["overrides"] if "ignore_errors" in each] == []
     assert not {"ignore_errors", "exclude"} & set(settings)
+
+
+# -- what decides whether a step is a checkpoint ---------------------------------------------------
+
+STEP_FILES = "ckpt/coordination/step_files.py"
+OTHER_DELETIONS = {
+    "ckpt/agent/finish.py": "the record of the owner of a root",
+    "ckpt/catalog/pins.py": "pins",
+    "ckpt/catalog/watching.py": "the records of watchers",
+    "ckpt/cli/pin.py": "pins",
+    "ckpt/coordination/claim_marker.py": "claim markers",
+    "ckpt/coordination/owner.py": "the record of the owner of a root",
+    "ckpt/coordination/tombstone.py": "tombstones",
+}
+"""The modules that delete objects which are no files of a step."""
+
+
+def texts_of_ckpt() -> dict[str, str]:
+    """Return the text of each file of ``ckpt``, without the suite for backends."""
+    found = (ROOT / "ckpt").rglob("*.py")
+    return {name_of(path): path.read_text() for path in found if "testing" not in path.parts}
+
+
+def files_with(pattern: str) -> set[str]:
+    return {name for name, text in texts_of_ckpt().items() if re.search(pattern, text)}
+
+
+def test_one_function_deletes_the_files_of_steps() -> None:
+    assert files_with(r"\.delete[(,)]") == {STEP_FILES, *OTHER_DELETIONS}
+    assert texts_of_ckpt()[STEP_FILES].count(".delete(") == 1
+
+
+def test_one_function_puts_manifests() -> None:
+    # A tombstone is put in the place of a manifest that was removed.
+    assert files_with(r"\.put[(,]\s*\S*manifest\b") == {"ckpt/coordination/tombstone.py"}
+    assert texts_of_ckpt()[STEP_FILES].count(".put(") == 1
+
+
+def test_images_are_written_by_one_function_and_files_by_another() -> None:
+    counts = {name: text.count("ImageWrite(") for name, text in texts_of_ckpt().items()}
+    writing = {name: count for name, count in counts.items() if count}
+    assert writing == {"ckpt/save/rank_files.py": 1, "ckpt/catalog/transfer.py": 1}

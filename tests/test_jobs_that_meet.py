@@ -120,17 +120,17 @@ def test_a_job_that_only_restores_leaves_a_living_one_what_it_has_in_memory(
 def test_a_restore_between_the_last_fragment_and_the_manifest_costs_no_step_in_memory(
     in_memory: list[Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_once = ckpt.coordination.committer.put_once
+    put_manifest = ckpt.coordination.committer.put_manifest
     restores: list[int] = []
 
     def meanwhile(backend: Any, key: str, data: bytes) -> None:
         if backend.url.startswith("shm://") and key.startswith("step-000000002"):
             restores.append(restored_from(*in_memory).step)
-        put_once(backend, key, data)
+        put_manifest(backend, key, data)
 
     with CheckpointManager(in_memory) as living:
         living.save(state(1), 1)
-        monkeypatch.setattr(ckpt.coordination.committer, "put_once", meanwhile)
+        monkeypatch.setattr(ckpt.coordination.committer, "put_manifest", meanwhile)
         living.save(state(2), 2)
         memory = open_tiers(in_memory)[0].backend
         assert whole(memory.url) == [1, 2]

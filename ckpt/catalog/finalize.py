@@ -32,8 +32,8 @@ from ckpt.catalog.index import attempts, own_objects
 from ckpt.catalog.verify import OnProgress, StepFolder, size_faults, verify_files
 from ckpt.coordination.api import LEADER
 from ckpt.coordination.claim_marker import claim_for_finish, release_finish
-from ckpt.coordination.committer import put_once
 from ckpt.coordination.owner import Owner, read_owner
+from ckpt.coordination.step_files import put_manifest
 from ckpt.coordination.tombstone import delete_tombstone
 from ckpt.errors import (
     CkptError,
@@ -133,7 +133,7 @@ def _put(folder: StepFolder, manifest: Manifest) -> None:
         raise faults[0].error()
     folder.require_fragments(manifest)
     retry.call(partial(delete_tombstone, backend, ref))
-    retry.call(partial(put_once, backend, ref.manifest, pack(manifest)))
+    retry.call(partial(put_manifest, backend, ref.manifest, pack(manifest)))
     release_finish(backend, ref)
 
 

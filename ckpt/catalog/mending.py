@@ -26,6 +26,7 @@ from ckpt.catalog.transfer import (
 )
 from ckpt.catalog.verify import Fault, StepFolder, verify_files
 from ckpt.coordination.claim_marker import claim_for_finish, clear_away, release_finish
+from ckpt.coordination.step_files import put_manifest
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import StoredFile
@@ -137,7 +138,9 @@ def _put_manifest(folder: StepFolder, found: Found, confirm: Callable[[], object
     try:
         _check_manifest(folder)
         check_files(folder, found.manifest, confirm)
-        folder.retry.call(partial(backend.put, ref.manifest, [found.packed]))
+        folder.retry.call(
+            partial(put_manifest, backend, ref.manifest, found.packed, replaces_damaged=True)
+        )
     finally:
         release_finish(backend, ref)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 
 from msgspec.structs import replace
@@ -35,8 +35,10 @@ from ckpt.catalog.tiered_reader import OnRepair, TieredReader
 from ckpt.catalog.verify import Meter, OnProgress, StepFolder, fault_of, size_faults, verify_files
 from ckpt.codec.registry import NO_CODEC, Encoder, encoder_of
 from ckpt.coordination.claim_marker import claim_for_finish, release_finish
+from ckpt.coordination.step_files import delete_files, put_manifest
 from ckpt.coordination.tombstone import delete_tombstone, has_manifest
 from ckpt.errors import (
+    CommitError,
     FormatUnsupported,
     IntegrityError,
     ObjectExists,
@@ -272,7 +274,7 @@ def fetch_step(
     copies = copy_files(origin.fetch, missing, folder, on_bytes=meter.add, recoding=recoding)
     if old is not None:
         # The old manifest is removed only after all data files were written.
-        folder.retry.call(partial(folder.backend.delete, folder.ref.manifest))
+        folder.retry.call(partial(delete_files, folder.backend, [folder.ref.manifest]))
     if recoding is None:
         copy_fragments(origin, manifest, manifest.fragments, folder)
     else:
@@ -312,22 +314,8 @@ def copy_files(
                 positions.append(fetch(reads, sink))
 
         image = StoredImage(chunks_of(source, as_stored=recoding is None), read)
-        key = source.key if recoding is None else folder.ref.key(recoding.name(source.rank))
-        write = ImageWrite(
-            source=image,
-            chunks=image.lengths,
-            key=key,
-            workers=workers,
-            retry=folder.retry,
-            on_bytes=on_bytes,
-            known=source.file.chunks,
-        )
         try:
-            if recoding is not None:
-                written = recoding.write(write, source, folder.backend)
-            else:
-                write_image(write, folder.backend)
-                written = source
+            written = write_file(image, source, folder, on_bytes=on_bytes, recoding=recoding)
         except BaseException as error:
             failed.append(error)
             raise
@@ -342,6 +330,34 @@ def copy_files(
         except BaseException as error:  # noqa: BLE001 - the first is raised
             failed.append(error)  # The copies that are under way stop at their next read
             raise failed[0] from None
+
+
+def write_file(
+    image: StoredImage,
+    source: StoredFile,
+    folder: StepFolder,
+    *,
+    on_bytes: OnBytes,
+    recoding: Recoding | None = None,
+) -> StoredFile:
+    """Write the data file ``source``, whose content is ``image``, to the store of ``folder``, and
+    return the file there. It is not visible before all of it is written and verified.
+
+    Without ``recoding``, the file keeps its encoding.
+    """
+    write = ImageWrite(
+        source=image,
+        chunks=image.lengths,
+        key=source.key if recoding is None else folder.ref.key(recoding.name(source.rank)),
+        workers=folder.workers,
+        retry=folder.retry,
+        on_bytes=on_bytes,
+        known=source.file.chunks,
+    )
+    if recoding is not None:
+        return recoding.write(write, source, folder.backend)
+    write_image(write, folder.backend)
+    return source
 
 
 def copy_fragments(
@@ -424,7 +440,7 @@ def _make_way(folder: StepFolder, packed: bytes) -> bool:
         if not folder.retry.call(partial(has_manifest, destination, ref)):
             return False  # A tombstone stays until all files are there
         if not isinstance(error, FormatUnsupported):
-            folder.retry.call(partial(destination.delete, ref.manifest))
+            folder.retry.call(partial(delete_files, destination, [ref.manifest]))
             return False
     raise ObjectExists(
         ref.manifest,
@@ -459,9 +475,9 @@ def _clear_unnamed(folder: StepFolder, manifest: Manifest) -> None:
     ref = folder.ref
     names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
     named = {ref.manifest, ref.claim_marker, *map(ref.key, names)}
-    for info in own_objects(folder.backend, ref):
-        if info.key not in named and not is_late_metrics(info.key.rpartition("/")[2]):
-            folder.retry.call(partial(folder.backend.delete, info.key))
+    keys = [info.key for info in own_objects(folder.backend, ref) if info.key not in named]
+    outdated = [key for key in keys if not is_late_metrics(key.rpartition("/")[2])]
+    folder.retry.call(partial(delete_files, folder.backend, outdated))
 
 
 def has_codec(manifest: Manifest, codec: str) -> bool:
@@ -552,13 +568,9 @@ def _commit(folder: StepFolder, packed: bytes) -> None:
     """Put the manifest. Raises ``ObjectExists`` if the folder has another manifest."""
     key = folder.ref.manifest
     try:
-        folder.retry.call(partial(folder.backend.put, key, [packed], if_absent=True))
-    except ObjectExists:
-        # Another process has put a manifest, or the store has lost the reply to a first try.
-        with suppress(IntegrityError):
-            if folder.read(key, partial(_is_manifest, packed, key=key)):
-                return
-        raise
+        folder.retry.call(partial(put_manifest, folder.backend, key, packed))
+    except CommitError as error:
+        raise ObjectExists(key, str(error)) from error
 
 
 def _is_manifest(packed: bytes, data: bytes, *, key: str) -> bool:

@@ -30,7 +30,7 @@ import msgspec
 from ckpt.catalog.finalize import read_fragments
 from ckpt.catalog.fragments import check_bytes
 from ckpt.catalog.index import is_committed, own_objects, read_packed
-from ckpt.catalog.transfer import Recoding, check_files, commit_copy
+from ckpt.catalog.transfer import Recoding, check_files, commit_copy, write_file
 from ckpt.catalog.verify import StepFolder, size_faults
 from ckpt.codec.registry import NO_CODEC, encoder_of
 from ckpt.coordination.claim_marker import (
@@ -52,7 +52,7 @@ from ckpt.model.keys import fragment_name, marked_rank, noted_rank
 from ckpt.model.manifest import Encoding, FragmentRef, Manifest, StoredFile
 from ckpt.model.packed import read_fragment
 from ckpt.pipeline.encoded_writer import widths_of
-from ckpt.pipeline.image_writer import ImageWrite, OnBytes
+from ckpt.pipeline.image_writer import OnBytes
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
@@ -157,17 +157,9 @@ class RankPart:
         """
         if self._part.file is None:
             return None
-        stored, image = self._stored(), self._image()
-        write = ImageWrite(
-            source=image,
-            chunks=image.lengths,
-            key=folder.ref.key(self._recoding.name(self._rank)),
-            workers=folder.workers,
-            retry=folder.retry,
-            on_bytes=on_bytes,
-            known=stored.file.chunks,
-        )
-        return self._recoding.write(write, stored, folder.backend).encoding
+        return write_file(
+            self._image(), self._stored(), folder, on_bytes=on_bytes, recoding=self._recoding
+        ).encoding
 
     def encoding(self, workers: Workers, on_bytes: OnBytes) -> Encoding | None:
         """Return what ``write_data`` would return, and write nothing. If the other stores have a

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 from typing import Final
 
+from ckpt.coordination.step_files import delete_files
 from ckpt.coordination.tombstone import has_manifest
 from ckpt.errors import CkptError, ObjectExists, ObjectNotFound, OutOfSpace
 from ckpt.model.keys import StepRef
@@ -180,8 +181,7 @@ def clear_away(
         # There is no room even for a marker. Data without a fragment can still be removed.
         if is_there(backend, fragment):
             raise
-    backend.delete(fragment)
-    backend.delete(data)
+    delete_files(backend, [fragment, data])
     release_removal(backend, ref)
     if rank is not None:
         release_rank(backend, ref, rank)

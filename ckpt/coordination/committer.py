@@ -47,15 +47,13 @@ from ckpt.coordination.commit_state_machine import (
     encode,
 )
 from ckpt.coordination.leaving import who_has_left
-from ckpt.coordination.tombstone import TOMBSTONE, has_manifest
+from ckpt.coordination.step_files import put_manifest
+from ckpt.coordination.tombstone import has_manifest
 from ckpt.errors import (
     CkptError,
     CommitError,
-    IntegrityError,
     ManifestCorrupt,
-    ObjectExists,
     ObjectNotFound,
-    StorageError,
     TierNotShared,
     TransientStorageError,
     with_root,
@@ -186,7 +184,7 @@ class SharedStore:
         def once() -> None:
             self._confirm()
             try:
-                put_once(self._backend, ref.manifest, manifest)
+                put_manifest(self._backend, ref.manifest, manifest)
             except TransientStorageError as error:
                 unanswered.append(error)
                 raise
@@ -398,33 +396,3 @@ def _vote_of(data: bytes) -> Vote:
         return decode_vote(data)
     except msgspec.MsgspecError as error:
         return Failed(f"its vote cannot be read: {error}")
-
-
-def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
-    """Put the object ``key`` if it is absent.
-
-    It is no error if the object exists with the same bytes. The reply to an earlier put may have
-    been lost, or two ranks may have merged the same fragments.
-
-    Raises:
-        CommitError: The object exists with other bytes, or as a tombstone.
-        StorageError: The put has failed, and the object cannot be read.
-    """
-
-    def compare(there: bytes) -> None:
-        if there == TOMBSTONE:
-            raise CommitError(f"{key!r} was removed by another job, which has taken the root over")
-        if there != data:
-            raise ManifestCorrupt(key, "it has other content")
-
-    try:
-        backend.put(key, [data], if_absent=True)
-    except StorageError as error:
-        try:
-            read_record(backend, key, compare, limit=len(data))
-        except StorageError:
-            raise error from None
-        except IntegrityError:
-            raise CommitError(f"{key!r} was already there with other content") from (
-                None if isinstance(error, ObjectExists) else error
-            )

@@ -15,6 +15,7 @@ import msgspec
 from ckpt.catalog.fragments import load_fragment
 from ckpt.catalog.transfer import copy_files
 from ckpt.catalog.verify import StepFolder
+from ckpt.coordination.step_files import delete_files
 from ckpt.errors import CkptError, OutOfSpace, StorageError
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Fragment, Manifest, StoredFile
@@ -118,7 +119,7 @@ def remove(backend: StorageBackend, kept: Sequence[str]) -> None:
     """
     for key in reversed(kept):
         with suppress(CkptError):
-            backend.delete(key)
+            delete_files(backend, [key])
 
 
 def reading(

@@ -13,6 +13,7 @@ import msgspec
 
 from ckpt.catalog.index import is_committed, own_objects, read_packed
 from ckpt.coordination.api import LEADER
+from ckpt.coordination.step_files import put_manifest
 from ckpt.errors import CkptError
 from ckpt.model.keys import MANIFEST, StepRef, whole_ranks
 from ckpt.model.manifest import Manifest
@@ -172,7 +173,7 @@ class Ring:
                 for node, ranks in from_node.items()
             )
             if not listed:
-                backend.put(ref.manifest, [data])
+                put_manifest(backend, ref.manifest, data)
         except BaseException:
             copies.remove()
             raise

@@ -33,6 +33,7 @@ from ckpt.config import ranks_on_this_node
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.claim_marker import clear_away
 from ckpt.coordination.owner import Owner
+from ckpt.coordination.step_files import delete_files
 from ckpt.errors import CkptError, IntegrityError, OutOfSpace, RootInUse, StorageError
 from ckpt.model import readable
 from ckpt.model.checksum import checksum
@@ -318,7 +319,7 @@ class ReadThrough:
             with suppress(StorageError):
                 # If the step is committed there, the cache had the fragment, and lacked only data.
                 if position in self.origin.listing:
-                    backend.delete(file.key)
+                    delete_files(backend, [file.key])
                     is_removed = True
                 else:
                     is_removed = clear_away(

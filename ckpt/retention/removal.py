@@ -1,7 +1,8 @@
 """Remove one step, or an unfinished write, from a tier.
 
-Retention and eviction delete a step only through ``remove``, which deletes the manifest first. So a
-step that lacks files is never listed as a checkpoint. Other modules also delete files of steps:
+Retention and eviction remove a step only through ``remove``. Other modules also delete files of
+steps, all of them by ``coordination.step_files.delete_files``, which deletes a manifest first. So a
+step that lacks files is never listed as a checkpoint.
 
 * ``save.slot_steps`` deletes the files of a step in memory before its slot is filled again.
 * ``save.tier_writer`` deletes the fragment of a rank whose job has lost the root.
@@ -28,6 +29,7 @@ from ckpt.coordination.claim_marker import (
     release_marker,
     release_removal,
 )
+from ckpt.coordination.step_files import delete_files
 from ckpt.coordination.tombstone import bury
 from ckpt.errors import OutOfSpace
 from ckpt.model.checksum import checksum
@@ -88,13 +90,12 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
             return False
         else:
             # Deleting the manifest makes room for the marker.
-            backend.delete(held.ref.manifest)
+            delete_files(backend, [held.ref.manifest])
             with suppress(OutOfSpace):
                 marked = claim_committed_for_removal(backend, held.ref)
     stays = {held.ref.claim_marker, *_remove_manifest(backend, held, claim)}
-    for key in {*(info.key for info in held.objects), *_added_since(backend, held.ref, marked)}:
-        if key not in stays:
-            backend.delete(key)
+    keys = {*(info.key for info in held.objects), *_added_since(backend, held.ref, marked)}
+    delete_files(backend, keys - stays)
     discard(backend, _unfinished_in(backend, held))
     if marked:
         release_removal(backend, held.ref)
@@ -114,7 +115,7 @@ def _remove_manifest(
         with suppress(OutOfSpace):
             bury(backend, held.ref)
             return (held.ref.manifest,)
-    backend.delete(held.ref.manifest)
+    delete_files(backend, [held.ref.manifest])
     return ()
 
 
@@ -126,7 +127,7 @@ def _remove_folder(backend: StorageBackend, held: StoredStep) -> None:
     """
     discard(backend, held.unfinished)
     # In a store with folders, this also removes an empty folder. No process puts this object.
-    backend.delete(held.ref.late_metrics(checksum(b"")))
+    delete_files(backend, [held.ref.late_metrics(checksum(b""))])
 
 
 def _added_since(backend: StorageBackend, ref: StepRef, marked: bool) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from ckpt.coordination.step_files import delete_files
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.save.job_steps import JobSteps
 from ckpt.storage.tiers import OpenTier
@@ -79,8 +80,7 @@ class SlotSteps:
         with self._lock:
             kept = dict(self._steps.get(path, {}))
         for url, (tier, ref) in kept.items():
-            for key in (ref.manifest, *map(ref.key, self._names)):
-                tier.backend.delete(key)
+            delete_files(tier.backend, [ref.manifest, *map(ref.key, self._names)])
             with self._lock:
                 self._steps[path].pop(url, None)
 

@@ -22,6 +22,7 @@ from ckpt.coordination.commit_state_machine import Bounds, Durable, Failed, Unkn
 from ckpt.coordination.committer import CommitStore, Committer, SharedStore, in_turn
 from ckpt.coordination.nodes import NodeLocalStore, on_node
 from ckpt.coordination.owner import Owner
+from ckpt.coordination.step_files import delete_files
 from ckpt.errors import (
     CkptError,
     CommitError,
@@ -212,7 +213,7 @@ class TierWriter:
 
     def _remove_fragment(self, ref: StepRef) -> None:
         if self._marked is None or claim_rank_to_remove(self._backend, ref, self._marked):
-            self._backend.delete(ref.key(self._files.names[0]))
+            delete_files(self._backend, [ref.key(self._files.names[0])])
 
     def claim(self) -> None:
         """Claim the root, if this job has not claimed it yet, and remove what ended jobs left there

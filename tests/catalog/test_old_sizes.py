@@ -21,8 +21,9 @@ from ckpt.catalog.late_metrics import add_metrics
 from ckpt.catalog.pins import all_pins, note_of, put_pin
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step
-from ckpt.coordination.committer import SharedStore, put_once
+from ckpt.coordination.committer import SharedStore
 from ckpt.coordination.owner import Owner, claim, confirm, read_owner
+from ckpt.coordination.step_files import put_manifest
 from ckpt.errors import ManifestCorrupt, ObjectNotFound
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.workers import Workers
@@ -96,7 +97,7 @@ def test_the_fragment_of_another_rank_is_merged(store: Store, ref: StepRef) -> N
 
 
 def test_a_put_whose_reply_was_lost_is_found_done(store: Store, ref: StepRef) -> None:
-    put_once(store(), ref.manifest, Path(store().url, ref.manifest).read_bytes())
+    put_manifest(store(), ref.manifest, Path(store().url, ref.manifest).read_bytes())
 
 
 def test_a_copy_removes_no_manifest_and_writes_nothing_again(

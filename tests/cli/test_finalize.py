@@ -201,11 +201,10 @@ from ckpt import CheckpointManager
 manager = CheckpointManager(sys.argv[1])
 state = {"x": torch.arange(1000), "step": 1}
 manager.save(state, step=1)
-true = committer.put_once
 def dies(backend, key, data):
     open(sys.argv[2], "wb").write(data)  # what it would have put
     os.kill(os.getpid(), signal.SIGKILL)
-committer.put_once = dies
+committer.put_manifest = dies
 manager.save(state, step=2)
 """
 

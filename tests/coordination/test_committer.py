@@ -7,7 +7,7 @@ import pytest
 
 from ckpt.coordination.abort_reason import Aborted, abort_reason, rebuild
 from ckpt.coordination.commit_state_machine import Bounds, Committed, Failed, Unknown
-from ckpt.coordination.committer import Committer, SharedStore, put_once
+from ckpt.coordination.committer import Committer, SharedStore
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import (
     CkptError,
@@ -31,7 +31,7 @@ from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.storage.api import read_object
-from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule, flip_byte
+from ckpt.storage.testing import flip_byte
 from ckpt_backends.memory import forget_memory, open_memory
 from tests.coordination.durable import ARRAY, REF, make_durable
 from tests.coordination.world import World
@@ -226,52 +226,6 @@ def test_a_word_that_is_nonsense_is_a_verdict_too(store):
     heard = commit_all(world, store, {0: make_durable(store, 0, 2)}, ranks=[0])
     assert isinstance(heard[0], CommitError)
     assert "rank 1: its vote cannot be read" in str(heard[0])
-
-
-# -- put_once --------------------------------------------------------------------------------------
-
-
-def test_the_first_put_stands():
-    name = uuid.uuid4().hex
-    store = open_memory(f"memory://{name}", {})
-    put_once(store, "m", b"one")
-    put_once(store, "m", b"one")  # two survivors merged the same fragments
-    for other in (b"two", b"", b"one and a lot more", b"onf"):
-        with pytest.raises(CommitError, match="other content"):
-            put_once(store, "m", other)
-    assert read_object(store, "m", limit=99) == b"one"
-    forget_memory(name)
-
-
-@pytest.mark.parametrize("there", [b"short", b"x" * 1000])
-def test_other_bytes_of_any_length_are_another_job(store, there):
-    store.put("m", [there])
-    with pytest.raises(CommitError, match="other content"):
-        put_once(store, "m", b"mine")
-
-
-def test_a_lost_reply_is_no_failure(store):
-    faulty = FaultyBackend(store, [Rule(verb="put", nth=1, fault=LoseReply(TransientStorageError))])
-    put_once(faulty, "m", b"mine")
-    assert read_object(store, "m", limit=99) == b"mine"
-
-
-def test_a_put_that_did_not_happen_is_its_own_error(store):
-    error = TransientStorageError("m", "503")
-    faulty = FaultyBackend(store, [Rule(verb="put", fault=Raise(error))])
-    with pytest.raises(TransientStorageError) as caught:
-        put_once(faulty, "m", b"mine")
-    assert caught.value is error
-
-
-def test_when_nobody_can_tell_what_is_there_the_first_error_is_told(store):
-    store.put("m", [b"mine"])
-    rules = [
-        Rule(verb="put", fault=Raise(OutOfSpace)),
-        Rule(verb="head", fault=Raise(TransientStorageError)),
-    ]
-    with pytest.raises(OutOfSpace):
-        put_once(FaultyBackend(store, rules), "m", b"mine")
 
 
 # -- errors on the wire ----------------------------------------------------------------------------

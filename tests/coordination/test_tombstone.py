@@ -14,8 +14,8 @@ from ckpt.catalog.index import attempts, committed, find, is_committed, read_pac
 from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder
-from ckpt.coordination.committer import put_once
 from ckpt.coordination.owner import Owner
+from ckpt.coordination.step_files import put_manifest
 from ckpt.coordination.tombstone import TOMBSTONE, bury, delete_tombstone
 from ckpt.errors import AccessDenied, CkptError, CommitError, NoCheckpoint, ObjectNotFound
 from ckpt.model.keys import StepRef
@@ -107,7 +107,7 @@ def test_a_removed_step_of_a_job_that_may_live_leaves_a_tombstone_for_a_day(take
     [folder] = far.glob("step-000000001.*")
     assert [path.name for path in folder.iterdir()] == ["manifest.json"]
     with pytest.raises(CommitError, match="was removed by another job"):
-        put_once(backend, gone.ref.manifest, b"a late manifest")
+        put_manifest(backend, gone.ref.manifest, b"a late manifest")
     with pytest.raises(ObjectNotFound):
         read_packed(backend, gone.ref)
     with pytest.raises(NoCheckpoint, match="step 1 was removed"):
