@@ -1,0 +1,187 @@
+"""What must be where after an event. It knows the promises of the documentation, and none of the
+mechanisms that keep them.
+
+The oracle is cautious: where a promise leaves room, as with a step that two policies treat
+differently, it demands nothing. What it demands must hold whatever the timing of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ckpt.model.keys import StepRef
+from tests.crash.sequences.plans import MEMORY, JobPlan, PrunePlan, TierPlan
+
+Listing = Mapping[str, frozenset[StepRef]]
+"""The checkpoints of each durable place."""
+
+
+@dataclass
+class Facts:
+    """What one job has noted about itself, and what the places had around it.
+
+    Attributes:
+        restored: The step that it has restored.
+        committed: The steps that it was told are checkpoints, by place.
+        missed: The steps that it was told did not become checkpoints, by place.
+        begun: The tiers that each step goes to whose save has begun.
+    """
+
+    attempt: str
+    before: Listing
+    after: Listing = field(default_factory=dict[str, frozenset[StepRef]])
+    restored: StepRef | None = None
+    committed: dict[str, set[StepRef]] = field(default_factory=dict[str, set[StepRef]])
+    missed: dict[str, set[StepRef]] = field(default_factory=dict[str, set[StepRef]])
+    begun: dict[StepRef, list[str]] = field(default_factory=dict[StepRef, list[str]])
+
+
+class Oracle:
+    """Remembers what all jobs have saved.
+
+    Attributes:
+        contents: What was saved as each step.
+        parents: The step that each job has continued from.
+        pins: The pinned steps of each place.
+    """
+
+    def __init__(self) -> None:
+        self.contents: dict[StepRef, int] = {}
+        self.parents: dict[str, StepRef | None] = {}
+        self.pins: dict[str, set[StepRef]] = {}
+
+    def metric(self, ref: StepRef) -> float:
+        """Return the metric of a step, which says nothing about its number."""
+        return float(self.contents[ref] * 7919 % 1009)
+
+    # -- removal -----------------------------------------------------------------------------------
+
+    def missing_after_job(self, job: JobPlan, facts: Facts) -> list[str]:
+        """Return a sentence for each checkpoint that is gone and should be there."""
+        wrong: list[str] = []
+        used = {tier.place for tier in job.tiers}
+        for place, before in facts.before.items():
+            if place not in used and facts.after[place] != before:
+                wrong.append(f"{place} is not used, and has changed")
+        for tier in job.tiers:
+            place = tier.place
+            there = facts.after[place]
+            expected = facts.before[place] | facts.committed.get(place, set())
+            for ref in sorted(expected - there):
+                if reason := self._reason_to_keep(ref, tier, job, facts):
+                    wrong.append(f"step {ref} is gone from {place}: {reason}")
+        return wrong
+
+    def missing_after_prune(self, event: PrunePlan, before: Listing, after: Listing) -> list[str]:
+        """Return a sentence for each checkpoint that ``ckpt prune`` should have left."""
+        wrong: list[str] = []
+        rule = TierPlan(event.place, keep_last=event.keep_last)
+        for place, refs in before.items():
+            for ref in sorted(refs - after[place]):
+                if place != event.place or self._surely_kept(ref, rule, refs):
+                    wrong.append(f"step {ref} is gone from {place} after {event}")
+        return wrong
+
+    def _reason_to_keep(self, ref: StepRef, tier: TierPlan, job: JobPlan, facts: Facts) -> str:
+        place = tier.place
+        ever = facts.before[place] | facts.after[place] | facts.committed.get(place, set())
+        if ref in self.pins.get(place, set()):
+            return "it is pinned"
+        if tier.capacity is not None:
+            return self._reason_on_a_full_tier(ref, tier, job, facts)
+        if self._surely_kept(ref, tier, ever):
+            return "the policy keeps it"
+        farther = job.tiers[job.tiers.index(tier) + 1 :]
+        for other in farther:
+            if ref in self.owed(other, tier, job, facts):
+                return f"{other.place} wants and lacks it"
+        return ""
+
+    def _reason_on_a_full_tier(
+        self, ref: StepRef, tier: TierPlan, job: JobPlan, facts: Facts
+    ) -> str:
+        """A full tier may remove all but what is nowhere else."""
+        own = facts.committed.get(tier.place, set())
+        newest = max(own, default=facts.restored)
+        others = (other.place for other in job.tiers if other is not tier)
+        # A later step of the job on another tier stands for this one.
+        later = (
+            other
+            for place in others
+            for other in {*facts.after[place], *facts.committed.get(place, set())}
+            if other == ref or (other.job == ref.job and other > ref)
+        )
+        return "it is the newest, and nowhere else" if ref == newest and not any(later) else ""
+
+    def _surely_kept(self, ref: StepRef, tier: TierPlan, ever: Collection[StepRef]) -> bool:
+        """Return whether the policy keeps a step, whichever of the steps ``ever`` are there."""
+        if tier.keep_last is None:
+            return tier.capacity is None
+        numbers = sorted({other.step for other in ever}, reverse=True)
+        best = max((self.metric(other), other.step) for other in ever)[1]
+        return (
+            ref.step in numbers[: tier.keep_last]
+            or (tier.keep_every is not None and ref.step % tier.keep_every == 0)
+            or (tier.keep_best and ref.step == best)
+        )
+
+    # -- what a farther tier gets ------------------------------------------------------------------
+
+    def owed(self, far: TierPlan, near: TierPlan, job: JobPlan, facts: Facts) -> frozenset[StepRef]:
+        """Return the steps of a nearer tier that a farther one surely wants, and lacks."""
+        if far.capacity is not None:
+            return frozenset()
+        there = facts.after[far.place]
+        source = facts.before[near.place] | facts.committed.get(near.place, set())
+        wanted = [ref for ref in self._line(source, facts) if ref.step % far.every == 0]
+        ever = {*there, *facts.before[far.place], *wanted}
+        missed = facts.missed.get(far.place, set())
+        wanted = [ref for ref in wanted if self._surely_kept(ref, far, ever) and ref not in missed]
+        own = [ref for ref in wanted if ref.job == facts.attempt][: job.backlog]
+        earlier = [ref for ref in wanted if ref.job != facts.attempt][: job.backlog]
+        return frozenset({*own, *earlier} - there)
+
+    def _line(self, refs: Iterable[StepRef], facts: Facts) -> list[StepRef]:
+        """Return the steps of a job and those that surely led to it, newest first."""
+        present = [*refs]
+        line = {ref for ref in present if ref.job == facts.attempt}
+        head = facts.restored
+        while head is not None:
+            line |= {ref for ref in present if ref.job == head.job and ref.step <= head.step}
+            head = self.parents.get(head.job)
+        numbers = [ref.step for ref in present]
+        return sorted((ref for ref in line if numbers.count(ref.step) == 1), reverse=True)
+
+    def untold(self, facts: Facts) -> list[str]:
+        """Return a sentence for each step of which a job, which was closed, was not told what
+        became of it on a tier.
+        """
+        return [
+            f"nothing was told of step {ref} on {place}"
+            for ref, places in facts.begun.items()
+            for place in places
+            if ref not in facts.committed.get(place, set())
+            and ref not in facts.missed.get(place, set())
+        ]
+
+    def missing_farther(self, job: JobPlan, facts: Facts) -> list[str]:
+        """Return a sentence for each step that a job, which has ended in order or has an agent,
+        should have brought to a farther tier.
+        """
+        near, *farther = job.tiers
+        durable = any(facts.committed.get(tier.place) for tier in job.tiers)
+        if not durable or near.capacity is not None:
+            return []
+        return [
+            f"step {ref} is not on {far.place}"
+            for far in farther
+            for ref in sorted(self.owed(far, near, job, facts))
+        ]
+
+    # -- restores ----------------------------------------------------------------------------------
+
+    def newest(self, places: Mapping[str, Collection[StepRef]], job: JobPlan) -> int:
+        """Return the number of the newest step that a job can restore; -1 if there is none."""
+        used = [tier.place for tier in job.tiers] + [MEMORY] * job.memory
+        return max((ref.step for place in used for ref in places[place]), default=-1)
