@@ -67,7 +67,7 @@ from tests.processes import fork
 
 _NUMBERS = 500
 _OVER = ("done", "closed", "superseded", "given up")
-_EXPECTED = ("OutOfSpace", "SaveSkipped", "TierBehind")
+_EXPECTED = ("OutOfSpace", "SaveSkipped", "StepsMissing", "TierBehind")
 """The errors of a job without faults: a capacity, ``every`` and ``backlog`` allow no more."""
 _CALLS = ("put", "upload", "read_into", "head", "list", "folders", "delete", "discard")
 _UPLOAD_CALLS = ("write", "finish", "abort")
