@@ -19,6 +19,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import attempts, committed, own_objects
 from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.owner import Owner, claim, read_owner
+from ckpt.coordination.step_files import put_manifest
 from ckpt.errors import CkptError, CommitError, RootInUse, TransientStorageError
 from ckpt.model.keys import OWNER
 from ckpt.retention.pruner import prune
@@ -120,7 +121,6 @@ def test_a_job_that_only_restores_leaves_a_living_one_what_it_has_in_memory(
 def test_a_restore_between_the_last_fragment_and_the_manifest_costs_no_step_in_memory(
     in_memory: list[Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_manifest = ckpt.coordination.committer.put_manifest
     restores: list[int] = []
 
     def meanwhile(backend: Any, key: str, data: bytes) -> None:

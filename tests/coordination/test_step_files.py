@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import uuid
+from typing import cast
 
 import pytest
 
 from ckpt.coordination.step_files import delete_files, put_manifest
 from ckpt.errors import CommitError, OutOfSpace, TransientStorageError
 from ckpt.model.keys import StepRef
-from ckpt.storage.api import read_object
+from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
 from ckpt_backends.memory import forget_memory, open_memory
+from tests.kit.stores import Wrapped
 
 
 @pytest.fixture
@@ -76,11 +78,11 @@ def test_the_manifest_goes_first_and_a_fragment_before_its_data(store):
     keys = [*map(ref.key, names), ref.manifest, ref.end_note(0)]
     deleted = []
 
-    class Noting:
+    class Noting(Wrapped):
         def delete(self, key):
             deleted.append(key.rpartition("/")[2])
 
-    delete_files(Noting(), keys)
+    delete_files(cast("StorageBackend", Noting(store)), keys)
     assert deleted[0] == "manifest.json"
     assert sorted(deleted[1:3]) == ["rank-00000.json", "rank-00001.json"]
     assert sorted(deleted) == sorted(key.rpartition("/")[2] for key in keys)

@@ -124,6 +124,7 @@ def _event(chance: random.Random) -> Event:
 
 def _job(chance: random.Random) -> JobPlan:
     agent = chance.random() < 0.06
+    starts: list[Start] = ["newest", "older", "nothing"]
     ends: list[End] = ["close", "close", "kill", "kill", "kill", "raise"]
     return JobPlan(
         # An agent tries for a day if a tier has no room that it may make.
@@ -132,7 +133,7 @@ def _job(chance: random.Random) -> JobPlan:
         ranks=2 if chance.random() < 0.2 and not agent else 1,
         agent=agent,
         backlog=chance.choice([1, 2, 4, 20, 20, 20]),
-        start=chance.choices(["newest", "older", "nothing"], [10, 3, 1])[0],
+        start=chance.choices(starts, [10, 3, 1])[0],
         fraction=chance.random(),
         jumps=chance.random() < 0.3,
         saves=chance.randint(0, 5),
