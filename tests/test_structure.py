@@ -44,6 +44,7 @@ ACROSS_FILES = {
     "far_tier",
     "fragments",
     "glossary",
+    "how_do_i",
     "jobs_that_meet",
     "keep_best",
     "memory_tier",

@@ -1,0 +1,171 @@
+"""The answers of ``docs/how-do-i.md`` do what they say."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from typer.testing import CliRunner
+
+import ckpt
+from ckpt import CheckpointManager, Tier
+from ckpt.cli.main import app
+from tests.kit.pages import blocks
+
+PAGE = "how-do-i.md"
+_PYTHON = {block.text: block.name for block in blocks("python") if block.page.name == PAGE}
+_COMMANDS = [
+    line
+    for block in blocks("")
+    if block.page.name == PAGE
+    for line in block.text.splitlines()
+    if line.startswith("ckpt ")
+]
+
+
+def job(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "step": 100 * seed}
+
+
+@pytest.fixture(autouse=True)
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with the steps 100, 200 and 300, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("runs/gpt") as manager:
+        for seed in (1, 2, 3):
+            manager.save(job(seed), metrics={"loss": 4.0 - seed})
+    return tmp_path / "runs" / "gpt"
+
+
+def answer(words: str) -> dict[str, Any]:
+    """Run the answer with these words as a user does, and return its names."""
+    (text,) = [text for text in _PYTHON if words in text]
+    names = job(5)
+    names |= {"state": dict(names), "ckpt": ckpt, "torch": torch}
+    names |= {"CheckpointManager": CheckpointManager, "Tier": Tier}
+    exec(text, names)
+    return names
+
+
+def command(*words: str) -> str:
+    (line,) = [line for line in _COMMANDS if line.split()[1] == words[0]]
+    text = line.replace("/mnt/backup", "backup").replace("python eval.py", "echo")
+    outcome = CliRunner().invoke(app, shlex.split(text)[1:] + list(words[1:]))
+    assert outcome.exit_code in (0, 1), outcome.output  # 1: `ckpt diff` has found differences
+    return outcome.output
+
+
+def equal(model: nn.Module, seed: int) -> bool:
+    saved = job(seed)["model"].state_dict()
+    return all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+def test_the_weights_alone() -> None:
+    assert equal(answer("ckpt.load")["model"], 3)
+
+
+def test_an_older_step_goes_on_in_a_root_of_its_own(run: Path) -> None:
+    names = answer("runs/gpt-again")
+    assert equal(names["model"], 2)
+    with CheckpointManager("runs/gpt-again") as manager:
+        assert manager.steps() == [200]
+    with CheckpointManager(run) as manager:
+        assert manager.steps() == [100, 200, 300]
+
+
+def test_the_best_step_stays() -> None:
+    answer("keep_best")
+    with CheckpointManager("runs/gpt") as manager:
+        assert manager.steps() == [300, 400]
+    assert "loss" in CliRunner().invoke(app, ["ls", "runs/gpt"]).output
+
+
+def test_another_optimizer_begins_afresh() -> None:
+    names = answer("torch.optim.SGD")
+    assert equal(names["model"], 3)
+    assert not names["optimizer"].state
+
+
+def test_another_learning_rate_keeps_the_moments() -> None:
+    names = answer("param_groups")
+    assert names["optimizer"].param_groups[0]["lr"] == 0.5
+    saved = job(3)["optimizer"].state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(names["optimizer"].state_dict()["state"][0]["exp_avg"], saved)
+
+
+def test_the_weights_of_another_run() -> None:
+    assert equal(answer("rename=")["model"], 3)
+
+
+def test_all_but_one_part() -> None:
+    model = answer('exclude="model/0.*"')["model"]
+    assert torch.equal(model[0].weight, job(5)["model"][0].weight)
+    assert torch.equal(model[1].weight, job(3)["model"][1].weight)
+
+
+def test_a_cell_that_runs_again_takes_over() -> None:
+    first, second = answer("manager = Check"), answer("manager = Check")
+    second["manager"].save(second["state"], step=500)
+    assert equal(second["model"], 3)
+    second["manager"].close()
+    first["manager"].close()
+
+
+def test_ranks_are_started_by_spawn(tmp_path: Path) -> None:
+    (text,) = [text for text in _PYTHON if "init_process_group" in text]
+    arguments = (2, text, f"file://{tmp_path}/meeting")
+    torch.multiprocessing.spawn(_train, arguments, nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def _train(rank: int, ranks: int, text: str, meeting: str) -> None:
+    state = job(5)
+    names: dict[str, Any] = {
+        "CheckpointManager": CheckpointManager, "torch": torch, "state": state,
+    }  # fmt: skip
+    exec(text.replace('"gloo",', f'"gloo", init_method="{meeting}",'), names)
+    names["train"](rank, ranks)
+    assert equal(state["model"], 3)
+    torch.distributed.destroy_process_group()
+
+
+def test_a_file_for_other_programs() -> None:
+    command("export")
+    weights = load_file("gpt.safetensors")
+    model = job(5)["model"]
+    model.load_state_dict(weights)
+    assert equal(model, 3)
+
+
+def test_two_steps_are_compared() -> None:
+    assert "model/0.weight" in command("diff")
+
+
+def test_a_run_is_copied(tmp_path: Path) -> None:
+    (tmp_path / "backup").mkdir()
+    command("copy")
+    with CheckpointManager("backup/gpt") as manager:
+        assert manager.steps() == [100, 200, 300]
+
+
+def test_steps_are_pruned_for_show(run: Path) -> None:
+    command("prune")
+    assert len(list(run.glob("*step*"))) == 3
+
+
+def test_each_step_is_handled_once() -> None:
+    assert command("watch", "--once").count("step") >= 3
+
+
+def test_each_answer_in_code_is_run_here() -> None:
+    assert len(_PYTHON) == 9
+    assert {line.split()[1] for line in _COMMANDS} == {"watch", "export", "diff", "copy", "prune"}
