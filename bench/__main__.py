@@ -89,7 +89,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="scenario", dest="scenario")
     for name, words in {
         **scenarios.ALL,
-        "all": "all of these but `device`, one after the other",
+        "all": f"all of these but {' and '.join(sorted(scenarios.ALONE))}, one after the other",
     }.items():
         verb = verbs.add_parser(name, help=words)
         verb.add_argument(

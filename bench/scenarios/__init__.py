@@ -40,12 +40,13 @@ ALL: Final[dict[str, str]] = {
     "every": "a save every step: how much slower training is",
     "objects": "a real S3 server: our client and others",
     "far": "a far tier that is slow, or down for a minute: what the near one notices",
+    "timeline": "one save as a picture: what each thread does, and when",
     "device": "a bf16 training on an accelerator: copies, CPU time, stall and drag",
     "scale": "simulated worlds of up to 16,384 ranks: plans, fragments, merge, manifest, words",
 }
 
-ALONE: Final = frozenset({"device"})
-"""Not part of ``all``: their results come from a machine of their own."""
+ALONE: Final = frozenset({"device", "timeline"})
+"""Not part of ``all``: `device` needs a machine of its own, and `timeline` compares nothing."""
 
 
 def load(name: str) -> Scenario:
