@@ -19,7 +19,7 @@ from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import pack_fragment, read_fragment
 from ckpt.model.validate import check_manifest
-from ckpt.plan.merge import Known, merge
+from ckpt.plan.merge import MergeCache, merge
 from ckpt.plan.restore import plan_restore
 
 
@@ -64,7 +64,7 @@ def commit(folder: str, refs: list[list[FragmentRef]]) -> dict[str, float]:
     In a process of its own, since it measures its memory.
     """
     found: dict[str, float] = {"base": _peak()}
-    known = Known()
+    known = MergeCache()
     gc.disable()  # as collection is on the save path: fragments have no cycles
     for step, name in ((1, "merge_first"), (2, "merge_known")):
         start, cpu = time.perf_counter(), time.process_time()

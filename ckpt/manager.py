@@ -40,7 +40,7 @@ from ckpt.errors.frames import frameless
 from ckpt.events import Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
-from ckpt.model.patterns import Names, Patterns, patterns_for, unfitting
+from ckpt.model.patterns import Names, Patterns, no_match_error, patterns_for
 from ckpt.pending import PendingSave, SaveRecord, check_timeout, missing_at_the_end, wait_and_log
 from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit, has_script_ended
 from ckpt.restore.report import RestoreReport
@@ -700,7 +700,7 @@ class CheckpointManager:
             return pending
         collected = self._collect(state, patterns=patterns)
         if collected.unused and self._coordinator.world_size == 1:  # Another rank may have the name
-            raise unfitting(collected.unused)
+            raise no_match_error(collected.unused)
         prepared = self._plans.prepare(collected)
         wait = self._config.on_busy == "wait" or self._saver.steps.last_step == ref.step
         slot = self._saver.acquire(prepared.plan.size, wait=wait, devices=prepared.devices)

@@ -115,7 +115,7 @@ class Recoding:
 
     def name(self, rank: int) -> str:
         """Return the name of a rank's data file at the destination."""
-        return data_name(rank, encoded=self.encoder is not None)
+        return data_name(rank, is_encoded=self.encoder is not None)
 
     def stored(self, source: StoredFile, encoding: Encoding | None) -> StoredFile:
         """Return the file at the destination that has the content of the file ``source``.

@@ -30,7 +30,7 @@ from ckpt.cli.options import (
 from ckpt.cli.output import ranges
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest
-from ckpt.model.values import decode, exact, following, join, parse
+from ckpt.model.values import check_structure, decode, exact, join, parse
 from ckpt.storage.api import ObjectInfo, StorageBackend
 
 _MOST_CHARS: Final = 100
@@ -253,7 +253,7 @@ def _values(manifest: Manifest) -> dict[str, str]:
 
     The text of a ``PerRank`` value only lists the ranks that have the value.
     """
-    with following("tree"):
+    with check_structure("tree"):
         values = dict(_flat("", _plain(manifest.tree)))
         holders: dict[str, list[int]] = {}
         for rank, raw in manifest.per_rank.items():
@@ -264,7 +264,7 @@ def _values(manifest: Manifest) -> dict[str, str]:
 
 
 def _metadata(manifest: Manifest) -> dict[str, str]:
-    with following("metadata"):
+    with check_structure("metadata"):
         return dict(_flat("", _plain(manifest.metadata)))
 
 
@@ -274,7 +274,7 @@ def exact_values(manifest: Manifest) -> dict[str, str]:
     A ``PerRank`` value has an item for each rank. The texts of plain values are not shortened, so
     two plain values are equal if their texts are equal.
     """
-    with following("tree"):
+    with check_structure("tree"):
         values = dict(_flat("", _plain(manifest.tree), exact))
         for rank, raw in manifest.per_rank.items():
             node = _plain(raw)

@@ -62,7 +62,7 @@ from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef, Packed
-from ckpt.plan.merge import Known, merge
+from ckpt.plan.merge import MergeCache, merge
 from ckpt.storage.api import StorageBackend, read_record
 
 T = TypeVar("T")
@@ -230,7 +230,7 @@ class Committer:
     store: CommitStore
     name: str
     bounds: Bounds
-    known: Known = field(default_factory=Known)
+    known: MergeCache = field(default_factory=MergeCache)
     read_all: ReadAll = in_turn
 
     def commit(self, ref: StepRef, vote: Vote, *, abort: CkptError | None = None) -> Verdict:

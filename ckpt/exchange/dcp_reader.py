@@ -337,7 +337,7 @@ def _place(name: str, whole: torch.Tensor, offsets: tuple[int, ...], piece: Any)
     ):
         raise IntegrityError(f"a part of {name!r} is not what the table of contents says")
     box = Box(offsets or (0,) * whole.ndim, tuple(piece.shape))
-    if not box.inside(whole.shape):
+    if not box.is_inside(whole.shape):
         raise IntegrityError(f"a part of {name!r} is outside of it")
     dtype = str(whole.dtype).removeprefix("torch.")
     region: Any = (*box.slices(), ...)

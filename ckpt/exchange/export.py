@@ -24,7 +24,7 @@ from ckpt.errors.base import few
 from ckpt.exchange import dcp_writer, safetensors_writer, torch_writer
 from ckpt.exchange.opened import TensorView
 from ckpt.model.manifest import Tensor
-from ckpt.model.values import exact, following
+from ckpt.model.values import check_structure, exact
 from ckpt.storage.places import is_folder, local_path
 
 Format = Literal["safetensors", "torch", "dcp"]
@@ -185,7 +185,7 @@ def _leave_out_values(reader: StepReader, notes: Notes, globs: Sequence[str]) ->
 def _values(reader: StepReader, globs: Sequence[str]) -> list[str]:
     """Return the names of the plain values that match ``globs``, without None and empty dicts."""
     tree = StateTree(reader.manifest, lambda _: None, globs, by_name=True).build()
-    with following("tree"):
+    with check_structure("tree"):
         return _paths(tree)
 
 

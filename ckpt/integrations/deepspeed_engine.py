@@ -50,7 +50,7 @@ from ckpt.integrations.stored import Failed, built, opened
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
-from ckpt.model.values import following, parse
+from ckpt.model.values import check_structure, parse
 from ckpt.pending import PendingSave
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
@@ -530,7 +530,7 @@ def _read(step: _Step, part: str, device: torch.device) -> Any:
         tree = StateTree(outline.manifest, StoredTensor, (), by_name=True, safe=False).build()
 
         def contents(make: MakeTensor) -> Any:
-            with following("tree"):
+            with check_structure("tree"):
                 return unpacked(tree[_PARTS][part], make)
 
         return built(step.reader, outline, contents, device)

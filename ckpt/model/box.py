@@ -41,12 +41,12 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def intersect(self, other: Box) -> Box | None:
+    def intersect(self, box: Box) -> Box | None:
         """Return the common region of both boxes, or None if they have no common element."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
+        offsets = tuple(map(max, self.offsets, box.offsets))
         ends = (
             min(a + n, b + m)
-            for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
+            for a, n, b, m in zip(self.offsets, self.shape, box.offsets, box.shape, strict=True)
         )
         shape = tuple(end - start for start, end in zip(offsets, ends, strict=True))
         return Box(offsets, shape) if all(n > 0 for n in shape) else None
@@ -63,11 +63,11 @@ class Box:
             slice(start, start + n) for start, n in zip(self.offsets, self.shape, strict=True)
         )
 
-    def contains(self, other: Box) -> bool:
-        """Return True if this box contains ``other`` completely."""
-        return other.relative_to(self).inside(self.shape)
+    def contains(self, box: Box) -> bool:
+        """Return True if this box contains ``box`` completely."""
+        return box.relative_to(self).is_inside(self.shape)
 
-    def inside(self, shape: Sequence[int]) -> bool:
+    def is_inside(self, shape: Sequence[int]) -> bool:
         """Return True if a tensor of ``shape`` contains this box completely."""
         return len(shape) == len(self.shape) == len(self.offsets) and all(
             start >= 0 and n >= 0 and start + n <= size
@@ -75,22 +75,22 @@ class Box:
         )
 
 
-def split_rows(box: Box, most: int) -> list[Box]:
-    """Cut a box into boxes of at most ``most`` elements, and return them in the row-major order of
+def split_rows(box: Box, limit: int) -> list[Box]:
+    """Cut a box into boxes of at most ``limit`` elements, and return them in the row-major order of
     the box.
 
-    Each part is therefore one contiguous range of the box's memory. A row with more than ``most``
+    Each part is therefore one contiguous range of the box's memory. A row with more than ``limit``
     elements is cut along the next dimension. The result is empty for an empty box, and contains
     only the box itself for a 0-d box.
     """
     if box.numel == 0:
         return []
-    if box.numel <= most:
+    if box.numel <= limit:
         return [box]
     # ``dim`` is the first dimension whose rows have at most ``most`` elements each. The loop goes
     # through all indices of the dimensions before ``dim``.
-    dim = next(d for d in range(len(box.shape)) if math.prod(box.shape[d + 1 :]) <= most)
-    rows = max(1, most // math.prod(box.shape[dim + 1 :]))
+    dim = next(d for d in range(len(box.shape)) if math.prod(box.shape[d + 1 :]) <= limit)
+    rows = max(1, limit // math.prod(box.shape[dim + 1 :]))
     parts: list[Box] = []
     for index in itertools.product(*map(range, box.shape[:dim])):
         for start in range(0, box.shape[dim], rows):
@@ -112,10 +112,10 @@ def flat_start(part: Box, whole: Box) -> int | None:
     """
     start, row, is_whole = 0, 1, True
     rows = zip(part.offsets, part.shape, whole.offsets, whole.shape, strict=True)
-    for offset, length, first, size in reversed(list(rows)):
+    for offset, length, origin, size in reversed(list(rows)):
         if not is_whole and length != 1:
             return None
-        start += (offset - first) * row
+        start += (offset - origin) * row
         row *= size
         is_whole = is_whole and length == size
     return start
@@ -142,9 +142,9 @@ def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         if inner == 0:
             return [Box.whole(shape)]
         dim, row = inner - 1, rows[inner]
-        at = tuple(int(i) for i in np.unravel_index(start, tuple(shape)))
-        count = min((stop - start) // row, shape[dim] - at[dim])
-        parts.append(Box(at, (*(1 for _ in range(dim)), count, *shape[inner:])))
+        index = tuple(int(i) for i in np.unravel_index(start, tuple(shape)))
+        count = min((stop - start) // row, shape[dim] - index[dim])
+        parts.append(Box(index, (*(1 for _ in range(dim)), count, *shape[inner:])))
         start += count * row
     return parts
 
@@ -178,15 +178,17 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     of boxes.
     """
     for box in boxes:
-        if not box.inside(shape):
+        if not box.is_inside(shape):
             return f"box {box.offsets}+{box.shape} is not inside the shape {tuple(shape)}"
     solid = [box for box in boxes if box.numel]
-    total, held = math.prod(shape), sum(box.numel for box in solid)
-    if held == total and (len(solid) < 2 or _covers_once(shape, solid)):
+    total, count = math.prod(shape), sum(box.numel for box in solid)
+    if count == total and (len(solid) < 2 or _covers_once(shape, solid)):
         return None
     if (overlap := _an_overlap(solid)) is not None:
         return f"boxes overlap at {overlap}"
-    return f"{total - held} of {total} elements are in no box" if held < total else "boxes overlap"
+    return (
+        f"{total - count} of {total} elements are in no box" if count < total else "boxes overlap"
+    )
 
 
 def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
@@ -209,8 +211,8 @@ def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         edges, index = np.unique(np.stack([low, high]), return_inverse=True)
         low, high = index.reshape(2, -1)
         for row, prime in zip(products, _PRIMES, strict=True):
-            at = _random.integers(0, prime, len(edges))
-            row *= (at[high] - at[low]) % prime
+            numbers = _random.integers(0, prime, len(edges))
+            row *= (numbers[high] - numbers[low]) % prime
             row %= prime
     return all(
         int(row[:-1].sum()) % prime == row[-1] for row, prime in zip(products, _PRIMES, strict=True)
@@ -222,19 +224,19 @@ def _an_overlap(boxes: Sequence[Box]) -> tuple[int, ...] | None:
 
     Returns None if no two boxes overlap, or if the search would take too long.
     """
-    left = _MOST_PAIRS + _PAIRS_PER_BOX * len(boxes)
+    budget = _MOST_PAIRS + _PAIRS_PER_BOX * len(boxes)
     active: list[Box] = []  # Earlier boxes that have not ended yet along the first dimension
     for box in sorted(boxes):
-        left -= len(active)
-        if left < 0:
+        budget -= len(active)
+        if budget < 0:
             return None
         active = [
-            other
-            for other in active
-            if not box.shape or other.offsets[0] + other.shape[0] > box.offsets[0]
+            neighbour
+            for neighbour in active
+            if not box.shape or neighbour.offsets[0] + neighbour.shape[0] > box.offsets[0]
         ]
-        for other in active:
-            if (common := box.intersect(other)) is not None:
+        for neighbour in active:
+            if (common := box.intersect(neighbour)) is not None:
                 return common.offsets
         active.append(box)
     return None

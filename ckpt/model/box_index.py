@@ -31,22 +31,22 @@ class BoxIndex:
         self._dim = max(range(dims), key=lambda dim: len(np.unique(starts[:, dim])))
         order = np.argsort(starts[:, self._dim], kind="stable")
         self._numbers, self._starts, self._ends = solid[order], starts[order], ends[order]
-        self._firsts: list[int] = self._starts[:, self._dim].tolist()
+        self._lowest: list[int] = self._starts[:, self._dim].tolist()
         # The largest end of each box and all boxes before it
         self._reach: list[int] = np.maximum.accumulate(self._ends[:, self._dim]).tolist()
 
-    def meeting(self, box: Box) -> list[int]:
+    def search(self, box: Box) -> list[int]:
         """Return the indices of the boxes that have an element in common with ``box``, in
         ascending order.
         """
         if not self._is_sorted:
-            return [i for i, other in enumerate(self._boxes) if other.intersect(box)]
+            return [i for i, candidate in enumerate(self._boxes) if candidate.intersect(box)]
         if not box.numel:
             return []
         start, end = np.array(box.offsets), np.array(box.offsets) + np.array(box.shape)
         near = slice(
             bisect_right(self._reach, int(start[self._dim])),
-            bisect_left(self._firsts, int(end[self._dim])),
+            bisect_left(self._lowest, int(end[self._dim])),
         )
         meets = ((self._starts[near] < end) & (self._ends[near] > start)).all(axis=1)
         return sorted(self._numbers[near][meets].tolist())

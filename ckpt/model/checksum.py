@@ -30,12 +30,12 @@ def checksum(data: memoryview | bytes | bytearray, *more: memoryview) -> str:
     return stream.hexdigest()
 
 
-def verify(data: memoryview | bytes, expected: str, *, key: str, offset: int) -> None:
-    """Raise ``ChecksumMismatch`` if the checksum of ``data`` is not ``expected``.
+def verify(data: memoryview | bytes, digest: str, *, key: str, offset: int) -> None:
+    """Raise ``ChecksumMismatch`` if the checksum of ``data`` is not ``digest``.
 
     Args:
         key: The key of the file that ``data`` was read from, for the error.
         offset: The position of ``data`` in that file in bytes, for the error.
     """
-    if checksum(data) != expected:
+    if checksum(data) != digest:
         raise ChecksumMismatch(key, offset, len(data))

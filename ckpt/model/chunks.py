@@ -27,53 +27,53 @@ Smaller chunks increase the processor time of a restore by a third or more (docs
 """
 
 
-def cut(box: Box, itemsize: int, chunk_bytes: int) -> list[Box]:
+def split_box(box: Box, itemsize: int, chunk_bytes: int) -> list[Box]:
     """Return the chunks of a box in row-major order, as boxes of at most ``chunk_bytes`` each.
 
     The list is empty for a box without elements.
     """
-    most = chunk_bytes // itemsize
-    wanted = min(most, max(LEAST_BYTES // itemsize, -(-box.numel // PARTS)))
-    if wanted < box.numel:
-        wanted = _whole_rows(box.shape, wanted, most)
-    return split_rows(box, wanted)
+    limit = chunk_bytes // itemsize
+    target = min(limit, max(LEAST_BYTES // itemsize, -(-box.numel // PARTS)))
+    if target < box.numel:
+        target = _whole_rows(box.shape, target, limit)
+    return split_rows(box, target)
 
 
-def lengths_like(shape: tuple[int, ...], first: int, *, at_most: int) -> list[int] | None:
+def lengths_like(shape: tuple[int, ...], first_length: int, *, at_most: int) -> list[int] | None:
     """Return the number of elements of each chunk of a box of ``shape`` whose first chunk has
-    ``first`` elements. The box must have elements.
+    ``first_length`` elements. The box must have elements.
 
     Returns None if ``split_rows`` never gives a first chunk of that length for this shape, or if
     there would be more than ``at_most`` chunks.
     """
-    if not 0 < first <= math.prod(shape):
+    if not 0 < first_length <= math.prod(shape):
         return None
     shape = shape or (1,)
     rows = _rows(shape)
-    dim = next(dim for dim, row in enumerate(rows) if row <= first)
-    each, left = divmod(first, rows[dim])
-    whole, rest = divmod(shape[dim], each)
+    dim = next(dim for dim, row in enumerate(rows) if row <= first_length)
+    rows_per_chunk, remainder = divmod(first_length, rows[dim])
+    whole, rest = divmod(shape[dim], rows_per_chunk)
     outer = math.prod(shape[:dim])
-    if left or not whole or outer * (whole + bool(rest)) > at_most:
+    if remainder or not whole or outer * (whole + bool(rest)) > at_most:
         return None
-    return ([first] * whole + [rest * rows[dim]] * bool(rest)) * outer
+    return ([first_length] * whole + [rest * rows[dim]] * bool(rest)) * outer
 
 
-def _whole_rows(shape: tuple[int, ...], wanted: int, most: int) -> int:
-    """Return a chunk length near ``wanted`` elements, and at most ``most``, that is a whole number
+def _whole_rows(shape: tuple[int, ...], target: int, limit: int) -> int:
+    """Return a chunk length near ``target`` elements, and at most ``limit``, that is a whole number
     of rows.
 
-    This is the length of one row if some dimension has rows of ``wanted`` to ``2 * wanted``
+    This is the length of one row if some dimension has rows of ``target`` to ``2 * wanted``
     elements. Otherwise it is the length of several rows, whose number is chosen so that the last
     chunk is not much smaller than the others.
     """
     rows = _rows(shape)
-    larger = [row for row in rows if wanted <= row <= min(most, 2 * wanted)]
+    larger = [row for row in rows if target <= row <= min(limit, 2 * target)]
     if larger:
         return larger[-1]
-    dim, row = next((dim, row) for dim, row in enumerate(rows) if row <= wanted)
-    each = min(most // row, -(-wanted // row))
-    return -(-shape[dim] // -(-shape[dim] // each)) * row
+    dim, row = next((dim, row) for dim, row in enumerate(rows) if row <= target)
+    count = min(limit // row, -(-target // row))
+    return -(-shape[dim] // -(-shape[dim] // count)) * row
 
 
 def _rows(shape: tuple[int, ...]) -> list[int]:

@@ -39,12 +39,12 @@ def cut_boxes(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Box]:
     The local tensor consists of these boxes, in this order along every dimension. The list is empty
     if the cuts keep no element of a tensor that has elements.
     """
-    left: list[list[Run]] = [[(0, size)] for size in shape]
+    runs_by_dim: list[list[Run]] = [[(0, size)] for size in shape]
     for cut in cuts:
-        left[cut.dim] = _cut(left[cut.dim], cut)
+        runs_by_dim[cut.dim] = _apply_cut(runs_by_dim[cut.dim], cut)
     boxes = [
-        Box(tuple(at for at, _ in runs), tuple(n for _, n in runs))
-        for runs in itertools.product(*left)
+        Box(tuple(start for start, _ in runs), tuple(n for _, n in runs))
+        for runs in itertools.product(*runs_by_dim)
     ]
     return [box for box in boxes if box.numel or not all(shape)]
 
@@ -59,36 +59,42 @@ def local_regions(boxes: Sequence[Box]) -> list[Box]:
         ends = itertools.accumulate(lengths.values(), initial=0)
         starts.append(dict(zip(lengths, ends, strict=False)))
     return [
-        Box(tuple(known[at] for known, at in zip(starts, box.offsets, strict=True)), box.shape)
+        Box(
+            tuple(
+                local_starts[offset]
+                for local_starts, offset in zip(starts, box.offsets, strict=True)
+            ),
+            box.shape,
+        )
         for box in boxes
     ]
 
 
-def _cut(runs: Sequence[Run], cut: Cut) -> list[Run]:
-    kept: list[Run] = []
+def _apply_cut(runs: Sequence[Run], cut: Cut) -> list[Run]:
+    selection: list[Run] = []
     for piece in range(cut.pieces):
-        first, count = _chunk((0, sum(n for _, n in runs)), cut.pieces, piece)
-        for at, n in _taken(runs, _chunk((first, count), cut.parts, cut.index)):
-            if kept and sum(kept[-1]) == at:
-                kept[-1] = (kept[-1][0], kept[-1][1] + n)
+        piece_start, count = _chunk((0, sum(n for _, n in runs)), cut.pieces, piece)
+        for start, n in _select(runs, _chunk((piece_start, count), cut.parts, cut.index)):
+            if selection and sum(selection[-1]) == start:
+                selection[-1] = (selection[-1][0], selection[-1][1] + n)
             else:
-                kept.append((at, n))
-    return kept or [(sum(runs[-1]), 0)]
+                selection.append((start, n))
+    return selection or [(sum(runs[-1]), 0)]
 
 
 def _chunk(run: Run, count: int, index: int) -> Run:
     start, n = run
     size = -(-n // count)
-    first = min(n, size * index)
-    return start + first, min(size, n - first)
+    offset = min(n, size * index)
+    return start + offset, min(size, n - offset)
 
 
-def _taken(runs: Iterable[Run], positions: Run) -> Iterable[Run]:
+def _select(runs: Iterable[Run], positions: Run) -> Iterable[Run]:
     """Yield runs of the indices at ``positions`` in the list of all indices of ``runs``."""
-    first, count = positions
-    seen = 0
-    for at, n in runs:
-        low, high = max(first, seen), min(first + count, seen + n)
+    begin, count = positions
+    position = 0
+    for start, n in runs:
+        low, high = max(begin, position), min(begin + count, position + n)
         if low < high:
-            yield at + low - seen, high - low
-        seen += n
+            yield start + low - position, high - low
+        position += n

@@ -94,8 +94,8 @@ def safetensors_entry(dtype: str, shape: Sequence[int], start: int) -> tuple[Ent
     """
     kind = DTYPES[dtype]
     end = start + math.prod(shape) * kind.itemsize
-    held = [*shape, kind.lanes] if kind.lanes > 1 else list(shape)
-    return {"dtype": kind.storage, "shape": held, "data_offsets": [start, end]}, end
+    dims = [*shape, kind.lanes] if kind.lanes > 1 else list(shape)
+    return {"dtype": kind.storage, "shape": dims, "data_offsets": [start, end]}, end
 
 
 def float_width(dtype: str) -> int:
@@ -107,18 +107,18 @@ def float_width(dtype: str) -> int:
     return DTYPES[dtype].itemsize if dtype in _FLOATS else 1
 
 
-def converts(saved: str, wanted: str) -> bool:
-    """Return True if a restore may convert elements of the dtype ``saved`` to ``wanted``.
+def converts(source: str, target: str) -> bool:
+    """Return True if a restore may convert elements of the dtype ``source`` to ``target``.
 
     A restore may convert any float type to any float type, and any complex type to any complex
     type. Values are rounded as torch rounds them. A restore may also convert an integer type to an
     integer type that can hold all of its values.
     """
-    if saved in _FLOATS or saved in _COMPLEX:
-        return wanted in (_FLOATS if saved in _FLOATS else _COMPLEX)
-    if saved not in _BITS or wanted not in _BITS:
+    if source in _FLOATS or source in _COMPLEX:
+        return target in (_FLOATS if source in _FLOATS else _COMPLEX)
+    if source not in _BITS or target not in _BITS:
         return False
-    (from_signed, from_bits), (to_signed, to_bits) = _BITS[saved], _BITS[wanted]
+    (from_signed, from_bits), (to_signed, to_bits) = _BITS[source], _BITS[target]
     if from_signed == to_signed:
         return from_bits <= to_bits
     return to_signed and from_bits < to_bits

@@ -32,8 +32,8 @@ much memory. A record that would exceed the ratio is stored uncompressed.
 """
 
 _COMPRESS_FROM: Final = 1 << 20
-_COMPRESSED: Final = b"ckpt-zstd "
-_PREFIX_BYTES: Final = len(_COMPRESSED) + 2 * CHECKSUM_BYTES + 1  # Includes the end of the line
+_FRAME_PREFIX: Final = b"ckpt-zstd "
+_PREFIX_BYTES: Final = len(_FRAME_PREFIX) + 2 * CHECKSUM_BYTES + 1  # Includes the end of the line
 
 
 class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
@@ -51,19 +51,19 @@ _json = msgspec.json.Encoder(order="deterministic")
 _envelope = msgspec.json.Decoder(_Envelope)
 _version = msgspec.json.Decoder(_Version)
 _decoders: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {}
-_building = threading.Lock()
+_creation_lock = threading.Lock()
 
 
 def pack(record: msgspec.Struct) -> bytes:
     """Return the bytes of a record. The same record gives the same bytes on every machine."""
     body = _json.encode(record)
-    packed = b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
-    if len(packed) < _COMPRESS_FROM:
-        return packed
-    frame = compress(packed)
-    if len(packed) > MAX_EXPANSION * len(frame):
-        return packed
-    return _COMPRESSED + checksum(frame).encode() + b"\n" + frame
+    text = b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
+    if len(text) < _COMPRESS_FROM:
+        return text
+    frame = compress(text)
+    if len(text) > MAX_EXPANSION * len(frame):
+        return text
+    return _FRAME_PREFIX + checksum(frame).encode() + b"\n" + frame
 
 
 def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
@@ -92,17 +92,17 @@ def _decoder_of(kind: type[Record]) -> msgspec.json.Decoder[Record]:
     The lock is needed because msgspec 0.22 crashes if two threads use a struct type for the first
     time at once. All other modules create the decoders of their structs on import.
     """
-    if (known := _decoders.get(kind)) is None:
-        with _building:
-            known = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
-    return known
+    if (decoder := _decoders.get(kind)) is None:
+        with _creation_lock:
+            decoder = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    return decoder
 
 
 def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:
     """Check that no byte of a record has changed. Return the format number and the body of the
     record. Raises ``ManifestCorrupt`` if a byte has changed.
     """
-    raw = _open_frame(data, key) if data.startswith(_COMPRESSED) else data
+    raw = _open_frame(data, key) if data.startswith(_FRAME_PREFIX) else data
     try:
         envelope = _envelope.decode(raw)
         body = bytes(envelope.body)
@@ -121,7 +121,7 @@ def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:
 
 def _open_frame(data: bytes, key: str) -> bytes:
     frame = data[_PREFIX_BYTES:]
-    if data[:_PREFIX_BYTES] != _COMPRESSED + checksum(frame).encode() + b"\n":
+    if data[:_PREFIX_BYTES] != _FRAME_PREFIX + checksum(frame).encode() + b"\n":
         raise ManifestCorrupt(key, "its checksum does not match its content (truncated or damaged)")
     return decompress(frame, key, at_most=min(MAX_RECORD_BYTES, MAX_EXPANSION * len(frame)))
 

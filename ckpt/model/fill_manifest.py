@@ -21,12 +21,12 @@ from ckpt.model.packed import fragment_of
 from ckpt.model.runs import boxes_of, extent, ranks_meeting
 
 
-def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) -> set[int]:
-    """Return the ranks whose files hold an element of the ``wanted`` boxes.
+def ranks_of(manifest: Manifest, regions: Iterable[tuple[str, Iterable[Box]]]) -> set[int]:
+    """Return the ranks whose files hold an element of ``regions``.
 
     Args:
-        wanted: Names of tensors, which may be tied names, with boxes of each. A name that is not in
-            the manifest is ignored.
+        regions: Names of tensors, which may be tied names, with boxes of each. A name that is not
+            in the manifest is ignored.
     """
     layout_of = {
         tensor.name: index
@@ -34,21 +34,21 @@ def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) ->
     }
     layout_of |= {name: layout_of[target] for name, target in manifest.tied.items()}
     # Each pair of a layout and a box is looked up once, since thousands of tensors share a few.
-    known: dict[tuple[int, Box], set[int]] = {}
+    ranks_by_box: dict[tuple[int, Box], set[int]] = {}
     extents: dict[int, BoxIndex] = {}
-    found: set[int] = set()
-    for name, boxes in wanted:
+    ranks: set[int] = set()
+    for name, boxes in regions:
         if (index := layout_of.get(name)) is None:
             continue
         for box in boxes:
-            if (index, box) not in known:
+            if (index, box) not in ranks_by_box:
                 runs = manifest.layouts[index]
                 if index not in extents:
                     extents[index] = BoxIndex([extent(run) for run in runs])
-                near = [runs[at] for at in extents[index].meeting(box)]
-                known[index, box] = ranks_meeting(near, box)
-                found |= known[index, box]
-    return found
+                near = [runs[position] for position in extents[index].search(box)]
+                ranks_by_box[index, box] = ranks_meeting(near, box)
+                ranks |= ranks_by_box[index, box]
+    return ranks
 
 
 def carried_fragment(manifest: Manifest, rank: int, *, key: str) -> Fragment | None:
@@ -87,26 +87,28 @@ def fill_manifest(manifest: Manifest, fragments: Mapping[int, Fragment], *, key:
         ManifestCorrupt: The manifest was not merged from these fragments, or the boxes of a tensor
             overlap or leave a hole.
     """
-    files, encoded, known = list[File](), list[Encoding](), manifest.file_map()
+    files, encodings, files_by_rank = list[File](), list[Encoding](), manifest.file_map()
     for rank, part in fragments.items():
-        if (replace(part.file, chunks=()) if part.file else None) != known.get(rank):
+        if (replace(part.file, chunks=()) if part.file else None) != files_by_rank.get(rank):
             raise ManifestCorrupt(key, f"the fragment of rank {rank} names another file")
     for file in manifest.files:
         own = fragments.get(file.rank)
         files.append(file if own is None or own.file is None else own.file)
     for encoding in manifest.encoded:
-        mine = fragments.get(encoding.rank)
-        if mine is None:
-            encoded.append(encoding)
+        own_part = fragments.get(encoding.rank)
+        if own_part is None:
+            encodings.append(encoding)
             continue
-        if [replace(each, lengths=(each.size,)) for each in mine.encoded] != [encoding]:
+        if [
+            replace(own_encoding, lengths=(own_encoding.size,)) for own_encoding in own_part.encoded
+        ] != [encoding]:
             raise ManifestCorrupt(key, f"the fragment of rank {encoding.rank} is encoded otherwise")
-        encoded += mine.encoded
+        encodings += own_part.encoded
     whole = len(fragments) == manifest.world_size
     return replace(
         manifest,
         files=tuple(files),
-        encoded=tuple(encoded),
+        encoded=tuple(encodings),
         tensors=_Filler(manifest, fragments, key).tensors(whole),
         per_rank={
             **manifest.per_rank,
@@ -125,11 +127,12 @@ class _Filler:
 
     def __init__(self, manifest: Manifest, fragments: Mapping[int, Fragment], key: str) -> None:
         self._manifest, self._key = manifest, key
-        self._held = {
-            rank: {each.name: each for each in part.tensors} for rank, part in fragments.items()
+        self._tensors_of = {
+            rank: {tensor.name: tensor for tensor in part.tensors}
+            for rank, part in fragments.items()
         }
         self._boxes: dict[tuple[int, int], tuple[Box, ...]] = {}
-        self._tiled: set[tuple[int, tuple[int, ...]]] = set()
+        self._complete_layouts: set[tuple[int, tuple[int, ...]]] = set()
 
     def tensors(self, whole: bool) -> tuple[Tensor, ...]:
         """Return the tensors of the manifest with the shards that the fragments hold.
@@ -138,39 +141,44 @@ class _Filler:
             whole: Whether the fragments of all ranks are present, so that the boxes of each tensor
                 must cover it exactly once.
         """
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for tensor, layout in zip(self._manifest.tensors, self._manifest.layout_of, strict=True):
-            shards = [shard for rank in self._held for shard in self._of(tensor, layout, rank)]
+            shards = [
+                shard for rank in self._tensors_of for shard in self._of(tensor, layout, rank)
+            ]
             if len(shards) > 1:
                 shards.sort(key=lambda shard: shard.box)
-            if whole and (layout, tensor.shape) not in self._tiled:
+            if whole and (layout, tensor.shape) not in self._complete_layouts:
                 if fault := tiling_fault(tensor.shape, [shard.box for shard in shards]):
                     raise ManifestCorrupt(self._key, f"tensor {tensor.name!r}: {fault}")
-                self._tiled.add((layout, tensor.shape))
-            found.append(replace(tensor, shards=tuple(shards)))
-        return tuple(found)
+                self._complete_layouts.add((layout, tensor.shape))
+            tensors.append(replace(tensor, shards=tuple(shards)))
+        return tuple(tensors)
 
     def _of(self, tensor: Tensor, layout: int, rank: int) -> Sequence[Shard]:
-        mine = self._held[rank].get(tensor.name)
-        if mine is not None and (mine.dtype, mine.shape) != (tensor.dtype, tensor.shape):
+        own_tensor = self._tensors_of[rank].get(tensor.name)
+        if own_tensor is not None and (own_tensor.dtype, own_tensor.shape) != (
+            tensor.dtype,
+            tensor.shape,
+        ):
             raise ManifestCorrupt(
                 self._key, f"the fragment of rank {rank} has another tensor {tensor.name!r}"
             )
-        held = mine.shards if mine else ()
+        shards = own_tensor.shards if own_tensor else ()
         if (layout, rank) not in self._boxes:
             # A forged layout may have very many boxes for this rank. To find a difference, it is
             # enough to take one more box than the rank has shards.
             boxes = boxes_of(self._manifest.layouts[layout], rank)
-            self._boxes[layout, rank] = tuple(islice(boxes, len(held) + 1))
-        wanted = self._boxes[layout, rank]
-        if len(wanted) == len(held) and all(
+            self._boxes[layout, rank] = tuple(islice(boxes, len(shards) + 1))
+        expected_boxes = self._boxes[layout, rank]
+        if len(expected_boxes) == len(shards) and all(
             box.offsets == shard.offsets and box.shape == shard.shape
-            for box, shard in zip(wanted, held, strict=True)
+            for box, shard in zip(expected_boxes, shards, strict=True)
         ):
-            return held
-        by_box = {shard.box: shard for shard in held}
-        if len(wanted) > len(by_box) or not all(box in by_box for box in wanted):
+            return shards
+        by_box = {shard.box: shard for shard in shards}
+        if len(expected_boxes) > len(by_box) or not all(box in by_box for box in expected_boxes):
             raise ManifestCorrupt(
                 self._key, f"rank {rank} has other boxes of tensor {tensor.name!r}"
             )
-        return [by_box[box] for box in wanted]
+        return [by_box[box] for box in expected_boxes]

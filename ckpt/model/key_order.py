@@ -66,18 +66,20 @@ class KeyOrder:
             **({"order": list(self.parameters)} if self.parameters else {}),
         }
 
-    def union(self, other: KeyOrder, paths: Iterable[str]) -> KeyOrder:
+    def union(self, second: KeyOrder, paths: Iterable[str]) -> KeyOrder:
         """Return the order for the parameters of two ranks: for ``paths``, the parameters that only
-        the second rank has, that of ``other``.
+        the second rank has, that of ``second``.
         """
-        if self == other:
+        if self == second:
             return self
-        parameters = tuple(dict.fromkeys((*self.parameters, *other.parameters)))
+        parameters = tuple(dict.fromkeys((*self.parameters, *second.parameters)))
         if not self.keys:
-            return replace(other, parameters=parameters)
-        added = {path: other.of_parameter(path) for path in paths}
-        same = other.keys == self.keys[: len(other.keys)]
-        own = {path: keys for path, keys in added.items() if not same or path in other.keys_of}
+            return replace(second, parameters=parameters)
+        new_keys = {path: second.of_parameter(path) for path in paths}
+        is_prefix = second.keys == self.keys[: len(second.keys)]
+        own = {
+            path: keys for path, keys in new_keys.items() if not is_prefix or path in second.keys_of
+        }
         return KeyOrder(self.keys, {**self.keys_of, **own}, parameters)
 
     def of_parameter(self, path: str) -> tuple[str, ...]:
@@ -87,13 +89,14 @@ class KeyOrder:
         return self.keys_of.get(path, self.keys)
 
 
-def in_order(found: Iterable[T], keys: Sequence[str], text: Callable[[T], str]) -> list[T]:
-    """Return the keys ``found`` in the order of ``keys``. Those that ``keys`` lacks come last.
+def in_order(values: Iterable[T], keys: Sequence[str], text: Callable[[T], str]) -> list[T]:
+    """Return ``values``, which are keys, in the order of ``keys``. Those that ``keys`` lacks come
+    last.
 
     ``text`` returns the text that stands for a key in a name.
     """
     place = {key: index for index, key in enumerate(keys)}
-    return sorted(found, key=lambda key: place.get(text(key), len(place)))
+    return sorted(values, key=lambda key: place.get(text(key), len(place)))
 
 
 def _is_within(order: Sequence[str], keys: Sequence[str]) -> bool:

@@ -124,8 +124,8 @@ def parse_folder(name: str) -> StepRef | None:
 
 def is_file_name(name: str) -> bool:
     """Return True if ckpt writes a file of this name into a step's folder."""
-    known = name in {MANIFEST, CLAIM_MARKER} or is_late_metrics(name)
-    return known or is_about_rank(name) or _FILE.fullmatch(name) is not None
+    is_fixed_name = name in {MANIFEST, CLAIM_MARKER} or is_late_metrics(name)
+    return is_fixed_name or is_about_rank(name) or _FILE.fullmatch(name) is not None
 
 
 def is_fragment(name: str) -> bool:
@@ -162,11 +162,11 @@ def is_late_metrics(name: str) -> bool:
     return _LATE_METRICS.fullmatch(name) is not None
 
 
-def data_name(rank: int, *, encoded: bool = False) -> str:
+def data_name(rank: int, *, is_encoded: bool = False) -> str:
     """Return the name of a rank's data file. An encoded file has another suffix, because it is not
     a safetensors file.
     """
-    return f"rank-{rank:05d}.{'encoded' if encoded else 'safetensors'}"
+    return f"rank-{rank:05d}.{'encoded' if is_encoded else 'safetensors'}"
 
 
 def fragment_name(rank: int) -> str:
@@ -185,7 +185,7 @@ def whole_ranks(names: Collection[str]) -> set[int]:
     return {
         rank
         for rank in {rank_of(name) for name in names if is_fragment(name)}
-        if data_name(rank) in names or data_name(rank, encoded=True) in names
+        if data_name(rank) in names or data_name(rank, is_encoded=True) in names
     }
 
 

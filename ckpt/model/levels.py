@@ -35,21 +35,21 @@ class Growth:
     """
 
     def __init__(self) -> None:
-        self._most = _LARGE
+        self._limit = _LARGE
 
     def is_bounded(self, containers: Mapping[type, Sequence[Any]]) -> bool:
         """Return False if the walk must not go on to the values inside of all ``containers``."""
         size = sum(sum(map(len, members)) for members in containers.values())
-        if size <= self._most:
+        if size <= self._limit:
             return True
-        self._most = 2 * size
+        self._limit = 2 * size
         return all(
             kind is tuple or len(set(map(id, members))) == len(members)
             for kind, members in containers.items()
         )
 
 
-def inside(containers: Mapping[type, Sequence[Any]]) -> list[Any]:
+def contents(containers: Mapping[type, Sequence[Any]]) -> list[Any]:
     """Return the values inside of all containers, in their order. ``containers`` has the lists,
     tuples and dicts by their types.
     """
@@ -73,14 +73,14 @@ def is_plain(value: Any, leaves: AbstractSet[type], deepest: int) -> bool:
     tuples and dicts are. These may be nested ``deepest`` times.
     """
     level: Sequence[Any] = (value,)
-    known, growth = CONTAINERS | leaves, Growth()
+    types, growth = CONTAINERS | leaves, Growth()
     for _ in range(deepest):
-        if not known.issuperset(map(type, level)):
+        if not types.issuperset(map(type, level)):
             return False
         containers = by_type(level, CONTAINERS)
         if not containers or not growth.is_bounded(containers):
             return not containers
-        level = inside(containers)
+        level = contents(containers)
     return False
 
 
@@ -133,11 +133,11 @@ def _nodes(
         is_bounded = depth <= deepest and growth.is_bounded(containers)
         if not is_bounded or not _are_named(containers):
             raise _NOT_PLAIN
-        items = inside(containers)
-        made = _nodes(items, depth + 1, deepest, leaf, growth)
-        rest = iter(made)
+        items = contents(containers)
+        inner_nodes = _nodes(items, depth + 1, deepest, leaf, growth)
+        rest = iter(inner_nodes)
         for kind, members in containers.items():
-            nodes[kind] = _filled(kind, members, None if made is items else rest)
+            nodes[kind] = _container_nodes(kind, members, None if inner_nodes is items else rest)
     if all(nodes[kind] is group for kind, group in groups.items()):
         return values
     if len(groups) == 1:
@@ -152,18 +152,24 @@ def _are_named(containers: Mapping[type, Sequence[Any]]) -> bool:
     return set(map(type, keys)) <= {str} and all(key.isascii() and key[:1] != "$" for key in keys)
 
 
-def _filled(kind: type, members: Sequence[Any], items: Iterator[Any] | None) -> Sequence[Any]:
+def _container_nodes(
+    kind: type, members: Sequence[Any], items: Iterator[Any] | None
+) -> Sequence[Any]:
     """Return the nodes of containers of one kind. ``items`` has the nodes of all values inside of
     them; None if these are their own nodes.
     """
     if kind is dict:
         # ``zip`` asks the keys first, so that it takes no item more than the dict has.
-        return members if items is None else [dict(zip(each, items)) for each in members]  # noqa: B905
+        return members if items is None else [dict(zip(container, items)) for container in members]  # noqa: B905
     if kind is list:
-        return members if items is None else [list(islice(items, len(each))) for each in members]
+        return (
+            members
+            if items is None
+            else [list(islice(items, len(container))) for container in members]
+        )
     if items is None:
-        return [{"$": "tuple", "v": list(each)} for each in members]
-    return [{"$": "tuple", "v": list(islice(items, len(each)))} for each in members]
+        return [{"$": "tuple", "v": list(container)} for container in members]
+    return [{"$": "tuple", "v": list(islice(items, len(container)))} for container in members]
 
 
 def _leaves(kind: type, values: Sequence[Any], depth: int, leaf: Leaf) -> Sequence[Any]:

@@ -261,7 +261,7 @@ class Manifest(
     @property
     def stored_bytes(self) -> int:
         """Return the bytes of all data files together, as they are stored on the tier."""
-        return sum(stored.size for stored in self.stored_files().values())
+        return sum(file.size for file in self.stored_files().values())
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -278,8 +278,8 @@ class Manifest(
 
     def tensor_map(self) -> Mapping[str, Tensor]:
         """Return the tensors by name. Tied names are included."""
-        found = {tensor.name: tensor for tensor in self.tensors}
-        return found | {name: found[target] for name, target in self.tied.items()}
+        tensors = {tensor.name: tensor for tensor in self.tensors}
+        return tensors | {name: tensors[target] for name, target in self.tied.items()}
 
     def file_map(self) -> Mapping[int, File]:
         """Return the data files by rank."""

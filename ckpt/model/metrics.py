@@ -19,16 +19,16 @@ METRICS: Final = "metrics"
 Metrics = Mapping[str, SupportsFloat]
 
 
-def as_metrics(given: object) -> dict[str, float]:
+def as_metrics(metrics: object) -> dict[str, float]:
     """Convert the values of the metrics that a user has passed to floats, and return them by name.
 
     Raises:
         ConfigError: The argument is not a mapping, a name is not a string or is empty, or a value
             is not a number.
     """
-    if not isinstance(given, Mapping):
-        raise ConfigError(f'metrics={given!r}: give numbers by name, such as {{"loss": 1.2}}')
-    return {_name(name): _number(name, value) for name, value in given.items()}
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f'metrics={metrics!r}: give numbers by name, such as {{"loss": 1.2}}')
+    return {_name(name): _number(name, value) for name, value in metrics.items()}
 
 
 def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
@@ -36,8 +36,10 @@ def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
     The result is empty if the metadata has no metrics or is invalid.
     """
     try:
-        found = decode(parse(metadata, "metadata"), lambda _tag, _node: None)[METRICS]
-        return {name: float(value) for name, value in found.items() if type(value) in (int, float)}
+        metrics = decode(parse(metadata, "metadata"), lambda _tag, _node: None)[METRICS]
+        return {
+            name: float(value) for name, value in metrics.items() if type(value) in (int, float)
+        }
     except (CkptError, msgspec.MsgspecError, LookupError, TypeError, AttributeError, OverflowError):
         return {}
 

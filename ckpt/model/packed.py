@@ -36,7 +36,7 @@ from ckpt.model.validate import (
 )
 from ckpt.model.views import views_fault
 
-_ALIKE: Final = (
+_COMMON_FIELDS: Final = (
     "format", "step", "attempt", "rank", "world_size", "created_at", "chunk_bytes",
     "tied", "tree", "per_rank", "metadata", "in_manifest", "views",
 )  # fmt: skip
@@ -90,7 +90,7 @@ class Columns:
         tensor: The index of the tensor of each shard.
         place: The offset of each shard in the file in bytes.
         shape: The shape of each shard, padded with ones.
-        most: The largest offsets that each shard may have in its tensor.
+        max_offsets: The largest offsets that each shard may have in its tensor.
         chunks: The length of each chunk of the file in bytes.
         starts: The index of the first chunk of each shard.
         counts: The number of chunks of each shard.
@@ -102,7 +102,7 @@ class Columns:
     tensor: Ints
     place: Ints
     shape: Ints
-    most: Ints
+    max_offsets: Ints
     chunks: Ints
     starts: Ints
     counts: Ints
@@ -135,7 +135,7 @@ def frames_of(tensors: Sequence[Tensor], chunks: Sequence[int]) -> Frames:
             rows.append([index, shard.offset, *shard.shape, *[1] * fill])
             offsets.append([*shard.offsets, *[0] * fill])
     headings = msgspec.json.encode(
-        [(each.name, each.dtype, each.shape, each.order) for each in tensors]
+        [(tensor.name, tensor.dtype, tensor.shape, tensor.order) for tensor in tensors]
     )
     form = Form(msgspec.Raw(headings), dims, _bytes(rows), _bytes(list(chunks)))
     return Frames(compress(msgspec.json.encode(form)), compress(_bytes(offsets)))
@@ -145,25 +145,27 @@ def pack_fragment(fragment: Fragment, frames: Frames | None = None) -> Packed:
     """Return the stored form of a fragment. ``frames`` is the result of ``frames_of`` for its
     tensors and chunks; None to compute it.
     """
-    file, encoded = fragment.file, fragment.encoded
+    file, encodings = fragment.file, fragment.encoded
     chunks = file.chunks if file else ()
     frames = frames or frames_of(fragment.tensors, [chunk.nbytes for chunk in chunks])
     replicas = msgspec.json.encode(fragment.replicas, order="deterministic")
     return Packed(
-        **_alike(fragment),
+        **_common_fields(fragment),
         file=replace(file, chunks=()) if file else None,
         form=frames.form,
         offsets=frames.offsets,
         checksums=bytes.fromhex("".join(chunk.checksum for chunk in chunks)),
         replicas=compress(replicas) if fragment.replicas else b"",
-        encoded=tuple(Encoding(each.rank, each.codec, (each.size,)) for each in encoded),
-        lengths=_bytes([length for each in encoded for length in each.lengths]),
+        encoded=tuple(
+            Encoding(encoding.rank, encoding.codec, (encoding.size,)) for encoding in encodings
+        ),
+        lengths=_bytes([length for encoding in encodings for length in encoding.lengths]),
     )
 
 
-def _alike(record: Packed | Fragment) -> dict[str, Any]:
+def _common_fields(record: Packed | Fragment) -> dict[str, Any]:
     """Return the fields that ``Packed`` and ``Fragment`` have in the same form."""
-    return {name: getattr(record, name) for name in _ALIKE}
+    return {name: getattr(record, name) for name in _COMMON_FIELDS}
 
 
 def read_fragment(data: bytes, *, key: str) -> Fragment:
@@ -181,16 +183,16 @@ def read_fragment(data: bytes, *, key: str) -> Fragment:
     return fragment_of(unpack(data, Packed, key=key), key=key)
 
 
-def fragment_of(packed: Packed, *, key: str) -> Fragment:
+def fragment_of(record: Packed, *, key: str) -> Fragment:
     """Check a stored fragment, and return it with its columns unpacked to objects.
 
     Raises:
         ManifestCorrupt: The fragment is invalid. The error names the first fault.
         CodecMissing: The codec of the data file is not installed here.
     """
-    columns = columns_of(packed.form, packed.chunk_bytes, key=key)
-    offsets = offsets_of(packed.offsets, columns, key=key)
-    check_packed(packed, columns, key=key)
+    columns = columns_of(record.form, record.chunk_bytes, key=key)
+    offsets = offsets_of(record.offsets, columns, key=key)
+    check_packed(record, columns, key=key)
     shards: list[list[Shard]] = [[] for _ in columns.headings]
     dims = [len(shape) for _, _, shape, _ in columns.headings]
     for index, place, start, shape in zip(
@@ -201,24 +203,28 @@ def fragment_of(packed: Packed, *, key: str) -> Fragment:
         strict=True,
     ):
         own = dims[index]
-        shards[index].append(Shard(packed.rank, place, tuple(start[:own]), tuple(shape[:own])))
-    digests = packed.checksums.hex()
+        shards[index].append(Shard(record.rank, place, tuple(start[:own]), tuple(shape[:own])))
+    digests = record.checksums.hex()
     width = 2 * CHECKSUM_BYTES
     chunks = tuple(
         Chunk(nbytes, digests[i * width : (i + 1) * width])
         for i, nbytes in enumerate(columns.chunks.tolist())
     )
-    file = packed.file
-    lengths = tuple(_numbers(packed.lengths, key).tolist())
+    file = record.file
+    lengths = tuple(_numbers(record.lengths, key).tolist())
     return Fragment(
-        **_alike(packed),
+        **_common_fields(record),
         file=replace(file, chunks=chunks) if file else None,
         tensors=tuple(
-            Tensor(name, dtype, shape, tuple(held), order)
-            for (name, dtype, shape, order), held in zip(columns.headings, shards, strict=True)
+            Tensor(name, dtype, shape, tuple(own_shards), order)
+            for (name, dtype, shape, order), own_shards in zip(
+                columns.headings, shards, strict=True
+            )
         ),
-        replicas=replicas_of(packed.replicas, key=key),
-        encoded=tuple(Encoding(each.rank, each.codec, lengths) for each in packed.encoded),
+        replicas=replicas_of(record.replicas, key=key),
+        encoded=tuple(
+            Encoding(encoding.rank, encoding.codec, lengths) for encoding in record.encoded
+        ),
     )
 
 
@@ -227,12 +233,12 @@ def replicas_of(frame: bytes, *, key: str) -> dict[str, str]:
     The result is empty if the frame is empty. Raises ``ManifestCorrupt`` if the frame is invalid.
     """
     try:
-        return msgspec.json.decode(_unpacked(frame, key), type=dict[str, str]) if frame else {}
+        return msgspec.json.decode(_unpack(frame, key), type=dict[str, str]) if frame else {}
     except msgspec.MsgspecError as error:
         raise ManifestCorrupt(key, str(error)[:200]) from None
 
 
-def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None = None) -> Columns:
+def columns_of(form: bytes, chunk_bytes: int, *, key: str, tables: Tables | None = None) -> Columns:
     """Unpack a form, and check everything in it that can be checked without the offsets and the
     file of a fragment.
 
@@ -240,30 +246,30 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None 
         form: The frame ``Packed.form``.
         chunk_bytes: The most bytes of a chunk.
         key: The key of the fragment, for errors.
-        known: The tables of earlier forms, which are used again for forms with the same tensors.
+        tables: The tables of earlier forms, which are used again for forms with the same tensors.
             The function adds the table of a form with new tensors. None to use no tables.
 
     Raises:
         ManifestCorrupt: The form is one that ckpt never writes.
     """
     try:
-        found = _form.decode(_unpacked(form, key))
+        content = _form.decode(_unpack(form, key))
     except msgspec.MsgspecError as error:
         raise ManifestCorrupt(key, str(error)[:200]) from None
-    dims, known = found.dims, {} if known is None else known
-    about = bytes(found.tensors), dims
-    if about not in known:
-        known[about] = _table(found.tensors, dims, key)
-    headings, itemsize, whole, least = known[about]
-    rows, chunks = _numbers(found.shards, key), _numbers(found.chunks, key)
+    dims, tables = content.dims, {} if tables is None else tables
+    table_key = bytes(content.tensors), dims
+    if table_key not in tables:
+        tables[table_key] = _table(content.tensors, dims, key)
+    headings, itemsize, whole, least = tables[table_key]
+    rows, chunks = _numbers(content.shards, key), _numbers(content.chunks, key)
     require(len(rows) % (2 + dims) == 0, key, "a row of its shards is cut")
     table = rows.reshape(-1, 2 + dims)
     tensor, place, shape = table[:, 0], table[:, 1], table[:, 2:]
     require(bool(((tensor >= 0) & (tensor < len(headings))).all()), key, "a shard of no tensor")
     require(bool((chunks > 0).all() and _total(chunks) < 1 << 60), key, "a chunk of no bytes")
     require(bool((shape >= least[tensor]).all()), key, "a shard of less than nothing")
-    most = whole[tensor] - shape
-    require(bool((most >= 0).all()), key, "a box is not inside the shape of its tensor")
+    max_offsets = whole[tensor] - shape
+    require(bool((max_offsets >= 0).all()), key, "a box is not inside the shape of its tensor")
     starts, counts = _chunks_of(itemsize[tensor], place, shape, chunks, chunk_bytes, key)
     return Columns(
         headings=headings,
@@ -271,7 +277,7 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None 
         tensor=tensor,
         place=place,
         shape=shape,
-        most=most,
+        max_offsets=max_offsets,
         chunks=chunks,
         starts=starts,
         counts=counts,
@@ -287,23 +293,23 @@ def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
         ManifestCorrupt: The number of offsets is wrong, or a box is not inside its tensor.
     """
     count = len(columns.tensor) * columns.dims
-    found = _numbers(_unpacked(frame, key, at_least=8 * count), key)
-    require(len(found) == count, key, "its offsets are not those of its form")
+    numbers = _numbers(_unpack(frame, key, at_least=8 * count), key)
+    require(len(numbers) == count, key, "its offsets are not those of its form")
     offsets = (
-        found.reshape(-1, columns.dims)
+        numbers.reshape(-1, columns.dims)
         if columns.dims
         else np.zeros((len(columns.tensor), 0), np.int64)
     )
-    inside = (offsets >= 0) & (offsets <= columns.most)
-    require(bool(inside.all()), key, "a box is not inside the shape of its tensor")
+    is_inside = (offsets >= 0) & (offsets <= columns.max_offsets)
+    require(bool(is_inside.all()), key, "a box is not inside the shape of its tensor")
     return offsets
 
 
-def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
-    """Return ``packed`` after checking it, except for its offsets, which ``offsets_of`` checks.
+def check_packed(record: Packed, columns: Columns, *, key: str) -> Packed:
+    """Return ``record`` after checking it, except for its offsets, which ``offsets_of`` checks.
 
     Args:
-        packed: The fragment.
+        record: The fragment.
         columns: The unpacked form of the fragment.
         key: The name of the fragment in errors.
 
@@ -311,29 +317,29 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
         ManifestCorrupt: The fragment is invalid. The error names the first fault.
         CodecMissing: The codec of the data file is not installed here.
     """
-    check_heading(packed, key)
-    size = packed.file.size if packed.file else 0
+    check_heading(record, key)
+    size = record.file.size if record.file else 0
     require(columns.size == size, key, "the chunks of its file do not add up to its size")
-    require(packed.file is not None or not len(columns.tensor), key, "shards, but no file")
+    require(record.file is not None or not len(columns.tensor), key, "shards, but no file")
     count = len(columns.chunks)
-    require(len(packed.checksums) == CHECKSUM_BYTES * count, key, "not one checksum for each chunk")
-    if packed.tied:
-        check_tied(packed.tied, {name for name, *_ in columns.headings}, key)
-    if packed.views:
+    require(len(record.checksums) == CHECKSUM_BYTES * count, key, "not one checksum for each chunk")
+    if record.tied:
+        check_tied(record.tied, {name for name, *_ in columns.headings}, key)
+    if record.views:
         kinds = {name: (dtype, shape) for name, dtype, shape, _ in columns.headings}
-        require(not (fault := views_fault(packed.views, kinds)), key, fault)
-    if packed.encoded or packed.lengths:
-        lengths = _numbers(packed.lengths, key)
+        require(not (fault := views_fault(record.views, kinds)), key, fault)
+    if record.encoded or record.lengths:
+        lengths = _numbers(record.lengths, key)
         require(
-            len(packed.encoded) == 1 and len(lengths) == count, key, "not one length for each chunk"
+            len(record.encoded) == 1 and len(lengths) == count, key, "not one length for each chunk"
         )
         # A reader allocates memory for the raw bytes of a chunk before it decodes the chunk, so
         # an encoded chunk may not claim more than ``MAX_CHUNK_BYTES``.
         small = (lengths < columns.chunks) & (columns.chunks <= MAX_CHUNK_BYTES)
         fits = (lengths > 0) & (small | (lengths == columns.chunks))
         require(bool(fits.all()), key, "an encoded chunk is too long")
-        require(packed.encoded[0].lengths == (_total(lengths),), key, "its encoded size is another")
-    return packed
+        require(record.encoded[0].lengths == (_total(lengths),), key, "its encoded size is another")
+    return record
 
 
 def _chunks_of(
@@ -357,14 +363,18 @@ def _chunks_of(
     )
     starts = np.where(solid, starts, 0)
     counts = solid.astype(np.int64)
-    first = np.where(solid, chunks[starts] if len(chunks) else 0, 0)
-    require(bool((first <= chunk_bytes).all()), key, "a chunk is too long")
-    left = len(chunks)  # The most chunks that the remaining shards can have together
-    for row in np.flatnonzero(first != nbytes).tolist():
+    first_lengths = np.where(solid, chunks[starts] if len(chunks) else 0, 0)
+    require(bool((first_lengths <= chunk_bytes).all()), key, "a chunk is too long")
+    rest_count = len(chunks)  # The most chunks that the remaining shards can have together
+    for row in np.flatnonzero(first_lengths != nbytes).tolist():
         start = int(starts[row])
-        size, held = int(itemsize[row]), tuple(shape[row].tolist())  # Padding changes no chunk
+        size, box_shape = int(itemsize[row]), tuple(shape[row].tolist())  # Padding changes no chunk
         lengths = (
-            lengths_like(held, int(first[row]) // size, at_most=min(left, len(chunks) - start))
+            lengths_like(
+                box_shape,
+                int(first_lengths[row]) // size,
+                at_most=min(rest_count, len(chunks) - start),
+            )
             or []
         )
         fits = bool(lengths) and np.array_equal(
@@ -372,7 +382,7 @@ def _chunks_of(
         )
         require(fits, key, "a shard is not aligned with the chunks of its file")
         counts[row] = len(lengths)
-        left -= len(lengths)
+        rest_count -= len(lengths)
     order = np.argsort(starts[solid], kind="stable")
     ends = (starts + counts)[solid][order]
     require(
@@ -387,9 +397,9 @@ def _table(raw: msgspec.Raw, dims: int, key: str) -> Table:
     except msgspec.MsgspecError as error:
         raise ManifestCorrupt(key, str(error)[:200]) from None
     require(0 <= dims <= MAX_DIMENSIONS, key, f"tensors of {dims} dimensions")
-    seen: set[str] = set()
+    names: set[str] = set()
     for name, dtype, shape, order in headings:
-        check_tensor(Tensor(name, dtype, shape, (), order), seen, key)
+        check_tensor(Tensor(name, dtype, shape, (), order), names, key)
         require(len(shape) <= dims, key, f"tensor {name!r} has more dimensions than its form")
     itemsize = np.array([DTYPES[dtype].itemsize for _, dtype, *_ in headings], dtype=np.int64)
     rows = [[*shape, *[1] * (dims - len(shape))] for _, _, shape, _ in headings]
@@ -413,7 +423,7 @@ def _total(numbers: Ints) -> int:
     return sum(numbers.tolist()) if len(numbers) else 0
 
 
-def _unpacked(frame: bytes, key: str, *, at_least: int = 0) -> bytes:
+def _unpack(frame: bytes, key: str, *, at_least: int = 0) -> bytes:
     """Return the bytes that a frame unpacks to.
 
     The usual limit for the result depends on the size of the frame. A result of up to ``at_least``
@@ -422,5 +432,5 @@ def _unpacked(frame: bytes, key: str, *, at_least: int = 0) -> bytes:
     Raises:
         ManifestCorrupt: The frame is damaged, or the result is too long.
     """
-    most = max(at_least, min(_MAX_FRAME_BYTES, _SMALL_FRAME_BYTES + MAX_EXPANSION * len(frame)))
-    return decompress(frame, key, at_most=most)
+    limit = max(at_least, min(_MAX_FRAME_BYTES, _SMALL_FRAME_BYTES + MAX_EXPANSION * len(frame)))
+    return decompress(frame, key, at_most=limit)

@@ -42,23 +42,23 @@ class Patterns:
 
     def takes(self, name: str) -> bool:
         """Return True if ``name`` is selected: ``only`` matches it and ``exclude`` does not."""
-        return (self.only is None or _fitting(name, self.only) != []) and not self.excludes(name)
+        return (self.only is None or _matches(name, self.only) != []) and not self.excludes(name)
 
     def excludes(self, name: str) -> bool:
         """Return True if a pattern of ``exclude`` matches ``name`` or a name above it."""
-        return bool(name and self.exclude and _fitting(name, self.exclude))
+        return bool(name and self.exclude and _matches(name, self.exclude))
 
-    def fitting(self, name: str) -> list[str]:
+    def matches(self, name: str) -> list[str]:
         """Return the patterns of ``only`` and ``exclude`` that match ``name`` or a name above
         it.
         """
-        return _fitting(name, (*(self.only or ()), *self.exclude))
+        return _matches(name, (*(self.only or ()), *self.exclude))
 
     def reaches(self, name: str) -> bool:
         """Return True if ``only`` may match a name below ``name``."""
         if self.only is None:
             return True
-        heads = [_MAGIC.split(each, maxsplit=1)[0] for each in self.only]
+        heads = [_MAGIC.split(pattern, maxsplit=1)[0] for pattern in self.only]
         return any(
             f"{head}/".startswith(f"{name}/") or f"{name}/".startswith(head) for head in heads
         )
@@ -81,22 +81,22 @@ def patterns_for(only: Names, exclude: Names) -> Patterns:
     )
 
 
-def as_patterns(setting: str, given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return ``given``, which is one pattern or several patterns from a user, as a tuple.
+def as_patterns(setting: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    """Return ``value``, which is one pattern or several patterns from a user, as a tuple.
     ``setting`` is the name of the user's argument, for the error.
 
     Raises:
-        ConfigError: ``given`` is neither a pattern nor several patterns.
+        ConfigError: ``value`` is neither a pattern nor several patterns.
     """
-    found = (given,) if isinstance(given, str) else tuple(given) if _is_iterable(given) else ()
-    if not found or not all(isinstance(each, str) and each for each in found):
+    patterns = (value,) if isinstance(value, str) else tuple(value) if _is_iterable(value) else ()
+    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise ConfigError(
-            f'{setting}={given!r}: give names or patterns such as "model/*", or leave it out'
+            f'{setting}={value!r}: give names or patterns such as "model/*", or leave it out'
         )
-    return found
+    return patterns
 
 
-def unfitting(patterns: Iterable[str]) -> ConfigError:
+def no_match_error(patterns: Iterable[str]) -> ConfigError:
     """Return the error for patterns that match no name of the state on any rank."""
     names = ", ".join(map(repr, patterns))
     return ConfigError(
@@ -108,19 +108,19 @@ def unfitting(patterns: Iterable[str]) -> ConfigError:
     )
 
 
-def left_out(patterns: Patterns, used: Collection[str]) -> dict[str, Any]:
+def left_out(patterns: Patterns, matches: Collection[str]) -> dict[str, Any]:
     """Return the value that the metadata of a save stores under ``left_out``; empty if the save
     selects the whole state.
 
     Args:
         patterns: The patterns of the save.
-        used: The patterns that matched a name on this rank.
+        matches: The patterns that matched a name on this rank.
     """
     if patterns == WHOLE:
         return {}
     only = {} if patterns.only is None else {"only": list(patterns.only)}
     exclude = {"exclude": list(patterns.exclude)} if patterns.exclude else {}
-    return {**only, **exclude, "used": dict.fromkeys(sorted(used), True)}
+    return {**only, **exclude, "used": dict.fromkeys(sorted(matches), True)}
 
 
 def patterns_of(metadata: msgspec.Raw) -> tuple[Patterns, list[str]]:
@@ -134,28 +134,28 @@ def patterns_of(metadata: msgspec.Raw) -> tuple[Patterns, list[str]]:
     if f'"{LEFT_OUT}"'.encode() not in bytes(metadata):
         # Usually the metadata has no patterns. This check then saves the time of parsing it.
         return WHOLE, []
-    found = parse(metadata, "metadata")
-    if not isinstance(found, Mapping) or LEFT_OUT not in found:
+    fields = parse(metadata, "metadata")
+    if not isinstance(fields, Mapping) or LEFT_OUT not in fields:
         return WHOLE, []
     try:
-        kept = found[LEFT_OUT]
-        only = as_patterns("only", kept["only"]) if "only" in kept else None
-        exclude = as_patterns("exclude", kept["exclude"]) if "exclude" in kept else ()
-        idle = [each for each in (*(only or ()), *exclude) if each not in kept["used"]]
+        record = fields[LEFT_OUT]
+        only = as_patterns("only", record["only"]) if "only" in record else None
+        exclude = as_patterns("exclude", record["exclude"]) if "exclude" in record else ()
+        idle = [pattern for pattern in (*(only or ()), *exclude) if pattern not in record["used"]]
     except (ConfigError, LookupError, TypeError) as error:
         raise ManifestCorrupt("metadata", f"{LEFT_OUT}: {error!r}"[:200]) from None
     return Patterns(only, exclude), idle
 
 
-def _is_iterable(given: object) -> bool:
-    return isinstance(given, Iterable)
+def _is_iterable(value: object) -> bool:
+    return isinstance(value, Iterable)
 
 
-def _fitting(name: str, patterns: Iterable[str]) -> list[str]:
+def _matches(name: str, patterns: Iterable[str]) -> list[str]:
     return [
-        each
-        for each in patterns
-        if fnmatchcase(name, short := each.rstrip("/"))
+        pattern
+        for pattern in patterns
+        if fnmatchcase(name, short := pattern.rstrip("/"))
         or fnmatchcase(name, f"{short}/*")
-        or fnmatchcase(f"{name}/", each)
+        or fnmatchcase(f"{name}/", pattern)
     ]

@@ -17,11 +17,11 @@ def size(nbytes: float) -> str:
     return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f} {_UNITS[power - 1]}"
 
 
-def rank_list(found: Collection[int]) -> str:
+def rank_list(ranks: Collection[int]) -> str:
     """Return rank numbers as a text such as '0, 3, 4', in ascending order. After the first 16
     numbers, ' ...' stands for the others.
     """
-    return ", ".join(map(str, sorted(found)[:16])) + (" ..." if len(found) > 16 else "")
+    return ", ".join(map(str, sorted(ranks)[:16])) + (" ..." if len(ranks) > 16 else "")
 
 
 def rate(nbytes: float, seconds: float) -> str:

@@ -77,18 +77,18 @@ def compress(ranks: Ints, offsets: Ints, shapes: Ints) -> Runs:
     number = np.unique(shapes, axis=0, return_inverse=True)[1].reshape(-1)
     places = np.concatenate([ranks[:, None], offsets], axis=1)
     for _ in range(MAX_LEVELS):
-        before = len(places)
+        size = len(places)
         places, number, keys = _repeat(places, number, keys)
-        if len(places) == before:
+        if len(places) == size:
             break
-    found: list[Run] = []
-    for (rank, *first), index in zip(places.tolist(), number.tolist(), strict=True):
+    runs: list[Run] = []
+    for (rank, *start), index in zip(places.tolist(), number.tolist(), strict=True):
         key, levels = keys[index], list[Level]()
         while key and isinstance(key[0], tuple):
-            key, count, (by, *step) = key
-            levels.insert(0, Level(count, by, tuple(step)))
-        found.append(Run(rank, tuple(first), key, tuple(levels)))
-    return tuple(found)
+            key, count, (rank_step, *step) = key
+            levels.insert(0, Level(count, rank_step, tuple(step)))
+        runs.append(Run(rank, tuple(start), key, tuple(levels)))
+    return tuple(runs)
 
 
 def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, list[Any]]:
@@ -104,34 +104,35 @@ def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, li
         The same three values for the fewer rows that remain.
     """
     steps = np.diff(places, axis=0)
-    alike = number[1:] == number[:-1]
+    is_equal = number[1:] == number[:-1]
     change = np.ones(len(steps), dtype=bool)
     if len(steps):
-        change[1:] = (steps[1:] != steps[:-1]).any(axis=1) | ~alike[1:] | ~alike[:-1]
+        change[1:] = (steps[1:] != steps[:-1]).any(axis=1) | ~is_equal[1:] | ~is_equal[:-1]
     edges = [*np.flatnonzero(change).tolist(), len(steps)]
     starts: list[int] = []
-    joined: list[tuple[Any, int, tuple[int, ...]] | None] = []
+    joint_keys: list[tuple[Any, int, tuple[int, ...]] | None] = []
     free = 0  # The first row that is neither joined nor kept yet
     for edge, end in pairwise(edges):
         begin = max(edge, free)
-        if begin >= end or not alike[begin]:
+        if begin >= end or not is_equal[begin]:
             continue
         while free < begin:
             starts.append(free)
-            joined.append(None)
+            joint_keys.append(None)
             free += 1
         starts.append(begin)
-        joined.append((keys[number[begin]], end - begin + 1, tuple(steps[begin].tolist())))
+        joint_keys.append((keys[number[begin]], end - begin + 1, tuple(steps[begin].tolist())))
         free = end + 1
     for row in range(free, len(places)):
         starts.append(row)
-        joined.append(None)
+        joint_keys.append(None)
     table: dict[Any, int] = {}
-    wanted = [
-        keys[number[row]] if new is None else new for row, new in zip(starts, joined, strict=True)
+    row_keys = [
+        keys[number[row]] if new is None else new
+        for row, new in zip(starts, joint_keys, strict=True)
     ]
-    renumbered = np.array([table.setdefault(key, len(table)) for key in wanted], dtype=np.int64)
-    return places[starts], renumbered, list(table)
+    numbers = np.array([table.setdefault(key, len(table)) for key in row_keys], dtype=np.int64)
+    return places[starts], numbers, list(table)
 
 
 def boxes_of(runs: Runs, rank: int) -> Iterator[Box]:
@@ -141,21 +142,21 @@ def boxes_of(runs: Runs, rank: int) -> Iterator[Box]:
     """
     for run in runs:
         levels = sorted(run.levels, key=lambda level: -abs(level.ranks))
-        yield from _on(levels, rank - run.rank, run.offsets, run.shape)
+        yield from _boxes_at(levels, rank - run.rank, run.offsets, run.shape)
 
 
-def _on(
-    levels: Sequence[Level], left: int, offsets: tuple[int, ...], shape: tuple[int, ...]
+def _boxes_at(
+    levels: Sequence[Level], rank_offset: int, offsets: tuple[int, ...], shape: tuple[int, ...]
 ) -> Iterator[Box]:
     if not levels:
-        if left == 0:
+        if rank_offset == 0:
             yield Box(offsets, shape)
         return
     level, rest = levels[0], levels[1:]
-    low, high = _reach([(each.count, each.ranks) for each in rest])
-    for index in _steps(level.count, level.ranks, left - high, left - low):
-        moved = tuple(o + index * d for o, d in zip(offsets, level.offsets, strict=True))
-        yield from _on(rest, left - index * level.ranks, moved, shape)
+    low, high = _reach([(inner.count, inner.ranks) for inner in rest])
+    for index in _steps(level.count, level.ranks, rank_offset - high, rank_offset - low):
+        next_offsets = tuple(o + index * d for o, d in zip(offsets, level.offsets, strict=True))
+        yield from _boxes_at(rest, rank_offset - index * level.ranks, next_offsets, shape)
 
 
 def extent(run: Run) -> Box:
@@ -176,9 +177,9 @@ def ranks_meeting(runs: Sequence[Run], box: Box) -> set[int]:
     The boxes are not expanded: the time depends on the number of ranks in the result, and not on
     the number of boxes.
     """
-    found: set[int] = set()
+    ranks: set[int] = set()
     if not box.numel:
-        return found
+        return ranks
     for run in runs:
         if all(run.shape):
             # Put the level with the largest step first. Most of its repetitions are far from
@@ -186,8 +187,8 @@ def ranks_meeting(runs: Sequence[Run], box: Box) -> set[int]:
             levels = sorted(
                 run.levels, key=lambda level: tuple(-abs(step) for step in level.offsets)
             )
-            _meet(levels, run, run.rank, run.offsets, box, found)
-    return found
+            _meet(levels, run, run.rank, run.offsets, box, ranks)
+    return ranks
 
 
 def _meet(
@@ -196,44 +197,44 @@ def _meet(
     rank: int,
     offsets: tuple[int, ...],
     box: Box,
-    found: set[int],
+    ranks: set[int],
 ) -> None:
     if not levels:
         if Box(offsets, run.shape).intersect(box):
-            found.add(rank)
+            ranks.add(rank)
         return
-    if rank in found and not any(level.ranks for level in levels):
+    if rank in ranks and not any(level.ranks for level in levels):
         return  # More boxes of the same rank add nothing
     level, rest = levels[0], levels[1:]
-    first, last = 0, level.count - 1
+    begin, last = 0, level.count - 1
     for dim, step in enumerate(level.offsets):
-        low, high = _reach([(each.count, each.offsets[dim]) for each in rest])
+        low, high = _reach([(inner.count, inner.offsets[dim]) for inner in rest])
         # The other levels move a box by ``low`` to ``high``. Keep the repetitions of this level
         # for which such a box can overlap ``box`` in this dimension.
         least = box.offsets[dim] - run.shape[dim] + 1 - high - offsets[dim]
-        most = box.offsets[dim] + box.shape[dim] - 1 - low - offsets[dim]
-        near = _steps(level.count, step, least, most)
-        first, last = max(first, near.start), min(last, near.stop - 1)
-    for index in range(first, last + 1):
-        moved = tuple(o + index * d for o, d in zip(offsets, level.offsets, strict=True))
-        _meet(rest, run, rank + index * level.ranks, moved, box, found)
+        largest = box.offsets[dim] + box.shape[dim] - 1 - low - offsets[dim]
+        near = _steps(level.count, step, least, largest)
+        begin, last = max(begin, near.start), min(last, near.stop - 1)
+    for index in range(begin, last + 1):
+        next_offsets = tuple(o + index * d for o, d in zip(offsets, level.offsets, strict=True))
+        _meet(rest, run, rank + index * level.ranks, next_offsets, box, ranks)
 
 
 def _reach(levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return the smallest and the largest number that levels can add to a rank or an offset. A
     level is given as ``(count, step)``, and adds ``step`` from 0 to ``count - 1`` times.
     """
-    far = [(count - 1) * step for count, step in levels]
-    return sum(min(0, each) for each in far), sum(max(0, each) for each in far)
+    spans = [(count - 1) * step for count, step in levels]
+    return sum(min(0, span) for span in spans), sum(max(0, span) for span in spans)
 
 
-def _steps(count: int, step: int, least: int, most: int) -> range:
+def _steps(count: int, step: int, least: int, largest: int) -> range:
     """Return the range of all ``i`` from 0 to ``count - 1`` with ``least <= i * step <= most``."""
     if step == 0:
-        return range(count) if least <= 0 <= most else range(0)
+        return range(count) if least <= 0 <= largest else range(0)
     if step < 0:
-        step, least, most = -step, -most, -least
-    return range(max(0, -(-least // step)), min(count - 1, most // step) + 1)
+        step, least, largest = -step, -largest, -least
+    return range(max(0, -(-least // step)), min(count - 1, largest // step) + 1)
 
 
 def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
@@ -242,7 +243,7 @@ def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
 
     The boxes are not expanded, so this does not detect that boxes overlap.
     """
-    held = boxes = 0
+    numel = boxes = 0
     for run in runs:
         dims = (len(run.offsets), len(run.shape), *(len(level.offsets) for level in run.levels))
         if len(run.levels) > MAX_LEVELS or set(dims) != {len(shape)}:
@@ -259,8 +260,8 @@ def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
             low, high = _reach([(level.count, level.offsets[dim]) for level in run.levels])
             if run.offsets[dim] + low < 0 or run.offsets[dim] + high + run.shape[dim] > size:
                 return "a run that is not inside the shape"
-        held += run.count * math.prod(run.shape)
+        numel += run.count * math.prod(run.shape)
     if boxes > world_size * BOXES_PER_RANK:
         return f"runs of {boxes} boxes"
     total = math.prod(shape)
-    return None if held == total else f"runs hold {held} of {total} elements"
+    return None if numel == total else f"runs hold {numel} of {total} elements"

@@ -42,7 +42,7 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
     parse(manifest.metadata, key)
     encodings = {encoding.rank: encoding for encoding in manifest.encoded}
     files = manifest.file_map()
-    _check_names(manifest.files, key, encoded=encodings)
+    _check_names(manifest.files, key, encodings=encodings)
     require(len(encodings) == len(manifest.encoded), key, "a file is encoded twice")
     for encoding in manifest.encoded:
         fits = (
@@ -70,29 +70,31 @@ def _check_fragments(manifest: Manifest, key: str) -> None:
     ranks = [fragment.rank for fragment in manifest.fragments]
     whole = len(ranks) == manifest.world_size and ranks == list(range(len(ranks)))
     require(whole, key, "not one fragment for each rank")
-    carried = [part.rank for part in manifest.carried]
-    require(carried in ([], ranks), key, "it carries the fragments of some ranks only")
+    copy_ranks = [part.rank for part in manifest.carried]
+    require(copy_ranks in ([], ranks), key, "it carries the fragments of some ranks only")
     save = (manifest.step, manifest.attempt, manifest.world_size, manifest.chunk_bytes)
     for part in manifest.carried:
-        mine = (part.step, part.attempt, part.world_size, part.chunk_bytes)
-        require(mine == save, key, f"it carries the fragment of another save for rank {part.rank}")
+        part_save = (part.step, part.attempt, part.world_size, part.chunk_bytes)
+        require(
+            part_save == save, key, f"it carries the fragment of another save for rank {part.rank}"
+        )
 
 
 def _check_layouts(manifest: Manifest, key: str) -> None:
     require(len(manifest.layout_of) == len(manifest.tensors), key, "not one layout for each tensor")
-    seen: set[str] = set()
-    known: dict[tuple[int, tuple[int, ...]], str | None] = {}
+    names: set[str] = set()
+    faults: dict[tuple[int, tuple[int, ...]], str | None] = {}
     for tensor, index in zip(manifest.tensors, manifest.layout_of, strict=True):
-        check_tensor(tensor, seen, key)
+        check_tensor(tensor, names, key)
         fits = not tensor.shards and 0 <= index < len(manifest.layouts)
         require(fits, key, f"tensor {tensor.name!r} has no layout")
-        if (index, tensor.shape) not in known:
-            known[index, tensor.shape] = fault_of(
+        if (index, tensor.shape) not in faults:
+            faults[index, tensor.shape] = fault_of(
                 manifest.layouts[index], tensor.shape, manifest.world_size
             )
-        if fault := known[index, tensor.shape]:
+        if fault := faults[index, tensor.shape]:
             raise ManifestCorrupt(key, f"tensor {tensor.name!r}: {fault}")
-    check_tied(manifest.tied, seen, key)
+    check_tied(manifest.tied, names, key)
     kinds = {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
     require(not (fault := views_fault(manifest.views, kinds)), key, fault)
 
@@ -110,7 +112,7 @@ def check_heading(record: Packed, key: str) -> None:
     _check_chunk_bytes(record.chunk_bytes, key)
     files = (record.file,) if record.file else ()
     encodings = {encoding.rank: encoding for encoding in record.encoded}
-    _check_names(files, key, encoded=encodings)
+    _check_names(files, key, encodings=encodings)
     require(all(file.rank == record.rank for file in files), key, "holds the file of another rank")
     require(set(encodings) <= {file.rank for file in files}, key, "an encoding of no file")
     for encoding in record.encoded:
@@ -139,32 +141,32 @@ def _check_chunk_bytes(chunk_bytes: int, key: str) -> None:
     require(16 <= chunk_bytes <= MAX_CHUNK_BYTES, key, f"chunks of {chunk_bytes} bytes")
 
 
-def _check_names(files: Iterable[File], key: str, *, encoded: Mapping[int, Encoding]) -> None:
-    seen: set[int] = set()
+def _check_names(files: Iterable[File], key: str, *, encodings: Mapping[int, Encoding]) -> None:
+    ranks: set[int] = set()
     for file in files:
         require(
-            file.rank >= 0 and file.name == data_name(file.rank, encoded=file.rank in encoded),
+            file.rank >= 0 and file.name == data_name(file.rank, is_encoded=file.rank in encodings),
             key,
             f"file name {file.name[:80]!r} is not that of its rank",
         )
-        require(file.rank not in seen, key, f"file {file.name} is named twice")
-        seen.add(file.rank)
+        require(file.rank not in ranks, key, f"file {file.name} is named twice")
+        ranks.add(file.rank)
         require(0 < file.size <= _MAX_BYTES, key, f"file {file.name} of {file.size} bytes")
 
 
-def check_tensor(tensor: Tensor, seen: set[str], key: str) -> None:
+def check_tensor(tensor: Tensor, names: set[str], key: str) -> None:
     """Check the name, the dtype, the shape and the order of a tensor.
 
     Args:
-        seen: The names of the tensors that were checked before. The function adds ``name``.
+        names: The names of the tensors that were checked before. The function adds ``name``.
         key: The key of the manifest or fragment, for errors.
 
     Raises:
         ManifestCorrupt: The name occurs twice, or the dtype, the shape or the order is invalid.
     """
     name, dtype, shape = tensor.name, tensor.dtype, tensor.shape
-    require(name not in seen, key, f"tensor {name!r} is named twice")
-    seen.add(name)
+    require(name not in names, key, f"tensor {name!r} is named twice")
+    names.add(name)
     require(dtype in DTYPES, key, f"tensor {name!r} has the unknown dtype {dtype[:40]!r}")
     fits = len(shape) <= MAX_DIMENSIONS and all(0 <= n < 2**62 for n in shape)
     require(
@@ -173,20 +175,20 @@ def check_tensor(tensor: Tensor, seen: set[str], key: str) -> None:
         f"tensor {name!r} has an impossible shape",
     )
     if tensor.order:
-        turned = sorted(tensor.order) == list(range(len(shape)))
-        require(turned, key, f"tensor {name!r} has an impossible order of dimensions")
+        is_permutation = sorted(tensor.order) == list(range(len(shape)))
+        require(is_permutation, key, f"tensor {name!r} has an impossible order of dimensions")
 
 
-def check_tied(tied: Mapping[str, str], names: set[str], key: str) -> None:
+def check_tied(ties: Mapping[str, str], names: set[str], key: str) -> None:
     """Raise ``ManifestCorrupt`` if a tied name is tied to a name that is not in ``names``, or is
     itself in ``names``.
 
     Args:
-        tied: Tied names, each with the name that its bytes are stored under.
+        ties: Tied names, each with the name that its bytes are stored under.
         names: The names of the stored tensors.
         key: The key of the manifest or fragment, for errors.
     """
-    for name, target in tied.items():
+    for name, target in ties.items():
         require(
             target in names and name not in names,
             key,

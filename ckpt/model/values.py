@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
-from ckpt.model.levels import CONTAINERS, by_type, inside, node_of
+from ckpt.model.levels import CONTAINERS, by_type, contents, node_of
 
 # Python has no static type for all values that msgspec's JSON encoder accepts.
 Node = Any
@@ -111,7 +111,7 @@ def check_name(key: str, path: str) -> None:
         raise UnsupportedValue(path, "name that is not text", "rename it")
 
 
-def below(names: Sequence[str], path: str) -> Sequence[str]:
+def names_below(names: Sequence[str], path: str) -> Sequence[str]:
     """Return the names that begin with ``path`` and a slash. ``names`` must be sorted."""
     return names[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # '0' follows '/'
 
@@ -141,12 +141,12 @@ def exact(value: object) -> str:
     return object.__repr__(value)
 
 
-def parse(raw: msgspec.Raw, what: str = "tree") -> Node:
+def parse(raw: msgspec.Raw, name: str = "tree") -> Node:
     """Decode the JSON of a tree and return its node; None if ``raw`` is empty.
 
     Args:
         raw: The JSON.
-        what: The name of the tree in errors.
+        name: The name of the tree in errors.
 
     Raises:
         ManifestCorrupt: The tree is not JSON, is nested too deeply, or its names would need too
@@ -157,21 +157,21 @@ def parse(raw: msgspec.Raw, what: str = "tree") -> Node:
     try:
         node = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ManifestCorrupt(what, str(error)[:200]) from None
+        raise ManifestCorrupt(name, str(error)[:200]) from None
     if fault := _excess(node, len(bytes(raw))):
-        raise ManifestCorrupt(what, fault)
+        raise ManifestCorrupt(name, fault)
     return node
 
 
 @contextmanager
-def following(what: str) -> Generator[None]:
+def check_structure(name: str) -> Generator[None]:
     """Return a context manager that replaces errors such as ``KeyError`` with ``ManifestCorrupt``.
 
     The block can read a tree from a checkpoint without checking its structure first. A damaged or
     forged tree may contain any JSON, and then causes such an error.
 
     Args:
-        what: The name of the tree in the error.
+        name: The name of the tree in the error.
     """
     try:
         yield
@@ -183,7 +183,7 @@ def following(what: str) -> Generator[None]:
         ArithmeticError,
         RuntimeError,
     ) as error:
-        raise ManifestCorrupt(what, f"it is none that ckpt writes ({str(error)[:200]!r})") from None
+        raise ManifestCorrupt(name, f"it is none that ckpt writes ({str(error)[:200]!r})") from None
 
 
 def _excess(tree: Node, nbytes: int) -> str:
@@ -192,22 +192,22 @@ def _excess(tree: Node, nbytes: int) -> str:
     The limits are on the depth, and on the characters of all names for a JSON of ``nbytes`` bytes.
     The time grows linearly with the size of the tree.
     """
-    left = (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
-    if _most_name_chars(tree) <= left:
+    budget = (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
+    if _most_name_chars(tree) <= budget:
         return ""
     # These are three parallel lists, since a tuple for each container would start the garbage
     # collector.
     nodes = [tree] if type(tree) in _CONTAINERS else []
-    outside = [0] * len(nodes)  # The number of characters in the name of each container
+    prefix_chars = [0] * len(nodes)  # The number of characters in the name of each container
     roles = [_PLAIN] * len(nodes)
     for _ in range(_MAX_JSON_DEPTH):
         if not nodes:
             return ""
         within: list[Node] = []
-        around: list[int] = []
+        inner_chars: list[int] = []
         parts: list[int] = []
-        for chars, node, role in zip(outside, nodes, roles, strict=True):
-            left -= chars * len(node)
+        for chars, node, role in zip(prefix_chars, nodes, roles, strict=True):
+            budget -= chars * len(node)
             items = node.values() if isinstance(node, dict) else node
             if _CONTAINERS.isdisjoint(map(type, items)):
                 continue
@@ -215,18 +215,18 @@ def _excess(tree: Node, nbytes: int) -> str:
             within += compress(items, inner)
             count = sum(inner)
             if isinstance(node, dict):
-                around += [chars + len(key) + 1 for key in compress(node, inner)]
+                inner_chars += [chars + len(key) + 1 for key in compress(node, inner)]
                 parts += [_PAIRS if node.get("$") in _TAGS else _PLAIN] * count
             else:
-                more = _chars_of_key(node) if role == _PAIR else _INDEX_CHARS
-                around += [chars + more] * count
+                part_chars = _chars_of_key(node) if role == _PAIR else _INDEX_CHARS
+                inner_chars += [chars + part_chars] * count
                 parts += [_PAIR if role == _PAIRS else _PLAIN] * count
-        if left < 0:
+        if budget < 0:
             return (
                 f"its names have more than {_NAME_CHARS_PER_BYTE} times as many characters as it "
                 "has bytes"
             )
-        nodes, outside, roles = within, around, parts
+        nodes, prefix_chars, roles = within, inner_chars, parts
     return "nested too deeply"
 
 
@@ -246,7 +246,7 @@ def _most_name_chars(tree: Node) -> float:
         keys = set(chain.from_iterable(dicts))
         if "$" in keys and any(map(_TAGS.__contains__, map(dict.get, dicts, repeat("$")))):
             return math.inf
-        level = inside(containers)
+        level = contents(containers)
         total += longest * len(level)
         longest += max(_INDEX_CHARS, 1 + max(map(len, keys), default=0))
     return math.inf
@@ -261,13 +261,13 @@ def _chars_of_key(items: Sequence[Node]) -> int:
     return len(items[0]) if type(items[0]) is str else len(msgspec.json.encode(items[0]))
 
 
-def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> Node:
+def encode(value: object, path: str, hook: OtherEncoder, *, depth: int = 0) -> Node:
     """Return the node of ``value``.
 
     Args:
         value: The value.
         path: The path of the value in the state.
-        other: The hook for values that are not plain. ``other(value, path)`` returns a node or
+        hook: The hook for values that are not plain. ``hook(value, path)`` returns a node or
             raises ``UnsupportedValue``. ``encode`` also calls the hook for each dict of at least
             ``LARGE`` entries. The hook then returns the node of the dict, or None if ``encode``
             must make the node.
@@ -275,7 +275,7 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
 
     Raises:
         UnsupportedValue: A string is not valid text, containers are nested too deeply, too many
-            members of a set or keys of a dict have the same hash, or ``other`` raised the error.
+            members of a set or keys of a dict have the same hash, or ``hook`` raised the error.
     """
     kind = type(value)
     if kind is str:
@@ -297,19 +297,19 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
         with suppress(UnsupportedValue):  # It is raised again below, with its name
             return node_of(value, depth, _MAX_DEPTH, _encode_leaf)
     if kind is list:
-        return _encode_items(value, path, other, depth)  # type: ignore[arg-type]
+        return _encode_items(value, path, hook, depth)  # type: ignore[arg-type]
     if kind is tuple:
-        return {"$": "tuple", "v": _encode_items(value, path, other, depth)}  # type: ignore[arg-type]
-    if kind is dict and len(value) >= LARGE and (node := other(value, path)) is not None:  # type: ignore[arg-type]
+        return {"$": "tuple", "v": _encode_items(value, path, hook, depth)}  # type: ignore[arg-type]
+    if kind is dict and len(value) >= LARGE and (node := hook(value, path)) is not None:  # type: ignore[arg-type]
         return node
     if kind is set or kind is frozenset:
         _check_hashes(value, path)  # type: ignore[arg-type]
         items = sorted(value, key=_order)  # type: ignore[call-overload]
-        return {"$": kind.__name__, "v": _encode_items(items, path, other, depth)}
+        return {"$": kind.__name__, "v": _encode_items(items, path, hook, depth)}
     if kind in _MAPPINGS:
 
         def inner(item: object, part: object) -> Node:
-            return encode(item, join(path, part), other, depth=depth + 1)
+            return encode(item, join(path, part), hook, depth=depth + 1)
 
         return _encode_mapping(value, kind, path, inner)  # type: ignore[arg-type]
     if kind in _BYTES:
@@ -318,7 +318,7 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
         return {"$": "complex", "v": [_text(value.real), _text(value.imag)]}  # type: ignore[attr-defined]
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$": "numpy", "d": value.dtype.str, "v": base64.b64encode(value.tobytes()).decode()}
-    return other(value, path)
+    return hook(value, path)
 
 
 def _encode_leaf(value: object, depth: int) -> Node:
@@ -329,10 +329,10 @@ def _refuse(value: object, path: str) -> Node:
     raise UnsupportedValue(path, type(value).__name__)
 
 
-def _encode_items(items: Iterable[object], path: str, other: OtherEncoder, depth: int) -> Node:
+def _encode_items(items: Iterable[object], path: str, hook: OtherEncoder, depth: int) -> Node:
     # The path of a value that is its own node is not made, since it costs more than the node.
     return [
-        item if _is_own_node(item) else encode(item, f"{path}/{i}", other, depth=depth + 1)
+        item if _is_own_node(item) else encode(item, f"{path}/{i}", hook, depth=depth + 1)
         for i, item in enumerate(items)
     ]
 
@@ -379,12 +379,12 @@ def _encode_mapping(
     return node
 
 
-def decode(node: Node, other: OtherDecoder) -> Any:
+def decode(node: Node, hook: OtherDecoder) -> Any:
     """Return the value of ``node``.
 
     Args:
         node: The node.
-        other: The hook for nodes whose tag this module does not have. ``other(tag, node)`` returns
+        hook: The hook for nodes whose tag this module does not have. ``hook(tag, node)`` returns
             the value of the node.
 
     Raises:
@@ -395,10 +395,10 @@ def decode(node: Node, other: OtherDecoder) -> Any:
     tag = node.get("$") if isinstance(node, dict) else None
     try:
         if isinstance(node, list):
-            return [decode(item, other) for item in node]
+            return [decode(item, hook) for item in node]
         if tag is None:
-            return {key: decode(item, other) for key, item in node.items()}
-        return _decode_tagged(tag, node, other)
+            return {key: decode(item, hook) for key, item in node.items()}
+        return _decode_tagged(tag, node, hook)
     except RecursionError:
         raise ManifestCorrupt("tree", "nested too deeply") from None
     except (
@@ -414,22 +414,22 @@ def decode(node: Node, other: OtherDecoder) -> Any:
         ) from None
 
 
-def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> Any:
+def _decode_tagged(tag: str, node: Mapping[str, Node], hook: OtherDecoder) -> Any:
     match tag:
         case "tuple" | "set" | "frozenset":
-            items = [decode(item, other) for item in node["v"]]
+            items = [decode(item, hook) for item in node["v"]]
             return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](
                 items if tag == "tuple" else _hashable(items)
             )
         case "dict" | "OrderedDict" | "Counter":
-            keys = _hashable([decode(key, other) for key, _ in node["v"]])
+            keys = _hashable([decode(key, hook) for key, _ in node["v"]])
             pairs = {
-                key: decode(item, other) for key, (_, item) in zip(keys, node["v"], strict=True)
+                key: decode(item, hook) for key, (_, item) in zip(keys, node["v"], strict=True)
             }
-            made = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](pairs)
+            mapping = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](pairs)
             if tag == "OrderedDict" and "m" in node:
-                vars(made)[VERSIONS] = decode(node["m"], other)
-            return made
+                vars(mapping)[VERSIONS] = decode(node["m"], hook)
+            return mapping
         case "bytes" | "bytearray":
             raw = base64.b64decode(node["v"], validate=True)
             return raw if tag == "bytes" else bytearray(raw)
@@ -445,7 +445,7 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> A
                 raise ValueError(f"dtype {node['d']!r}")
             return np.frombuffer(base64.b64decode(node["v"], validate=True), dtype=node["d"])[0]
         case _:
-            return other(tag, node)
+            return hook(tag, node)
 
 
 def _hashable(items: list[Any]) -> list[Any]:

@@ -49,13 +49,13 @@ def sizes(views: Mapping[str, View], kinds: Kinds) -> dict[str, int]:
     return ends
 
 
-def bounded(views: Mapping[str, View], kinds: Kinds) -> dict[str, View]:
+def without_sparse(views: Mapping[str, View], kinds: Kinds) -> dict[str, View]:
     """Return ``views`` without those of buffers that are too large for their views.
 
     Memory is reserved for a whole buffer, so a restore accepts no buffer that is mostly gaps.
     """
-    most = {buffer: _PAGE + _GAPS * n for buffer, n in _nbytes(views, kinds).items()}
-    large = {buffer for buffer, size in sizes(views, kinds).items() if size > most[buffer]}
+    limits = {buffer: _PAGE + _GAPS * n for buffer, n in _nbytes(views, kinds).items()}
+    large = {buffer for buffer, size in sizes(views, kinds).items() if size > limits[buffer]}
     return {name: view for name, view in views.items() if view.buffer not in large}
 
 
@@ -74,36 +74,36 @@ def views_fault(views: Mapping[str, View], kinds: Kinds) -> str:
             return f"tensor {name!r} has an impossible place in a buffer"
         if not all(shape):
             return f"tensor {name!r} is a view without elements"
-    if len(bounded(views, kinds)) != len(views):
+    if len(without_sparse(views, kinds)) != len(views):
         return "a buffer is larger than its views allow"
     return ""
 
 
 def _nbytes(views: Mapping[str, View], kinds: Kinds) -> Mapping[str, int]:
-    found: dict[str, int] = defaultdict(int)
+    nbytes_of: dict[str, int] = defaultdict(int)
     for name, view in views.items():
         dtype, shape = kinds[name]
         count = 1
         for n in shape:
             count *= n
-        found[view.buffer] += count * DTYPES[dtype].itemsize
-    return found
+        nbytes_of[view.buffer] += count * DTYPES[dtype].itemsize
+    return nbytes_of
 
 
-def views_of_all(parts: Iterable[Mapping[str, View]], stored: Kinds) -> dict[str, View]:
+def views_of_all(parts: Iterable[Mapping[str, View]], kinds: Kinds) -> dict[str, View]:
     """Return the views of all ranks. If ranks have different views of one name or one buffer, those
     of the lowest rank count.
 
     Args:
         parts: The views of each rank, in the order of the ranks.
-        stored: The tensors of the manifest.
+        kinds: The tensors of the manifest.
     """
-    found: dict[str, View] = {}
+    union: dict[str, View] = {}
     for views in parts:
-        known = {view.buffer for view in found.values()}
-        found |= {
+        buffers = {view.buffer for view in union.values()}
+        union |= {
             name: view
             for name, view in views.items()
-            if name not in found and view.buffer not in known
+            if name not in union and view.buffer not in buffers
         }
-    return bounded({name: found[name] for name in sorted(found) if name in stored}, stored)
+    return without_sparse({name: union[name] for name in sorted(union) if name in kinds}, kinds)

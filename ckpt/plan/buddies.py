@@ -23,23 +23,23 @@ def buddies(domains: Sequence[str], replicas: int) -> tuple[tuple[int, ...], ...
     """
     ring = _ring(domains)
     matter = len(set(domains)) > 1
-    found: list[tuple[int, ...]] = [()] * len(ring)
+    buddies_of: list[tuple[int, ...]] = [()] * len(ring)
     for place, node in enumerate(ring):
-        used = {domains[node]} if matter else set[str]()
-        chosen: list[int] = []
+        picked_domains = {domains[node]} if matter else set[str]()
+        picks: list[int] = []
         second: list[int] = []
-        for other in (*ring[place + 1 :], *ring[:place]):
-            if len(chosen) == replicas:
+        for candidate in (*ring[place + 1 :], *ring[:place]):
+            if len(picks) == replicas:
                 break
-            if matter and domains[other] == domains[node]:
+            if matter and domains[candidate] == domains[node]:
                 continue
-            if domains[other] in used and matter:
-                second.append(other)
+            if domains[candidate] in picked_domains and matter:
+                second.append(candidate)
                 continue
-            used.add(domains[other])
-            chosen.append(other)
-        found[node] = tuple((chosen + second)[:replicas])
-    return tuple(found)
+            picked_domains.add(domains[candidate])
+            picks.append(candidate)
+        buddies_of[node] = tuple((picks + second)[:replicas])
+    return tuple(buddies_of)
 
 
 def missing_copies(
@@ -64,20 +64,20 @@ def missing_copies(
     """
     # Up to ``replicas`` of these candidates may already have the file, so more are needed.
     order = buddies(domains, 2 * replicas + 1)
-    found: dict[int, tuple[int, ...]] = {}
-    for file, having in holders.items():
-        if not having:
+    targets: dict[int, tuple[int, ...]] = {}
+    for file, nodes in holders.items():
+        if not nodes:
             continue
-        used = {domains[node] for node in having}
-        free = [node for node in (homes[file], *order[homes[file]]) if node not in having]
-        chosen: list[int] = []
-        while free and len(having) + len(chosen) <= replicas:
-            node = next((node for node in free if domains[node] not in used), free[0])
+        domains_with_copy = {domains[node] for node in nodes}
+        free = [node for node in (homes[file], *order[homes[file]]) if node not in nodes]
+        picks: list[int] = []
+        while free and len(nodes) + len(picks) <= replicas:
+            node = next((node for node in free if domains[node] not in domains_with_copy), free[0])
             free.remove(node)
-            chosen.append(node)
-            used.add(domains[node])
-        found[file] = tuple(chosen)
-    return found
+            picks.append(node)
+            domains_with_copy.add(domains[node])
+        targets[file] = tuple(picks)
+    return targets
 
 
 def _ring(domains: Sequence[str]) -> list[int]:

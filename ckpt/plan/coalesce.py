@@ -52,10 +52,10 @@ def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> 
 
 
 def _run(reads: list[ChunkRead]) -> Run:
-    first, last = reads[0], reads[-1]
+    head, last = reads[0], reads[-1]
     return Run(
-        rank=first.rank,
-        offset=first.offset,
-        nbytes=last.offset + last.stored_nbytes - first.offset,
+        rank=head.rank,
+        offset=head.offset,
+        nbytes=last.offset + last.stored_nbytes - head.offset,
         reads=tuple(reads),
     )

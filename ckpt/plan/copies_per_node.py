@@ -35,28 +35,28 @@ def nearest_copies(
         distance: The distance of the file of a rank: 0 for a file on this node, and 1 for a file on
             another node. The file of a rank that is not in the mapping counts as the farthest.
     """
-    far = [read for read in plan.reads if distance.get(read.rank, _FARTHEST)]
-    if not far:
+    far_reads = [read for read in plan.reads if distance.get(read.rank, _FARTHEST)]
+    if not far_reads:
         return plan
-    wanted = {(read.nbytes, read.checksum) for read in far}
-    taken = {read.chunk_id for read in plan.reads}
+    far_chunks = {(read.nbytes, read.checksum) for read in far_reads}
+    read_ids = {read.chunk_id for read in plan.reads}
     copies: dict[tuple[int, str], list[tuple[int, int, int]]] = defaultdict(list)
     for file in manifest.files:
         far_off = distance.get(file.rank, _FARTHEST)
         for index, chunk in enumerate(file.chunks):
             key = chunk.nbytes, chunk.checksum
-            if key in wanted and (file.rank, index) not in taken:
+            if key in far_chunks and (file.rank, index) not in read_ids:
                 copies[key].append((far_off, file.rank, index))
-    for found in copies.values():
-        found.sort(reverse=True)
+    for candidates in copies.values():
+        candidates.sort(reverse=True)
     files = manifest.stored_files()
 
     def nearer(read: ChunkRead) -> ChunkRead:
-        found = copies.get((read.nbytes, read.checksum))
-        if not found or found[-1][0] >= distance.get(read.rank, _FARTHEST):
+        candidates = copies.get((read.nbytes, read.checksum))
+        if not candidates or candidates[-1][0] >= distance.get(read.rank, _FARTHEST):
             return read
-        _, rank, index = found.pop()
-        return read.moved(files[rank], index)
+        _, rank, index = candidates.pop()
+        return read.from_file(files[rank], index)
 
     reads = sorted(map(nearer, plan.reads), key=lambda read: read.chunk_id)
     return replace(plan, reads=tuple(reads))
@@ -81,8 +81,8 @@ def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tup
     """
     if not node_of or rank not in replicas:
         return replicas
-    counts = Counter(node_of[other] for other in replicas)
-    mates = tuple(other for other in replicas if node_of[other] == node_of[rank])
+    counts = Counter(node_of[replica] for replica in replicas)
+    mates = tuple(replica for replica in replicas if node_of[replica] == node_of[rank])
     return mates if len(set(counts.values())) == 1 and len(mates) > 1 else ()
 
 
@@ -101,12 +101,12 @@ def nonwriter_leaf(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Seque
         node_of: The node of each rank; empty if the nodes have no tiers of their own.
     """
     lowest = min(
-        (other for other in ranks if node_of and node_of[other] == node_of[rank]), default=None
+        (holder for holder in ranks if node_of and node_of[holder] == node_of[rank]), default=None
     )
     return replace(leaf, spare=True) if rank == lowest else replace(leaf, boxes=())
 
 
-def without_copy(manifest: Manifest, there: Collection[int]) -> list[int]:
+def without_copy(manifest: Manifest, remaining_ranks: Collection[int]) -> list[int]:
     """Return the ranks whose files are lost together with data that no remaining file has.
 
     The file of such a rank has a chunk without an equal chunk in the remaining files. The first
@@ -114,17 +114,17 @@ def without_copy(manifest: Manifest, there: Collection[int]) -> list[int]:
 
     Args:
         manifest: The manifest, with the fragments of all ranks filled in.
-        there: The ranks whose files remain.
+        remaining_ranks: The ranks whose files remain.
     """
-    held = {
+    chunks = {
         (chunk.nbytes, chunk.checksum)
         for file in manifest.files
-        if file.rank in there
+        if file.rank in remaining_ranks
         for chunk in file.chunks
     }
     return [
         file.rank
         for file in manifest.files
-        if file.rank not in there
-        and any((chunk.nbytes, chunk.checksum) not in held for chunk in file.chunks[1:])
+        if file.rank not in remaining_ranks
+        and any((chunk.nbytes, chunk.checksum) not in chunks for chunk in file.chunks[1:])
     ]

@@ -78,8 +78,8 @@ def as_damage(error: Exception, file: StoredFile) -> Exception:
     return FileDamaged(file.key, None, file.size) if isinstance(error, ObjectNotFound) else error
 
 
-def verdict(errors: Sequence[tuple[str, Exception]], what: str) -> Exception:
-    """Return the error to raise if no store could give ``what``.
+def verdict(errors: Sequence[tuple[str, Exception]], name: str) -> Exception:
+    """Return the error to raise if no store could give ``name``.
 
     If some errors do not mean damage (see ``is_damage``), return the first of them, since the data
     may be intact. Otherwise ignore each ``ObjectNotFound``, unless all errors are of this class. If
@@ -88,7 +88,7 @@ def verdict(errors: Sequence[tuple[str, Exception]], what: str) -> Exception:
 
     Args:
         errors: The URL and the error of each store, nearest first.
-        what: The key of the file or folder, for the message.
+        name: The key of the file or folder, for the message.
     """
     if unsaid := next((error for _, error in errors if not is_damage(error)), None):
         return unsaid
@@ -96,7 +96,7 @@ def verdict(errors: Sequence[tuple[str, Exception]], what: str) -> Exception:
     if len(failures) == 1:
         return failures[0][1]
     reasons = "; ".join(f"{url}: {error}" for url, error in failures)
-    return IntegrityError(f"no tier has {what!r} intact: {reasons}")
+    return IntegrityError(f"no tier has {name!r} intact: {reasons}")
 
 
 def without(plan: RestorePlan, reads: Collection[ChunkRead]) -> RestorePlan:

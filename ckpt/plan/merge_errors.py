@@ -28,7 +28,9 @@ def ranks_text(parts: Sequence[tuple[int, Tensor]]) -> str:
     boxes: dict[tuple[Box, ...], list[int]] = defaultdict(list)
     for rank, tensor in parts:
         boxes[tuple(shard.box for shard in tensor.shards)].append(rank)
-    lines = [f"{_ranks(ranks)} wrote {_boxes(held)}" for held, ranks in boxes.items()]
+    lines = [
+        f"{_ranks(ranks)} wrote {_boxes(boxes_of_rank)}" for boxes_of_rank, ranks in boxes.items()
+    ]
     rest = f"; and {len(lines) - _MOST_TOLD} more" if len(lines) > _MOST_TOLD else ""
     return f"{'; '.join(lines[:_MOST_TOLD])}{rest} ({_CAUSE})"
 
@@ -74,7 +76,7 @@ def values_beside_tensors(node: Node, path: str = "") -> Iterator[str]:
             pass
 
 
-def mixed(
+def kind_conflict(
     trees: Sequence[tuple[int, Node]], tensors: Mapping[str, int]
 ) -> tuple[str, int, int] | None:
     """Return a name that is a tensor on one rank and a plain value on another, the rank with the
@@ -92,10 +94,10 @@ def mixed(
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_TOLD])) + (" ..." if len(ranks) > _MOST_TOLD else "")
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+    text = ", ".join(map(str, ranks[:_MOST_TOLD])) + (" ..." if len(ranks) > _MOST_TOLD else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
 
 
 def _boxes(boxes: Sequence[Box]) -> str:
-    shown = [f"{list(box.shape)} at {list(box.offsets)}" for box in boxes[:_MOST_TOLD]]
-    return (", ".join(shown) or "nothing") + (" ..." if len(boxes) > _MOST_TOLD else "")
+    texts = [f"{list(box.shape)} at {list(box.offsets)}" for box in boxes[:_MOST_TOLD]]
+    return (", ".join(texts) or "nothing") + (" ..." if len(boxes) > _MOST_TOLD else "")

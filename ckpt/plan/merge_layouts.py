@@ -60,11 +60,11 @@ class Light:
     metadata: bytes
 
 
-class Gathered:
+class Fragments:
     """The fragments that were added so far, reduced to the fields that the merge needs.
 
     Args:
-        known: The forms of the last merge.
+        forms: The forms of the last merge.
 
     Attributes:
         ranks: The fragments, in the order in which they were added.
@@ -72,10 +72,10 @@ class Gathered:
             ``Packed.form``.
     """
 
-    def __init__(self, known: Mapping[str, Columns]) -> None:
+    def __init__(self, forms: Mapping[str, Columns]) -> None:
         self.ranks: list[Light] = []
         self.forms: dict[str, Columns] = {}
-        self._known = known
+        self._previous_forms = forms
         self._frames: dict[str, bytes] = {}
         self._tables: Tables = {}
         self._texts: dict[str, bytes] = {}
@@ -89,9 +89,9 @@ class Gathered:
         """
         form = f"{part.chunk_bytes}/{checksum(part.form)}"
         if form not in self.forms:
-            columns = self._known.get(form)
+            columns = self._previous_forms.get(form)
             if columns is None:
-                columns = columns_of(part.form, part.chunk_bytes, key=ref.name, known=self._tables)
+                columns = columns_of(part.form, part.chunk_bytes, key=ref.name, tables=self._tables)
             self.forms[form] = columns
         check_packed(part, self.forms[form], key=ref.name)
         per_rank = msgspec.Raw(bytes(part.per_rank)) if part.in_manifest else _NULL
@@ -129,17 +129,17 @@ class Copies:
 
     Attributes:
         name: The name of the tensor.
-        kept: The first chunk of each pair, which the manifest names.
-        other: The second chunk of each pair.
-        kept_rank: The rank of each first chunk.
-        other_rank: The rank of each second chunk.
+        first: The first chunk of each pair, which the manifest names.
+        second: The second chunk of each pair.
+        first_rank: The rank of each first chunk.
+        second_rank: The rank of each second chunk.
     """
 
     name: str
-    kept: Ints
-    other: Ints
-    kept_rank: Ints
-    other_rank: Ints
+    first: Ints
+    second: Ints
+    first_rank: Ints
+    second_rank: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,50 +162,52 @@ class Layouts:
     copies: tuple[Copies, ...] = ()
 
 
-def merge_layouts(gathered: Gathered, ranks: Sequence[Light], known: Layouts | None) -> Layouts:
+def merge_layouts(
+    fragments: Fragments, ranks: Sequence[Light], previous: Layouts | None
+) -> Layouts:
     """Return the tensors and layouts of all ranks.
 
     If several ranks have stored the same box, the function also compares their copies of the box.
 
     Args:
-        gathered: All fragments.
+        fragments: All fragments.
         ranks: ``gathered.ranks``, sorted by rank.
-        known: The result of the last merge; None if there is none. The function returns it again if
-            the layouts of all ranks are the same.
+        previous: The result of the last merge; None if there is none. The function returns it again
+            if the layouts of all ranks are the same.
 
     Raises:
         ReplicasDiverged, TensorIncomplete: See ``plan.merge.merge``.
         ManifestCorrupt: The offsets of a fragment are invalid.
     """
     came_from = [rank.layout for rank in ranks]
-    if known is not None and came_from == known.came_from:
-        if known.copies:
+    if previous is not None and came_from == previous.came_from:
+        if previous.copies:
             sums = _checksums(ranks)
-            for copies in known.copies:
+            for copies in previous.copies:
                 _compare(copies, sums)
-        return known
-    return _World(gathered, ranks).merge(came_from)
+        return previous
+    return _World(fragments, ranks).merge(came_from)
 
 
-def first_of(ranks: Sequence[Light], what: str) -> list[tuple[int, bytes]]:
-    """Return the different values of the field ``what`` of ``ranks``, each with the lowest rank
-    that has it.
+def first_of(ranks: Sequence[Light], field: str) -> list[tuple[int, bytes]]:
+    """Return the different values that the field called ``field`` has in ``ranks``, each with the
+    lowest rank that has it.
     """
-    found: dict[bytes, int] = {}
-    seen: set[int] = set()
+    rank_of: dict[bytes, int] = {}
+    ids: set[int] = set()
     for rank in ranks:
-        text: bytes = getattr(rank, what)
-        if id(text) not in seen:  # Equal values are one object
-            seen.add(id(text))
-            found.setdefault(text, rank.part.rank)
-    return [(rank, text) for text, rank in found.items()]
+        text: bytes = getattr(rank, field)
+        if id(text) not in ids:  # Equal values are one object
+            ids.add(id(text))
+            rank_of.setdefault(text, rank.part.rank)
+    return [(rank, text) for text, rank in rank_of.items()]
 
 
-def holders_of(gathered: Gathered, ranks: Sequence[Light]) -> Mapping[str, int]:
+def holders_of(fragments: Fragments, ranks: Sequence[Light]) -> Mapping[str, int]:
     """Return the names of all tensors, each with a rank whose fragment has it."""
     last = {rank.form: rank.part.rank for rank in ranks}
     order = sorted(last.items(), key=lambda item: item[1])
-    return {name: rank for form, rank in order for name, *_ in gathered.forms[form].headings}
+    return {name: rank for form, rank in order for name, *_ in fragments.forms[form].headings}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,7 @@ class _Rows:
     Attributes:
         tensor: For each shard the index of its tensor among all tensors, sorted by name.
         nth: For each shard the number of earlier shards of the same tensor.
-        held: The indices of the tensors that have shards, and the number of shards of each.
+        shard_counts: The indices of the tensors that have shards, and the number of shards of each.
         boxes: The rows. `_World` writes the position and the offsets of a rank into these rows, and
             then copies them to its table.
         chunks: For each shard the index of its first chunk and the number of its chunks.
@@ -223,7 +225,7 @@ class _Rows:
 
     tensor: Ints
     nth: Ints
-    held: tuple[Ints, Ints]
+    shard_counts: tuple[Ints, Ints]
     boxes: Ints
     chunks: npt.NDArray[np.int32]
 
@@ -232,9 +234,9 @@ class _Rows:
         numbers = np.array([number[name] for name, *_ in form.headings], dtype=np.int64)
         tensor = numbers[form.tensor]
         order = np.argsort(tensor, kind="stable")
-        tensors, first, counts = np.unique(tensor[order], return_index=True, return_counts=True)
+        tensors, starts, counts = np.unique(tensor[order], return_index=True, return_counts=True)
         nth = np.empty_like(tensor)
-        nth[order] = np.arange(len(tensor)) - np.repeat(first, counts)
+        nth[order] = np.arange(len(tensor)) - np.repeat(starts, counts)
         boxes = np.zeros((len(tensor), 1 + 2 * dims), dtype=np.int64)
         boxes[:, 1 + dims :] = 1
         boxes[:, 1 + dims : 1 + dims + form.dims] = form.shape
@@ -255,24 +257,24 @@ class _World:
     first chunk and the number of chunks of each shard.
     """
 
-    def __init__(self, gathered: Gathered, ranks: Sequence[Light]) -> None:
+    def __init__(self, fragments: Fragments, ranks: Sequence[Light]) -> None:
         self._ranks = ranks
-        forms = self._forms = [gathered.forms[rank.form] for rank in ranks]
-        self._headings, self._disputed = _headings(gathered, ranks)
+        forms = self._forms = [fragments.forms[rank.form] for rank in ranks]
+        self._headings, self._conflicts = _headings(fragments, ranks)
         self._names = sorted(self._headings)
         self._dims = max((form.dims for form in forms), default=0)
         self._chunk_base = np.cumsum([0, *(len(form.chunks) for form in forms)])
         number = {name: index for index, name in enumerate(self._names)}
         times = Counter(rank.form for rank in ranks)
-        rows_of = {form: _Rows.of(gathered.forms[form], number, self._dims) for form in times}
-        held = np.zeros(len(number), dtype=np.int64)
+        rows_of = {form: _Rows.of(fragments.forms[form], number, self._dims) for form in times}
+        shard_counts = np.zeros(len(number), dtype=np.int64)
         for form, rows in rows_of.items():
-            held[rows.held[0]] += times[form] * rows.held[1]
-        self._edges = np.cumsum([0, *held.tolist()])
+            shard_counts[rows.shard_counts[0]] += times[form] * rows.shard_counts[1]
+        self._edges = np.cumsum([0, *shard_counts.tolist()])
         self._boxes = np.empty((self._edges[-1], 1 + 2 * self._dims), dtype=np.int64)
         self._chunks = np.empty((self._edges[-1], 2), dtype=np.int32)
         self._fill(rows_of)
-        self._seen: dict[tuple[tuple[int, ...], str], tuple[int, Ints]] = {}
+        self._layout_cache: dict[tuple[tuple[int, ...], str], tuple[int, Ints]] = {}
         self._layouts: dict[Runs, int] = {}
         self._sums: Ints | None = None
 
@@ -290,18 +292,20 @@ class _World:
             )
             places = free[rows.tensor] + rows.nth
             self._boxes[places], self._chunks[places] = rows.boxes, rows.chunks
-            free[rows.held[0]] += rows.held[1]
+            free[rows.shard_counts[0]] += rows.shard_counts[1]
 
     def merge(self, came_from: Sequence[str]) -> Layouts:
         tensors: list[Tensor] = []
         layout_of: list[int] = []
         copies: list[Copies] = []
         for index, name in enumerate(self._names):
-            if name in self._disputed and (disputed := forms_text(self._parts(name))):
-                raise TensorIncomplete(name, disputed)
+            if name in self._conflicts and (text := forms_text(self._parts(name))):
+                raise TensorIncomplete(name, text)
             dtype, shape, order = self._headings[name]
-            layout, found = self._layout(name, shape, slice(*self._edges[index : index + 2]))
-            copies += [found] if found else []
+            layout, tensor_copies = self._layout(
+                name, shape, slice(*self._edges[index : index + 2])
+            )
+            copies += [tensor_copies] if tensor_copies else []
             tensors.append(Tensor(name, dtype, shape, (), order))
             layout_of.append(layout)
         return Layouts(
@@ -329,26 +333,28 @@ class _World:
         if len(table) == 1 and (run := self._lone(table[0].tolist(), shape)):
             return self._layouts.setdefault((run,), len(self._layouts)), None
         key = shape, checksum(table.tobytes())
-        if key in self._seen:
-            layout, others = self._seen[key]
-            return layout, self._copies(name, rows.start + others)
-        position, offsets, shapes = self._parted(table, len(shape))
-        kept, others = np.arange(len(table)), np.zeros((0, 2), dtype=np.int64)
+        if key in self._layout_cache:
+            layout, row_pairs = self._layout_cache[key]
+            return layout, self._copies(name, rows.start + row_pairs)
+        position, offsets, shapes = self._columns(table, len(shape))
+        unique_rows, row_pairs = np.arange(len(table)), np.zeros((0, 2), dtype=np.int64)
         whole = _tiles(shape, offsets, shapes)
         if not whole or not shapes.all():
-            kept, others = _unique(offsets, shapes)
-        found = self._copies(name, rows.start + others)
-        boxes = offsets[kept], shapes[kept]
+            unique_rows, row_pairs = _unique(offsets, shapes)
+        copies = self._copies(name, rows.start + row_pairs)
+        boxes = offsets[unique_rows], shapes[unique_rows]
         if not whole and not _tiles(shape, *boxes):
-            listed = sorted(
+            sorted_boxes = sorted(
                 Box(tuple(o), tuple(n)) for o, n in zip(*map(np.ndarray.tolist, boxes), strict=True)
             )
-            if fault := tiling_fault(shape, listed):
+            if fault := tiling_fault(shape, sorted_boxes):
                 raise TensorIncomplete(name, f"{fault}: {ranks_text(self._parts(name))}")
         ids = np.array([rank.part.rank for rank in self._ranks], dtype=np.int64)
-        layout = self._layouts.setdefault(compress(ids[position[kept]], *boxes), len(self._layouts))
-        self._seen[key] = layout, others
-        return layout, found
+        layout = self._layouts.setdefault(
+            compress(ids[position[unique_rows]], *boxes), len(self._layouts)
+        )
+        self._layout_cache[key] = layout, row_pairs
+        return layout, copies
 
     def _lone(self, row: list[int], shape: tuple[int, ...]) -> Run | None:
         """Return the run for a tensor with a single shard if this shard is the whole tensor, else
@@ -357,12 +363,12 @@ class _World:
         This is a shortcut for the usual case in jobs with few ranks.
         """
         dims = len(shape)
-        offsets, held = row[1 : 1 + dims], tuple(row[1 + self._dims : 1 + self._dims + dims])
-        if held != shape or any(offsets):
+        offsets, shard_shape = row[1 : 1 + dims], tuple(row[1 + self._dims : 1 + self._dims + dims])
+        if shard_shape != shape or any(offsets):
             return None
-        return Run(self._ranks[row[0]].part.rank, tuple(offsets), held, ())
+        return Run(self._ranks[row[0]].part.rank, tuple(offsets), shard_shape, ())
 
-    def _parted(self, table: Ints, dims: int) -> tuple[Ints, Ints, Ints]:
+    def _columns(self, table: Ints, dims: int) -> tuple[Ints, Ints, Ints]:
         """Return the positions of the ranks, the offsets and the shapes in some rows of the table.
         The rows belong to a tensor of ``dims`` dimensions.
         """
@@ -374,26 +380,26 @@ class _World:
         """
         index = self._names.index(name)
         rows = self._boxes[slice(*self._edges[index : index + 2])]
-        held: dict[int, list[Shard]] = defaultdict(list)
+        shards_at: dict[int, list[Shard]] = defaultdict(list)
         for position, offsets, shape in zip(
-            *map(np.ndarray.tolist, self._parted(rows, self._dims)), strict=True
+            *map(np.ndarray.tolist, self._columns(rows, self._dims)), strict=True
         ):
-            held[position].append(
+            shards_at[position].append(
                 Shard(self._ranks[position].part.rank, 0, tuple(offsets), tuple(shape))
             )
-        found: list[tuple[int, Tensor]] = []
+        parts: list[tuple[int, Tensor]] = []
         for position, rank in enumerate(self._ranks):
             for _, dtype, whole, _ in (
-                each for each in self._forms[position].headings if each[0] == name
+                heading for heading in self._forms[position].headings if heading[0] == name
             ):
-                cut = [
+                shards = [
                     replace(s, offsets=s.offsets[: len(whole)], shape=s.shape[: len(whole)])
-                    for s in held[position]
+                    for s in shards_at[position]
                 ]
-                found.append((rank.part.rank, Tensor(name, dtype, whole, tuple(cut))))
-        return found
+                parts.append((rank.part.rank, Tensor(name, dtype, whole, tuple(shards))))
+        return parts
 
-    def _copies(self, name: str, others: Ints) -> Copies | None:
+    def _copies(self, name: str, row_pairs: Ints) -> Copies | None:
         """Compare the chunks of the boxes that several ranks have stored.
 
         Return the compared pairs of chunks, so that the next merge can compare them again. Return
@@ -401,29 +407,30 @@ class _World:
 
         Args:
             name: The name of the tensor.
-            others: Pairs of rows with the same box. The manifest names the first row of a pair.
+            row_pairs: Pairs of rows with the same box. The manifest names the first row of a pair.
 
         Raises:
             ReplicasDiverged: The chunks of a pair differ.
         """
-        if not len(others):
+        if not len(row_pairs):
             return None
-        one, two = others[self._chunks[others[:, 1], 1] > 0].T
-        counts = self._chunks[two, 1].astype(np.int64)
-        if (unlike := np.flatnonzero(self._chunks[one, 1] != counts)).size:
+        rows_a, rows_b = row_pairs[self._chunks[row_pairs[:, 1], 1] > 0].T
+        counts = self._chunks[rows_b, 1].astype(np.int64)
+        if (unlike := np.flatnonzero(self._chunks[rows_a, 1] != counts)).size:
             pair = [
-                self._ranks[int(self._boxes[side[unlike[0]], 0])].part.rank for side in (one, two)
+                self._ranks[int(self._boxes[side[unlike[0]], 0])].part.rank
+                for side in (rows_a, rows_b)
             ]
             raise ReplicasDiverged(name, pair, " (they are cut otherwise)")
         step = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         sides: list[Ints] = []
         ids = np.array([rank.part.rank for rank in self._ranks], dtype=np.int64)
-        for side in (one, two):
+        for side in (rows_a, rows_b):
             position = self._boxes[side, 0]
-            first = self._chunk_base[position] + self._chunks[side, 0]
-            sides += [np.repeat(first, counts) + step, np.repeat(ids[position], counts)]
+            first_chunk = self._chunk_base[position] + self._chunks[side, 0]
+            sides += [np.repeat(first_chunk, counts) + step, np.repeat(ids[position], counts)]
         copies = Copies(
-            name=name, kept=sides[0], kept_rank=sides[1], other=sides[2], other_rank=sides[3]
+            name=name, first=sides[0], first_rank=sides[1], second=sides[2], second_rank=sides[3]
         )
         if self._sums is None:
             self._sums = _checksums(self._ranks)
@@ -432,7 +439,7 @@ class _World:
 
 
 def _headings(
-    gathered: Gathered, ranks: Sequence[Light]
+    fragments: Fragments, ranks: Sequence[Light]
 ) -> tuple[dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]], set[str]]:
     """Return the dtype, the shape and the order of each tensor by name, and the names of the
     tensors whose dtype or shape differs between ranks.
@@ -440,21 +447,21 @@ def _headings(
     The order is that of the lowest rank whose memory is not row-major. Ranks may have different
     orders, since the part of a rank may have a dimension of one element.
     """
-    found: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {}
-    disputed: set[str] = set()
-    done: set[tuple[Heading, ...]] = set()
+    heading_of: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {}
+    conflicts: set[str] = set()
+    finished_headings: set[tuple[Heading, ...]] = set()
     for form in dict.fromkeys(rank.form for rank in ranks):
-        headings = gathered.forms[form].headings
-        if headings in done:
+        headings = fragments.forms[form].headings
+        if headings in finished_headings:
             continue
-        done.add(headings)
+        finished_headings.add(headings)
         for name, dtype, shape, order in headings:
-            *first, known = found.setdefault(name, (dtype, shape, order))
-            if first != [dtype, shape]:
-                disputed.add(name)
-            elif order and not known:
-                found[name] = dtype, shape, order
-    return found, disputed
+            *kind, order_of_name = heading_of.setdefault(name, (dtype, shape, order))
+            if kind != [dtype, shape]:
+                conflicts.add(name)
+            elif order and not order_of_name:
+                heading_of[name] = dtype, shape, order
+    return heading_of, conflicts
 
 
 def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
@@ -469,25 +476,27 @@ def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
         offsets, shapes = offsets[solid], shapes[solid]
     if sum(np.prod(shapes, axis=1, dtype=np.int64).tolist()) != math.prod(shape):
         return False
-    cut = [dim for dim in range(len(shape)) if (shapes[:, dim] != shape[dim]).any()]
-    if len(cut) == 0:
+    cut_dims = [dim for dim in range(len(shape)) if (shapes[:, dim] != shape[dim]).any()]
+    if len(cut_dims) == 0:
         return True  # Each box is the whole tensor, and their volume allows only one of them
-    edges = [np.unique(np.concatenate([offsets[:, d], offsets[:, d] + shapes[:, d]])) for d in cut]
-    if len(cut) > 4 or math.prod(len(edge) for edge in edges) > _MOST_CELLS:
+    edges = [
+        np.unique(np.concatenate([offsets[:, d], offsets[:, d] + shapes[:, d]])) for d in cut_dims
+    ]
+    if len(cut_dims) > 4 or math.prod(len(edge) for edge in edges) > _MOST_CELLS:
         return False
     # The grid has a cell between any two neighbouring edges. Put +1 and -1 at the corners of each
     # box. After cumulative sums along each dimension, each cell has the number of boxes that cover
     # it.
     grid = np.zeros([len(edge) for edge in edges], dtype=np.int32)
-    low = [np.searchsorted(edge, offsets[:, d]) for edge, d in zip(edges, cut, strict=True)]
+    low = [np.searchsorted(edge, offsets[:, d]) for edge, d in zip(edges, cut_dims, strict=True)]
     high = [
         np.searchsorted(edge, offsets[:, d] + shapes[:, d])
-        for edge, d in zip(edges, cut, strict=True)
+        for edge, d in zip(edges, cut_dims, strict=True)
     ]
-    for corner in np.ndindex(*(2,) * len(cut)):
-        at = tuple(high[k] if far else low[k] for k, far in enumerate(corner))
-        np.add.at(grid, at, -1 if sum(corner) % 2 else 1)
-    for axis in range(len(cut)):
+    for corner in np.ndindex(*(2,) * len(cut_dims)):
+        index = tuple(high[k] if is_high else low[k] for k, is_high in enumerate(corner))
+        np.add.at(grid, index, -1 if sum(corner) % 2 else 1)
+    for axis in range(len(cut_dims)):
         np.cumsum(grid, axis=axis, out=grid)
     return bool((grid <= 1).all())
 
@@ -500,8 +509,8 @@ def _unique(offsets: Ints, shapes: Ints) -> tuple[Ints, Ints]:
         rows = np.arange(len(offsets))
         return rows[:1], np.stack([np.zeros_like(rows), rows], axis=1)[1:]
     boxes = np.concatenate([offsets, shapes], axis=1)
-    _, first, inverse = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
-    owner = first[inverse.reshape(-1)]
+    _, first_rows, inverse = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
+    owner = first_rows[inverse.reshape(-1)]
     rows = np.arange(len(boxes))
     return rows[owner == rows], np.stack([owner, rows], axis=1)[owner != rows]
 
@@ -513,7 +522,9 @@ def _checksums(ranks: Sequence[Light]) -> Ints:
 
 
 def _compare(copies: Copies, sums: Ints) -> None:
-    differ = (sums[copies.kept] != sums[copies.other]).any(axis=1)
+    differ = (sums[copies.first] != sums[copies.second]).any(axis=1)
     if differ.any():
-        at = int(np.argmax(differ))
-        raise ReplicasDiverged(copies.name, [int(copies.kept_rank[at]), int(copies.other_rank[at])])
+        index = int(np.argmax(differ))
+        raise ReplicasDiverged(
+            copies.name, [int(copies.first_rank[index]), int(copies.second_rank[index])]
+        )

@@ -11,17 +11,19 @@ from ckpt.model.manifest import Manifest, StoredFile
 from ckpt.plan.restore import ChunkRead
 
 
-def same_chunks(one: Manifest, two: Manifest) -> bool:
+def same_chunks(a: Manifest, b: Manifest) -> bool:
     """Return True if the data files of both manifests have the same raw bytes. Their encodings may
     differ. Both manifests must have the fragments of all ranks filled in.
     """
-    return [(file.rank, file.chunks) for file in one.files] == [
-        (file.rank, file.chunks) for file in two.files
+    return [(file.rank, file.chunks) for file in a.files] == [
+        (file.rank, file.chunks) for file in b.files
     ]
 
 
 def rebase(
-    reads: Iterable[ChunkRead], here: Mapping[int, StoredFile], there: Mapping[int, StoredFile]
+    reads: Iterable[ChunkRead],
+    source_files: Mapping[int, StoredFile],
+    target_files: Mapping[int, StoredFile],
 ) -> list[ChunkRead]:
     """Return reads that get the chunks of ``reads`` from the files of another tier, in this order.
 
@@ -30,18 +32,18 @@ def rebase(
 
     Args:
         reads: Reads from the files of the first tier.
-        here: The files of the first tier, by rank.
-        there: The files of the other tier, by rank.
+        source_files: The files of the first tier, by rank.
+        target_files: The files of the other tier, by rank.
     """
-    found: list[ChunkRead] = []
+    target_reads: list[ChunkRead] = []
     for read in reads:
-        file = there.get(read.rank)
+        file = target_files.get(read.rank)
         if file is None or not _has(file, read):
             continue
         as_stored = read.as_stored and read.encoded_nbytes is not None
-        if not as_stored or file.encoding == here[read.rank].encoding:
-            found.append(read.moved(file, read.index, as_stored=as_stored))
-    return found
+        if not as_stored or file.encoding == source_files[read.rank].encoding:
+            target_reads.append(read.from_file(file, read.index, as_stored=as_stored))
+    return target_reads
 
 
 def _has(file: StoredFile, read: ChunkRead) -> bool:

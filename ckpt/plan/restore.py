@@ -94,7 +94,7 @@ class ChunkRead:
             as_stored=as_stored,
         )
 
-    def moved(self, file: StoredFile, index: int, *, as_stored: bool = False) -> ChunkRead:
+    def from_file(self, file: StoredFile, index: int, *, as_stored: bool = False) -> ChunkRead:
         """Return a read of the chunk with ``index`` in ``file``, which must be equal to the chunk
         of this read. The result has the targets of this read.
         """
@@ -137,8 +137,8 @@ class RestorePlan:
         return sum(read.stored_nbytes for read in self.reads)
 
 
-def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
-    """Return the restore plan for the ``wanted`` leaves.
+def plan_restore(manifest: Manifest, leaves: Sequence[Leaf]) -> RestorePlan:
+    """Return the restore plan for ``leaves``.
 
     A leaf may have a tied name, which is a further name of a stored tensor.
 
@@ -149,24 +149,24 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
         ManifestCorrupt: The stored boxes do not cover a wanted box exactly once.
     """
     tensors = manifest.tensor_map()
-    if missing := [leaf.name for leaf in wanted if leaf.name not in tensors]:
+    if missing := [leaf.name for leaf in leaves if leaf.name not in tensors]:
         raise EntryMissing(missing, manifest.step, present=tensors)
     table = _ChunkTable(manifest)
-    for index, leaf in enumerate(wanted):
+    for index, leaf in enumerate(leaves):
         tensor = tensors[leaf.name]
         _check(leaf, tensor)
         shards = [shard.box for shard in tensor.shards]
-        stored = BoxIndex(shards)
+        box_index = BoxIndex(shards)
         if not manifest.is_filled:
-            _check_whole(leaf, shards, stored)
+            _check_whole(leaf, shards, box_index)
         for piece, box in enumerate(leaf.boxes):
-            for at in stored.meeting(box):
-                held = shards[at]
-                whole = box == held  # This common case needs no intersection
-                for chunk in table.chunks(tensor.shards[at], held, tensor.dtype):
+            for position in box_index.search(box):
+                shard_box = shards[position]
+                whole = box == shard_box  # This common case needs no intersection
+                for chunk in table.chunks(tensor.shards[position], shard_box, tensor.dtype):
                     if part := chunk.box if whole else chunk.box.intersect(box):
                         chunk.targets.append(Target(leaf=index, piece=piece, part=part))
-    return RestorePlan(reads=table.wanted(), wanted_bytes=sum(leaf.nbytes for leaf in wanted))
+    return RestorePlan(reads=table.reads(), wanted_bytes=sum(leaf.nbytes for leaf in leaves))
 
 
 def chunks_of(file: StoredFile, *, as_stored: bool = False) -> list[ChunkRead]:
@@ -175,14 +175,14 @@ def chunks_of(file: StoredFile, *, as_stored: bool = False) -> list[ChunkRead]:
     The tensor is the image, or with ``as_stored`` the file as the tier stores it. The result is
     empty if ``file`` comes from a manifest that does not have the fragment of its rank filled in.
     """
-    found: list[ChunkRead] = []
+    reads: list[ChunkRead] = []
     place = 0
     for index, chunk in enumerate(file.chunks):
-        wanted = file.lengths[index] if as_stored else chunk.nbytes
-        box = Box((place,), (wanted,))
-        found.append(ChunkRead.of(file, index, dtype="uint8", box=box, as_stored=as_stored))
-        place += wanted
-    return found
+        nbytes = file.lengths[index] if as_stored else chunk.nbytes
+        box = Box((place,), (nbytes,))
+        reads.append(ChunkRead.of(file, index, dtype="uint8", box=box, as_stored=as_stored))
+        place += nbytes
+    return reads
 
 
 def _check(leaf: Leaf, tensor: Tensor) -> None:
@@ -192,14 +192,16 @@ def _check(leaf: Leaf, tensor: Tensor) -> None:
         raise DtypeMismatch(leaf.name, tensor.dtype, leaf.dtype)
 
 
-def _check_whole(leaf: Leaf, shards: Sequence[Box], stored: BoxIndex) -> None:
+def _check_whole(leaf: Leaf, shards: Sequence[Box], index: BoxIndex) -> None:
     """Raise ``ManifestCorrupt`` unless the stored boxes cover each box of ``leaf`` exactly once.
 
     If only some fragments are filled in, the earlier checks of the manifest prove only that the
     volumes of all boxes of the tensor add up to the volume of the tensor.
     """
     for box in leaf.boxes:
-        parts = [part for at in stored.meeting(box) if (part := box.intersect(shards[at]))]
+        parts = [
+            part for position in index.search(box) if (part := box.intersect(shards[position]))
+        ]
         if parts != [box] and (
             fault := tiling_fault(box.shape, [part.relative_to(box) for part in parts])
         ):
@@ -222,31 +224,31 @@ class _ChunkTable:
 
     def __init__(self, manifest: Manifest) -> None:
         self._files = manifest.stored_files()
-        self._known: dict[tuple[int, int], list[_Chunk]] = {}
+        self._chunks: dict[tuple[int, int], list[_Chunk]] = {}
 
-    def chunks(self, shard: Shard, held: Box, dtype: str) -> list[_Chunk]:
+    def chunks(self, shard: Shard, shard_box: Box, dtype: str) -> list[_Chunk]:
         """Return the chunks of a shard that has elements.
 
-        ``held`` is the box of the shard, and ``dtype`` is the dtype of its tensor.
+        ``shard_box`` is the box of the shard, and ``dtype`` is the dtype of its tensor.
         """
         key = (shard.rank, shard.offset)
-        if key not in self._known:
-            self._known[key] = self._build(shard, held, dtype)
-        return self._known[key]
+        if key not in self._chunks:
+            self._chunks[key] = self._build(shard, shard_box, dtype)
+        return self._chunks[key]
 
-    def wanted(self) -> tuple[ChunkRead, ...]:
+    def reads(self) -> tuple[ChunkRead, ...]:
         """Return the reads of the chunks that have targets, in file order."""
         return tuple(
             ChunkRead.of(
                 chunk.file, chunk.index, dtype=chunk.dtype, box=chunk.box, targets=chunk.targets
             )
-            for _, chunks in sorted(self._known.items())
+            for _, chunks in sorted(self._chunks.items())
             for chunk in chunks
             if chunk.targets
         )
 
-    def _build(self, shard: Shard, held: Box, dtype: str) -> list[_Chunk]:
+    def _build(self, shard: Shard, shard_box: Box, dtype: str) -> list[_Chunk]:
         file = self._files[shard.rank]
-        first = file.staged_index[shard.offset]
-        boxes = split_rows(held, file.chunks[first].nbytes // DTYPES[dtype].itemsize)
-        return [_Chunk(file, index, dtype, box, []) for index, box in enumerate(boxes, first)]
+        first_chunk = file.staged_index[shard.offset]
+        boxes = split_rows(shard_box, file.chunks[first_chunk].nbytes // DTYPES[dtype].itemsize)
+        return [_Chunk(file, index, dtype, box, []) for index, box in enumerate(boxes, first_chunk)]

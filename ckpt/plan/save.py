@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ckpt.model.box import Box, even_slab
-from ckpt.model.chunks import cut
+from ckpt.model.chunks import split_box
 from ckpt.model.dtype import safetensors_entry
 from ckpt.model.manifest import HEADER_ALIGNMENT, Shard, Tensor
 from ckpt.plan.leaf import Leaf
@@ -92,7 +92,7 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
     for index, box in order:
         itemsize = leaves[index].itemsize
         items.append(WriteItem(leaf=index, box=box, offset=end, nbytes=box.numel * itemsize))
-        chunks += [part.numel * itemsize for part in cut(box, itemsize, chunk_bytes)]
+        chunks += [part.numel * itemsize for part in split_box(box, itemsize, chunk_bytes)]
         end += box.numel * itemsize
     return SavePlan(
         header=header,
@@ -104,26 +104,26 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
 
 
 def _share(leaves: Sequence[Leaf], rank: int) -> list[tuple[int, Box]]:
-    mine: list[tuple[int, Box]] = []
+    own_boxes: list[tuple[int, Box]] = []
     small: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, leaf in enumerate(leaves):
         if len(leaf.replicas) < 2:
-            mine += [(index, box) for box in leaf.boxes]
-        elif leaf.nbytes >= SPLIT_FROM_BYTES and all(_cut(box, leaf, 0) for box in leaf.boxes):
+            own_boxes += [(index, box) for box in leaf.boxes]
+        elif leaf.nbytes >= SPLIT_FROM_BYTES and all(_slab(box, leaf, 0) for box in leaf.boxes):
             part = leaf.replicas.index(rank)
-            mine += [(index, slab) for box in leaf.boxes if (slab := _cut(box, leaf, part))]
+            own_boxes += [(index, slab) for box in leaf.boxes if (slab := _slab(box, leaf, part))]
         else:
             small[leaf.replicas].append(index)
     for replicas, indices in small.items():
-        mine += [
+        own_boxes += [
             (index, box)
             for index in _lightest(leaves, indices, replicas, rank)
             for box in leaves[index].boxes
         ]
-    return mine
+    return own_boxes
 
 
-def _cut(box: Box, leaf: Leaf, part: int) -> Box | None:
+def _slab(box: Box, leaf: Leaf, part: int) -> Box | None:
     return even_slab(box, len(leaf.replicas), part)
 
 
@@ -138,13 +138,13 @@ def _lightest(
     compute the same distribution.
     """
     loads = sorted((0, replica) for replica in replicas)  # A sorted list is a valid heap
-    mine: list[int] = []
+    own_indices: list[int] = []
     for index in sorted(indices, key=lambda i: (-leaves[i].nbytes, leaves[i].name)):
         load, owner = loads[0]
         heapq.heapreplace(loads, (load + max(1, leaves[index].nbytes), owner))
         if owner == rank:
-            mine.append(index)
-    return mine
+            own_indices.append(index)
+    return own_indices
 
 
 def _header(leaves: Sequence[Leaf], order: Sequence[tuple[int, Box]], rank: int) -> bytes:
@@ -152,21 +152,21 @@ def _header(leaves: Sequence[Leaf], order: Sequence[tuple[int, Box]], rank: int)
     boxes of a tensor, their names in the header are 'name', 'name@1' and so on.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "ckpt": "1", "rank": str(rank)}}
-    taken = {leaf.name for leaf in leaves}
+    names = {leaf.name for leaf in leaves}
     serials: dict[int, int] = {}  # The last serial number of each leaf
     start = 0
     for index, box in order:
         leaf = leaves[index]
         serial = serials.get(index, -1) + 1
         name = f"{leaf.name}@{serial}" if serial else leaf.name
-        while name in entries or (serial and name in taken):
+        while name in entries or (serial and name in names):
             serial += 1
             name = f"{leaf.name}@{serial}"
         serials[index] = serial
         entries[name], start = safetensors_entry(leaf.dtype, box.shape, start)
     text = msgspec.json.encode(entries)
-    padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
-    return (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8)
+    size = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
 
 def _tensors(leaves: Sequence[Leaf], items: Iterable[WriteItem], rank: int) -> tuple[Tensor, ...]:

@@ -50,12 +50,12 @@ class Shares:
     """The division of the chunks that one rank wants.
 
     Attributes:
-        alone: The keys of the chunks that the rank reads for itself only.
+        own_keys: The keys of the chunks that the rank reads for itself only.
         groups: The groups that the rank belongs to. Any two ranks have their common groups in the
             same order.
     """
 
-    alone: frozenset[int]
+    own_keys: frozenset[int]
     groups: tuple[Group, ...]
 
     @property
@@ -63,20 +63,20 @@ class Shares:
         return max((len(group.rounds) for group in self.groups), default=0)
 
 
-def keyed(reads: Sequence[ChunkRead]) -> dict[int, ChunkRead]:
+def by_key(reads: Sequence[ChunkRead]) -> dict[int, ChunkRead]:
     """Return the reads by the keys of their chunks, in ascending order of keys."""
     return dict(sorted(((read.rank << _PLACES) + read.index, read) for read in reads))
 
 
 def share(
-    sizes: Mapping[int, int], wanted: Sequence[Keys], *, worth_bytes: int, parcel_bytes: int
+    sizes: Mapping[int, int], keys_by_rank: Sequence[Keys], *, worth_bytes: int, parcel_bytes: int
 ) -> Shares:
     """Divide the chunks that one rank wants into those that it reads alone and those that it shares
     with other ranks.
 
     Args:
         sizes: The size in memory of each chunk that this rank wants, by the key of the chunk.
-        wanted: The keys that each rank wants, by rank. The keys of this rank are included.
+        keys_by_rank: The keys that each rank wants, by rank. The keys of this rank are included.
         worth_bytes: The smallest number of bytes that a group shares. For fewer bytes, the
             collectives would cost more than they save, so each rank reads these chunks alone.
         parcel_bytes: The largest size of a parcel. A single larger chunk is a parcel of its own.
@@ -84,29 +84,29 @@ def share(
     keys = np.array(sorted(sizes), dtype=np.int64)
     if not len(keys):
         return Shares(frozenset(), ())
-    holds = np.stack([np.isin(keys, each) for each in wanted], axis=1)
-    patterns, which = np.unique(holds, axis=0, return_inverse=True)
-    alone: list[int] = []
+    holds = np.stack([np.isin(keys, rank_keys) for rank_keys in keys_by_rank], axis=1)
+    patterns, pattern_of = np.unique(holds, axis=0, return_inverse=True)
+    own_keys: list[int] = []
     groups: list[Group] = []
     for number, pattern in enumerate(patterns):
         ranks = tuple(int(rank) for rank in np.flatnonzero(pattern))
-        chosen = [int(key) for key in keys[which.reshape(-1) == number]]
-        if len(ranks) < 2 or sum(sizes[key] for key in chosen) < worth_bytes:
-            alone += chosen
+        group_keys = [int(key) for key in keys[pattern_of.reshape(-1) == number]]
+        if len(ranks) < 2 or sum(sizes[key] for key in group_keys) < worth_bytes:
+            own_keys += group_keys
         else:
-            groups.append(Group(ranks, tuple(_rounds(ranks, chosen, sizes, parcel_bytes))))
-    return Shares(frozenset(alone), tuple(sorted(groups, key=lambda group: group.ranks)))
+            groups.append(Group(ranks, tuple(_rounds(ranks, group_keys, sizes, parcel_bytes))))
+    return Shares(frozenset(own_keys), tuple(sorted(groups, key=lambda group: group.ranks)))
 
 
 def _rounds(
     ranks: Sequence[int], keys: Sequence[int], sizes: Mapping[int, int], parcel_bytes: int
 ) -> Iterator[tuple[Parcel, ...]]:
-    total, before = max(1, sum(sizes[key] for key in keys)), 0
+    total, position = max(1, sum(sizes[key] for key in keys)), 0
     runs: list[list[int]] = [[] for _ in ranks]
     for key in keys:
-        middle = before + sizes[key] // 2
+        middle = position + sizes[key] // 2
         runs[min(middle * len(ranks) // total, len(ranks) - 1)].append(key)
-        before += sizes[key]
+        position += sizes[key]
     parcels = [
         list(_parcels(rank, run, sizes, parcel_bytes))
         for rank, run in zip(ranks, runs, strict=True)
@@ -118,11 +118,11 @@ def _rounds(
 def _parcels(
     reader: int, keys: Sequence[int], sizes: Mapping[int, int], parcel_bytes: int
 ) -> Iterator[Parcel]:
-    held: list[int] = []
+    parcel: list[int] = []
     for key in keys:
-        if held and sum(sizes[each] for each in held) + sizes[key] > parcel_bytes:
-            yield Parcel(reader, tuple(held))
-            held = []
-        held.append(key)
-    if held:
-        yield Parcel(reader, tuple(held))
+        if parcel and sum(sizes[parcel_key] for parcel_key in parcel) + sizes[key] > parcel_bytes:
+            yield Parcel(reader, tuple(parcel))
+            parcel = []
+        parcel.append(key)
+    if parcel:
+        yield Parcel(reader, tuple(parcel))

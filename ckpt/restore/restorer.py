@@ -39,7 +39,7 @@ from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, R
 from ckpt.errors.base import few
 from ckpt.events import CommitFinished, Observers, Repaired, Restored, StepDamaged
 from ckpt.model.keys import StepRef, parse_folder
-from ckpt.model.patterns import unfitting
+from ckpt.model.patterns import no_match_error
 from ckpt.nodes.survey import NodeSurvey, Sources
 from ckpt.nodes.wire import Peer
 from ckpt.pipeline.chunk_reader import Sink
@@ -343,7 +343,7 @@ class Restorer:
         )
         surplus_names = tuple(name for name in nowhere if not name.startswith(_PATTERN))
         if unused_patterns := [name for name in nowhere if name.startswith(_PATTERN)]:
-            raise unfitting(pattern[1:].replace(_PATTERN, "/") for pattern in unused_patterns)
+            raise no_match_error(pattern[1:].replace(_PATTERN, "/") for pattern in unused_patterns)
         if surplus_names and self._selection.strict:
             raise EntryUnexpected(surplus_names, ref.step)
         self._is_overwritten = True

@@ -131,5 +131,5 @@ class StepCopier:
         tier, in bytes. Files in another encoding (``encoded``) do not count.
         """
         ref = held.ref
-        names = {ref.key(data_name(rank, encoded=encoded)) for rank in range(held.ranks)}
+        names = {ref.key(data_name(rank, is_encoded=encoded)) for rank in range(held.ranks)}
         return sum(info.size for info in own_objects(self.tier.backend, ref) if info.key in names)

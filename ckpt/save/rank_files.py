@@ -124,7 +124,7 @@ class RankFiles:
         self._in_manifest = config.copies == "per_node"
         self._frames: tuple[SavePlan, Frames] | None = None
         self._encoder = encoder_of(tier.tier.codec)
-        self._data_name = data_name(rank, encoded=self._encoder is not None)
+        self._data_name = data_name(rank, is_encoded=self._encoder is not None)
         self.names = fragment_name(rank), self._data_name
         self._streamed: Encoding | None = None
         self._copier, self._is_alone = copier, False

@@ -28,7 +28,7 @@ class SlotSteps:
 
     def __init__(self, rank: int, job: JobSteps) -> None:
         self._job = job
-        self._names = (fragment_name(rank), data_name(rank, encoded=False))
+        self._names = (fragment_name(rank), data_name(rank, is_encoded=False))
         self._lock = threading.Lock()
         self._steps: dict[str, dict[str, tuple[OpenTier, StepRef]]] = {}
         """Path of the slot -> URL -> the tier, and the step that it keeps there."""

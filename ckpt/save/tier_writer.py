@@ -39,7 +39,7 @@ from ckpt.pipeline.image_writer import OnBytes
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored_image import StoredImage
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.merge import Known
+from ckpt.plan.merge import MergeCache
 from ckpt.retention.claim import Claim, PostedTakeover
 from ckpt.retention.pruner import Pruner, sweep
 from ckpt.retention.quota import Quota
@@ -128,7 +128,7 @@ class TierWriter:
         # So this rank puts a marker before it removes them (see ``claim_marker``).
         alone = tier.local or coordinator.world_size == 1
         self._marked = None if alone else coordinator.rank
-        self._known = Known()
+        self._known = MergeCache()
         self._foreign: list[StepRef] | None = None
         self._is_committed: dict[StepRef, bool] = {}
         self._unclean: set[StepRef] = set()

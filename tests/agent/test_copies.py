@@ -352,7 +352,9 @@ def test_a_name_that_is_taken_is_the_error_that_it_is_without_an_agent(
     for mode in modes:
         near, far = tmp_path / mode / "near", tmp_path / "far"
         taken = (
-            far / StepRef(1, World(1).coordinator(0).attempt).folder / data_name(0, encoded=False)
+            far
+            / StepRef(1, World(1).coordinator(0).attempt).folder
+            / data_name(0, is_encoded=False)
         )
         taken.mkdir(parents=True)
         (taken / "file").touch()

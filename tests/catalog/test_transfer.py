@@ -276,7 +276,7 @@ def test_a_fetch_for_another_codec_goes_on_where_it_was(
             [source], StepFolder(FaultyBackend(store, rules), floats.ref, workers), codec="zstd"
         )
     assert not is_committed(store, floats.ref)
-    key = floats.ref.key(data_name(1, encoded=True))
+    key = floats.ref.key(data_name(1, is_encoded=True))
     flip_byte(store, key, 4096 + 500)
     report = fetch_step([source], StepFolder(store, floats.ref, workers), codec="zstd")
     assert report.copied_bytes == len(objects(whole)[key])
@@ -292,7 +292,7 @@ def test_the_marker_of_a_removal_stays_when_old_files_are_cleared(
 ) -> None:
     """A job may remove the step as soon as it is committed."""
     written = write_checkpoint(source, 7, SMALL)
-    extra = written.ref.key(data_name(0, encoded=True))
+    extra = written.ref.key(data_name(0, is_encoded=True))
     source.put(extra, [b"in another encoding"])
     assert claim_committed_for_removal(source, written.ref)
     _clear_unnamed(StepFolder(source, written.ref, workers), written.manifest)
@@ -308,7 +308,7 @@ def test_damage_at_the_source_is_not_encoded(
     with pytest.raises(ChecksumMismatch):
         fetch_step([source], StepFolder(destination, floats.ref, workers), codec="zstd")
     assert not is_committed(destination, floats.ref)
-    assert floats.ref.key(data_name(1, encoded=True)) not in objects(destination)
+    assert floats.ref.key(data_name(1, is_encoded=True)) not in objects(destination)
 
 
 def test_a_step_that_is_there_already_keeps_its_encoding(

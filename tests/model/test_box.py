@@ -57,7 +57,7 @@ def test_a_relative_box_indexes_the_outer_box(data):
 
 def test_a_box_of_a_0d_tensor_is_its_one_element():
     box = Box.whole(())
-    assert (box.numel, box.intersect(box), box.inside(())) == (1, box, True)
+    assert (box.numel, box.intersect(box), box.is_inside(())) == (1, box, True)
     assert numbered(())[box.slices()] == 0
 
 
@@ -75,13 +75,13 @@ def test_a_box_of_a_0d_tensor_is_its_one_element():
     ],
 )
 def test_a_box_that_sticks_out_is_not_inside(box, shape):
-    assert not box.inside(shape)
+    assert not box.is_inside(shape)
 
 
 @given(shape_and_boxes(1))
 def test_a_box_cut_out_of_a_shape_is_inside_it(drawn):
     shape, (box,) = drawn
-    assert box.inside(shape)
+    assert box.is_inside(shape)
 
 
 # -- split_rows ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def test_the_boxes_that_meet_are_those_that_a_comparison_with_each_finds(pair):
     index = BoxIndex(stored)
     for box in wanted:
         meets = [i for i, other in enumerate(stored) if other.intersect(box)]
-        assert index.meeting(box) == meets
+        assert index.search(box) == meets
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -34,5 +34,5 @@ def test_a_search_compares_only_boxes_nearby(monkeypatch, far):
     index = BoxIndex([Box((0, 4), (1000, 1)), *rows] if far else rows)
     compared = []
     monkeypatch.setattr(Box, "intersect", lambda *_: compared.append(1))
-    assert index.meeting(Box((500, 1), (2, 2))) == [500 + far, 501 + far]
+    assert index.search(Box((500, 1), (2, 2))) == [500 + far, 501 + far]
     assert not compared

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ckpt.model import chunks
 from ckpt.model.box import Box, split_rows
-from ckpt.model.chunks import LEAST_BYTES, PARTS, cut, lengths_like
+from ckpt.model.chunks import LEAST_BYTES, PARTS, lengths_like, split_box
 from tests.model.boxes import boxes_in, shapes, solid_shapes
 
 MIB = 1 << 20
@@ -27,7 +27,7 @@ def test_a_cut_box_is_told_by_its_first_chunk(data: st.DataObject) -> None:
     chunk_bytes = data.draw(st.integers(16, 400))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "LEAST_BYTES", data.draw(st.sampled_from([16, 32, LEAST_BYTES])))
-        parts = cut(box, itemsize, chunk_bytes)
+        parts = split_box(box, itemsize, chunk_bytes)
     assert sum(part.numel for part in parts) == box.numel
     assert all(0 < part.numel * itemsize <= chunk_bytes for part in parts)
     if parts:
@@ -73,7 +73,7 @@ def test_what_no_cut_begins_with_is_none(data: st.DataObject, first: int) -> Non
     ],
 )
 def test_how_many_chunks_a_box_has(shape: tuple[int, ...], least: int, most: int) -> None:
-    parts = cut(Box.whole(shape), 4, 16 * MIB)
+    parts = split_box(Box.whole(shape), 4, 16 * MIB)
     assert least <= len(parts) <= most
     sizes = [part.numel * 4 for part in parts]
     assert min(sizes) >= min(sum(sizes), LEAST_BYTES // 2)

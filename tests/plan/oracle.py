@@ -31,7 +31,7 @@ from ckpt.model.manifest import (
 from ckpt.model.validate import MAX_CHUNK_BYTES, check_tensor, require
 from ckpt.model.values import parse
 from ckpt.plan.merge import _merge_raw, check_replicas
-from ckpt.plan.merge_errors import forms_text, mixed, ranks_text
+from ckpt.plan.merge_errors import forms_text, kind_conflict, ranks_text
 
 _MAX_BYTES = 1 << 60
 
@@ -112,7 +112,7 @@ def _check_kinds(fragments: Sequence[Fragment]) -> None:
     tensors = {tensor.name: fragment.rank for fragment in fragments for tensor in fragment.tensors}
     trees = _unique_texts((fragment.rank, fragment.tree) for fragment in fragments)
     if len(trees) > 1 and (
-        found := mixed([(rank, parse(msgspec.Raw(tree))) for rank, tree in trees], tensors)
+        found := kind_conflict([(rank, parse(msgspec.Raw(tree))) for rank, tree in trees], tensors)
     ):
         name, one, two = found
         raise ReplicasDiverged(
@@ -128,7 +128,7 @@ def _check_names(files: Iterable[File], key: str, *, encoded: Mapping[int, Encod
     seen: set[int] = set()
     for file in files:
         require(
-            file.rank >= 0 and file.name == data_name(file.rank, encoded=file.rank in encoded),
+            file.rank >= 0 and file.name == data_name(file.rank, is_encoded=file.rank in encoded),
             key,
             f"file name {file.name[:80]!r} is not that of its rank",
         )
@@ -181,7 +181,7 @@ def _check_tensors(
         check_tensor(tensor, seen, key)
         for shard in tensor.shards:
             require(
-                shard.box.inside(tensor.shape),
+                shard.box.is_inside(tensor.shape),
                 key,
                 f"tensor {tensor.name!r}: a box is not inside its shape",
             )

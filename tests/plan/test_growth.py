@@ -21,7 +21,7 @@ from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of
 from ckpt.model.validate import check_manifest
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.merge import Known, merge
+from ckpt.plan.merge import MergeCache, merge
 from ckpt.plan.restore import plan_restore
 from ckpt.plan.save import plan_save
 
@@ -58,7 +58,7 @@ def test_a_commit_and_a_restore_grow_no_faster_than_the_ranks(layout: str) -> No
     size: dict[int, int] = {}
     for ranks in (FEW, MANY):
         world, parts = saved(layout, ranks)
-        known = Known()
+        known = MergeCache()
         outline = merge(parts, known)
         size[ranks] = len(pack(outline))
         first[ranks] = seconds(lambda parts=parts: merge(parts))  # type: ignore[misc]

@@ -16,7 +16,7 @@ from ckpt.model.encoding import pack
 from ckpt.model.views import View
 from ckpt.plan import merge_layouts
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.merge import Known, merge
+from ckpt.plan.merge import MergeCache, merge
 from tests.plan.worlds import fragment_of, merged, raw, with_ref
 
 X = {"x": np.arange(48, dtype=np.float32).reshape(12, 4)}
@@ -396,7 +396,7 @@ def test_a_rank_without_a_file_has_no_part_in_the_files():
 
 
 def test_what_is_remembered_from_the_last_merge_changes_no_byte_of_the_next():
-    known = Known()
+    known = MergeCache()
     other = {"x": X["x"] + 1}
     cases = [
         fragments([leaf(TOP)], [leaf(BOTTOM)]),
@@ -411,7 +411,7 @@ def test_what_is_remembered_from_the_last_merge_changes_no_byte_of_the_next():
 
 
 def test_copies_are_compared_each_time():
-    known = Known()
+    known = MergeCache()
     merge((with_ref(f) for f in fragments([leaf(ALL)], [leaf(ALL)])), known)
     drifted = fragments([leaf(ALL)], [leaf(ALL)], arrays=[X, {"x": X["x"] + 1}])
     with pytest.raises(ReplicasDiverged):
@@ -419,14 +419,14 @@ def test_copies_are_compared_each_time():
 
 
 def test_a_hole_is_found_after_a_merge_without_one():
-    known = Known()
+    known = MergeCache()
     merge((with_ref(f) for f in fragments([leaf(TOP)], [leaf(BOTTOM)])), known)
     with pytest.raises(TensorIncomplete):
         merge((with_ref(f) for f in fragments([leaf(TOP)], [])), known)
 
 
 def test_a_fragment_is_checked_again_where_it_differs_from_the_one_that_was_in_order():
-    known = Known()
+    known = MergeCache()
     (good,) = fragments([leaf(ALL)])
     merged([good], known)
     shard = replace(good.tensors[0].shards[0], offset=1)
@@ -444,7 +444,7 @@ def test_a_fragment_is_checked_again_where_it_differs_from_the_one_that_was_in_o
 
 
 def test_what_did_not_change_since_the_last_merge_is_not_unpacked_again(monkeypatch):
-    known = Known()
+    known = MergeCache()
     merge(map(with_ref, fragments([leaf(TOP)], [leaf(BOTTOM)])), known)
     monkeypatch.setattr(merge_layouts, "columns_of", None)
     monkeypatch.setattr(merge_layouts, "offsets_of", None)

@@ -18,7 +18,7 @@ from ckpt.model.fill_manifest import fill_manifest, ranks_of
 from ckpt.model.manifest import Encoding, Fragment, Manifest
 from ckpt.model.packed import fragment_of, pack_fragment, read_fragment
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.merge import Known, merge
+from ckpt.plan.merge import MergeCache, merge
 from ckpt.plan.restore import plan_restore
 from tests.model.boxes import boxes_in, partition
 from tests.plan.oracle import check_fragment, merge_objects
@@ -136,7 +136,7 @@ def outcome(work: Callable[[], Manifest]) -> tuple[object, ...] | Manifest:
         return type(error), str(error), getattr(error, "ranks", None)
 
 
-def by_columns(parts: Parts, known: Known | None = None) -> Manifest:
+def by_columns(parts: Parts, known: MergeCache | None = None) -> Manifest:
     """Remove what the merge by objects does not make."""
     return replace(merged(parts, known), layouts=(), layout_of=())
 
@@ -156,7 +156,7 @@ def test_columns_give_the_manifest_or_the_refusal_that_objects_give(parts: Parts
 def test_the_order_of_fragments_and_what_is_remembered_change_nothing(
     parts: Parts, rng: random.Random
 ) -> None:
-    known = Known()
+    known = MergeCache()
     for _ in range(3):
         assert outcome(lambda: by_columns(rng.sample(parts, len(parts)), known)) == outcome(
             lambda: by_objects(parts)
@@ -208,7 +208,7 @@ def test_copies_are_compared_also_where_the_layout_is_remembered() -> None:
     x = {"x": np.arange(48, dtype=np.float32).reshape(12, 4)}
     leaf = Leaf("x", "float32", (12, 4), (Box((0, 0), (12, 4)),))
     same = [written(rank, 3, [leaf], x)[1] for rank in range(3)]
-    known = Known()
+    known = MergeCache()
     for _ in range(2):
         by_columns(same, known)
     drifted = [*same[:2], written(2, 3, [leaf], {"x": x["x"] + 1})[1]]
@@ -220,7 +220,7 @@ def test_a_hole_is_found_after_a_merge_without_one() -> None:
     x = {"x": np.arange(48, dtype=np.float32).reshape(12, 4)}
     halves = [Leaf("x", "float32", (12, 4), (Box((row, 0), (6, 4)),)) for row in (0, 6)]
     good = [written(rank, 2, [leaf], x)[1] for rank, leaf in enumerate(halves)]
-    known = Known()
+    known = MergeCache()
     by_columns(good, known)
     with pytest.raises(TensorIncomplete, match="overlap"):
         by_columns(

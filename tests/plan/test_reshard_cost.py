@@ -19,7 +19,7 @@ from ckpt.plan.coalesce import coalesce
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.plan.save import plan_save
-from ckpt.plan.shared_reads import keyed, share
+from ckpt.plan.shared_reads import by_key, share
 from tests.plan.worlds import merged, raw
 
 CHUNK = 512 << 10
@@ -163,7 +163,7 @@ def test_columns_of_rows_are_read_by_all_that_want_them_or_once_for_all() -> Non
     manifest = saved(8, rows(8), chunk_bytes=16 << 20)
     found = plans(manifest, 4, columns(4))
     assert 3.9 < ratio(found) <= 4
-    keys = [keyed(plan.reads) for plan in found]
+    keys = [by_key(plan.reads) for plan in found]
     tables = [np.array(sorted(each), dtype=np.int64) for each in keys]
     read = 0
     for rank, mine in enumerate(keys):
@@ -172,6 +172,6 @@ def test_columns_of_rows_are_read_by_all_that_want_them_or_once_for_all() -> Non
         parcels = [
             parcel for group in shares.groups for round_ in group.rounds for parcel in round_
         ]
-        taken = [*shares.alone, *(key for p in parcels if p.reader == rank for key in p.keys)]
+        taken = [*shares.own_keys, *(key for p in parcels if p.reader == rank for key in p.keys)]
         read += sum(sizes[key] for key in taken)
     assert read <= 1.001 * sum(plan.wanted_bytes for plan in found)

@@ -35,7 +35,7 @@ def test_every_rank_gets_all_it_wants_once_and_all_agree(data: st.DataObject) ->
             for parcel in round_
             for key in parcel.keys
         ]
-        assert sorted([*got, *mine.alone]) == sorted(keys)
+        assert sorted([*got, *mine.own_keys]) == sorted(keys)
         for group in mine.groups:
             assert rank in group.ranks
             # the same group, in the same order among those that both have

@@ -19,7 +19,7 @@ from ckpt.model.packed import pack_fragment
 from ckpt.model.validate import check_manifest
 from ckpt.plan.coalesce import coalesce
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.merge import Known, merge
+from ckpt.plan.merge import MergeCache, merge
 from ckpt.plan.restore import plan_restore
 from ckpt.plan.save import SavePlan, plan_save
 
@@ -91,7 +91,7 @@ def with_ref(fragment: Fragment) -> tuple[Packed, FragmentRef]:
     )
 
 
-def merged(fragments: Sequence[Fragment], known: Known | None = None) -> Manifest:
+def merged(fragments: Sequence[Fragment], known: MergeCache | None = None) -> Manifest:
     """Return the manifest of these fragments, stored, read and checked, with all of
     them filled in.
     """

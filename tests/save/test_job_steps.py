@@ -154,7 +154,7 @@ def test_a_job_that_restored_nothing_has_nothing_to_fill(tiers) -> None:
 def test_a_step_in_a_slot_is_removed_manifest_first_and_stays_kept_if_that_fails(
     tmp_path: Path,
 ) -> None:
-    names = (ONE.manifest, ONE.key(fragment_name(0)), ONE.key(data_name(0, encoded=False)))
+    names = (ONE.manifest, ONE.key(fragment_name(0)), ONE.key(data_name(0, is_encoded=False)))
     inner = open_backend(str(tmp_path))
     for name in names:
         inner.put(name, [b"x"])

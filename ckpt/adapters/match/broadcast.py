@@ -29,7 +29,7 @@ from ckpt.model.checksum import checksum
 from ckpt.pipeline.chunk_reader import Sink
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import ChunkRead, RestorePlan, Target
-from ckpt.plan.shared_reads import Group, Keys, Parcel, keyed, share
+from ckpt.plan.shared_reads import Group, Keys, Parcel, by_key, share
 from ckpt.storage.api import aligned_memory
 
 PARCEL_BYTES: Final = 32 << 20
@@ -78,7 +78,7 @@ class Broadcast:
         workers: Workers,
     ) -> None:
         self._plan, self._sink, self._read, self._workers = plan, sink, read, workers
-        self._reads = keyed(plan.reads)
+        self._reads = by_key(plan.reads)
         self._rank = dist.get_rank()
         self._groups: list[Any] = []  # Torch's stubs also allow an int as a group
         self._loads: list[tuple[Group, Any]] = []
@@ -121,7 +121,7 @@ class Broadcast:
         for group in shares.groups:
             everybody = len(group.ranks) == dist.get_world_size()
             self._loads.append((group, world if everybody else self._group(group.ranks)))
-        self._alone, self._rounds = shares.alone, int(most.item())
+        self._alone, self._rounds = shares.own_keys, int(most.item())
 
     def _group(self, ranks: Sequence[int]) -> Any:
         group = dist.new_group(

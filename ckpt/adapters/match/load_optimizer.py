@@ -51,7 +51,7 @@ from ckpt.adapters.walk.stand_in import OptimizerStandIn
 from ckpt.errors import OptimizerMismatch, RestoreError
 from ckpt.model.key_order import in_order
 from ckpt.model.manifest import Tensor
-from ckpt.model.values import Node, below, unescape
+from ckpt.model.values import Node, names_below, unescape
 
 _HOW: Final = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize"))
 """Settings of a parameter group that choose an implementation of the step. They do not show the
@@ -372,7 +372,7 @@ class _Loader:
     def _keys(self, each: _Found) -> set[str]:
         """Return the keys of the saved state of a part, in the form that ``part_of`` returns."""
         names = [
-            *below(self._match.saved.names, each.source),
+            *names_below(self._match.saved.names, each.source),
             *(each.saved.values if each.saved else ()),
         ]
         return {name[len(each.source) + 1 :].partition("/")[0] for name in names}
@@ -384,7 +384,7 @@ class _Loader:
         makers: dict[Any, Callable[[], Any]] = {}
         current = self._current(each.parameter)
         keys = {part_of(key): key for key in current}
-        for source in below(match.saved.names, each.source):
+        for source in names_below(match.saved.names, each.source):
             part = source[start:]
             if "/" in part:
                 continue  # The tensor is inside of a container, whose node is in ``saved.values``

@@ -128,7 +128,7 @@ class Matching:
         If ``name`` is the state that an optimizer has of a parameter, ``parameter`` is the name of
         the parameter. If the parameter is excluded, its state keeps its values too.
         """
-        self._unused.difference_update(self.selection.fitting(name))
+        self._unused.difference_update(self.selection.matches(name))
         return self.selection.takes(name) and not self.selection.excludes(parameter)
 
     def open(self, name: str, source: str) -> None:

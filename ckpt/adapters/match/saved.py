@@ -13,7 +13,7 @@ from ckpt.errors import ManifestCorrupt
 from ckpt.model.key_order import KeyOrder, in_order
 from ckpt.model.manifest import Manifest, Tensor
 from ckpt.model.patterns import patterns_of
-from ckpt.model.values import Node, below, decode, join, parse
+from ckpt.model.values import Node, decode, join, names_below, parse
 
 ABSENT: Final = object()
 """Represents a node that does not exist. None cannot do so, since it is the node of the value None.
@@ -207,8 +207,8 @@ class Saved:
             if tag(node) == "module"
             else list(self._of(path))
         )
-        inside = {each for name in values for each in below(self.names, name)}
-        tensors = [name for name in below(self.names, path) if name not in inside]
+        inside = {each for name in values for each in names_below(self.names, name)}
+        tensors = [name for name in names_below(self.names, path) if name not in inside]
         return sorted({*values, *tensors})
 
     def unexpected(self, taken: Collection[str], opened: Collection[str]) -> list[str]:
@@ -272,7 +272,7 @@ class Saved:
             known = self._parameters[path] = {
                 name: SavedParameter(
                     group["values"],
-                    {each: values[each] for each in below(names, name)},
+                    {each: values[each] for each in names_below(names, name)},
                     order.of_parameter(short),
                     plain,
                     places[short],

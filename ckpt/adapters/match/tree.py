@@ -22,7 +22,16 @@ from ckpt.adapters.match.remake import torch_value
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.key_order import KeyOrder, in_order
 from ckpt.model.manifest import Manifest
-from ckpt.model.values import VERSIONS, Node, below, decode, following, join, parse, unescape
+from ckpt.model.values import (
+    VERSIONS,
+    Node,
+    check_structure,
+    decode,
+    join,
+    names_below,
+    parse,
+    unescape,
+)
 
 MakeTensor = Callable[[str], Any]
 """A function that returns the object to represent the tensor with the given name."""
@@ -90,7 +99,7 @@ class StateTree:
         tree = parse(self._manifest.tree)
         if not isinstance(tree, dict):
             raise ManifestCorrupt("tree", "it is not an object")
-        with following("tree"):
+        with check_structure("tree"):
             self._modules = sorted(_modules(tree, ""), key=len, reverse=True)
             built = self._node(tree, "")
         return {} if built is _LEFT else built
@@ -199,11 +208,11 @@ class StateTree:
     def _module(self, node: Mapping[str, Node], path: str) -> Any:
         values: Mapping[str, Node] = node["values"]
         inside = {  # The tensors inside of an extra state, which are no entries of the module
-            each for fqn in values for each in below(self._names, f"{path}/{fqn}")
+            each for fqn in values for each in names_below(self._names, f"{path}/{fqn}")
         }
         found = {
             name[len(path) + 1 :]: self._tensor(name)
-            for name in below(self._names, path)
+            for name in names_below(self._names, path)
             if name not in inside
         }
         found |= {fqn: self._node(item, f"{path}/{fqn}") for fqn, item in values.items()}
@@ -224,12 +233,12 @@ class StateTree:
                 prefix = f"{path}/{parameter}"
                 held: dict[str | int, Any] = {
                     unescape(full[len(prefix) + 1 :]): self._tensor(full)
-                    for full in below(self._names, prefix)
+                    for full in names_below(self._names, prefix)
                     if "/" not in full[len(prefix) + 1 :]
                 }
                 held |= {
                     unescape(full[len(prefix) + 1 :]): self._node(others[full], full)
-                    for full in below(plain, prefix)
+                    for full in names_below(plain, prefix)
                 }
                 ordered = in_order(held, order.of_parameter(parameter), partial(join, ""))
                 kept = self._mapping({key: held[key] for key in ordered}, path)

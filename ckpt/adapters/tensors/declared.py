@@ -83,7 +83,7 @@ def declare_part(
         ConfigError: The part is not inside of a tensor of ``shape``.
     """
     box = Box(tuple(offsets), tuple(tensor.shape))
-    if not box.inside(shape):
+    if not box.is_inside(shape):
         raise ConfigError(
             f"declare_part: {list(box.shape)} at {list(box.offsets)} is not inside a tensor of "
             f"{list(shape)}"

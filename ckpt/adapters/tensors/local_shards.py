@@ -63,7 +63,7 @@ class LocalShards:
         self.replicas = tuple(sorted(set(replicas)))
         self.owner = owner
         for box in self.boxes:
-            if not box.inside(self.shape):
+            if not box.is_inside(self.shape):
                 raise ConfigError(
                     f"LocalShards: {box} is not inside the shape {self.shape}: give offsets in "
                     "elements of the whole tensor, one per dimension, "

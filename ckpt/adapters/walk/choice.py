@@ -52,7 +52,7 @@ class Choice:
         if self._patterns is WHOLE:
             return True
         if (known := self._known.get(name)) is None:
-            self._used.update(self._patterns.fitting(name))
+            self._used.update(self._patterns.matches(name))
             known = self._patterns.takes(name) and not self._patterns.excludes(parameter)
             self._known[name] = known
         return known

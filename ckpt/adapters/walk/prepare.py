@@ -249,7 +249,7 @@ class PlanCache:
         for index, write in enumerate(plan.items):
             if write.nbytes:
                 boxes = leaves[write.leaf].boxes
-                near = regions[write.leaf].meeting(write.box)
+                near = regions[write.leaf].search(write.box)
                 piece = next(i for i in near if boxes[i].contains(write.box))
                 whole = boxes[piece]
                 region = None if write.box == whole else write.box.relative_to(whole).slices()

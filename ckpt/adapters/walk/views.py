@@ -11,7 +11,7 @@ import torch
 from ckpt.adapters.tensors.layout import dtype_name, is_expanded, is_plain
 from ckpt.adapters.torch_private import storage_identity
 from ckpt.adapters.walk.segments import Held, Segment, is_part
-from ckpt.model.views import View, bounded
+from ckpt.model.views import View, without_sparse
 
 _ALIGNMENT: Final = 16  # The bytes of the largest element
 
@@ -44,7 +44,7 @@ def views_of(parts: Sequence[Segment | Held]) -> dict[str, View]:
             offset = tensor.data_ptr() - start - skipped
             views[name] = View(held[0][0], offset, tensor.stride())
             kinds[name] = dtype_name(name, tensor.dtype), tuple(tensor.shape)
-    return bounded(views, kinds)
+    return without_sparse(views, kinds)
 
 
 def _plain(parts: Sequence[Segment | Held]) -> Iterator[tuple[str, torch.Tensor]]:
