@@ -410,7 +410,7 @@ class CheckpointManager:
             exclude: Names and patterns of what keeps its values. If a parameter is excluded, the
                 state that an optimizer has of the parameter keeps its values too.
             rename: Names in the state -> names in the checkpoint: a dict such as
-                ``{"model/encoder.*": "model/backbone.*"}`` (see `Renaming`), or a function. If a
+                ``{"model/encoder.*": "model/backbone.*"}`` (see `RenameRules`), or a function. If a
                 parameter is renamed, the optimizer's state of the parameter is renamed too.
             cast: Whether floats may change their dtype, and integers may become wider. If False,
                 a dtype that differs from that in the checkpoint is an error.

@@ -26,7 +26,7 @@ from ckpt.cli.options import (
 from ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ckpt.exchange.export import Exported
+    from ckpt.exchange.export import ExportReport
 
 Format = Literal["safetensors", "torch", "dcp"]
 """The formats that can be written."""
@@ -147,7 +147,7 @@ def _format_of(out: str) -> Format:
     raise ConfigError(f"the format of {out} is not known: give --format safetensors, torch or dcp")
 
 
-def _show(done: Exported, step: int, kind: Format) -> None:
+def _show(done: ExportReport, step: int, kind: Format) -> None:
     tensors = output.count(done.tensors, "tensor")
     output.show_line(
         f"step {step}: {tensors}, {output.size(done.nbytes)}, as {kind}", style="green"
@@ -162,7 +162,7 @@ def _show(done: Exported, step: int, kind: Format) -> None:
                 output.show_line(f"and {len(notes) - _MOST_NOTES} more: --json lists them all")
 
 
-def _as_json(done: Exported) -> dict[str, object]:
+def _as_json(done: ExportReport) -> dict[str, object]:
     return {
         "place": done.place,
         "tensors": done.tensors,

@@ -107,7 +107,7 @@ def import_(
                 "format": done.kind,
                 "names": done.names,
                 "notes": done.notes,
-                "left_aside": done.aside,
+                "left_aside": done.leftovers,
             }
         )
         return
@@ -115,8 +115,8 @@ def import_(
     output.show_table(("name", "what"), list(done.names.items()))
     for note in done.notes:
         output.warn(note)
-    if done.aside:
-        output.warn(f"not taken from {source}: {few(done.aside, _MOST_ASIDE, quote=False)}")
+    if done.leftovers:
+        output.warn(f"not taken from {source}: {few(done.leftovers, _MOST_ASIDE, quote=False)}")
 
 
 def _lines(path: str | None) -> list[str] | None:

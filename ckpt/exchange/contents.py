@@ -21,14 +21,14 @@ class Contents:
         files: The names in the folder that the state is from, with subfolders; empty for a file.
         notes: Notes for the user about the source.
         library: The name of the library that has written the source, if it is known.
-        aside: The names in the folder that the state is not from.
+        leftovers: The names in the folder that the state is not from.
     """
 
     state: State
     files: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
     library: str = ""
-    aside: list[str] = field(default_factory=list[str])
+    leftovers: list[str] = field(default_factory=list[str])
 
 
 def left_aside(names: Collection[str], files: Collection[str]) -> list[str]:
@@ -36,7 +36,7 @@ def left_aside(names: Collection[str], files: Collection[str]) -> list[str]:
     return sorted(set(names).difference(files))
 
 
-def inside(folder: str, name: object) -> str:
+def check_name(folder: str, name: object) -> str:
     """Return ``name``, a file name from an index or table of contents of ``folder``. Raises
     ``IntegrityError`` if it is not the plain name of a file in the folder.
     """
@@ -50,7 +50,7 @@ def inside(folder: str, name: object) -> str:
     return name
 
 
-def merged(source: str, parts: Iterable[tuple[str, State]]) -> State:
+def merge(source: str, parts: Iterable[tuple[str, State]]) -> State:
     """Return the values of all ``parts`` in one state.
 
     Args:

@@ -23,9 +23,9 @@ import torch
 
 from ckpt.errors import IntegrityError, OutOfSpace, StorageError, UnsupportedValue
 from ckpt.errors.base import few
-from ckpt.exchange.contents import Contents, State, inside
+from ckpt.exchange.contents import Contents, State, check_name
 from ckpt.exchange.inert_pickle import Inert, read_inert
-from ckpt.exchange.input_limits import opened
+from ckpt.exchange.input_limits import open_file
 from ckpt.exchange.torch_reader import has_bytes, load
 from ckpt.exchange.torch_writer import Scratch
 from ckpt.model.box import Box, tiling_fault
@@ -96,26 +96,26 @@ def read_folder(source: str, scratch: str | None) -> Contents:
     table = _Table()
     for name in names:
         _add(table, source, name)
-    made = _made(scratch, [(name, *kind) for name, kind in table.kinds.items() if kind])
-    flat, notes = _filled(source, table, made)
-    if missing := table.kinds.keys() - made.keys() - flat.keys():
+    tensors = _make_tensors(scratch, [(name, *kind) for name, kind in table.kinds.items() if kind])
+    flat, notes = _fill(source, table, tensors)
+    if missing := table.kinds.keys() - tensors.keys() - flat.keys():
         raise IntegrityError(f"{source}: {sorted(missing)[0]!r} is missing")
-    with _doubted(os.path.join(source, names[0])):
-        state = _nest(flat | made, table.paths, notes)
+    with _check_table(os.path.join(source, names[0])):
+        state = _nest(flat | tensors, table.paths, notes)
     return Contents(state, [*names, *sorted(table.files)], notes)
 
 
 def _add(table: _Table, source: str, name: str) -> None:
     """Add the table of contents ``name`` of the folder ``source`` to ``table``."""
     path = os.path.join(source, name)
-    with opened(path, is_part=False) as file:
+    with open_file(path, is_part=False) as file:
         inert = read_inert(file.read(), path)
-    with _doubted(path):
+    with _check_table(path):
         kinds = {
             name: _kind(name, item) for name, item in inert.state["state_dict_metadata"].items()
         }
-        if other := [key for key, kind in kinds.items() if table.kinds.get(key, kind) != kind]:
-            raise IntegrityError(f"{source}: ranks have {other[0]!r} of different types")
+        if conflicts := [key for key, kind in kinds.items() if table.kinds.get(key, kind) != kind]:
+            raise IntegrityError(f"{source}: ranks have {conflicts[0]!r} of different types")
         pieces = list(_pieces(source, inert))
         _check_sizes(source, inert, [kind for kind in kinds.values() if kind])
         table.paths |= inert.state.get("planner_data") or {}
@@ -124,40 +124,40 @@ def _add(table: _Table, source: str, name: str) -> None:
         }
         for key, info in inert.state["storage_data"].items():
             table.nbytes[str(key.state["fqn"])] += int(info.state["length"])
-    taken = {(key, offsets) for key, offsets, _ in table.pieces}
+    places = {(key, offsets) for key, offsets, _ in table.pieces}
     table.kinds |= kinds
-    table.pieces += [piece for piece in pieces if piece[:2] not in taken]
-    if others := [key for key, kind in kinds.items() if kind is None and (key, ()) in taken]:
-        note = f"each rank has written {few(others)}: the first rank's is taken"
+    table.pieces += [piece for piece in pieces if piece[:2] not in places]
+    if shared_keys := [key for key, kind in kinds.items() if kind is None and (key, ()) in places]:
+        note = f"each rank has written {few(shared_keys)}: the first rank's is taken"
         table.notes += [note] if note not in table.notes else []
 
 
-def _filled(
-    source: str, table: _Table, made: dict[str, torch.Tensor]
+def _fill(
+    source: str, table: _Table, tensors: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read all entries of a folder into the tensors ``made``, and return the other values and notes
-    for the user.
+    """Read all entries of a folder into ``tensors``, and return the other values and
+    notes for the user.
 
     If the table names another dtype than the entries of a tensor have, the tensor gets a new one of
     their dtype. DCP's planner writes such tables from a plan that it has cached.
     """
     flat: dict[str, Any] = {}
-    filled: dict[str, list[Box]] = {name: [] for name in made}
+    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
     notes = list(table.notes)
     for name, offsets, load_piece in table.pieces:
-        if name not in made:
+        if name not in tensors:
             flat[name] = load_piece()
             continue
         piece = load_piece()
-        if not filled[name] and _has_other_dtype(made[name], piece, table.nbytes[name]):
+        if not boxes[name] and _has_other_dtype(tensors[name], piece, table.nbytes[name]):
             notes.append(
                 f"{name!r} is of {piece.dtype}, as its entries are: the table of contents says "
-                f"{made[name].dtype}"
+                f"{tensors[name].dtype}"
             )
-            made[name] = torch.empty(made[name].shape, dtype=piece.dtype)
-        filled[name].append(_place(name, made[name], offsets, piece))
-    for name, tensor in made.items():
-        if fault := tiling_fault(tuple(tensor.shape), filled[name]):
+            tensors[name] = torch.empty(tensors[name].shape, dtype=piece.dtype)
+        boxes[name].append(_place(name, tensors[name], offsets, piece))
+    for name, tensor in tensors.items():
+        if fault := tiling_fault(tuple(tensor.shape), boxes[name]):
             raise IntegrityError(f"{source}: the parts of {name!r} are wrong: {fault}")
     return flat, notes
 
@@ -174,7 +174,7 @@ def _has_other_dtype(whole: torch.Tensor, piece: Any, nbytes: int) -> bool:
 
 
 @contextmanager
-def _doubted(table_path: str) -> Generator[None]:
+def _check_table(table_path: str) -> Generator[None]:
     """Return a context manager that replaces errors such as ``KeyError`` with ``IntegrityError``.
 
     The block can read the table of contents of ``torch.distributed.checkpoint`` without checking
@@ -196,7 +196,7 @@ def _doubted(table_path: str) -> Generator[None]:
         ) from None
 
 
-def _made(
+def _make_tensors(
     scratch: str | None, kinds: list[tuple[str, str, tuple[int, ...]]]
 ) -> dict[str, torch.Tensor]:
     """Return new tensors by name. The memory of the tensors is a scratch file, and their values are
@@ -254,14 +254,14 @@ def _numbers(size: Any) -> tuple[int, ...]:
         if isinstance(size, Inert)
         else size
     )
-    found = tuple(int(n) for n in items)
+    numbers = tuple(int(n) for n in items)
     if (
-        len(found) > MAX_DIMENSIONS
-        or any(n < 0 for n in found)
-        or prod(n for n in found if n) >= 1 << 63
+        len(numbers) > MAX_DIMENSIONS
+        or any(n < 0 for n in numbers)
+        or prod(n for n in numbers if n) >= 1 << 63
     ):
-        raise ValueError(f"a tensor of {len(found)} dimensions: {found[:8]}")
-    return found
+        raise ValueError(f"a tensor of {len(numbers)} dimensions: {numbers[:8]}")
+    return numbers
 
 
 def _check_sizes(source: str, table: Inert, kinds: Sequence[_Kind]) -> None:
@@ -274,21 +274,21 @@ def _check_sizes(source: str, table: Inert, kinds: Sequence[_Kind]) -> None:
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for info in table.state["storage_data"].values():
         start, length = int(info.state["offset"]), int(info.state["length"])
-        places[inside(source, info.state["relative_path"])].append((start, length))
-    held = 0
+        places[check_name(source, info.state["relative_path"])].append((start, length))
+    entry_bytes = 0
     for name, runs in places.items():
-        at = 0
+        position = 0
         for start, length in sorted(runs):
-            if start < at or length < 0:
+            if start < position or length < 0:
                 raise ValueError(f"entries of {name} overlap")
-            at = start + length
-        held += sum(length for _, length in runs)
+            position = start + length
+        entry_bytes += sum(length for _, length in runs)
         path = os.path.join(source, name)
-        if os.path.isfile(path) and at > os.path.getsize(path):
+        if os.path.isfile(path) and position > os.path.getsize(path):
             raise ValueError(f"{name} ends before its entries do")
-    wanted = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds)
-    if wanted > held:
-        raise ValueError(f"tensors of {wanted} bytes in entries of {held}")
+    tensor_bytes = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds)
+    if tensor_bytes > entry_bytes:
+        raise ValueError(f"tensors of {tensor_bytes} bytes in entries of {entry_bytes}")
 
 
 def _pieces(source: str, table: Inert) -> Iterator[_Piece]:
@@ -305,14 +305,14 @@ def _pieces(source: str, table: Inert) -> Iterator[_Piece]:
             raise UnsupportedValue(
                 name, "transformed tensor", "save it without compression or other extensions"
             )
-        path = os.path.join(source, inside(source, place["relative_path"]))
+        path = os.path.join(source, check_name(source, place["relative_path"]))
         start, length = int(place["offset"]), int(place["length"])
         offsets = _numbers(offset) if offset is not None else ()
         yield name, offsets, partial(_read, path, start, length, name)
 
 
 def _read(path: str, start: int, length: int, name: str) -> Any:
-    with opened(path, name) as file:
+    with open_file(path, name) as file:
         whole = os.fstat(file.fileno()).st_size
         file.seek(max(0, min(start, whole)))
         data = file.read(min(length, whole)) if start >= 0 and length >= 0 else b""
@@ -365,12 +365,12 @@ def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any], notes: list[str]) -
         path = paths.get(name) or (name,)
         if len(path) > _MOST_DEPTH or not all(isinstance(part, str | int) for part in path):
             raise ValueError(f"the path of {name[:80]!r}")
-        at = root
+        node = root
         for part in path[:-1]:
-            at = at.setdefault(part, {})
-        if not isinstance(at, dict) or path[-1] in at:
+            node = node.setdefault(part, {})
+        if not isinstance(node, dict) or path[-1] in node:
             raise ValueError(f"{name!r} is where another value is")
-        at[path[-1]] = value
+        node[path[-1]] = value
     if len({str(key) for key in root}) < len(root):
         raise ValueError("two values of one name")
     return {str(key): _with_lists(value, str(key), notes) for key, value in root.items()}
@@ -384,9 +384,9 @@ def _with_lists(value: Any, path: str, notes: list[str]) -> Any:
         return items
     if min(items) < 0 or max(items) > len(items) + _MOST_ITEMS:
         raise ValueError(f"the list {path[:80]!r} has an item {max(items)}")
-    if lacking := sorted(set(range(max(items))) - items.keys()):
+    if gaps := sorted(set(range(max(items))) - items.keys()):
         notes.append(
-            f"{path!r} is a list without an item {lacking[0]}: it is an empty dict now, for which "
+            f"{path!r} is a list without an item {gaps[0]}: it is an empty dict now, for which "
             "torch.distributed.checkpoint writes nothing; empty dicts at the end of a list are lost"
         )
     return [items.get(key, {}) for key in range(max(items) + 1)]

@@ -24,20 +24,20 @@ from ckpt.errors import ConfigError
 Read = Callable[[str], torch.Tensor]
 
 
-class Unread:
+class Placeholders:
     """Create tensors on the meta device as placeholders for the tensors of a state, and remember
     the name of the tensor that each placeholder stands for.
     """
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
-        self._kept: list[torch.Tensor] = []
+        self._tensors: list[torch.Tensor] = []
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        made = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        self._names[id(made)] = name
-        self._kept.append(made)  # While it exists, no other tensor gets the same ``id``
-        return made
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        self._names[id(tensor)] = name
+        self._tensors.append(tensor)  # While it exists, no other tensor gets the same ``id``
+        return tensor
 
     def name_of(self, tensor: torch.Tensor) -> str:
         return self._names[id(tensor)]
@@ -46,9 +46,9 @@ class Unread:
 class _Planner(DefaultSavePlanner):
     """A planner that reads the tensors of an entry when DCP writes the entry."""
 
-    def __init__(self, unread: Unread, read: Read) -> None:
+    def __init__(self, placeholders: Placeholders, read: Read) -> None:
         super().__init__()
-        self._unread, self._read = unread, read
+        self._placeholders, self._read = placeholders, read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self._whole(super().lookup_object(index))
@@ -56,7 +56,7 @@ class _Planner(DefaultSavePlanner):
     def _whole(self, value: Any) -> Any:
         match value:
             case torch.Tensor():
-                return self._read(self._unread.name_of(value))
+                return self._read(self._placeholders.name_of(value))
             case list() | tuple():
                 return type(value)(map(self._whole, value))
             case Mapping():
@@ -65,7 +65,7 @@ class _Planner(DefaultSavePlanner):
                 return value
 
 
-def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -> None:
+def write_folder(path: str, state: dict[str, Any], placeholders: Placeholders, read: Read) -> None:
     """Write ``state`` to a folder of DCP.
 
     Usually one entry is in memory at a time. An entry is a tensor, or a tuple or list that is
@@ -74,8 +74,8 @@ def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -
 
     Args:
         path: The folder.
-        state: The state, with placeholders of ``unread`` in place of tensors.
-        unread: The placeholders.
+        state: The state, with placeholders in place of tensors.
+        placeholders: The placeholders.
         read: Returns the tensor with a given name. Its errors are passed on.
     """
     with warnings.catch_warnings():
@@ -85,14 +85,14 @@ def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -
             save(
                 state,
                 storage_writer=FileSystemWriter(path, thread_count=1),
-                planner=_Planner(unread, read),
+                planner=_Planner(placeholders, read),
                 no_dist=True,
             )
         except CheckpointException as error:  # It has the error of each rank, here of one rank
             raise next(iter(error.failures.values()))[0] from error
 
 
-def fitted(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+def fit_state(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
     """Return the state in a form that DCP can write and read, and note each loss in ``notes``.
 
     The format cannot hold an empty dict, except in a tuple. In a list, also in a dict in a list,
@@ -103,24 +103,24 @@ def fitted(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
         ConfigError: Two values would have the same name in the format, or a key is an integer with
             too many digits.
     """
-    taken: set[str] = set()
+    paths: set[str] = set()
 
-    def fit(value: Any, path: str, *, listed: bool = False) -> Any:
+    def fit(value: Any, path: str, *, in_list: bool = False) -> Any:
         if isinstance(value, Mapping) and value:
             items = value.items()
-            kept = {key: fit(item, _inner(path, key), listed=listed) for key, item in items}
-            return type(value)(kept)  # type: ignore[call-arg]
+            entries = {key: fit(item, _inner(path, key), in_list=in_list) for key, item in items}
+            return type(value)(entries)  # type: ignore[call-arg]
         if isinstance(value, list) and _is_walked(value):
-            return [fit(item, f"{path}.{index}", listed=True) for index, item in enumerate(value)]
-        if path in taken:
+            return [fit(item, f"{path}.{index}", in_list=True) for index, item in enumerate(value)]
+        if path in paths:
             raise ConfigError(
                 f"two values of the state would both be {path!r} there: choose one with --name, "
                 "or export with --format torch"
             )
-        taken.add(path)
+        paths.add(path)
         if not isinstance(value, Mapping):
             return value
-        if listed:
+        if in_list:
             # DCP writes a list with a missing item, but cannot read it.
             notes.changed.append((path, "a dict without entries: None now"))
             return None

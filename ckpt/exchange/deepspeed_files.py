@@ -16,7 +16,7 @@ import torch
 
 from ckpt.errors import ConfigError, IntegrityError
 from ckpt.exchange import inert_torch
-from ckpt.exchange.contents import inside
+from ckpt.exchange.contents import check_name
 from ckpt.exchange.folder_kind import engine_file, step_of_zero
 from ckpt.exchange.inert_pickle import holds_inert
 from ckpt.exchange.library_folders import LibraryFolder
@@ -26,7 +26,7 @@ State = dict[str, Any]
 Shapes = Mapping[str, Sequence[int]]
 
 _WEIGHT: Final = "fp32.pt"
-_USED: Final = (
+_STATE_KEYS: Final = (
     "module", "optimizer", "lr_scheduler", "buffer_names", "shared_params", "param_shapes",
     "frozen_param_shapes", "frozen_param_fragments",
 )  # fmt: skip
@@ -43,10 +43,10 @@ def read_universal(source: str) -> LibraryFolder:
         ConfigError: The folder has no elements of a weight.
         IntegrityError: A file is missing, damaged, or not as DeepSpeed writes it.
     """
-    first = engine_file(os.listdir(source))
-    folder = LibraryFolder("deepspeed", files=[first, "zero"])
+    engine_name = engine_file(os.listdir(source))
+    folder = LibraryFolder("deepspeed", files=[engine_name, "zero"])
     try:
-        engine = inert_torch.read_file(os.path.join(source, first))
+        engine = inert_torch.read_file(os.path.join(source, engine_name))
         common = inert_torch.read_file(os.path.join(source, "zero", "optimizer_state.pt"))
         parameters = _Parameters(os.path.join(source, "zero"), engine["param_shapes"])
         folder.state["model"] = _weights(source, engine, parameters)
@@ -78,7 +78,9 @@ def notes_about(path: str, state: Mapping[str, Any]) -> list[str]:
         return []
     if empty := _without_elements(module, state):
         raise ConfigError(f"{path} has no elements of {empty!r}: {step_of_zero(path)}")
-    dtypes = {str(each.dtype).removeprefix("torch.") for each in module.values() if _is_float(each)}
+    dtypes = {
+        str(tensor.dtype).removeprefix("torch.") for tensor in module.values() if _is_float(tensor)
+    }
     return [
         f"{path} has the {' and '.join(sorted(dtypes))} weights that DeepSpeed's engine computes "
         "with; the fp32 weights and the optimizer's state are in the files of the ranks, which are "
@@ -106,13 +108,13 @@ class _Parameters:
 
     def moments(self, name: str) -> State:
         """Return the optimizer's state of a parameter."""
-        files = sorted(os.listdir(os.path.join(self._folder, inside(self._folder, name))))
+        files = sorted(os.listdir(os.path.join(self._folder, check_name(self._folder, name))))
         return {
             file.removesuffix(".pt"): self._read(name, file) for file in files if file != _WEIGHT
         }
 
     def _read(self, name: str, file: str) -> torch.Tensor:
-        path = os.path.join(self._folder, inside(self._folder, name), file)
+        path = os.path.join(self._folder, check_name(self._folder, name), file)
         value = load(path)
         tensor = value["param"] if isinstance(value, Mapping) else value
         if not isinstance(tensor, torch.Tensor):
@@ -125,7 +127,7 @@ class _Parameters:
 
 
 def _weights(source: str, engine: Mapping[str, Any], parameters: _Parameters) -> State:
-    shared: Mapping[str, str] = engine.get("shared_params") or {}
+    ties: Mapping[str, str] = engine.get("shared_params") or {}
     module: Mapping[str, torch.Tensor] = engine["module"]
     weights = {
         name: parameters.weight(name)
@@ -135,7 +137,7 @@ def _weights(source: str, engine: Mapping[str, Any], parameters: _Parameters) ->
         else value
         for name, value in module.items()
     }
-    weights |= {name: weights[first] for name, first in shared.items()}
+    weights |= {name: weights[target] for name, target in ties.items()}
     if empty := _without_elements(weights, engine):
         raise ConfigError(
             f"{source} has no elements of {empty!r}, which is not trained: python zero_to_fp32.py "
@@ -181,13 +183,15 @@ def _optimizer(common: Mapping[str, Any], parameters: _Parameters) -> State | No
     states: Mapping[Any, Mapping[str, Any]] = common.get("optimizer_state_dict", {}).get(
         "state", {}
     )
-    shared = {
+    common_values = {
         key: value
         for key, value in next(iter(states.values()), {}).items()
         if not isinstance(value, torch.Tensor) or not value.ndim
     }
     return {
-        "state": {name: shared | parameters.moments(name) for group in names for name in group},
+        "state": {
+            name: common_values | parameters.moments(name) for group in names for name in group
+        },
         "param_groups": [
             {
                 **{key: value for key, value in group.items() if not holds_inert(value)},
@@ -203,8 +207,10 @@ def _put_rest(folder: LibraryFolder, engine: Mapping[str, Any]) -> None:
     schedule = engine.get("lr_scheduler")
     if isinstance(schedule, dict):
         folder.state["scheduler"] = schedule
-    rest = {key: value for key, value in engine.items() if key not in _USED}
-    folder.state["deepspeed"] = {key: each for key, each in rest.items() if not holds_inert(each)}
+    rest = {key: value for key, value in engine.items() if key not in _STATE_KEYS}
+    folder.state["deepspeed"] = {
+        key: value for key, value in rest.items() if not holds_inert(value)
+    }
     folder.notes += [
         f"{key!r} is not taken, since it has objects that only pickle could load"
         for key, value in rest.items()

@@ -32,7 +32,7 @@ SHARD_BYTES: Final = 5 * 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportReport:
     """The result of an export.
 
     Attributes:
@@ -64,17 +64,17 @@ class ExportOptions:
     max_shard_bytes: int | None = None
 
 
-_ALL: Final = ExportOptions()
+_DEFAULTS: Final = ExportOptions()
 
 
 def export(
     reader: StepReader,
     out: str,
     kind: Format,
-    options: ExportOptions = _ALL,
+    options: ExportOptions = _DEFAULTS,
     *,
     on_start: Callable[[int], None] = lambda _: None,
-) -> Exported:
+) -> ExportReport:
     """Write the tensors of a checkpoint, and its plain values if the format can hold them, to
     ``out``.
 
@@ -107,8 +107,8 @@ def export(
     names = [name for name in sorted(reader.tensors) if chosen(name, globs)]
     if not names:
         _check_values(reader, kind, globs)
-    stored = {reader.tensors[name].name: reader.tensors[name] for name in names}
-    nbytes = sum(tensor.nbytes for tensor in stored.values())
+    tensors = {reader.tensors[name].name: reader.tensors[name] for name in names}
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
     notes = Notes()
     with _appears(out) as place:
         on_start(nbytes)
@@ -116,10 +116,10 @@ def export(
             case "safetensors":
                 _safetensors(reader, place, out, names, notes, options)
             case "torch":
-                _torch(reader, place, list(stored.values()), notes, globs)
+                _torch(reader, place, list(tensors.values()), notes, globs)
             case "dcp":
                 _dcp(reader, place, notes, globs)
-    return Exported(place=os.path.abspath(out), tensors=len(names), nbytes=nbytes, notes=notes)
+    return ExportReport(place=os.path.abspath(out), tensors=len(names), nbytes=nbytes, notes=notes)
 
 
 def _check_values(reader: StepReader, kind: Format, globs: Sequence[str]) -> None:
@@ -148,17 +148,19 @@ def _safetensors(
     options: ExportOptions,
 ) -> None:
     strip, max_shard_bytes = options.strip, options.max_shard_bytes
-    kept: dict[str, str] = {}  # Maps the stored name of a tensor to the name that is exported
-    shared: dict[str, str] = {}
+    export_names: dict[
+        str, str
+    ] = {}  # Maps the stored name of a tensor to the name that is exported
+    ties: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (name in reader.manifest.tied, name)):
-        first = kept.setdefault(reader.tensors[name].name, name)
-        if first != name:
-            shared[name.removeprefix(strip)] = first.removeprefix(strip)
+        target = export_names.setdefault(reader.tensors[name].name, name)
+        if target != name:
+            ties[name.removeprefix(strip)] = target.removeprefix(strip)
             notes.left_out.append(
-                (name, f"shares its bytes with {first!r}, and is named as such in the metadata")
+                (name, f"shares its bytes with {target!r}, and is named as such in the metadata")
             )
-    tensors = [reader.tensors[name] for name in kept]
-    short = {stored: name.removeprefix(strip) for stored, name in kept.items()}
+    tensors = [reader.tensors[name] for name in export_names]
+    short = {stored_name: name.removeprefix(strip) for stored_name, name in export_names.items()}
     safetensors_writer.check_names(short)
     safetensors_writer.note_dtypes(tensors, notes)
     _leave_out_values(reader, notes, options.globs)
@@ -172,7 +174,7 @@ def _safetensors(
         raise ConfigError(
             f"{out} is one file: shards go into a folder, so name one to use --max-shard-size"
         )
-    write(tensors=tensors, names=short, metadata={**shared}, reader=reader)
+    write(tensors=tensors, names=short, metadata={**ties}, reader=reader)
 
 
 def _leave_out_values(reader: StepReader, notes: Notes, globs: Sequence[str]) -> None:
@@ -192,9 +194,9 @@ def _values(reader: StepReader, globs: Sequence[str]) -> list[str]:
 def _paths(value: object, path: str = "") -> list[str]:
     if isinstance(value, dict) and value:
         return [
-            found
+            inner_path
             for key, item in value.items()
-            for found in _paths(
+            for inner_path in _paths(
                 item, "/".join(filter(None, (path, key if isinstance(key, str) else exact(key))))
             )
         ]
@@ -209,9 +211,9 @@ def _is_empty(value: object) -> bool:
 
 
 def _torch(
-    reader: StepReader, place: str, stored: Sequence[Tensor], notes: Notes, globs: Sequence[str]
+    reader: StepReader, place: str, sources: Sequence[Tensor], notes: Notes, globs: Sequence[str]
 ) -> None:
-    tensors = torch_writer.read_into_scratch(reader, stored, os.path.dirname(place))
+    tensors = torch_writer.read_into_scratch(reader, sources, os.path.dirname(place))
     tree = StateTree(
         reader.manifest, lambda name: tensors[reader.tensors[name].name], globs, by_name=False
     )
@@ -220,17 +222,17 @@ def _torch(
 
 
 def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> None:
-    unread = dcp_writer.Unread()
+    placeholders = dcp_writer.Placeholders()
 
     def make(name: str) -> torch.Tensor:
         tensor = reader.tensors[name]
-        return unread.tensor(name, tensor.dtype, tensor.shape)
+        return placeholders.tensor(name, tensor.dtype, tensor.shape)
 
     tree = StateTree(reader.manifest, make, globs, by_name=True)
-    state = dcp_writer.fitted(tree.build(), tree.notes)
+    state = dcp_writer.fit_state(tree.build(), tree.notes)
     notes.changed += tree.notes.changed
     notes.left_out += tree.notes.left_out
-    dcp_writer.write_folder(place, state, unread, lambda name: TensorView(reader, name)[...])
+    dcp_writer.write_folder(place, state, placeholders, lambda name: TensorView(reader, name)[...])
 
 
 @contextmanager

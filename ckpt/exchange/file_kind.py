@@ -44,8 +44,8 @@ def what_is(path: str) -> str:
         return ""
     if not head.strip(b"\x00"):  # Damage may fill a file with zeros
         return ""
-    for beginning, name in _BEGINNINGS:
-        if head.startswith(beginning):
+    for prefix, name in _BEGINNINGS:
+        if head.startswith(prefix):
             return name
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") < size:
         return "a safetensors file: give --format safetensors"

@@ -18,7 +18,7 @@ State = dict[str, Any]
 _PARTS: Final = ("state", "param_groups")
 
 
-def unflattened(state: Mapping[str, Any]) -> tuple[State, list[str]]:
+def unflatten(state: Mapping[str, Any]) -> tuple[State, list[str]]:
     """Return ``state`` with the state dict of an optimizer in place of each flat one.
 
     If the parameters of such an optimizer are tensors at the top level of the state, all tensors at
@@ -28,19 +28,21 @@ def unflattened(state: Mapping[str, Any]) -> tuple[State, list[str]]:
         The new state, and notes for the user.
     """
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    inside = [value for value in state.values() if isinstance(value, Mapping)]
-    known = {str(key) for value in (tensors, *inside) for key in value}
-    flat = {name: _optimizer(value, known) for name, value in state.items() if _is_flat(value)}
-    found = {**state, **flat}
+    mappings = [value for value in state.values() if isinstance(value, Mapping)]
+    parameter_names = {str(key) for value in (tensors, *mappings) for key in value}
+    flat = {
+        name: _optimizer(value, parameter_names) for name, value in state.items() if _is_flat(value)
+    }
+    new_state = {**state, **flat}
     names = {
-        each
+        parameter
         for value in flat.values()
         for group in value["param_groups"]
-        for each in group["params"]
+        for parameter in group["params"]
     }
     if not names or not names <= tensors.keys() or "model" in state:
-        return found, []
-    rest = {name: value for name, value in found.items() if name not in tensors}
+        return new_state, []
+    rest = {name: value for name, value in new_state.items() if name not in tensors}
     note = f"the {len(tensors)} tensors beside {', '.join(map(repr, flat))} are 'model' now"
     return {"model": tensors, **rest}, [note]
 
@@ -53,27 +55,30 @@ def _is_flat(value: Any) -> bool:
     )
 
 
-def _optimizer(flat: Mapping[str, Any], known: Collection[str]) -> State:
+def _optimizer(flat: Mapping[str, Any], parameter_names: Collection[str]) -> State:
     """Return the state dict of an optimizer, with a group for all parameters of equal settings.
 
     Args:
         flat: The flat dict.
-        known: The names that parameters may have. The longest one counts, since a name has dots and
-            a key may have some. Else a key has none.
+        parameter_names: The names that parameters may have. The longest one counts, since a name
+            has dots and a key may have some. Else a key has none.
     """
     parts: dict[str, dict[str, State]] = {part: defaultdict(dict) for part in _PARTS}
     for path, value in flat.items():
         part, _, rest = path.partition(".")
-        ends = [at for at, char in enumerate(rest) if char == "."]
-        end = next((at for at in reversed(ends) if rest[:at] in known), ends[-1] if ends else 0)
+        ends = [index for index, char in enumerate(rest) if char == "."]
+        end = next(
+            (index for index in reversed(ends) if rest[:index] in parameter_names),
+            ends[-1] if ends else 0,
+        )
         parts[part][rest[:end]][rest[end + 1 :]] = value
     groups: list[State] = []
     for name, settings in parts["param_groups"].items():
-        same = next((group for group in groups if _has_settings(group, settings)), None)
-        if same is None:
+        twin = next((group for group in groups if _has_settings(group, settings)), None)
+        if twin is None:
             groups.append({**settings, "params": [name]})
         else:
-            same["params"].append(name)
+            twin["params"].append(name)
     return {"state": dict(parts["state"]), "param_groups": groups}
 
 

@@ -18,7 +18,9 @@ Paths = Collection[str]
 _ZERO_PART: Final = re.compile(r"(?:.*/)?(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+.*_states\.pt")
 _ENGINE: Final = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
 _COMMON: Final = "zero/optimizer_state.pt"
-_TAGGED: Final = re.compile(r"[^/]+/(?:bf16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+_MODEL_FILE: Final = re.compile(
+    r"[^/]+/(?:bf16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,12 @@ class FolderKind:
     """A kind of folder that an import refuses.
 
     Attributes:
-        what: What the folder is, such as "a checkpoint of Orbax".
+        description: What the folder is, such as "a checkpoint of Orbax".
         way: How to import what is in it. ``{folder}`` and ``{parent}`` stand for the paths of the
             folder and of the folder above it, and ``{name}`` for its name.
     """
 
-    what: str
+    description: str
     way: str
 
     def text(self, folder: str) -> str:
@@ -40,11 +42,11 @@ class FolderKind:
         way = self.way.format(
             folder=shlex.quote(folder), parent=shlex.quote(parent), name=shlex.quote(name)
         )
-        return f"{folder} is {self.what}: {way}"
+        return f"{folder} is {self.description}: {way}"
 
 
 _FP32: Final = "the whole weights, and ckpt import fp32 ROOT --step N takes them{more}"
-_MORE: Final = (
+_KEEP_OPTIMIZER: Final = (
     "; to keep the optimizer too, load the folder with engine.load_checkpoint(), and save "
     "zero_state(engine) of ckpt.integrations.deepspeed"
 )
@@ -117,12 +119,13 @@ def _is_zero_tag(paths: Paths) -> bool:
 
 
 def _is_deepspeed_run(paths: Paths) -> bool:
-    return any(map(_TAGGED.fullmatch, paths))
+    return any(map(_MODEL_FILE.fullmatch, paths))
 
 
 _ZERO_STEP: Final = FolderKind(
     "one step of DeepSpeed's ZeRO, whose ranks have the weights in pieces",
-    "python {parent}/zero_to_fp32.py {parent} fp32 --tag {name} writes " + _FP32.format(more=_MORE),
+    "python {parent}/zero_to_fp32.py {parent} fp32 --tag {name} writes "
+    + _FP32.format(more=_KEEP_OPTIMIZER),
 )
 
 _KINDS: Final[tuple[tuple[Callable[[Paths], bool], FolderKind], ...]] = (
@@ -156,7 +159,8 @@ _KINDS: Final[tuple[tuple[Callable[[Paths], bool], FolderKind], ...]] = (
         _is_deepspeed_run,
         FolderKind(
             "the folder of a DeepSpeed run",
-            "python {folder}/zero_to_fp32.py {folder} fp32 writes " + _FP32.format(more=_MORE),
+            "python {folder}/zero_to_fp32.py {folder} fp32 writes "
+            + _FP32.format(more=_KEEP_OPTIMIZER),
         ),
     ),
 )

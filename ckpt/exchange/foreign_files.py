@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from ckpt.errors import ConfigError
 from ckpt.errors.base import few
 from ckpt.exchange import dcp_reader, safetensors_folder
-from ckpt.exchange.contents import Contents, State, merged
+from ckpt.exchange.contents import Contents, State, merge
 from ckpt.exchange.dcp_reader import TABLE, has_table
 from ckpt.exchange.file_kind import is_torch, what_is
 from ckpt.exchange.folder_kind import state_folders, unreadable
@@ -58,8 +58,8 @@ def detect(source: str) -> Kind:
             f"{source} holds checkpoints of ckpt already: copy them with ckpt copy {source} ROOT "
             "(--step N, or --all)"
         )
-    if nested := state_folders(paths_in(source)):
-        raise ConfigError(_nested(source, nested))
+    if folders := state_folders(paths_in(source)):
+        raise ConfigError(_folders_text(source, folders))
     raise ConfigError(
         f"{source} holds neither {TABLE} of torch.distributed.checkpoint, nor *.safetensors, nor "
         "*.pt, *.pth or *.bin of torch.save"
@@ -73,9 +73,9 @@ def _own(source: str, folder: str) -> str:
     parent, name = os.path.split(folder)
     ref = parse_folder(name)
     assert ref is not None
-    what = "is" if os.path.isdir(source) else "is a file of"
+    relation = "is" if os.path.isdir(source) else "is a file of"
     return (
-        f"{source} {what} a checkpoint of ckpt already: copy it with ckpt copy {parent} ROOT "
+        f"{source} {relation} a checkpoint of ckpt already: copy it with ckpt copy {parent} ROOT "
         f"--step {ref.step}"
     )
 
@@ -89,15 +89,16 @@ def check_kind(source: str, kind: Kind) -> None:
         raise ConfigError(f"{source} is not there: name a local file or folder")
     if os.path.isdir(source):
         names = _names_in(source)
-        wanted = {"dcp": (TABLE,), "safetensors": (SUFFIX,), "torch": _TORCH}[kind]
-        if not any(name.endswith(wanted) for name in names):
-            raise ConfigError(f"--format {kind}: {source} holds no {', '.join(wanted)} file")
+        suffixes = {"dcp": (TABLE,), "safetensors": (SUFFIX,), "torch": _TORCH}[kind]
+        if not any(name.endswith(suffixes) for name in names):
+            raise ConfigError(f"--format {kind}: {source} holds no {', '.join(suffixes)} file")
     elif kind == "dcp":
-        what = what_is(regular(source)) or (
+        description = what_is(regular(source)) or (
             "a file of torch.save: give --format torch" if is_torch(source) else "a file"
         )
         raise ConfigError(
-            f"--format dcp: {source} is {what}; torch.distributed.checkpoint writes a folder with "
+            f"--format dcp: {source} is {description}; torch.distributed.checkpoint writes a "
+            "folder with "
             f"a {TABLE} file in it"
         )
     elif kind == "safetensors" and is_torch(regular(source)):
@@ -117,17 +118,17 @@ def paths_in(folder: str) -> list[str]:
     return paths
 
 
-def check_nothing_lost(source: str, aside: Collection[str]) -> None:
-    """Raise ``ConfigError`` if the names ``aside`` in a folder, which an import does not take, are
-    subfolders with a state.
+def check_nothing_lost(source: str, leftovers: Collection[str]) -> None:
+    """Raise ``ConfigError`` if the names ``leftovers`` in a folder, which an import does not take,
+    are subfolders with a state.
     """
-    paths = [path for path in paths_in(source) if path.split("/")[0] in aside]
-    if nested := state_folders(paths):
-        raise ConfigError(_nested(source, nested))
+    paths = [path for path in paths_in(source) if path.split("/")[0] in leftovers]
+    if folders := state_folders(paths):
+        raise ConfigError(_folders_text(source, folders))
 
 
-def _nested(source: str, nested: Sequence[str]) -> str:
-    folders = [os.path.join(source, name) for name in nested]
+def _folders_text(source: str, names: Sequence[str]) -> str:
+    folders = [os.path.join(source, name) for name in names]
     return (
         f"{source} has folders of torch.distributed.checkpoint in it, and an import of it would "
         f"leave them aside ({few(folders, quote=False)}): import the one that you need, ckpt "
@@ -184,15 +185,17 @@ def _torch(source: str, load: Callable[[str], Any]) -> Contents:
     weights = choose_files(source, "bin")
     files = sorted(name for name in os.listdir(source) if name.endswith(_TORCH))
     names = weights.names if weights.has_index else files
-    loaded = {name: load(os.path.join(source, name)) for name in names}
-    if len(loaded) == 1 or weights.has_index:  # All files together hold one state
-        state = merged(source, ((name, _state(part)) for name, part in loaded.items()))
+    parts = {name: load(os.path.join(source, name)) for name in names}
+    if len(parts) == 1 or weights.has_index:  # All files together hold one state
+        state = merge(source, ((name, _state(part)) for name, part in parts.items()))
     else:
-        stems = {name: os.path.splitext(name)[0] for name in loaded}
-        alone = len(set(stems.values())) == len(stems)  # With a.pt and a.bin, full names are used
-        state = {stems[name] if alone else name: value for name, value in loaded.items()}
-    return Contents(state, [*loaded, *weights.tables], [*weights.notes])
+        stems = {name: os.path.splitext(name)[0] for name in parts}
+        has_unique_stems = len(set(stems.values())) == len(
+            stems
+        )  # With a.pt and a.bin, full names are used
+        state = {stems[name] if has_unique_stems else name: value for name, value in parts.items()}
+    return Contents(state, [*parts, *weights.tables], [*weights.notes])
 
 
-def _state(found: Any) -> State:
-    return dict(found) if isinstance(found, Mapping) else {"value": found}
+def _state(content: Any) -> State:
+    return dict(content) if isinstance(content, Mapping) else {"value": content}

@@ -29,7 +29,7 @@ from ckpt.config import Tier
 from ckpt.errors import CommitError, ConfigError, StepExists, StorageError, UnsupportedValue
 from ckpt.exchange import wrapper_names
 from ckpt.exchange.contents import State
-from ckpt.exchange.flat_states import unflattened
+from ckpt.exchange.flat_states import unflatten
 from ckpt.exchange.foreign_files import Kind, check_kind
 from ckpt.exchange.rank_files import without_warnings
 from ckpt.exchange.sources import kind_of, read_contents
@@ -49,7 +49,7 @@ _OPTIMIZER: Final = "optimizer"
 
 
 @dataclass(slots=True)
-class Imported:
+class ImportReport:
     """The result of an import.
 
     Attributes:
@@ -62,7 +62,7 @@ class Imported:
     names: dict[str, str] = field(default_factory=dict[str, str])
     notes: list[str] = field(default_factory=list[str])
     kind: str = ""
-    aside: list[str] = field(default_factory=list[str])
+    leftovers: list[str] = field(default_factory=list[str])
 
 
 class _Module(nn.Module):
@@ -101,7 +101,7 @@ def import_checkpoint(
     step: int,
     *,
     look: Callable[[], list[StepRef]] | None = None,
-) -> Imported:
+) -> ImportReport:
     """Save the state of ``foreign`` as a step of ``tier``.
 
     Args:
@@ -124,23 +124,23 @@ def import_checkpoint(
         _check_apart(source, backend.url)
         if foreign.kind:
             check_kind(source, foreign.kind)
-        found = foreign.kind or kind_of(source)
+        kind = foreign.kind or kind_of(source)
         _check_free(backend.url, step, (look or partial(committed, backend))())
         local = backend.url if is_folder(backend.url) else None
-    done = Imported(kind=found)
+    report = ImportReport(kind=kind)
     # With another ``every``, the tier might not take the step. With the other settings, its
     # retention would remove other steps after the import.
     keeps_all = replace(
         tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None
     )
-    with _made(local) as scratch:
+    with _make_folder(local) as scratch:
         with without_warnings():
-            state = _read(foreign, done, scratch)
+            state = _read(foreign, report, scratch)
         metadata: dict[str, Any] = {
             "imported_from": os.path.abspath(source),
-            "imported_as": done.kind,
+            "imported_as": report.kind,
         }
-        shaper = _Shaper(done, foreign.plain, foreign.parameter_names)
+        shaper = _Shaper(report, foreign.plain, foreign.parameter_names)
         live = shaper.shape(state)
         if shaper.without_prefix:
             metadata[REMOVED] = shaper.without_prefix
@@ -148,29 +148,31 @@ def import_checkpoint(
             metadata[EQUAL] = shaper.equal
         with CheckpointManager(keeps_all, metadata=metadata, slots=1, overlap="off") as manager:
             manager.save(live, step=step)
-    return done
+    return report
 
 
-def _read(foreign: ForeignCheckpoint, done: Imported, scratch: str | None) -> State:
-    """Return the state of the source, and tell in ``done`` what it is and what it leaves aside."""
+def _read(foreign: ForeignCheckpoint, report: ImportReport, scratch: str | None) -> State:
+    """Return the state of the source, and tell in ``report`` what it is and what it leaves
+    aside.
+    """
     contents = read_contents(foreign.path, foreign.kind, scratch)
     if not contents.state:
         raise ConfigError(
             f"{foreign.path} is empty, it has neither tensors nor values: save the state again, or "
             "import another file"
         )
-    done.kind = contents.library or done.kind
-    done.notes += contents.notes
-    done.aside = contents.aside
-    if done.aside:
-        _log.info("ckpt: import of %s leaves aside %s", foreign.path, ", ".join(done.aside))
+    report.kind = contents.library or report.kind
+    report.notes += contents.notes
+    report.leftovers = contents.leftovers
+    if report.leftovers:
+        _log.info("ckpt: import of %s leaves aside %s", foreign.path, ", ".join(report.leftovers))
     return contents.state
 
 
-def _check_free(root: str, step: int, there: Sequence[StepRef]) -> None:
-    if any(ref.step == step for ref in there):
+def _check_free(root: str, step: int, refs: Sequence[StepRef]) -> None:
+    if any(ref.step == step for ref in refs):
         raise StepExists(step, root)
-    if there and (newest := max(there).step) > step:
+    if refs and (newest := max(refs).step) > step:
         raise CommitError(
             f"step {step} is out of order: {root} holds step {newest}, which a restore would go "
             "on taking as the newest; "
@@ -179,7 +181,7 @@ def _check_free(root: str, step: int, there: Sequence[StepRef]) -> None:
 
 
 @contextmanager
-def _made(folder: str | None) -> Generator[str | None]:
+def _make_folder(folder: str | None) -> Generator[str | None]:
     """Return a context manager that creates ``folder``, if it does not exist, and yields it. If
     ``folder`` is None, create nothing and yield None.
 
@@ -206,8 +208,8 @@ def _made(folder: str | None) -> Generator[str | None]:
         yield folder
     except BaseException:
         with suppress(OSError):  # The folder may not exist, or contain files
-            for made in new:
-                os.rmdir(made)
+            for new_folder in new:
+                os.rmdir(new_folder)
         raise
 
 
@@ -227,12 +229,16 @@ class _Shaper:
         equal: The name of a tensor -> the name of one that is equal to it.
     """
 
-    def __init__(self, done: Imported, plain: Sequence[str], names: Sequence[str] | None) -> None:
-        self._done, self._plain, self._names = done, plain, names
+    def __init__(
+        self, report: ImportReport, plain: Sequence[str], names: Sequence[str] | None
+    ) -> None:
+        self._report, self._plain, self._names = report, plain, names
         self._modules: dict[str, dict[str, Any]] = {}
         self.without_prefix: list[str] = []
         self.equal: dict[str, str] = {}
-        self._taken: set[tuple[str, str]] = set()  # The parameters of optimizers, by module
+        self._optimizer_parameters: set[tuple[str, str]] = (
+            set()
+        )  # The parameters of optimizers, by module
 
     def shape(self, state: State) -> dict[str, Any]:
         for key in state:
@@ -246,16 +252,16 @@ class _Shaper:
             raise ConfigError(
                 f"--plain {unknown[0]}: the source holds {', '.join(map(repr, sorted(state)[:10]))}"
             )
-        state, notes = unflattened(state)
-        self._done.notes += notes
+        state, notes = unflatten(state)
+        self._report.notes += notes
         if _is_module(state) and not self._plain:
             state = {_MODEL: state}
         elif _is_optimizer(state):
             state = {_OPTIMIZER: state}
-        state = self._renamed(state)
+        state = self._rename(state)
         for name, value in state.items():
             if name not in self._plain and _is_module(value):
-                self._modules[name] = self._unwrapped(name, value)
+                self._modules[name] = self._unwrap(name, value)
         optimizers = {
             name: self._optimizer(name, value)
             for name, value in state.items()
@@ -267,31 +273,31 @@ class _Shaper:
         for name, value in state.items():
             if name in self._modules:
                 live[name] = _Module(self._modules[name])
-                self._done.names[name] = f"module of {len(self._modules[name])} entries"
+                self._report.names[name] = f"module of {len(self._modules[name])} entries"
             else:
                 live[name] = optimizers.get(name, value)
-                self._done.names.setdefault(name, type(value).__name__)
+                self._report.names.setdefault(name, type(value).__name__)
         return live
 
-    def _renamed(self, state: State) -> State:
-        renamed: State = {}
+    def _rename(self, state: State) -> State:
+        new_state: State = {}
         for name, value in state.items():
             short = _ALIASES.get(name, name.removesuffix("_state_dict") or name)
             if (
                 short != name
                 and (_is_module(value) or _is_optimizer(value))
-                and short not in state | renamed
+                and short not in state | new_state
             ):
-                self._done.notes.append(f"{name!r} is {short!r} now")
-                renamed[short] = value
+                self._report.notes.append(f"{name!r} is {short!r} now")
+                new_state[short] = value
             else:
-                renamed[name] = value
-        return renamed
+                new_state[name] = value
+        return new_state
 
-    def _unwrapped(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        names = wrapper_names.unwrapped(values)
-        for part in wrapper_names.removed(names):
-            self._done.notes.append(f"names of {name!r} are without {part!r} now")
+    def _unwrap(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        names = wrapper_names.unwrap(values)
+        for part in wrapper_names.removed_parts(names):
+            self._report.notes.append(f"names of {name!r} are without {part!r} now")
         if wrapper_names.has_lost_prefix(names):
             self.without_prefix.append(name)
         return {names[key]: value for key, value in values.items()}
@@ -303,7 +309,7 @@ class _Shaper:
         the module that a restore fills. So both are saved, and a module that ties them may take
         either. Tensors of one dimension are left out: many are equal, and none are tied.
         """
-        first: dict[tuple[torch.dtype, torch.Size, str], str] = {}
+        keys: dict[tuple[torch.dtype, torch.Size, str], str] = {}
         for key, value in sorted(entries.items()):
             if (
                 isinstance(value, torch.Tensor)
@@ -311,31 +317,32 @@ class _Shaper:
                 and value.ndim > 1
                 and value.numel()
             ):
-                other = first.setdefault((value.dtype, value.shape, _digest(value)), key)
-                if other != key:
-                    self.equal[f"{name}/{key}"] = f"{name}/{other}"
+                twin = keys.setdefault((value.dtype, value.shape, _digest(value)), key)
+                if twin != key:
+                    self.equal[f"{name}/{key}"] = f"{name}/{twin}"
 
     # -- optimizers --------------------------------------------------------------------------------
 
     def _optimizer(self, name: str, value: Mapping[str, Any]) -> Optimizer:
-        ids = [each for group in value["param_groups"] for each in group["params"]]
+        ids = [parameter_id for group in value["param_groups"] for parameter_id in group["params"]]
         parameters = dict(zip(map(str, ids), self._parameters(name, value, ids), strict=True))
         groups = [
             {
                 **{
                     key: item for key, item in group.items() if key not in ("params", "param_names")
                 },
-                "params": [parameters[str(each)] for each in group["params"]],
+                "params": [parameters[str(parameter_id)] for parameter_id in group["params"]],
             }
             for group in value["param_groups"]
         ]
         optimizer = Optimizer(groups, {})
-        for each, held in value["state"].items():
-            if str(each) not in parameters:
+        for parameter_id, values in value["state"].items():
+            if str(parameter_id) not in parameters:
                 raise ConfigError(
-                    f"{name!r} has state of the parameter {each!r}, which is in none of its groups"
+                    f"{name!r} has state of the parameter {parameter_id!r}, which is in none of "
+                    "its groups"
                 )
-            optimizer.state[parameters[str(each)]] = dict(held)
+            optimizer.state[parameters[str(parameter_id)]] = dict(values)
         return optimizer
 
     def _parameters(
@@ -351,35 +358,40 @@ class _Shaper:
             value: The state dict of the optimizer.
             ids: The names or numbers of its parameters, in order.
         """
-        fitting, how = self._fitting(value, ids)
-        if not fitting and (owners := self._owners(value, ids)):
+        names_by_module, origin = self._names_by_module(value, ids)
+        if not names_by_module and (owners := self._owners(value, ids)):
             modules = " and ".join(map(repr, dict.fromkeys(module for module, _ in owners)))
-            self._done.names[name] = f"optimizer of {len(ids)} parameters of {modules}, by name"
+            self._report.names[name] = f"optimizer of {len(ids)} parameters of {modules}, by name"
             return [self._parameter(*owner) for owner in owners]
-        if not fitting:
-            self._done.names[name] = f"optimizer of {len(ids)} parameters, by place"
-            self._done.notes.append(
-                f"{name!r} {how}: it loads by position, as load_state_dict() does, into an "
+        if not names_by_module:
+            self._report.names[name] = f"optimizer of {len(ids)} parameters, by place"
+            self._report.notes.append(
+                f"{name!r} {origin}: it loads by position, as load_state_dict() does, into an "
                 "optimizer with the same groups and parameters in the same order; for any other, "
                 "import it with its model, and give --param-names FILE, a name on each line, as "
                 "model.named_parameters() has them, in the order of the optimizer"
             )
             return [nn.Parameter(torch.empty(0), requires_grad=False) for _ in ids]
         module = min(
-            fitting, key=lambda each: (self._is_taken(each, fitting[each]), each != _MODEL)
+            names_by_module,
+            key=lambda candidate: (
+                self._is_taken(candidate, names_by_module[candidate]),
+                candidate != _MODEL,
+            ),
         )
-        if len(fitting) > 1:
-            self._done.notes.append(
-                f"{name!r} can be the optimizer of {' or '.join(map(repr, fitting))}, and is that "
+        if len(names_by_module) > 1:
+            self._report.notes.append(
+                f"{name!r} can be the optimizer of {' or '.join(map(repr, names_by_module))}, and "
+                "is that "
                 f"of {module!r} now; --plain NAME leaves a module out"
             )
-        names = fitting[module]
-        self._done.names[name] = f"optimizer of {len(ids)} parameters of {module!r}, {how}"
-        return [self._parameter(module, each) for each in names]
+        names = names_by_module[module]
+        self._report.names[name] = f"optimizer of {len(ids)} parameters of {module!r}, {origin}"
+        return [self._parameter(module, parameter_name) for parameter_name in names]
 
     def _parameter(self, module: str, name: str) -> nn.Parameter:
         """Make the tensor ``name`` of a module a parameter of an optimizer, and return it."""
-        self._taken.add((module, name))
+        self._optimizer_parameters.add((module, name))
         entries = self._modules[module]
         if not isinstance(entries[name], nn.Parameter):
             entries[name] = nn.Parameter(entries[name], requires_grad=False)
@@ -392,25 +404,25 @@ class _Shaper:
 
         A name may begin with that of the module: ``critic/0.weight``.
         """
-        given = self._names_of(value, ids)
+        names_and_origin = self._names_of(value, ids)
         owners: list[tuple[str, str]] = []
-        for each in given[0] if given else ():
-            held = [
+        for parameter_name in names_and_origin[0] if names_and_origin else ():
+            matches = [
                 (module, name)
                 for module, entries in self._modules.items()
-                for name in (each, each.removeprefix(f"{module}/"))
+                for name in (parameter_name, parameter_name.removeprefix(f"{module}/"))
                 if name in entries
             ]
-            if len(held) != 1:
+            if len(matches) != 1:
                 return []
-            owners += held
+            owners += matches
         return owners
 
     def _is_taken(self, module: str, names: Sequence[str]) -> bool:
         """Return True if another optimizer has one of the parameters ``names`` of a module."""
-        return any((module, each) in self._taken for each in names)
+        return any((module, name) in self._optimizer_parameters for name in names)
 
-    def _fitting(
+    def _names_by_module(
         self, value: Mapping[str, Any], ids: list[Any]
     ) -> tuple[dict[str, list[str]], str]:
         """Return the names of an optimizer's parameters in each module that can have all of them,
@@ -421,35 +433,38 @@ class _Shaper:
 
         The arguments are those of ``_parameters``.
         """
-        if given := self._names_of(value, ids):
-            names, how = given
-            fitting = {
+        if names_and_origin := self._names_of(value, ids):
+            names, origin = names_and_origin
+            names_by_module = {
                 module: names
                 for module, entries in self._modules.items()
-                if names and all(isinstance(entries.get(each), torch.Tensor) for each in names)
+                if names and all(isinstance(entries.get(name), torch.Tensor) for name in names)
             }
-            if fitting or not names:
-                return fitting, how
-            known = {key for entries in self._modules.values() for key in entries}
-            lost = next((each for each in names if each not in known), names[0])
-            return {}, f"has {lost!r} among its parameters, which no module of the source has"
-        found = {
+            if names_by_module or not names:
+                return names_by_module, origin
+            keys = {key for entries in self._modules.values() for key in entries}
+            missing_name = next((name for name in names if name not in keys), names[0])
+            return (
+                {},
+                f"has {missing_name!r} among its parameters, which no module of the source has",
+            )
+        candidates = {
             module: _in_order(entries, ids, value["state"])
             for module, entries in self._modules.items()
         }
-        fitting = {module: names for module, names in found.items() if names}
-        if not fitting:
+        names_by_module = {module: names for module, names in candidates.items() if names}
+        if not names_by_module:
             return {}, "names its parameters by number, and no module has them in this order"
         if len(value["param_groups"]) > 1:
             return {}, "names its parameters by number, and their groups have an order of their own"
-        for module, names in fitting.items():
+        for module, names in names_by_module.items():
             if pair := _exchangeable(self._modules[module], names, ids, value["state"]):
-                one, other = pair
+                name_a, name_b = pair
                 return {}, (
-                    f"names its parameters by number, and can have {one!r} and {other!r} of "
+                    f"names its parameters by number, and can have {name_a!r} and {name_b!r} of "
                     f"{module!r} in either order"
                 )
-        return fitting, "by order and shape"
+        return names_by_module, "by order and shape"
 
     def _names_of(self, value: Mapping[str, Any], ids: list[Any]) -> tuple[list[str], str] | None:
         """Return the names of an optimizer's parameters that the source or the user gives, and
@@ -457,12 +472,12 @@ class _Shaper:
 
         The arguments are those of ``_parameters``.
         """
-        if all(isinstance(each, str) for each in ids):
-            return self._clean([str(each) for each in ids]), "by name"
+        if all(isinstance(name, str) for name in ids):
+            return self._clean([str(name) for name in ids]), "by name"
         groups = value["param_groups"]
         if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
             return self._clean(
-                [each for group in groups for each in group["param_names"]]
+                [name for group in groups for name in group["param_names"]]
             ), "by name"
         if self._names is None:
             return None
@@ -479,8 +494,8 @@ class _Shaper:
         What wrappers have inserted, such as "module.", is removed if a module has the name without
         it.
         """
-        known = {key for entries in self._modules.values() for key in entries}
-        return [wrapper_names.parameter_name(each, known) for each in names]
+        keys = {key for entries in self._modules.values() for key in entries}
+        return [wrapper_names.parameter_name(name, keys) for name in names]
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -519,12 +534,14 @@ def _is_optimizer(value: Any) -> bool:
         isinstance(group, Mapping)
         and isinstance(group.get("params"), list | tuple)
         and isinstance(names := group.get("param_names", ()), list | tuple)
-        and all(isinstance(each, str) for each in names)
+        and all(isinstance(entry, str) for entry in names)
         for group in groups
     ):
         return False
-    ids = [str(each) for group in groups for each in group["params"]]
-    return len(set(ids)) == len(ids) and all(isinstance(held, Mapping) for held in state.values())
+    ids = [str(entry) for group in groups for entry in group["params"]]
+    return len(set(ids)) == len(ids) and all(
+        isinstance(values, Mapping) for values in state.values()
+    )
 
 
 def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, Any]) -> list[str]:
@@ -540,21 +557,21 @@ def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, An
         ids: The names or numbers of the optimizer's parameters, in order.
         state: ``state`` of the optimizer's state dict.
     """
-    seen: set[tuple[int, tuple[int, ...]]] = set()
+    places: set[tuple[int, tuple[int, ...]]] = set()
     names: list[str] = []
     for name, value in entries.items():
         if isinstance(value, torch.Tensor) and not _BUFFERS.search(name):
             if not has_bytes(value):
                 return []
-            where = (value.data_ptr(), tuple(value.shape))
-            if value.numel() == 0 or where not in seen:  # A tied parameter counts once
+            place = (value.data_ptr(), tuple(value.shape))
+            if value.numel() == 0 or place not in places:  # A tied parameter counts once
                 names.append(name)
-            seen.add(where)
+            places.add(place)
     if len(names) != len(ids):
         return []
-    by_text = {str(key): held for key, held in state.items()}
-    for name, each in zip(names, ids, strict=True):
-        for item in by_text.get(str(each), {}).values():
+    by_text = {str(key): values for key, values in state.items()}
+    for name, parameter_id in zip(names, ids, strict=True):
+        for item in by_text.get(str(parameter_id), {}).values():
             if isinstance(item, torch.Tensor) and item.ndim and item.shape != entries[name].shape:
                 return []
     return names
@@ -571,15 +588,15 @@ def _exchangeable(
         ids: The numbers of the parameters, in the same order.
         state: ``state`` of the optimizer's state dict.
     """
-    by_text = {str(key): held for key, held in state.items()}
-    alike: dict[torch.Size | None, list[tuple[str, bool]]] = defaultdict(list)
-    for name, each in zip(names, ids, strict=True):
-        held = by_text.get(str(each), {})
-        has_shape = any(isinstance(item, torch.Tensor) and item.ndim for item in held.values())
-        alike[entries[name].shape].append((name, bool(held)))
+    by_text = {str(key): values for key, values in state.items()}
+    groups: dict[torch.Size | None, list[tuple[str, bool]]] = defaultdict(list)
+    for name, parameter_id in zip(names, ids, strict=True):
+        values = by_text.get(str(parameter_id), {})
+        has_shape = any(isinstance(item, torch.Tensor) and item.ndim for item in values.values())
+        groups[entries[name].shape].append((name, bool(values)))
         if not has_shape and entries[name].ndim:  # Such a state fits a parameter of any shape
-            alike[None].append((name, bool(held)))
-    for pairs in alike.values():
+            groups[None].append((name, bool(values)))
+    for pairs in groups.values():
         if len(pairs) > 1 and any(has_state for _, has_state in pairs):
             return pairs[0][0], pairs[1][0]
     return None

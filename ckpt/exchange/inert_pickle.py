@@ -57,13 +57,13 @@ class Inert:
         name: The full name of the class or function.
         args: The arguments of the call.
         state: The state that unpickling would set on the result of the call.
-        built: Whether the pickle has set the state.
+        has_state: Whether the pickle has set the state.
     """
 
     name: str
     args: tuple[Any, ...] = ()
     state: dict[str, Any] = field(default_factory=dict[str, Any])
-    built: bool = False
+    has_state: bool = False
 
 
 def holds_inert(value: Any) -> bool:
@@ -88,12 +88,12 @@ class _Machine:
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
         self._do: dict[str, Callable[[Any], None]] = {
-            "STACK_GLOBAL": lambda _: self._two(lambda module, name: Inert(f"{module}.{name}")),
+            "STACK_GLOBAL": lambda _: self._pop_two(lambda module, name: Inert(f"{module}.{name}")),
             "GLOBAL": lambda arg: self.stack.append(Inert(str(arg).replace(" ", "."))),
-            "REDUCE": lambda _: self._two(_called),
-            "NEWOBJ": lambda _: self._two(_called),
-            "BUILD": lambda _: self._two(_with_state),
-            "TUPLE": lambda _: self.stack.append(tuple(self._marked())),
+            "REDUCE": lambda _: self._pop_two(_call),
+            "NEWOBJ": lambda _: self._pop_two(_call),
+            "BUILD": lambda _: self._pop_two(_with_state),
+            "TUPLE": lambda _: self.stack.append(tuple(self._pop_to_mark())),
             "TUPLE1": lambda _: self._pack(1),
             "TUPLE2": lambda _: self._pack(2),
             "TUPLE3": lambda _: self._pack(3),
@@ -101,9 +101,9 @@ class _Machine:
             "EMPTY_DICT": lambda _: self.stack.append({}),
             "MARK": lambda _: self._marks.append(len(self.stack)),
             "APPEND": lambda _: self._extend([self.stack.pop()]),
-            "APPENDS": lambda _: self._extend(self._marked()),
+            "APPENDS": lambda _: self._extend(self._pop_to_mark()),
             "SETITEM": lambda _: self._set([self.stack.pop(-2), self.stack.pop()]),
-            "SETITEMS": lambda _: self._set(self._marked()),
+            "SETITEMS": lambda _: self._set(self._pop_to_mark()),
             "MEMOIZE": lambda _: self._remember(len(self._memo)),
             "BINPUT": self._remember,
             "LONG_BINPUT": self._remember,
@@ -126,9 +126,9 @@ class _Machine:
         (result,) = self.stack
         return result
 
-    def _two(self, join: Callable[[Any, Any], Any]) -> None:
-        second, first = self.stack.pop(), self.stack.pop()
-        self.stack.append(join(first, second))
+    def _pop_two(self, join: Callable[[Any, Any], Any]) -> None:
+        b, a = self.stack.pop(), self.stack.pop()
+        self.stack.append(join(a, b))
 
     def _pack(self, count: int) -> None:
         items = tuple(self.stack[-count:])
@@ -140,10 +140,10 @@ class _Machine:
         else:
             self.stack.pop()
 
-    def _marked(self) -> list[Any]:
-        at = self._marks.pop()
-        items = self.stack[at:]
-        del self.stack[at:]
+    def _pop_to_mark(self) -> list[Any]:
+        start = self._marks.pop()
+        items = self.stack[start:]
+        del self.stack[start:]
         return items
 
     def _extend(self, items: list[Any]) -> None:
@@ -166,7 +166,7 @@ _KEYS: Final = (str, int, float, bytes, type(None), Inert)
 """The accepted types of dict keys, which are fast to hash. An ``Inert`` is hashed by identity."""
 
 
-def _called(call: Inert, args: tuple[Any, ...]) -> Any:
+def _call(call: Inert, args: tuple[Any, ...]) -> Any:
     if type(args) is not tuple:
         raise ValueError("arguments that are not a tuple")
     if call.name == "collections.OrderedDict" and not args:
@@ -174,11 +174,11 @@ def _called(call: Inert, args: tuple[Any, ...]) -> Any:
     return Inert(call.name, args)
 
 
-def _with_state(made: Any, state: Any) -> Any:
-    """Set the state of ``made``, and return it. The attributes of a dict, such as the metadata of
+def _with_state(value: Any, state: Any) -> Any:
+    """Set the state of ``value``, and return it. The attributes of a dict, such as the metadata of
     ``Module.state_dict()``, are left out.
 
-    ``made`` is changed in place, since the memo may reference it. Usually ``state`` is a dict. For
+    ``value`` is changed in place, since the memo may reference it. Usually ``state`` is a dict. For
     a class with slots it is a pair of dicts, and for some classes a tuple of a few values, which
     are added to ``args``.
 
@@ -187,18 +187,18 @@ def _with_state(made: Any, state: Any) -> Any:
     Raises:
         ValueError: The state was set before, or has too many parts.
     """
-    if not isinstance(made, Inert):
-        return made
+    if not isinstance(value, Inert):
+        return value
     parts = state if isinstance(state, tuple) else (state,)
-    if made.built or len(parts) > _MOST_PARTS:
+    if value.has_state or len(parts) > _MOST_PARTS:
         raise ValueError("an object that is built twice, or of too many parts")
     for part in parts:
-        if isinstance(part, dict) and not (part and made.state):
-            made.state = part or made.state
+        if isinstance(part, dict) and not (part and value.state):
+            value.state = part or value.state
         elif part is not None:
-            made.args = (*made.args, part)
-    made.built = True
-    return made
+            value.args = (*value.args, part)
+    value.has_state = True
+    return value
 
 
 def read_inert(data: bytes, name: str) -> Any:

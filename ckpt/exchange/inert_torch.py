@@ -18,7 +18,7 @@ import torch
 
 from ckpt.errors import IntegrityError
 from ckpt.exchange.inert_pickle import Inert, read_inert
-from ckpt.exchange.input_limits import check_state, check_torch_file, opened
+from ckpt.exchange.input_limits import check_state, check_torch_file, open_file
 
 _STORAGES: Final = {
     "ByteStorage": torch.uint8,
@@ -51,18 +51,18 @@ def read_file(path: str) -> Any:
             other without end.
         ConfigError: The file cannot be read.
     """
-    with opened(path) as file:
+    with open_file(path) as file:
         check_torch_file(file, path)
         try:
             with zipfile.ZipFile(file) as archive:
-                entries = {each.filename.partition("/")[2]: each for each in archive.infolist()}
+                entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
                 order = archive.read(entries["byteorder"]) if "byteorder" in entries else b""
                 if order == b"big":
                     raise ValueError("it is from a machine with the other byte order")
-                pickled = read_inert(archive.read(entries["data.pkl"]), path)
+                content = read_inert(archive.read(entries["data.pkl"]), path)
             whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-            check_state(pickled, path)
-            return _Values(whole, entries).of(pickled)
+            check_state(content, path)
+            return _Values(whole, entries).of(content)
         except (
             zipfile.BadZipFile, ValueError, LookupError, TypeError, AttributeError, RuntimeError,
             struct.error, OverflowError,
@@ -87,7 +87,7 @@ class _Values:
                 return tuple(self.of(item) for item in value)
             case Inert(name="torch._utils._rebuild_tensor_v2"):
                 tensor = self._tensor(*value.args[:4])
-                return _resolved(tensor, *value.args[6:])
+                return _resolve(tensor, *value.args[6:])
             case Inert(name="torch._utils._rebuild_parameter"):
                 return self.of(value.args[0])
             case Inert(name="torch.Size"):
@@ -115,7 +115,7 @@ class _Values:
         return torch.as_strided(flat, size, stride, start)
 
 
-def _resolved(tensor: torch.Tensor, bits: Mapping[str, bool] | None = None) -> torch.Tensor:
+def _resolve(tensor: torch.Tensor, bits: Mapping[str, bool] | None = None) -> torch.Tensor:
     """Return the value of a tensor that was saved with ``bits``, by which torch marks a tensor
     that is still to be conjugated or negated.
     """
@@ -131,7 +131,7 @@ def _from_numpy(value: Inert) -> Any:
         case Inert(name=name, args=(Inert() as dtype, data)) if name.endswith(".scalar"):
             return np.frombuffer(_bytes(data), _dtype(dtype), 1)[0]
         case Inert(name=name, args=(*_, shape, Inert() as dtype, is_fortran, data)) if (
-            name.endswith("._reconstruct") and value.built
+            name.endswith("._reconstruct") and value.has_state
         ):
             order = "F" if is_fortran else "C"
             flat = np.frombuffer(_bytes(data), _dtype(dtype)).copy()

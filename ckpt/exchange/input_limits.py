@@ -41,28 +41,28 @@ def regular(path: str) -> str:
 
 
 @contextmanager
-def opened(path: str, held: str = "", *, is_part: bool = True) -> Generator[IO[bytes]]:
+def open_file(path: str, value_name: str = "", *, is_part: bool = True) -> Generator[IO[bytes]]:
     """Return a context manager that opens an ordinary file of another program for reading.
 
     Args:
         path: The path of the file.
-        held: The name of the value that the file holds, for errors; empty to leave it out.
+        value_name: The name of the value that the file holds, for errors; empty to leave it out.
         is_part: Whether another file of the checkpoint names this one.
 
     Raises:
         IntegrityError: The file is missing although ``is_part`` is set.
         ConfigError: The file cannot be opened, or an ``OSError`` occurs in the block.
     """
-    which = f", which holds {held!r}" if held else ""
+    clause = f", which holds {value_name!r}" if value_name else ""
     try:
         with open(regular(path), "rb") as file:
             yield file
     except OSError as error:
         if is_part and isinstance(error, FileNotFoundError):
-            raise IntegrityError(f"{path} is missing{which}") from None
-        comma = "," if held else ""
+            raise IntegrityError(f"{path} is missing{clause}") from None
+        comma = "," if value_name else ""
         raise ConfigError(
-            f"{path}{which}{comma} cannot be read: {error.strerror or error}"
+            f"{path}{clause}{comma} cannot be read: {error.strerror or error}"
         ) from None
 
 
@@ -89,14 +89,17 @@ def check_torch_file(file: IO[bytes], name: str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
-            for each in entries:
-                if each.compress_type != zipfile.ZIP_STORED or each.file_size > each.compress_size:
+            for entry in entries:
+                if (
+                    entry.compress_type != zipfile.ZIP_STORED
+                    or entry.file_size > entry.compress_size
+                ):
                     raise IntegrityError(f"{name} is compressed, which torch.save never does")
-            if sum(each.file_size for each in entries) > size:
+            if sum(entry.file_size for entry in entries) > size:
                 raise IntegrityError(f"{name} has parts that overlap")
-            for each in entries:
-                if each.filename.rpartition("/")[2] == "data.pkl":
-                    check_pickle(archive.read(each), name)
+            for entry in entries:
+                if entry.filename.rpartition("/")[2] == "data.pkl":
+                    check_pickle(archive.read(entry), name)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError, RuntimeError):
         return
 
@@ -144,21 +147,21 @@ def check_pickle(data: bytes | IO[bytes], name: str) -> None:
             case _:
                 count = len(opcode.stack_before)
                 if pickletools.markobject in opcode.stack_before:
-                    at = marks.pop() if marks else 0
-                    items = stack[at:]
-                    del stack[at:]
+                    start = marks.pop() if marks else 0
+                    items = stack[start:]
+                    del stack[start:]
                     count = opcode.stack_before.index(pickletools.markobject)
                     if count:
                         del stack[-count:]
                 else:
                     items = stack[len(stack) - count :] if count else []
                     del stack[len(stack) - len(items) :]
-                held = 1 + sum(items) if opcode.name.startswith("TUPLE") else 1
-                if held > _MOST_ITEMS:
+                item_count = 1 + sum(items) if opcode.name.startswith("TUPLE") else 1
+                if item_count > _MOST_ITEMS:
                     raise UnsupportedValue(
                         name, "pickle of tuples in tuples", "it would take forever to load"
                     )
-                stack += [held] * len(opcode.stack_after)
+                stack += [item_count] * len(opcode.stack_after)
 
 
 def check_state(state: Any, name: str) -> None:
@@ -166,23 +169,23 @@ def check_state(state: Any, name: str) -> None:
     container contains itself, is nested too deeply, or occurs too many times.
     """
     sizes: dict[int, int] = {}  # By id of a container: the values that a walk through it visits
-    held = 0  # The number of items of all containers, where each container counts once
+    item_count = 0  # The number of items of all containers, where each container counts once
     stack: list[tuple[Any, bool, int]] = [(state, False, 0)]
     open_now: set[int] = set()
     while stack:
-        value, done, depth = stack.pop()
+        value, is_walked, depth = stack.pop()
         if not isinstance(value, Mapping | list | tuple | set | frozenset):
             continue
         items = [*value.keys(), *value.values()] if isinstance(value, Mapping) else list(value)
-        if done:
+        if is_walked:
             open_now.discard(id(value))
             sizes[id(value)] = 1 + sum(sizes.get(id(item), 1) for item in items)
         elif id(value) in open_now or depth > _MOST_DEPTH:
             raise UnsupportedValue(name, "container nested too deeply, or in itself")
         elif id(value) not in sizes:
             open_now.add(id(value))
-            held += len(items)
+            item_count += len(items)
             stack.append((value, True, depth))
             stack += [(item, False, depth + 1) for item in items]
-    if sizes and sizes[id(state)] > _MOST_ITEMS + _REPEATS * held:
+    if sizes and sizes[id(state)] > _MOST_ITEMS + _REPEATS * item_count:
         raise UnsupportedValue(name, "state of containers that it refers to again and again")

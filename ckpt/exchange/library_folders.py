@@ -17,11 +17,11 @@ from typing import Any, Final, Protocol
 from ckpt.errors import ConfigError, IntegrityError
 from ckpt.exchange import inert_torch
 from ckpt.exchange.inert_pickle import holds_inert
-from ckpt.exchange.input_limits import opened
+from ckpt.exchange.input_limits import open_file
 
 State = dict[str, Any]
 
-LIGHTNING: Final = "pytorch-lightning_version"
+LIGHTNING_KEY: Final = "pytorch-lightning_version"
 _TRAINER: Final = "trainer_state.json"
 _RANDOM: Final = re.compile(r"random_states_([0-9]{1,9})\.pkl")
 _RNG: Final = re.compile(r"rng_state(?:_([0-9]{1,9}))?\.pth")
@@ -114,12 +114,12 @@ def _is_weights(name: str) -> bool:
 
 
 def _of_trainer(source: str, names: Sequence[str], read: Read) -> LibraryFolder:
-    found = LibraryFolder("transformers")
+    folder = LibraryFolder("transformers")
     weights = [name for name in names if _is_weights(name)]
     if any(name.endswith(".index.json") for name in weights):
-        _put(found, "model", read(source), weights)
+        _put(folder, "model", read(source), weights)
     elif len(weights) == 1:
-        _put(found, "model", read(os.path.join(source, weights[0])), weights)
+        _put(folder, "model", read(os.path.join(source, weights[0])), weights)
     else:
         raise ConfigError(
             f"{source} has {' and '.join(weights)}, and the model is in one of them: import a copy "
@@ -127,23 +127,23 @@ def _of_trainer(source: str, names: Sequence[str], read: Read) -> LibraryFolder:
         )
     for name in ("optimizer", "scheduler", "scaler"):
         if (part := f"{name}.pt") in names:
-            _put(found, name, read(os.path.join(source, part)), [part])
+            _put(folder, name, read(os.path.join(source, part)), [part])
     ranks = {int(hit[1] or 0): name for name in names if (hit := _RNG.fullmatch(name))}
-    _put_generators(found, {rank: _inert(source, name) for rank, name in ranks.items()})
-    found.files += ranks.values()
-    with opened(os.path.join(source, _TRAINER), is_part=False) as file:
+    _put_generators(folder, {rank: _inert(source, name) for rank, name in ranks.items()})
+    folder.files += ranks.values()
+    with open_file(os.path.join(source, _TRAINER), is_part=False) as file:
         try:
-            _put(found, "trainer", file.read().decode(), [_TRAINER])
+            _put(folder, "trainer", file.read().decode(), [_TRAINER])
         except UnicodeDecodeError as error:
             raise IntegrityError(f"{_TRAINER} is not JSON: {error}") from None
-    return found
+    return folder
 
 
 # -- accelerate ------------------------------------------------------------------------------------
 
 
 def _of_accelerate(source: str, names: Sequence[str], read: Read) -> LibraryFolder:
-    found = LibraryFolder("accelerate")
+    folder = LibraryFolder("accelerate")
     parts: dict[tuple[str, int], list[str]] = {}
     for name in names:
         for kind, pattern in _OF_ACCELERATE:
@@ -166,16 +166,16 @@ def _of_accelerate(source: str, names: Sequence[str], read: Read) -> LibraryFold
         value: Any = read(os.path.join(source, files[0]))
         if kind in value and len(value) == 1:  # In DCP, the state is below its kind
             value = value[kind]
-        _put(found, entry, {"position": value} if kind == "loader" else value, files)
+        _put(folder, entry, {"position": value} if kind == "loader" else value, files)
     ranks = {int(hit[1]): name for name in names if (hit := _RANDOM.fullmatch(name))}
     states = {rank: _inert(source, name) for rank, name in ranks.items()}
-    _put_generators(found, states)
-    found.files += ranks.values()
+    _put_generators(folder, states)
+    folder.files += ranks.values()
     hit = _CHECKPOINT.fullmatch(os.path.basename(os.path.abspath(source)))
     steps = [state.get("step") for state in states.values()]
     counters = {"step": steps[0] if steps else 0, "iteration": int(hit[1]) + 1 if hit else 0}
-    found.state["accelerate"] = counters
-    return found
+    folder.state["accelerate"] = counters
+    return folder
 
 
 def _is_readable(path: str) -> bool:
@@ -187,25 +187,25 @@ def _is_readable(path: str) -> bool:
 
 def is_lightning(state: Any) -> bool:
     """Return True if ``state`` is the content of a checkpoint file of Lightning."""
-    return isinstance(state, Mapping) and LIGHTNING in state and "state_dict" in state
+    return isinstance(state, Mapping) and LIGHTNING_KEY in state and "state_dict" in state
 
 
 def named_lightning(state: Mapping[str, Any]) -> tuple[State, list[str]]:
     """Return the content of a checkpoint of Lightning under the names of its objects, with notes
     for the user. All other parts keep their names.
     """
-    named: State = {}
+    objects: State = {}
     notes: list[str] = []
     for key, value in state.items():
         kind = dict(_LISTS).get(key)
         if kind is None or not isinstance(value, list):
-            named["model" if key == "state_dict" else key] = value
+            objects["model" if key == "state_dict" else key] = value
             continue
         names = [f"{kind}_{number}" if number else kind for number in range(len(value))]
-        named |= dict(zip(names, value, strict=True))
+        objects |= dict(zip(names, value, strict=True))
         if names:
             notes.append(f"{key!r} is {', '.join(map(repr, names))} now")
-    return named, notes
+    return objects, notes
 
 
 def read_lightning(path: str) -> tuple[State, list[str]] | None:
@@ -214,13 +214,13 @@ def read_lightning(path: str) -> tuple[State, list[str]] | None:
 
     Lightning stores the arguments of the module and the states of callbacks, which may be objects.
     """
-    found = inert_torch.read_file(path)
-    if not is_lightning(found):
+    content = inert_torch.read_file(path)
+    if not is_lightning(content):
         return None
-    plain = {key: value for key, value in found.items() if not holds_inert(value)}
+    plain = {key: value for key, value in content.items() if not holds_inert(value)}
     notes = [
         f"{key!r} is not taken, since it has objects that only pickle could load"
-        for key in found
+        for key in content
         if key not in plain
     ]
     return (plain, notes) if "state_dict" in plain else None
@@ -229,9 +229,9 @@ def read_lightning(path: str) -> tuple[State, list[str]] | None:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _put(found: LibraryFolder, name: str, value: Any, files: Iterable[str]) -> None:
-    found.state[name] = value
-    found.files += files
+def _put(folder: LibraryFolder, name: str, value: Any, files: Iterable[str]) -> None:
+    folder.state[name] = value
+    folder.files += files
 
 
 def _inert(source: str, name: str) -> Mapping[str, Any]:
@@ -241,7 +241,7 @@ def _inert(source: str, name: str) -> Mapping[str, Any]:
     return value
 
 
-def _put_generators(found: LibraryFolder, states: Mapping[int, Mapping[str, Any]]) -> None:
+def _put_generators(folder: LibraryFolder, states: Mapping[int, Mapping[str, Any]]) -> None:
     """Put the states of the random generators of all ranks into the state as ``rng``, in the form
     of ``RngState``, if the folder has those of every rank.
     """
@@ -249,9 +249,9 @@ def _put_generators(found: LibraryFolder, states: Mapping[int, Mapping[str, Any]
         return
     ranks = [_generators(states[rank]) for rank in sorted(states)]
     if sorted(states) == list(range(len(states))) and all(ranks):
-        found.state["rng"] = ranks
+        folder.state["rng"] = ranks
     else:
-        found.notes.append(
+        folder.notes.append(
             f"the random generators of rank {', '.join(map(str, sorted(states)))} are not taken, "
             "since those of another rank are missing or of another kind"
         )
@@ -259,10 +259,10 @@ def _put_generators(found: LibraryFolder, states: Mapping[int, Mapping[str, Any]
 
 def _generators(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states of the generators of one rank; empty if one is missing or unknown."""
-    named = {
+    generators = {
         name: value
         for name, keys in _STATES.items()
         if (value := next((state[key] for key in keys if key in state), None)) is not None
     }
-    is_whole = named.keys() >= {"python", "numpy", "torch"} and not holds_inert(named)
-    return named if is_whole else {}
+    is_whole = generators.keys() >= {"python", "numpy", "torch"} and not holds_inert(generators)
+    return generators if is_whole else {}

@@ -15,7 +15,7 @@ _INTEGERS: Final = ("int", "uint", "bool")
 _NOT_NUMBERS: Final = ("bits", "float4")
 
 
-def max_difference(one: StepReader, two: StepReader, name: str) -> float | None:
+def max_difference(reader_a: StepReader, reader_b: StepReader, name: str) -> float | None:
     """Return the largest absolute difference between elements of the tensor ``name`` at the same
     position in two checkpoints.
 
@@ -25,28 +25,28 @@ def max_difference(one: StepReader, two: StepReader, name: str) -> float | None:
     Integers are subtracted exactly, and a result above 2**53 is rounded. Both tensors must have the
     same dtype and shape.
     """
-    dtype = one.tensors[name].dtype
+    dtype = reader_a.tensors[name].dtype
     if dtype.startswith(_NOT_NUMBERS):
         return None
     of = _of_integers if dtype.startswith(_INTEGERS) else _of_floats
-    return max((of(a, b, dtype) for a, b in pairs(one, two, name)), default=0.0)
+    return max((of(a, b, dtype) for a, b in pairs(reader_a, reader_b, name)), default=0.0)
 
 
-def _of_integers(one: Piece, two: Piece, dtype: str) -> float:
-    x, y = (np.frombuffer(piece.data, dtype=dtype) for piece in (one, two))
+def _of_integers(piece_a: Piece, piece_b: Piece, dtype: str) -> float:
+    x, y = (np.frombuffer(piece.data, dtype=dtype) for piece in (piece_a, piece_b))
     # uint64 wraps, so it holds the difference of any two integers of 64 bits.
-    far = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
-    return float(far.max())
+    difference = np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)
+    return float(difference.max())
 
 
-def _of_floats(one: Piece, two: Piece, dtype: str) -> float:
+def _of_floats(piece_a: Piece, piece_b: Piece, dtype: str) -> float:
     x, y = (
         _comparable(torch.frombuffer(piece.data, dtype=torch.uint8).view(getattr(torch, dtype)))
-        for piece in (one, two)
+        for piece in (piece_a, piece_b)
     )
-    same = (x == y) | (x.isnan() & y.isnan())
-    far = torch.where(same, 0.0, (x - y).abs())
-    return float(far.nan_to_num(nan=math.inf, posinf=math.inf).max())
+    is_same = (x == y) | (x.isnan() & y.isnan())
+    difference = torch.where(is_same, 0.0, (x - y).abs())
+    return float(difference.nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:

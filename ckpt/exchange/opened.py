@@ -26,7 +26,7 @@ Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 _MOST_THREADS: Final = 8
 
 
-class Opened:
+class OpenCheckpoint:
     """A checkpoint that ``ckpt.open`` has opened for reading.
 
     Close the checkpoint with ``close`` or a ``with`` block. If an object that was not closed is
@@ -126,8 +126,8 @@ class TensorView:
 
     @property
     def dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self._tensor.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self._tensor.dtype)
+        return dtype
 
     @property
     def nbytes(self) -> int:
@@ -156,7 +156,7 @@ class TensorView:
 
 
 @frameless
-def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None) -> Opened:
+def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None) -> OpenCheckpoint:
     """Open a committed checkpoint for reading names, tensors and slices of tensors.
 
     No model is needed, and only the wanted tensors are read.
@@ -176,7 +176,7 @@ def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None
         StorageError: The root cannot be read.
         ConfigError: No backend serves the URL.
     """
-    return Opened(root, step)
+    return OpenCheckpoint(root, step)
 
 
 def _resolve(index: Index, shape: Sequence[int]) -> tuple[Box, tuple[int | slice, ...]]:
@@ -209,9 +209,9 @@ def _items(index: Index, shape: Sequence[int]) -> list[int | slice]:
         raise TypeError(
             "index with whole numbers, slices and ...: read with [...] first for anything else"
         )
-    given = sum(item is not ... for item in items)
-    if items.count(...) > 1 or given > len(shape):
-        raise IndexError(f"{given} indices for a tensor of {len(shape)} dimensions")
-    at = items.index(...) if ... in items else len(items)
-    filled = [*items[:at], *[slice(None)] * (len(shape) - given), *items[at + 1 :]]
-    return [item for item in filled if not isinstance(item, EllipsisType)]
+    count = sum(item is not ... for item in items)
+    if items.count(...) > 1 or count > len(shape):
+        raise IndexError(f"{count} indices for a tensor of {len(shape)} dimensions")
+    position = items.index(...) if ... in items else len(items)
+    full_items = [*items[:position], *[slice(None)] * (len(shape) - count), *items[position + 1 :]]
+    return [item for item in full_items if not isinstance(item, EllipsisType)]

@@ -46,9 +46,9 @@ def check_whole(state: Any, path: str) -> None:
     """Raise ``ConfigError`` if a value in ``state``, the content of the file ``path``, is only a
     part of a tensor.
     """
-    if first := next(_sharded(state), None):
+    if shard := next(_sharded(state), None):
         raise ConfigError(
-            f"{path} holds one rank's part of {first[0]!r}: name the folder that has the file of "
+            f"{path} holds one rank's part of {shard[0]!r}: name the folder that has the file of "
             "each of the ranks"
         )
 
@@ -59,12 +59,12 @@ def without_warnings() -> Generator[None]:
     that there is no process group, which only ``torch.compile`` needs.
     """
     logger = logging.getLogger("torch.distributed.device_mesh")
-    before = logger.level
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +102,22 @@ def read_rank_files(source: str, load: Load, scratch: str | None) -> LibraryFold
         IntegrityError: The file of a rank is missing, or the parts do not fit together.
         UnsupportedValue: A tensor has a placement that assigns no part to a rank.
     """
-    kinds, others = _kinds(os.listdir(source))
+    kinds, other_names = _kinds(os.listdir(source))
     is_of_one_rank = (
-        len(kinds) > 1 and not others and all(kind.names.keys() == {0} for kind in kinds)
+        len(kinds) > 1 and not other_names and all(kind.names.keys() == {0} for kind in kinds)
     )
     folder = LibraryFolder("torch")
-    first: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     for kind in kinds:
         try:
-            first[kind.stem] = load(os.path.join(source, kind.names[min(kind.names)]))
+            contents[kind.stem] = load(os.path.join(source, kind.names[min(kind.names)]))
         except UnsupportedValue as error:
             folder.notes.append(f"the files of {kind.stem!r} are not taken: {error}")
-    sharded = {stem for stem, content in first.items() if next(_sharded(content), None)}
+    sharded = {stem for stem, content in contents.items() if next(_sharded(content), None)}
     if not sharded and not is_of_one_rank:
         return None
     for kind in kinds:
-        if kind.stem not in first:
+        if kind.stem not in contents:
             continue
         parts = {number: load(os.path.join(source, name)) for number, name in kind.names.items()}
         if not is_of_one_rank and (doubt := _doubt(kind, parts, kinds)):
@@ -126,12 +126,12 @@ def read_rank_files(source: str, load: Load, scratch: str | None) -> LibraryFold
             folder.notes.append(f"{kind.stem!r} is not taken: {doubt}")
             continue
         _check_ranks(source, kind, parts)
-        joined = _Joined(parts, scratch)
-        folder.state[kind.stem] = joined.value
+        joiner = _Joiner(parts, scratch)
+        folder.state[kind.stem] = joiner.value
         folder.files += kind.files
-        if joined.different:
+        if joiner.different:
             folder.notes.append(
-                f"{few(joined.different, 3)} of {kind.stem!r} differ between the ranks: each is a "
+                f"{few(joiner.different, 3)} of {kind.stem!r} differ between the ranks: each is a "
                 "list of the tensors of all ranks now"
             )
     return folder
@@ -140,14 +140,14 @@ def read_rank_files(source: str, load: Load, scratch: str | None) -> LibraryFold
 def _kinds(names: Iterable[str]) -> tuple[list[_Kind], list[str]]:
     """Return the kinds of the files with a number, and the names of the other files of torch."""
     kinds: dict[str, _Kind] = {}
-    others: list[str] = []
+    other_names: list[str] = []
     for name in names:
         if hit := _NAME.fullmatch(name):
             kind = kinds.setdefault(hit[1], _Kind(hit[1], bool(hit[2] or hit[3])))
             kind.names[int(hit[4])] = name
         elif name.endswith((".pt", ".pth", ".bin", ".ckpt")):
-            others.append(name)
-    return [kinds[stem] for stem in sorted(kinds)], others
+            other_names.append(name)
+    return [kinds[stem] for stem in sorted(kinds)], other_names
 
 
 def _doubt(kind: _Kind, parts: Mapping[int, Any], kinds: Sequence[_Kind]) -> str:
@@ -158,8 +158,8 @@ def _doubt(kind: _Kind, parts: Mapping[int, Any], kinds: Sequence[_Kind]) -> str
     writers = {
         number: rank
         for number, part in parts.items()
-        if (first := next(_sharded(part), None))
-        and (rank := writer_of_mesh(first[1].device_mesh)) is not None
+        if (shard := next(_sharded(part), None))
+        and (rank := writer_of_mesh(shard[1].device_mesh)) is not None
     }
     for number, rank in sorted(writers.items()):
         if number != rank:
@@ -172,8 +172,12 @@ def _doubt(kind: _Kind, parts: Mapping[int, Any], kinds: Sequence[_Kind]) -> str
             f"{files} differ in {count!r}, so they are of several saves: move the files of one "
             "save to a folder of their own, and import that"
         )
-    alike = [each for each in kinds if each is not kind and each.names.keys() == kind.names.keys()]
-    if writers or kind.says_rank or alike or len(parts) == 1:
+    siblings = [
+        sibling
+        for sibling in kinds
+        if sibling is not kind and sibling.names.keys() == kind.names.keys()
+    ]
+    if writers or kind.says_rank or siblings or len(parts) == 1:
         return ""
     return (
         f"{files} may be the files of ranks or of several saves: if they are of the ranks of one "
@@ -193,10 +197,10 @@ def _check_ranks(source: str, kind: _Kind, parts: Mapping[int, Any]) -> None:
 
 def _differing_count(values: Sequence[Any], path: str = "") -> str:
     """Return the path of a count that differs between the files; empty if there is none."""
-    first = values[0]
-    if not all(isinstance(value, Mapping) and value.keys() == first.keys() for value in values):
+    reference = values[0]
+    if not all(isinstance(value, Mapping) and value.keys() == reference.keys() for value in values):
         return ""
-    for key in first:
+    for key in reference:
         items = [value[key] for value in values]
         name = join(path, key)
         if key in _COUNTS and all(map(_is_number, items)) and not _are_equal(items):
@@ -211,7 +215,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (is_plain and not value.ndim)
 
 
-class _Joined:
+class _Joiner:
     """Joins the contents of the files of all ranks.
 
     Attributes:
@@ -227,50 +231,54 @@ class _Joined:
             (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in _sharded(values[0])
         ]
-        self._made = Scratch(scratch, kinds).tensors
+        self._tensors = Scratch(scratch, kinds).tensors
         self.different: list[str] = []
         self.value = self._join("", values)
 
     def _join(self, path: str, values: Sequence[Any]) -> Any:
-        first = values[0]
-        if isinstance(first, DTensor):
+        reference = values[0]
+        if isinstance(reference, DTensor):
             return self._whole(path, values)
-        if isinstance(first, Mapping) and all(
-            isinstance(value, Mapping) and value.keys() == first.keys() for value in values
+        if isinstance(reference, Mapping) and all(
+            isinstance(value, Mapping) and value.keys() == reference.keys() for value in values
         ):
             return {
-                key: self._join(join(path, key), [value[key] for value in values]) for key in first
+                key: self._join(join(path, key), [value[key] for value in values])
+                for key in reference
             }
-        if isinstance(first, list) and all(
-            isinstance(value, list) and len(value) == len(first) for value in values
+        if isinstance(reference, list) and all(
+            isinstance(value, list) and len(value) == len(reference) for value in values
         ):
             return [
                 self._join(join(path, str(index)), items)
                 for index, items in enumerate(zip(*values, strict=True))
             ]
         if _are_equal(values):
-            return first
+            return reference
         if any(isinstance(value, torch.Tensor) for value in values):
             self.different.append(path)
         return list(values)
 
     def _whole(self, path: str, values: Sequence[Any]) -> torch.Tensor:
-        whole = self._made[path]
+        whole = self._tensors[path]
         dtype = str(whole.dtype).removeprefix("torch.")
-        filled: dict[Box, None] = {}
+        box_set: dict[Box, None] = {}
         for rank, part in zip(self._ranks, values, strict=True):
             if not isinstance(part, DTensor) or part.shape != whole.shape:
                 raise IntegrityError(f"{path!r} of rank {rank} is no part of the same tensor")
-            held, boxes = local(part), boxes_of(path, part, rank)
-            if sum(box.numel for box in boxes) != held.numel() or held.dtype != whole.dtype:
+            local_part, boxes = local(part), boxes_of(path, part, rank)
+            if (
+                sum(box.numel for box in boxes) != local_part.numel()
+                or local_part.dtype != whole.dtype
+            ):
                 raise IntegrityError(f"{path!r} of rank {rank} is not the part that it should be")
             for box, region in zip(boxes, local_regions(boxes), strict=True):
-                if box not in filled:  # Other ranks may have replicas of it
-                    filled[box] = None
-                    there: Any = (*box.slices(), ...)
-                    here: Any = (*region.slices(), ...)
-                    copyable(whole, dtype)[there].copy_(copyable(held, dtype)[here])
-        if fault := tiling_fault(tuple(whole.shape), list(filled)):
+                if box not in box_set:  # Other ranks may have replicas of it
+                    box_set[box] = None
+                    target: Any = (*box.slices(), ...)
+                    source: Any = (*region.slices(), ...)
+                    copyable(whole, dtype)[target].copy_(copyable(local_part, dtype)[source])
+        if fault := tiling_fault(tuple(whole.shape), list(box_set)):
             raise IntegrityError(f"the parts of {path!r} are wrong: {fault}")
         return whole
 
@@ -291,12 +299,12 @@ def _are_equal(values: Sequence[Any]) -> bool:
     return all(_is_equal(values[0], value) for value in values[1:])
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_is_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_is_equal, one, other))
-    return type(one) is type(other) and bool(one == other)
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        are_tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return are_tensors and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_is_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    return type(a) is type(b) and bool(a == b)

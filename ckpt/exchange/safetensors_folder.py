@@ -19,12 +19,12 @@ import torch
 
 from ckpt.errors import ConfigError, IntegrityError
 from ckpt.exchange import safetensors_reader
-from ckpt.exchange.contents import Contents, State, inside, merged
-from ckpt.exchange.input_limits import opened
+from ckpt.exchange.contents import Contents, State, check_name, merge
+from ckpt.exchange.input_limits import open_file
 from ckpt.model.box import Box, tiling_fault
 
 SUFFIX: Final = ".safetensors"
-_SHARDING: Final = "DCP_SHARDING_INFO"
+_SHARDING_KEY: Final = "DCP_SHARDING_INFO"
 _PART: Final = re.compile(r"shard-([0-9]{1,9})-.*\.safetensors")
 _ADAPTER: Final = "adapter_"
 """The beginning of the names of the files of an adapter of PEFT, which is a state of its own."""
@@ -39,17 +39,17 @@ def read_safetensors(source: str) -> Contents:
     """
     if os.path.isfile(source):
         tensors, metadata = safetensors_reader.read_file(source)
-        if _SHARDING in metadata:
+        if _SHARDING_KEY in metadata:
             folder = os.path.dirname(source) or "."
             raise ConfigError(
                 f"{source} has the part of one rank, which HuggingFaceStorageWriter("
                 "save_distributed=True) wrote: import the folder with the parts of all ranks, "
                 f"ckpt import {folder} ROOT --step N"
             )
-        return Contents(tensors | _tied(tensors, metadata))
+        return Contents(tensors | _ties(tensors, metadata))
     files = choose_files(source, "safetensors")
     read = {name: safetensors_reader.read_file(os.path.join(source, name)) for name in files.names}
-    parts = {name: file for name, file in read.items() if _SHARDING in file[1]}
+    parts = {name: file for name, file in read.items() if _SHARDING_KEY in file[1]}
     if parts:
         if len(parts) < len(read):
             raise ConfigError(
@@ -61,17 +61,19 @@ def read_safetensors(source: str) -> Contents:
             f"the parts of {len(parts)} rank(s) are joined: the files do not say how many ranks "
             "have written them, so compare that number, and the shapes, with the job"
         )
-        return Contents(_joined(source, parts), [*parts, *files.tables], [*files.notes, note])
-    state = merged(source, ((name, tensors) for name, (tensors, _) in read.items()))
-    shared = {key: value for _, metadata in read.values() for key, value in metadata.items()}
-    return Contents(state | _tied(state, shared), [*read, *files.tables], [*files.notes])
+        return Contents(_join(source, parts), [*parts, *files.tables], [*files.notes, note])
+    state = merge(source, ((name, tensors) for name, (tensors, _) in read.items()))
+    common_metadata = {
+        key: value for _, metadata in read.values() for key, value in metadata.items()
+    }
+    return Contents(state | _ties(state, common_metadata), [*read, *files.tables], [*files.notes])
 
 
-def _tied(state: State, metadata: Mapping[str, str]) -> State:
+def _ties(state: State, metadata: Mapping[str, str]) -> State:
     return {
-        name: state[first]
-        for name, first in metadata.items()
-        if first in state and name not in state
+        name: state[target]
+        for name, target in metadata.items()
+        if target in state and name not in state
     }
 
 
@@ -107,12 +109,12 @@ def choose_files(folder: str, suffix: str) -> WeightFiles:
     """
     present = sorted(name for name in os.listdir(folder) if name.endswith(f".{suffix}"))
     bases = [name for name in present if not name.startswith(_ADAPTER)]
-    table, listed = _indexed(folder, suffix)
+    table, index_names = _read_index(folder, suffix)
     if not table:
         return WeightFiles(bases or present)
     whole = table.removesuffix(".index.json")
-    missing = [name for name in listed if not os.path.exists(os.path.join(folder, name))]
-    if whole in present and whole not in listed:
+    missing = [name for name in index_names if not os.path.exists(os.path.join(folder, name))]
+    if whole in present and whole not in index_names:
         if missing:
             note = (
                 f"{table} names {missing[0]}, which is missing: {whole} is taken, as transformers "
@@ -123,16 +125,16 @@ def choose_files(folder: str, suffix: str) -> WeightFiles:
             f"the files of {table} are taken; transformers loads {whole}, which is not: to import "
             f"it, name {os.path.join(folder, whole)}"
         )
-        return WeightFiles(listed, has_index=True, tables=(table,), notes=(note,))
+        return WeightFiles(index_names, has_index=True, tables=(table,), notes=(note,))
     if missing:
         raise IntegrityError(
             f"{os.path.join(folder, missing[0])} is missing, which {table} names: bring it back, "
             f"or remove {table} to import the files that are there"
         )
-    return WeightFiles(listed, has_index=True, tables=(table,))
+    return WeightFiles(index_names, has_index=True, tables=(table,))
 
 
-def _indexed(folder: str, suffix: str) -> tuple[str, list[str]]:
+def _read_index(folder: str, suffix: str) -> tuple[str, list[str]]:
     """Return the name of the Hugging Face index in the folder, and the names of the files that it
     lists. Both are empty if the folder has no index for files with this suffix.
 
@@ -140,26 +142,29 @@ def _indexed(folder: str, suffix: str) -> tuple[str, list[str]]:
         ConfigError: The folder has more than one such index.
         IntegrityError: The index is invalid, or names a file outside of the folder.
     """
-    found = sorted(name for name in os.listdir(folder) if name.endswith(f".{suffix}.index.json"))
-    if not found:
+    index_files = sorted(
+        name for name in os.listdir(folder) if name.endswith(f".{suffix}.index.json")
+    )
+    if not index_files:
         return "", []
-    if len(found) > 1:
+    if len(index_files) > 1:
         raise ConfigError(
-            f"{folder} holds more than one index: {', '.join(found)}: move one of them and its "
+            f"{folder} holds more than one index: {', '.join(index_files)}: move one of them and "
+            "its "
             "files to a folder of their own"
         )
     try:
-        with opened(os.path.join(folder, found[0]), is_part=False) as file:
+        with open_file(os.path.join(folder, index_files[0]), is_part=False) as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise IntegrityError(f"{found[0]} is not an index: {error!r}") from None
-    return found[0], [inside(folder, name) for name in names]
+        raise IntegrityError(f"{index_files[0]} is not an index: {error!r}") from None
+    return index_files[0], [check_name(folder, name) for name in names]
 
 
 # -- parts of ranks --------------------------------------------------------------------------------
 
 
-def _joined(
+def _join(
     folder: str, parts: Mapping[str, tuple[dict[str, torch.Tensor], dict[str, str]]]
 ) -> State:
     """Return the whole tensors, which the files of all ranks have in parts.
@@ -174,9 +179,9 @@ def _joined(
             if key not in tensors or len(offsets) != tensors[key].ndim:
                 raise IntegrityError(f"{name} has no part of {key!r} as its header says")
             pieces[key].append((offsets, tensors[key]))
-        if unplaced := tensors.keys() - _offsets(name, metadata).keys():
-            raise IntegrityError(f"{name} does not say where its part of {min(unplaced)!r} is")
-    return {key: _whole(folder, key, placed) for key, placed in pieces.items()}
+        if rest := tensors.keys() - _offsets(name, metadata).keys():
+            raise IntegrityError(f"{name} does not say where its part of {min(rest)!r} is")
+    return {key: _whole(folder, key, placements) for key, placements in pieces.items()}
 
 
 def _check_ranks(folder: str, names: Sequence[str]) -> None:
@@ -188,13 +193,13 @@ def _check_ranks(folder: str, names: Sequence[str]) -> None:
 
 def _offsets(name: str, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     try:
-        table = json.loads(metadata[_SHARDING])
-        found = {key: tuple(item["saved_offsets"]) for key, item in table.items()}
+        table = json.loads(metadata[_SHARDING_KEY])
+        offsets = {key: tuple(item["saved_offsets"]) for key, item in table.items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{name} has no table of its parts: {error!r}") from None
-    if not all(type(n) is int and 0 <= n < 1 << 62 for item in found.values() for n in item):
+    if not all(type(n) is int and 0 <= n < 1 << 62 for item in offsets.values() for n in item):
         raise IntegrityError(f"{name} has a table of its parts with wrong offsets")
-    return found
+    return offsets
 
 
 def _whole(

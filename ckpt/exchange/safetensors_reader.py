@@ -15,15 +15,17 @@ from typing import Any, Final
 import torch
 
 from ckpt.errors import IntegrityError, UnsupportedValue
-from ckpt.exchange.input_limits import opened
-from ckpt.exchange.safetensors_writer import SAME
+from ckpt.exchange.input_limits import open_file
+from ckpt.exchange.safetensors_writer import STORED_AS_INTEGERS
 from ckpt.model.dtype import DTYPES, DType
 
 _LENGTH: Final = 8
 _MOST_HEADER: Final = 100_000_000
 """The most bytes of a header that the safetensors format allows."""
 _OF_CODE: Final[dict[str, DType]] = {
-    dtype.storage: dtype for dtype in DTYPES.values() if dtype.lanes == 1 and dtype.name not in SAME
+    dtype.storage: dtype
+    for dtype in DTYPES.values()
+    if dtype.lanes == 1 and dtype.name not in STORED_AS_INTEGERS
 }
 
 
@@ -36,7 +38,7 @@ def read_file(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         ConfigError: The file cannot be read.
         UnsupportedValue: A tensor has a type that torch does not have.
     """
-    with opened(path) as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         whole = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
     try:
@@ -61,13 +63,13 @@ def _check_places(places: list[tuple[int, ...]], size: int) -> None:
         places: The start and the end of each tensor, counted from the end of the header.
         size: The bytes after the header.
     """
-    at = 0
+    position = 0
     for start, end in sorted(places):
-        if start != at or end < start:
-            raise ValueError(f"a tensor is at {start} to {end}, after {at} bytes of others")
-        at = end
-    if at != size:
-        raise ValueError(f"its tensors have {at} bytes, and {size} are there")
+        if start != position or end < start:
+            raise ValueError(f"a tensor is at {start} to {end}, after {position} bytes of others")
+        position = end
+    if position != size:
+        raise ValueError(f"its tensors have {position} bytes, and {size} are there")
 
 
 def _tensor(name: str, entry: dict[str, Any], data: memoryview) -> torch.Tensor:

@@ -21,7 +21,9 @@ from ckpt.model.manifest import Tensor
 SUFFIX: Final = ".safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _ALIGNMENT: Final = 8
-SAME: Final = frozenset({"float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2", "bits16"})
+STORED_AS_INTEGERS: Final = frozenset(
+    {"float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2", "bits16"}
+)
 """The dtypes that a file stores as unsigned integers, since the format has no names for them."""
 
 
@@ -76,10 +78,10 @@ def write_folder(
     ``folder`` is an existing folder. The other arguments are those of ``write_file``.
     """
     files = _shards(sorted(tensors, key=lambda tensor: names[tensor.name]), most_bytes)
-    for name, held in files.items():
+    for name, group in files.items():
         write_file(
             os.path.join(folder, name),
-            held,
+            group,
             names=names,
             metadata=metadata,
             reader=reader,
@@ -88,7 +90,7 @@ def write_folder(
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors), **metadata},
             "weight_map": {
-                names[tensor.name]: name for name, held in files.items() for tensor in held
+                names[tensor.name]: name for name, group in files.items() for tensor in group
             },
         }
         with open(os.path.join(folder, _INDEX), "w", encoding="utf-8") as out:
@@ -112,24 +114,24 @@ def _shards(tensors: Sequence[Tensor], most_bytes: int) -> dict[str, list[Tensor
     if len(groups) == 1:
         return {f"model{SUFFIX}": groups[0]}
     count = len(groups)
-    return {f"model-{i:05d}-of-{count:05d}{SUFFIX}": held for i, held in enumerate(groups, 1)}
+    return {f"model-{i:05d}-of-{count:05d}{SUFFIX}": group for i, group in enumerate(groups, 1)}
 
 
 def check_names(names: dict[str, str]) -> None:
     """Raise ``ConfigError`` if two tensors would have the same name in the file, or if a name is
     empty or reserved by the format. ``names`` maps stored names to names in the file.
     """
-    seen: dict[str, str] = {}
+    owners: dict[str, str] = {}
     for name, short in names.items():
-        if short in seen:
+        if short in owners:
             raise ConfigError(
-                f"{seen[short]!r} and {name!r} would both be {short!r}: choose another --strip"
+                f"{owners[short]!r} and {name!r} would both be {short!r}: choose another --strip"
             )
         if not short or short == "__metadata__":
             raise ConfigError(
                 f"{name!r} would be {short!r}, which is not a name there: choose another --strip"
             )
-        seen[short] = name
+        owners[short] = name
 
 
 def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:
@@ -140,7 +142,7 @@ def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:
             notes.changed.append(
                 (tensor.name, f"{tensor.dtype}: {dtype.storage} with one more dimension now")
             )
-        elif tensor.dtype in SAME:
+        elif tensor.dtype in STORED_AS_INTEGERS:
             notes.changed.append(
                 (tensor.name, f"{tensor.dtype}: {dtype.storage} of the same bytes now")
             )

@@ -57,8 +57,8 @@ def read_contents(source: str, kind: Kind | None, scratch: str | None) -> Conten
         source, kind or detect(source), scratch, load_once
     )
     if os.path.isdir(source):
-        contents.aside = left_aside(os.listdir(source), contents.files)
-        check_nothing_lost(source, contents.aside)
+        contents.leftovers = left_aside(os.listdir(source), contents.files)
+        check_nothing_lost(source, contents.leftovers)
         contents.notes += note_about(paths_in(source))
     return contents
 
@@ -91,9 +91,9 @@ def _of_format(source: str, kind: Kind, scratch: str | None, load_once: Load) ->
     try:
         contents = read_source(source, kind, scratch, load_once)
     except UnsupportedValue:
-        if not is_file or (taken := read_lightning(source)) is None:
+        if not is_file or (lightning_content := read_lightning(source)) is None:
             raise
-        contents = Contents(taken[0], notes=taken[1])
+        contents = Contents(lightning_content[0], notes=lightning_content[1])
     check_whole(contents.state, source)
     contents.notes += notes_about(source, contents.state)
     if is_lightning(contents.state):

@@ -38,16 +38,16 @@ def load(path: str | io.BytesIO, name: str = "") -> Any:
             check_torch_file(file, name)
             file.seek(0)
         try:
-            found = torch.load(
+            content = torch.load(
                 path, map_location="cpu", weights_only=True, mmap=isinstance(path, str)
             )
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
             # Files of torch before 1.6 cannot be mapped.
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        check_state(found, name)
-        return found
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        check_state(content, name)
+        return content
     except CkptError:
         raise
     except FileNotFoundError:
@@ -64,13 +64,13 @@ def load(path: str | io.BytesIO, name: str = "") -> Any:
         if isinstance(path, str) and (kind := what_is(path)):
             raise ConfigError(f"{name} is not a file of torch.save, but {kind}") from None
         if "weights_only" in text or "Unsupported" in text or "WeightsUnpickler" in text:
-            found = re.search(r"GLOBAL ([\w.]+)", text)
-            what = (
-                f"pickle of more than tensors ({found[1]})"
-                if found
+            match = re.search(r"GLOBAL ([\w.]+)", text)
+            description = (
+                f"pickle of more than tensors ({match[1]})"
+                if match
                 else "pickle of more than tensors"
             )
-            raise UnsupportedValue(name, what, _WAY_OUT) from None
+            raise UnsupportedValue(name, description, _WAY_OUT) from None
         raise IntegrityError(
             f"{name} is not a whole file of torch.save: "
             f"{(text.splitlines() or ['it is empty'])[0][:200]}"

@@ -77,26 +77,28 @@ def read_into_scratch(
     """Read ``tensors`` from the checkpoint into a scratch file in ``folder``, and return them by
     their stored names, with their dimensions in memory as they were saved.
     """
-    wanted = list(tensors)
-    scratch = Scratch(folder, ((tensor.name, tensor.dtype, tensor.shape) for tensor in wanted))
+    sources = list(tensors)
+    scratch = Scratch(folder, ((tensor.name, tensor.dtype, tensor.shape) for tensor in sources))
     reader.read(
         [
             Wanted(tensor.name, Box.whole(tensor.shape), scratch.memory[tensor.name])
-            for tensor in wanted
+            for tensor in sources
             if tensor.nbytes
         ]
     )
-    turned = {each.name: in_saved_order(scratch.tensors[each.name], each) for each in wanted}
-    return scratch.tensors | turned
+    tensors_in_order = {
+        tensor.name: in_saved_order(scratch.tensors[tensor.name], tensor) for tensor in sources
+    }
+    return scratch.tensors | tensors_in_order
 
 
-def in_saved_order(tensor: torch.Tensor, saved: Tensor) -> torch.Tensor:
+def in_saved_order(tensor: torch.Tensor, record: Tensor) -> torch.Tensor:
     """Return ``tensor`` with its dimensions in memory in the order in which they were saved."""
-    if not saved.order:
+    if not record.order:
         return tensor
-    made = empty_in_order(tensor.shape, saved.order, dtype=tensor.dtype)
-    copyable(made, saved.dtype).copy_(copyable(tensor, saved.dtype))
-    return made
+    target = empty_in_order(tensor.shape, record.order, dtype=tensor.dtype)
+    copyable(target, record.dtype).copy_(copyable(tensor, record.dtype))
+    return target
 
 
 def write_file(path: str, state: dict[str, Any]) -> None:

@@ -45,11 +45,11 @@ from ckpt.restore.report import RestoreReport
 from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.tiers import Tiers, as_tiers
 
-TESTED: Final = ("1.0", "1.15")
+TESTED_RELEASES: Final = ("1.0", "1.15")
 """The first and the last release of accelerate that the tests ran with."""
 # The name is not "checkpoints", since accelerate deletes the contents of its folder of that name.
 _ROOT: Final = "ckpt"
-_REFUSED: Final = {
+_REFUSALS: Final = {
     "DEEPSPEED": "put ckpt.integrations.deepspeed.zero_state(engine) into a state of your own",
     "MEGATRON_LM": "Megatron keeps its own checkpoints",
     "XLA": "torch_xla keeps the tensors on its own devices",
@@ -101,14 +101,14 @@ class AcceleratorCheckpoints:
                 )
             tiers = os.path.join(accelerator.project_dir, _ROOT)
         items = list(tiers) if isinstance(tiers, list | tuple) else [tiers]
-        places = [_limited(item, project.total_limit) for item in items]
+        places = [_tier_of(item, project.total_limit) for item in items]
         self._places = [place.url for place in places]
         self._folders = [Path(local_path(place.url)) for place in places if is_folder(place.url)]
         for folder in self._folders:
             if _is_theirs(folder):
-                raise ConfigError(_theirs(folder))
+                raise ConfigError(_foreign_folder_text(folder))
         self._accelerator = accelerator
-        self._loaded = self._has_begun = False
+        self._has_loaded = self._has_begun = False
         self._seed_workers(0)
         observers = (*settings.pop("observers", ()), self._note_restored)
         self.manager = CheckpointManager(places, observers=observers, **settings)
@@ -168,8 +168,8 @@ class AcceleratorCheckpoints:
         except (EntryMissing, EntryUnexpected) as error:
             if objects := [name for name in error.names if _is_whole(name)]:
                 verb = "has no" if isinstance(error, EntryMissing) else "also holds"
-                what = f"step {error.step} {verb} {few(objects)}"
-                raise RestoreError(f"{what}, and {self._counts()}") from error
+                reason = f"step {error.step} {verb} {few(objects)}"
+                raise RestoreError(f"{reason}, and {self._counts()}") from error
             raise
         if report is None:
             self._refuse_theirs()
@@ -193,18 +193,18 @@ class AcceleratorCheckpoints:
 
     def _state(self) -> dict[str, Any]:
         """Return the state to save: each object that is prepared or registered now, by its name."""
-        found = self._accelerator
+        accelerator = self._accelerator
         state: dict[str, Any] = {}
-        for name, objects in _prepared(found).items():
+        for name, objects in _objects_of(accelerator).items():
             state |= {
                 name if number == 0 else f"{name}_{number}": value
                 for number, value in enumerate(objects)
             }
-        if found.scaler is not None:
-            state["scaler"] = found.scaler
+        if accelerator.scaler is not None:
+            state["scaler"] = accelerator.scaler
         state["rng"] = PerRank(RngState(), on_resize="same_rank")
-        iteration = found.project_configuration.iteration
-        return state | {"accelerate": {"step": found.step, "iteration": iteration}}
+        iteration = accelerator.project_configuration.iteration
+        return state | {"accelerate": {"step": accelerator.step, "iteration": iteration}}
 
     def _seed_workers(self, step: int) -> None:
         """Keep the prepared loaders from drawing from the global generator, which ``load_state``
@@ -214,10 +214,11 @@ class AcceleratorCheckpoints:
             give_generator(loader, number, step)
 
     def _counts(self) -> str:
-        counts = {name: len(objects) for name, objects in _prepared(self._accelerator).items()}
-        listed = ", ".join(f"{count} x {name}" for name, count in counts.items())
+        counts = {name: len(objects) for name, objects in _objects_of(self._accelerator).items()}
+        counts_text = ", ".join(f"{count} x {name}" for name, count in counts.items())
         return (
-            f"the accelerator has {listed}: prepare and register the same objects, in the same "
+            f"the accelerator has {counts_text}: prepare and register the same objects, in the "
+            "same "
             "order and with the same configuration, as the run that saved it"
         )
 
@@ -231,22 +232,22 @@ class AcceleratorCheckpoints:
         """
         if self._has_begun:
             return
-        held: list[int | None] = [None]
-        if self._accelerator.process_index == 0 and not self._loaded:
+        newest: list[int | None] = [None]
+        if self._accelerator.process_index == 0 and not self._has_loaded:
             with suppress(CkptError):  # The save meets the same error, and reports it or retries
-                held = [self.manager.latest_step()]
-        import_module("accelerate.utils").broadcast_object_list(held)
-        if held[0] is not None and held[0] >= number:
+                newest = [self.manager.latest_step()]
+        import_module("accelerate.utils").broadcast_object_list(newest)
+        if newest[0] is not None and newest[0] >= number:
             places = ", ".join(self._places)
             raise ConfigError(
-                f"{places} holds step {held[0]} of an earlier run, which a restart would take "
+                f"{places} holds step {newest[0]} of an earlier run, which a restart would take "
                 f"before step {number}: call load_state() before the first save_state(), or give "
                 "this run another place"
             )
         self._has_begun = True
 
     def _note_restored(self, event: Event) -> None:
-        self._loaded = self._loaded or isinstance(event, Restored)
+        self._has_loaded = self._has_loaded or isinstance(event, Restored)
 
     def _refuse_theirs(self) -> None:
         """Raise ``ConfigError`` if a folder has a checkpoint of ``accelerator.save_state``.
@@ -258,7 +259,7 @@ class AcceleratorCheckpoints:
         for folder in folders:
             for inner in sorted(folder.glob("checkpoint_*")):
                 if _is_theirs(inner):
-                    raise ConfigError(_theirs(inner))
+                    raise ConfigError(_foreign_folder_text(inner))
 
 
 class _Order:
@@ -273,12 +274,12 @@ class _Order:
 
     def state_dict(self) -> dict[str, Any]:
         sampler = self._loader.get_sampler()
-        found = {"iteration": self._loader.iteration}
+        state = {"iteration": self._loader.iteration}
         if hasattr(sampler, "initial_seed"):
-            found["seed"] = sampler.initial_seed
+            state["seed"] = sampler.initial_seed
         if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-            found["generator"] = generator.get_state()
-        return found
+            state["generator"] = generator.get_state()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         sampler = self._loader.get_sampler()
@@ -297,8 +298,8 @@ class _Position:
         self._loader = loader
 
     def state_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._loader.state_dict()
-        return found
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loader.load_state_dict(state)
@@ -307,7 +308,7 @@ class _Position:
         self._loader.dl_state_dict = state
 
 
-def _prepared(accelerator: Any) -> dict[str, list[Any]]:
+def _objects_of(accelerator: Any) -> dict[str, list[Any]]:
     """Return the objects that ``accelerator.save_state`` saves: kind -> list of objects."""
     is_sharded = accelerator.distributed_type.value == "FSDP"
     return {
@@ -315,7 +316,7 @@ def _prepared(accelerator: Any) -> dict[str, list[Any]]:
         "optimizer": saved_as(accelerator._optimizers, "optimizer", is_sharded=is_sharded),
         "scheduler": accelerator._schedulers,
         "loader": [dict(_of_loader(loader)) for loader in accelerator._dataloaders],
-        "registered": [_registered(value) for value in accelerator._custom_objects],
+        "registered": [_entry_of(value) for value in accelerator._custom_objects],
     }
 
 
@@ -325,7 +326,7 @@ def _of_loader(loader: Any) -> Iterator[tuple[str, PerRank]]:
         yield "position", PerRank(_Position(loader), on_resize=_REFUSE_RESIZE)
 
 
-def _registered(value: Any) -> Any:
+def _entry_of(value: Any) -> Any:
     """Return a registered object as an entry of the state.
 
     Modules, optimizers, `PerRank` values, and objects whose class inherits from ``Stateful`` of
@@ -345,7 +346,7 @@ def _is_whole(name: str) -> bool:
     return "/" not in name or name.endswith(("/order", "/position"))
 
 
-def _limited(place: Any, total_limit: int | None) -> Tier:
+def _tier_of(place: Any, total_limit: int | None) -> Tier:
     (tier,) = as_tiers(place)
     is_given = isinstance(place, Tier) or tier.url == MEMORY  # "memory" keeps what its slots hold
     return tier if is_given else Tier(tier.url, keep_last=total_limit)
@@ -363,9 +364,9 @@ def _check(accelerator: Any) -> None:
             f"{type(accelerator).__name__}"
         )
     kind = accelerator.distributed_type.value
-    if kind in _REFUSED:
-        raise ConfigError(f"an Accelerator of type {kind} is not supported: {_REFUSED[kind]}")
-    warn_of_untested("accelerate", TESTED, advice="save and restore once and compare")
+    if kind in _REFUSALS:
+        raise ConfigError(f"an Accelerator of type {kind} is not supported: {_REFUSALS[kind]}")
+    warn_of_untested("accelerate", TESTED_RELEASES, advice="save and restore once and compare")
 
 
 def _warn_of_hooks(verb: str, hooks: Mapping[int, Any]) -> None:
@@ -397,7 +398,7 @@ def _is_theirs(folder: Path) -> bool:
     return any(folder.glob("random_states_*.pkl"))
 
 
-def _theirs(folder: Path) -> str:
+def _foreign_folder_text(folder: Path) -> str:
     return (
         f"{folder} is a checkpoint of accelerator.save_state: load it once with "
         f"accelerator.load_state({str(folder)!r}) instead of AcceleratorCheckpoints.load_state, "

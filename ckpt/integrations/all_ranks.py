@@ -29,17 +29,17 @@ def of_all(failure: str, look: Callable[[], T]) -> list[T]:
     """
     if not dist.is_initialized():
         return [look()]
-    found: list[Any] = [None] * dist.get_world_size()
+    results: list[Any] = [None] * dist.get_world_size()
     try:
-        seen = look()
+        result = look()
     except Exception as error:
-        dist.all_gather_object(found, (None, f"{type(error).__name__}: {error}"))
+        dist.all_gather_object(results, (None, f"{type(error).__name__}: {error}"))
         raise
-    dist.all_gather_object(found, (seen, ""))
-    for rank, (_, wrong) in enumerate(found):
+    dist.all_gather_object(results, (result, ""))
+    for rank, (_, wrong) in enumerate(results):
         if wrong:
             raise RestoreError(f"rank {rank} {failure}: {wrong}")
-    return [each for each, _ in found]
+    return [value for value, _ in results]
 
 
 def of_first(failure: str, look: Callable[[], T]) -> T:
@@ -56,6 +56,6 @@ def of_first(failure: str, look: Callable[[], T]) -> T:
     Raises:
         RestoreError: ``look`` has failed on rank 0. Rank 0 raises the error of ``look`` instead.
     """
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    found = of_all(failure, look if first else lambda: None)
-    return cast(T, found[0])
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    results = of_all(failure, look if is_first else lambda: None)
+    return cast(T, results[0])

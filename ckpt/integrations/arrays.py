@@ -56,7 +56,7 @@ class Arrays(Refilled, Stateful):
         A tensor shares the memory of its array. It is a copy if torch cannot address this memory,
         or if the array is a NumPy array that is read-only or not contiguous.
         """
-        return self._shown(_read)
+        return self._leaf_values(_read)
 
     def targets(self) -> dict[str, Any]:
         """Return the tensors and values that a restore fills, in the form of ``state_dict()``.
@@ -64,21 +64,21 @@ class Arrays(Refilled, Stateful):
         The tensors share the memory of NumPy arrays and torch tensors if a restore can fill these
         in place. For all other arrays, the tensors are copies.
         """
-        return self._shown(_target)
+        return self._leaf_values(_target)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put the values that a restore has filled into ``value``."""
-        found = state_dict if _is_container(self.value) else state_dict[_ROOT]
-        self.value = _rebuilt(self.value, found)
+        content = state_dict if _is_container(self.value) else state_dict[_ROOT]
+        self.value = _rebuilt(self.value, content)
 
-    def _shown(self, show: Callable[[str, Any], Any]) -> dict[str, Any]:
-        found = _mapped("", self.value, lambda path, leaf: self._shared(show(path, leaf)))
-        return found if _is_container(self.value) else {_ROOT: found}
+    def _leaf_values(self, show: Callable[[str, Any], Any]) -> dict[str, Any]:
+        content = _map_leaves("", self.value, lambda path, leaf: self._as_shards(show(path, leaf)))
+        return content if _is_container(self.value) else {_ROOT: content}
 
-    def _shared(self, shown: Any) -> Any:
-        if not isinstance(shown, torch.Tensor) or len(self._replicas) < 2:
-            return shown
-        return LocalShards(shown.shape, [((0,) * shown.ndim, shown)], self._replicas)
+    def _as_shards(self, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or len(self._replicas) < 2:
+            return tensor
+        return LocalShards(tensor.shape, [((0,) * tensor.ndim, tensor)], self._replicas)
 
 
 def state_of(value: Any, *, replicas: Iterable[int] = ()) -> Arrays:
@@ -96,9 +96,9 @@ def state_of(value: Any, *, replicas: Iterable[int] = ()) -> Arrays:
     Raises:
         ConfigError: Two keys of a container are equal as text, such as 1 and "1".
     """
-    made = Arrays(value, replicas)
-    _mapped("", value, lambda _path, _leaf: None)
-    return made
+    arrays = Arrays(value, replicas)
+    _map_leaves("", value, lambda _path, _leaf: None)
+    return arrays
 
 
 # -- trees -----------------------------------------------------------------------------------------
@@ -125,14 +125,14 @@ def _node(value: Any) -> _Node | None:
     if type(value) in (dict, OrderedDict):
         make = type(value)
         return _Node(
-            _named(value.keys(), value.values()),
-            lambda made: make(zip(value.keys(), made, strict=True)),
+            _by_name(value.keys(), value.values()),
+            lambda items: make(zip(value.keys(), items, strict=True)),
         )
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         kind = cast(Any, type(value))
-        return _Node(_named(kind._fields, value), lambda made: kind(*made))
+        return _Node(_by_name(kind._fields, value), lambda items: kind(*items))
     if type(value) in (list, tuple):
-        return _Node(_named(range(len(value)), value), type(value))
+        return _Node(_by_name(range(len(value)), value), type(value))
     return _jax_node(value)
 
 
@@ -141,12 +141,12 @@ def _jax_node(value: Any) -> _Node | None:
     if "jax" not in sys.modules:
         return None
     tree = _jax().tree_util
-    found, kind = tree.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
-    if len(found) == 1 and found[0][1] is value:
+    leaves, kind = tree.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
+    if len(leaves) == 1 and leaves[0][1] is value:
         return None
-    keys = [tree.keystr(path, simple=True) for path, _ in found]
+    keys = [tree.keystr(path, simple=True) for path, _ in leaves]
     return _Node(
-        _named(keys, [item for _, item in found]), lambda made: tree.tree_unflatten(kind, made)
+        _by_name(keys, [item for _, item in leaves]), lambda items: tree.tree_unflatten(kind, items)
     )
 
 
@@ -158,34 +158,34 @@ def _is_leaf(value: Any) -> bool:
     return isinstance(value, _PLAIN) or _is_variable(value) or _is_array(value)
 
 
-def _named(names: Iterable[object], items: Iterable[Any]) -> dict[str, Any]:
+def _by_name(names: Iterable[object], items: Iterable[Any]) -> dict[str, Any]:
     pairs = list(zip(map(str, names), items, strict=True))
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        repeated = sorted({name for name, _ in pairs if sum(name == n for n, _ in pairs) > 1})
+    by_name = dict(pairs)
+    if len(by_name) < len(pairs):
+        duplicates = sorted({name for name, _ in pairs if sum(name == n for n, _ in pairs) > 1})
         raise ConfigError(
-            f"state_of: several keys of a dict are {repeated[0]!r} as text: rename one of them"
+            f"state_of: several keys of a dict are {duplicates[0]!r} as text: rename one of them"
         )
-    return found
+    return by_name
 
 
 def _unique(variables: Iterable[Any]) -> dict[str, Any]:
     """Return the variables by their ``path`` or ``name``. Repeated names get a number."""
-    found: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for variable in variables:
         name = str(getattr(variable, "path", None) or getattr(variable, "name", "") or "variable")
         name, number, base = name.removesuffix(":0"), 1, name.removesuffix(":0")
-        while name in found:
+        while name in by_name:
             name, number = f"{base}_{number}", number + 1
-        found[name] = variable
-    return found
+        by_name[name] = variable
+    return by_name
 
 
-def _mapped(path: str, value: Any, show: Callable[[str, Any], Any]) -> Any:
+def _map_leaves(path: str, value: Any, show: Callable[[str, Any], Any]) -> Any:
     """Return ``value`` with a dict for each container, and ``show(path, leaf)`` for each leaf."""
     if (node := _node(value)) is None:
         return show(path, value)
-    return {name: _mapped(f"{path}/{name}", item, show) for name, item in node.items.items()}
+    return {name: _map_leaves(f"{path}/{name}", item, show) for name, item in node.items.items()}
 
 
 def _rebuilt(value: Any, state: Any) -> Any:
@@ -193,7 +193,7 @@ def _rebuilt(value: Any, state: Any) -> Any:
         return node.make([_rebuilt(item, state[name]) for name, item in node.items.items()])
     if isinstance(state, LocalShards):
         (state,) = state.tensors
-    return _taken(value, state) if isinstance(state, torch.Tensor) else state
+    return _assign(value, state) if isinstance(state, torch.Tensor) else state
 
 
 # -- leaves ----------------------------------------------------------------------------------------
@@ -236,12 +236,14 @@ def _read(path: str, leaf: Any) -> Any:
     if isinstance(array, np.ndarray):
         return _of_numpy(path, array)
     if _library(array) not in ("jax", "tensorflow"):
-        raise _unsupported(path, array, "put it into the state as a NumPy array or a torch tensor")
+        raise _unsupported_error(
+            path, array, "put it into the state as a NumPy array or a torch tensor"
+        )
     if _is_key(array):
         array = _jax().random.key_data(array)
     if not getattr(array, "is_fully_addressable", True):
         way = "put ckpt.LocalShards of its addressable_shards into the state"
-        raise _unsupported(path, array, way)
+        raise _unsupported_error(path, array, way)
     _dtype(path, array)  # TensorFlow aborts the process when a tensor of strings is exported
     if hasattr(array, "block_until_ready"):
         array.block_until_ready()
@@ -253,7 +255,7 @@ def _read(path: str, leaf: Any) -> Any:
 
 def _of_numpy(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
     if isinstance(array, np.ma.MaskedArray):
-        raise _unsupported(path, array, "save its data and its mask as arrays of their own")
+        raise _unsupported_error(path, array, "save its data and its mask as arrays of their own")
     dtype = _dtype(path, array)
     plain = array if array.flags.c_contiguous else np.ascontiguousarray(array)
     plain = plain if plain.flags.writeable else plain.copy()
@@ -270,7 +272,7 @@ def _dtype(path: str, array: Any) -> torch.dtype:
     """
     dtype = _numpy_dtype(array)
     if dtype is None or dtype.name not in DTYPES or not dtype.isnative:
-        raise _unsupported(path, array, "convert it to a numeric dtype of this machine")
+        raise _unsupported_error(path, array, "convert it to a numeric dtype of this machine")
     return cast(torch.dtype, getattr(torch, dtype.name))
 
 
@@ -284,15 +286,15 @@ def _numpy_dtype(array: Any) -> np.dtype[Any] | None:
 
 def _library(array: Any) -> str:
     """Return the name of the library that made the array, such as ``jax``."""
-    found = type(array).__module__.partition(".")[0]
-    return "jax" if found == "jaxlib" else found
+    package = type(array).__module__.partition(".")[0]
+    return "jax" if package == "jaxlib" else package
 
 
 def _jax() -> Any:
     return sys.modules["jax"]
 
 
-def _unsupported(path: str, array: Any, way: str) -> UnsupportedValue:
+def _unsupported_error(path: str, array: Any, way: str) -> UnsupportedValue:
     kind = f"{type(array).__module__}.{type(array).__qualname__} of dtype {array.dtype}"
     return UnsupportedValue(path.lstrip("/"), kind, way)
 
@@ -303,44 +305,44 @@ def _target(path: str, leaf: Any) -> Any:
     If ``leaf`` is a torch tensor or a NumPy array that can be filled in place, the tensor has the
     memory of ``leaf``. Otherwise the tensor is a copy.
     """
-    shown = _read(path, leaf)
+    value = _read(path, leaf)
     in_place = isinstance(_content(leaf), torch.Tensor) or (
         isinstance(leaf, np.ndarray) and leaf.flags.writeable and leaf.flags.c_contiguous
     )
-    return shown.clone() if isinstance(shown, torch.Tensor) and not in_place else shown
+    return value.clone() if isinstance(value, torch.Tensor) and not in_place else value
 
 
-def _taken(leaf: Any, filled: torch.Tensor) -> Any:
-    """Return ``leaf`` with the values of ``filled``, or a new array if ``leaf`` cannot change."""
+def _assign(leaf: Any, tensor: torch.Tensor) -> Any:
+    """Return ``leaf`` with the values of ``tensor``, or a new array if ``leaf`` cannot change."""
     array = _content(leaf)
     if isinstance(array, torch.Tensor):
         return leaf
     if _library(array) == "jax" and not _is_variable(leaf):
-        return _new_jax(array, filled)
-    values = _to_numpy(filled, _numpy_dtype(array))
+        return _new_jax(array, tensor)
+    values = _to_numpy(tensor, _numpy_dtype(array))
     if _is_variable(leaf):
         leaf.assign(values)
     elif not isinstance(leaf, np.ndarray):
         return cast(Any, sys.modules["tensorflow"]).constant(values)
     elif not leaf.flags.writeable:
-        made = np.empty_like(leaf, subok=False)
-        made[...] = values
-        return made
+        array_copy = np.empty_like(leaf, subok=False)
+        array_copy[...] = values
+        return array_copy
     elif not leaf.flags.c_contiguous:
         leaf[...] = values
     return leaf
 
 
-def _new_jax(array: Any, filled: torch.Tensor) -> Any:
-    """Return a JAX array with the values of ``filled`` and the sharding of ``array``."""
+def _new_jax(array: Any, tensor: torch.Tensor) -> Any:
+    """Return a JAX array with the values of ``tensor`` and the sharding of ``array``."""
     jax = _jax()
     # An array that is committed to no device may be used with arrays on any devices.
     place = array.sharding if array.committed else None
     if _is_key(array):
-        data = jax.numpy.asarray(filled.numpy())
+        data = jax.numpy.asarray(tensor.numpy())
         key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
         return jax.device_put(key, place)
-    values = jax.device_put(_to_numpy(filled, _numpy_dtype(array)), place)
+    values = jax.device_put(_to_numpy(tensor, _numpy_dtype(array)), place)
     return array.at[...].set(values) if array.weak_type else values
 
 

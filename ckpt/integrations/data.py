@@ -18,10 +18,10 @@ from ckpt.adapters.walk.stand_in import Checked
 from ckpt.checks import shown, whole
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.datasets_order import check_undivided, order_of
-from ckpt.integrations.worker_seeds import seeded
+from ckpt.integrations.worker_seeds import seed_loader
 
 T = TypeVar("T")
-_MOST: Final = (1 << 63) - 1
+_MAX_SAMPLES: Final = (1 << 63) - 1
 
 
 class _Position(Checked):
@@ -29,7 +29,7 @@ class _Position(Checked):
     advances the position.
     """
 
-    _built: str
+    _example: str
     """Example code for an error text: it builds a loader over an object of this class."""
 
     def __init__(self, order: Mapping[str, int | bool | str], place: tuple[int, int]) -> None:
@@ -41,7 +41,7 @@ class _Position(Checked):
         """
         self._order = dict(order)
         self._rank, self._world_size = place
-        self._epoch = self._consumed = self._batch_size = 0
+        self._epoch = self._sample_count = self._batch_size = 0
         self._iteration: object | None = None
 
     @property
@@ -71,29 +71,29 @@ class _Position(Checked):
         self._check_loader(loader)
         size = self._batch_size = loader.batch_size or 1
         iteration = self._iteration = object()
-        left = self._begin()
+        rest = self._begin()
         try:
             for batch in self._read(loader):
-                samples = min(size, left)
-                left -= samples
-                self._consumed += samples * self._world_size
+                samples = min(size, rest)
+                rest -= samples
+                self._sample_count += samples * self._world_size
                 yield batch
                 if self._iteration is not iteration:
                     raise ConfigError(
                         "the data position was restored, or another loop has begun, while a loop "
                         f"over {self._name}.batches() ran: leave that loop first"
                     )
-            self._epoch, self._consumed = self._epoch + 1, 0
+            self._epoch, self._sample_count = self._epoch + 1, 0
         finally:
             if self._iteration is iteration:
                 self._iteration = None
                 self._end()
 
     def _read(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        with seeded(loader, self._rank, self._epoch, self._consumed):
+        with seed_loader(loader, self._rank, self._epoch, self._sample_count):
             batches = iter(loader)
-            first = list(islice(batches, 1))  # Some loaders begin with their first batch only
-        return chain(first, batches)
+            head = list(islice(batches, 1))  # Some loaders begin with their first batch only
+        return chain(head, batches)
 
     def _begin(self) -> int:
         """Prepare a loop that begins at the position, and return how many samples it gives to this
@@ -114,7 +114,7 @@ class _Position(Checked):
         if not self._reads(loader):
             raise ConfigError(
                 f"the loader does not take its samples from this {self._name}: build it with "
-                f"{self._built}"
+                f"{self._example}"
             )
         if getattr(loader, "next_iter_state", None) is not None:
             raise ConfigError(
@@ -142,7 +142,7 @@ class _Position(Checked):
 
         After the same step, the values are the same on all ranks.
         """
-        return {"epoch": self._epoch, "consumed": self._consumed, **self._order}
+        return {"epoch": self._epoch, "consumed": self._sample_count, **self._order}
 
     def check_saved(self, state_dict: Mapping[str, Any]) -> None:
         """Raise ``RestoreError`` if this object cannot continue from ``state_dict``.
@@ -159,25 +159,27 @@ class _Position(Checked):
                 "into one of its kind, or leave it out (only=...)"
             )
         own = {name: repr(value) for name, value in self._order.items()}
-        saved = {name: repr(position[name]) for name in own}
-        if differing := [name for name in own if saved[name] != own[name]]:
-            was, now = (
-                ", ".join(f"{name}={values[name]}" for name in differing) for values in (saved, own)
+        saved_values = {name: repr(position[name]) for name in own}
+        if differences := [name for name in own if saved_values[name] != own[name]]:
+            was, own_text = (
+                ", ".join(f"{name}={values[name]}" for name in differences)
+                for values in (saved_values, own)
             )
             raise RestoreError(
-                f"the data position was saved with {was}, this {self._name} has {now}, so that "
+                f"the data position was saved with {was}, this {self._name} has {own_text}, so "
+                "that "
                 "it gives the samples in another order: build it as it was, or leave it out of the "
                 "restore (only=...) to begin at its first sample"
             )
-        if position["epoch"] < 0 or not 0 <= position["consumed"] <= self._most():
+        if position["epoch"] < 0 or not 0 <= position["consumed"] <= self._max_samples():
             raise RestoreError(
                 f"a data position of epoch={position['epoch']}, consumed={position['consumed']} "
                 f"is not in this {self._name}: restore another step"
             )
 
-    def _most(self) -> int:
+    def _max_samples(self) -> int:
         """Return the largest number of samples that all ranks may have taken in one epoch."""
-        return _MOST
+        return _MAX_SAMPLES
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the position to a saved position, which any number of ranks may have saved.
@@ -188,7 +190,7 @@ class _Position(Checked):
                 changed.
         """
         self.check_saved(state_dict)
-        self._epoch, self._consumed = state_dict["epoch"], state_dict["consumed"]
+        self._epoch, self._sample_count = state_dict["epoch"], state_dict["consumed"]
         self._iteration = None
 
 
@@ -235,7 +237,7 @@ class ElasticSampler(_Position, Sampler[int]):
     Thread safety: the training thread calls all methods.
     """
 
-    _built = "DataLoader(data, batch_size=..., sampler=sampler)"
+    _example = "DataLoader(data, batch_size=..., sampler=sampler)"
 
     def __init__(
         self,
@@ -253,8 +255,8 @@ class ElasticSampler(_Position, Sampler[int]):
             )
         length = data if isinstance(data, int) else len(data)
         place = _place(rank, world_size)
-        whole("seed", seed, 0, _MOST)
-        whole("the length of the dataset", length, place[1], _MOST)
+        whole("seed", seed, 0, _MAX_SAMPLES)
+        whole("the length of the dataset", length, place[1], _MAX_SAMPLES)
         if not isinstance(shuffle, bool):
             raise ConfigError(f"shuffle={shown(shuffle)}: give True or False")
         super().__init__({"seed": seed, "length": length, "shuffle": shuffle}, place)
@@ -266,7 +268,7 @@ class ElasticSampler(_Position, Sampler[int]):
     def _begin(self) -> int:
         return len(self)
 
-    def _most(self) -> int:
+    def _max_samples(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[int]:
@@ -277,7 +279,7 @@ class ElasticSampler(_Position, Sampler[int]):
         """
         if self._iteration is None:
             raise self._no_loop("sampler")
-        start, stop = self._consumed, self._consumed + len(self) * self._world_size
+        start, stop = self._sample_count, self._sample_count + len(self) * self._world_size
         if not self._shuffle:
             return iter(range(start + self._rank, stop, self._world_size))
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
@@ -286,7 +288,7 @@ class ElasticSampler(_Position, Sampler[int]):
 
     def __len__(self) -> int:
         """Return the number of samples that this rank gets from the position on."""
-        return (self._length - self._consumed) // self._world_size
+        return (self._length - self._sample_count) // self._world_size
 
 
 class ElasticStream(_Position, IterableDataset[Any]):
@@ -337,7 +339,7 @@ class ElasticStream(_Position, IterableDataset[Any]):
     Thread safety: the training thread calls all methods.
     """
 
-    _built = "DataLoader(stream, batch_size=...)"
+    _example = "DataLoader(stream, batch_size=...)"
 
     def __init__(
         self, data: Iterable[Any], *, rank: int | None = None, world_size: int | None = None
@@ -361,9 +363,9 @@ class ElasticStream(_Position, IterableDataset[Any]):
 
     def _begin(self) -> int:
         check_undivided(self._data)
-        self._start[:] = torch.tensor([self._epoch, self._consumed, self._batch_size])
+        self._start[:] = torch.tensor([self._epoch, self._sample_count, self._batch_size])
         self._set_epoch(self._epoch)
-        return _MOST
+        return _MAX_SAMPLES
 
     def _end(self) -> None:
         self._start[2] = 0
@@ -378,21 +380,21 @@ class ElasticStream(_Position, IterableDataset[Any]):
         Raises:
             ConfigError: No loop over `batches` runs, so the position would not advance.
         """
-        epoch, consumed, batch_size = map(int, self._start)
+        epoch, start, batch_size = map(int, self._start)
         if not batch_size:
             raise self._no_loop("stream")
         worker = get_worker_info()
         if worker is None:
-            return self._dealt(consumed, batch_size, 0, 1)
+            return self._dealt(start, batch_size, 0, 1)
         self._set_epoch(epoch)  # An earlier loop may have started this worker process
-        return self._dealt(consumed, batch_size, worker.id, worker.num_workers)
+        return self._dealt(start, batch_size, worker.id, worker.num_workers)
 
     def _dealt(self, start: int, batch_size: int, worker: int, workers: int) -> Iterator[Any]:
         own: Any = None
         samples = _read(self._data)
         _skip(samples, start)
-        for at, sample in enumerate(samples):
-            turn, rank = divmod(at, self._world_size)
+        for index, sample in enumerate(samples):
+            turn, rank = divmod(index, self._world_size)
             if turn // batch_size % workers != worker:
                 continue
             if rank == self._rank:
@@ -431,7 +433,7 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ConfigError(f"rank={rank}, world_size={world_size}: give both or none of them")
     if rank is not None and world_size is not None:
-        whole("world_size", world_size, 1, _MOST)
+        whole("world_size", world_size, 1, _MAX_SAMPLES)
         whole("rank", rank, 0, world_size - 1)
         return rank, world_size
     if dist.is_available() and dist.is_initialized():

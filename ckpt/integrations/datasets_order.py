@@ -53,14 +53,14 @@ def order_of(data: Iterable[Any]) -> dict[str, int | bool | str]:
     lengths = [_length(step) for step in steps if not _sources(step)]
     if not steps:
         lengths = [len(data) if isinstance(data, Sized) else None]
-    known = [length for length in lengths if length is not None]
+    known_lengths = [length for length in lengths if length is not None]
     digest = hashlib.sha256("".join(generators).encode()).hexdigest()[:12]
     return {
         "seed": digest if generators else "none",
-        "length": sum(known) if len(known) == len(lengths) else "unknown",
+        "length": sum(known_lengths) if len(known_lengths) == len(lengths) else "unknown",
         "shuffle": bool(generators),
         "shards": getattr(data, "num_shards", 1),
-        "steps": ", ".join(map(_described, steps)),
+        "steps": ", ".join(map(_describe, steps)),
     }
 
 
@@ -84,11 +84,11 @@ def _length(step: Any) -> int | None:
     length, such as a shard of a ``datasets.Dataset``.
     """
     shards = getattr(step, "kwargs", {}).get("shards", [""])
-    known = all(isinstance(shard, Sized) and not isinstance(shard, str) for shard in shards)
-    return sum(map(len, shards)) if known else None
+    is_known = all(isinstance(shard, Sized) and not isinstance(shard, str) for shard in shards)
+    return sum(map(len, shards)) if is_known else None
 
 
-def _described(step: Any) -> str:
+def _describe(step: Any) -> str:
     values = vars(step)
     numbers = [f"{name}={values[name]}" for name in _NUMBERS if name in values]
     return " ".join([type(step).__name__, *numbers])

@@ -47,8 +47,8 @@ from ckpt.errors import (
     StepExists,
 )
 from ckpt.errors.sanitize import redact
-from ckpt.integrations.dcp_items import Entries, Path, gathered, leaves, state_of
-from ckpt.integrations.stored import Failed, fill_targets, opened, opened_step
+from ckpt.integrations.dcp_items import Entries, Path, gather_lists, leaves, state_of
+from ckpt.integrations.stored import FailedEntry, fill_targets, open_readers, opened_step
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
@@ -56,7 +56,7 @@ from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 State = dict[str, Any]
 
 _NUMBER: Final = re.compile(r"(?:.*?[^0-9])?([0-9]{1,18})")
-_BLOCKING: Final = StagingOptions(
+_BLOCKING_OPTIONS: Final = StagingOptions(
     use_pinned_memory=False,
     use_shared_memory=False,
     use_async_staging=False,
@@ -93,7 +93,7 @@ class _Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedStep:
     """A step that a `CkptReader` has loaded.
 
     Attributes:
@@ -107,7 +107,7 @@ class Loaded:
     token: str
 
 
-_continued: Final[dict[str, StepRef]] = {}
+_steps_by_load: Final[dict[str, StepRef]] = {}
 """Token of a load -> the last step that writers of this process have saved after this load. These
 are the writers whose argument ``after`` was the reader with this load.
 """
@@ -169,15 +169,15 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         **settings: Unpack[Settings],
     ) -> None:
         self._tiers = as_tiers(tiers)
-        self._after = None if after is None else after.loaded
-        if self._after is not None and self._after.places.isdisjoint(_places(self._tiers)):
+        self._origin = None if after is None else after.loaded
+        if self._origin is not None and self._origin.places.isdisjoint(_places(self._tiers)):
             raise ConfigError(
-                f"after= has loaded step {self._after.ref.step} of another place than "
+                f"after= has loaded step {self._origin.ref.step} of another place than "
                 f"{self.checkpoint_id}: leave it out, since a step of another run hides none here"
             )
         self._config, self._settings = config, settings
-        self._step, self._once = step, step is not None
-        self._asked: int | None = None
+        self._step, self._is_single_use = step, step is not None
+        self._requested_step: int | None = None
         self._manager: CheckpointManager | None = None
         self._world = (0, 0)  # Rank and number of ranks
         self._attempt = ""  # The attempt of the manager
@@ -188,7 +188,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
 
         The copy opens the tiers itself, and closes itself after its save.
         """
-        return {**self.__dict__, "_manager": None, "_stager": None, "_once": True}
+        return {**self.__dict__, "_manager": None, "_stager": None, "_is_single_use": True}
 
     def close(self) -> None:
         """Wait until all tiers have the saves, and free threads and memory.
@@ -202,8 +202,8 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
 
     def stage(self, state_dict: State) -> State:
         """Return a copy of the state in host memory, for ``dcp.async_save``."""
-        if self._once:
-            return _stage(DefaultStager(_BLOCKING), state_dict)
+        if self._is_single_use:
+            return _stage(DefaultStager(_BLOCKING_OPTIONS), state_dict)
         if self._stager is None or self._stager.in_use:
             # The save under way still needs the memory of the other stager.
             self._stager = _Stager()
@@ -219,7 +219,9 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
 
         If ``checkpoint_id`` is None, the number is chosen as described for the class.
         """
-        self._asked = None if checkpoint_id is None else _step_of(checkpoint_id, self._tiers)
+        self._requested_step = (
+            None if checkpoint_id is None else _step_of(checkpoint_id, self._tiers)
+        )
 
     def set_up_storage_writer(self, *_: Any, **kwargs: Any) -> None:
         """Raise ``ConfigError`` for ``use_collectives=False``, which ckpt does not support."""
@@ -239,11 +241,11 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         Only DCP's coordinator rank calls this.
         """
         step = self._chosen_step()
-        moved, spread = gathered(plans)
+        new_plans, spread = gather_lists(plans)
         token = new_attempt()
         return [
             dataclasses.replace(plan, storage_data=_Order(step, rank, len(plans), token, spread))
-            for rank, plan in enumerate(moved)
+            for rank, plan in enumerate(new_plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -267,11 +269,11 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         try:
             self._save(order, plan, planner)
         finally:
-            if self._once:
+            if self._is_single_use:
                 self.close()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(item.index, 0, None) for item in plan.items])
-        return done
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(item.index, 0, None) for item in plan.items])
+        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Fill in the fields of ``metadata`` about the storage. Write nothing, since the checkpoint
@@ -295,7 +297,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
     @property
     def _own_step(self) -> int | None:
         """The step from the ``checkpoint_id`` or ``step`` of this rank; None if it has neither."""
-        return self._asked if self._asked is not None else self._step
+        return self._requested_step if self._requested_step is not None else self._step
 
     def _save(self, order: _Order, plan: SavePlan, planner: SavePlanner) -> None:
         step = order.step
@@ -318,7 +320,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         try:
             state = state_of(plan, planner, order.spread)
         except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
-            fault, state = error, {"state": Failed(error)}
+            fault, state = error, {"state": FailedEntry(error)}
         try:
             if self._own_step is not None:
                 step = self._own_step  # A cached plan has the step of an earlier save
@@ -348,14 +350,14 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
                 self._tiers, config=self._config, coordinator=coordinator, **self._settings
             )
             self._attempt = coordinator.attempt
-            if (after := self._after) is not None:
-                self._manager.continue_from(_continued.get(after.token, after.ref))
+            if (origin := self._origin) is not None:
+                self._manager.continue_from(_steps_by_load.get(origin.token, origin.ref))
         return self._manager
 
     def _note_saved(self, step: int) -> None:
         """Note ``step`` as the one that the next manager with the same ``after`` continues from."""
-        if self._after is not None:
-            _continued[self._after.token] = StepRef(step, self._attempt)
+        if self._origin is not None:
+            _steps_by_load[self._origin.token] = StepRef(step, self._attempt)
 
     def _end(self) -> None:
         manager, self._manager = self._manager, None
@@ -373,25 +375,25 @@ class _Stager:
 
     def __init__(self) -> None:
         self.in_use = False
-        self._stager = DefaultStager(_BLOCKING)
-        self._held: set[int] = set()
+        self._stager = DefaultStager(_BLOCKING_OPTIONS)
+        self._memory: set[int] = set()
 
     def stage(self, state: State) -> State:
         self.in_use = True
-        staged = _stage(self._stager, state)
-        self._held = set(_addresses(staged))
-        return staged
+        host_state = _stage(self._stager, state)
+        self._memory = set(_addresses(host_state))
+        return host_state
 
-    def release(self, saved: State) -> None:
-        """Mark the memory as free if it holds ``saved``, a state whose save has ended."""
-        if not self._held.isdisjoint(_addresses(saved)):
+    def release(self, state: State) -> None:
+        """Mark the memory as free if it holds ``state``, a state whose save has ended."""
+        if not self._memory.isdisjoint(_addresses(state)):
             self.in_use = False
 
 
 def _stage(stager: DefaultStager, state: State) -> State:
-    staged = stager.stage(state)
-    assert isinstance(staged, dict)  # DCP returns a future only with use_async_staging
-    return staged
+    host_state = stager.stage(state)
+    assert isinstance(host_state, dict)  # DCP returns a future only with use_async_staging
+    return host_state
 
 
 def _addresses(state: State) -> Generator[int]:
@@ -433,11 +435,11 @@ class CkptReader(_Root, StorageReader):
 
     def __init__(self, tiers: Tiers, *, step: int | None = None) -> None:
         self._tiers = as_tiers(tiers)
-        self._step, self._asked = step, step
+        self._step, self._requested_step = step, step
         self._ref: StepRef | None = None
         self._entries: Entries | None = None
         self._fault: Exception | None = None
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedStep | None = None
 
     @property
     def step(self) -> int | None:
@@ -456,8 +458,8 @@ class CkptReader(_Root, StorageReader):
 
         Also forget the step of the last load.
         """
-        asked = None if checkpoint_id is None else _step_of(checkpoint_id, self._tiers)
-        self._asked = self._step if asked is None else asked
+        number = None if checkpoint_id is None else _step_of(checkpoint_id, self._tiers)
+        self._requested_step = self._step if number is None else number
         self._ref = self._entries = self.loaded = None
 
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
@@ -478,7 +480,7 @@ class CkptReader(_Root, StorageReader):
             raise
 
     def _metadata(self) -> Metadata:
-        with opened_step(self._tiers, self._asked, finishes=True) as reader:
+        with opened_step(self._tiers, self._requested_step, finishes=True) as reader:
             self._entries = reader.whole(lambda outline: Entries(outline.manifest))
         self._ref = reader.ref
         metadata = self._entries.metadata()
@@ -495,8 +497,8 @@ class CkptReader(_Root, StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Return ``plans``. Raise ``RestoreError`` if ranks have found different steps."""
-        if len(found := {plan.storage_data for plan in plans}) > 1:
-            names = " and ".join(sorted(ref.folder for ref in found if ref is not None))
+        if len(refs := {plan.storage_data for plan in plans}) > 1:
+            names = " and ".join(sorted(ref.folder for ref in refs if ref is not None))
             raise RestoreError(
                 f"ranks found different steps to be the newest ({names}): give step=, or load "
                 "while no job saves"
@@ -506,32 +508,32 @@ class CkptReader(_Root, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of ``plan`` into the planner's tensors, and return a finished future."""
         assert self._entries is not None, "DCP reads the metadata first"
-        wanted = [
+        pairs = [
             (item, planner.resolve_tensor(item).detach())
             for item in plan.items
             if item.type == LoadItemType.TENSOR
         ]
-        if wanted:
-            self._read(wanted)
-        for item, tensor in wanted:
+        if pairs:
+            self._read(pairs)
+        for item, tensor in pairs:
             planner.commit_tensor(item, tensor)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _packed(self._entries.value(item.storage_index.fqn)))
+                planner.load_bytes(item, _torch_bytes(self._entries.value(item.storage_index.fqn)))
         assert self._ref is not None
-        self.loaded = Loaded(self._ref, _places(self._tiers), new_attempt())
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        self.loaded = LoadedStep(self._ref, _places(self._tiers), new_attempt())
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
-    def _read(self, wanted: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
+    def _read(self, pairs: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
         assert self._ref is not None, "DCP reads the metadata first"
         assert self._entries is not None
-        boxes = [self._entries.leaf(item) for item, _ in wanted]
-        for leaf, (_, tensor) in zip(boxes, wanted, strict=True):
+        boxes = [self._entries.leaf(item) for item, _ in pairs]
+        for leaf, (_, tensor) in zip(boxes, pairs, strict=True):
             if leaf.boxes[0].shape != tuple(tensor.shape):
                 raise ShapeMismatch(leaf.name, leaf.boxes[0].shape, tensor.shape)
-        targets = [tensor for _, tensor in wanted]
+        targets = [tensor for _, tensor in pairs]
         with opened_step(self._tiers, self._ref.step, self._ref) as reader:
             reader.whole(lambda outline: fill_targets(reader, outline, boxes, targets))
 
@@ -543,15 +545,15 @@ def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> in
         ConfigError: ``checkpoint_id`` does not end with a number, or names another folder than the
             first tier.
     """
-    given = os.fspath(checkpoint_id).rstrip("/")
-    root, _, name = given.rpartition("/")
+    text = os.fspath(checkpoint_id).rstrip("/")
+    root, _, name = text.rpartition("/")
     if (number := _NUMBER.fullmatch(name)) is None:
         raise ConfigError(
-            f"checkpoint_id={redact(given)!r} names no step: end it with a number, as 'step-1200'"
+            f"checkpoint_id={redact(text)!r} names no step: end it with a number, as 'step-1200'"
         )
     if root and root.rstrip("/") != tiers[0].url.rstrip("/"):
         raise ConfigError(
-            f"checkpoint_id={redact(given)!r} is not in {redact(tiers[0].url)}: leave the folder "
+            f"checkpoint_id={redact(text)!r} is not in {redact(tiers[0].url)}: leave the folder "
             f"out ({name!r}), since the tiers belong to the writer and the reader"
         )
     return int(number[1])
@@ -567,11 +569,11 @@ def _places(tiers: Sequence[Tier]) -> frozenset[str]:
 
 def _newest(tiers: Sequence[Tier]) -> int | None:
     """Return the number of the newest committed step, or None if there is none."""
-    with opened(tiers) as readers:
+    with open_readers(tiers) as readers:
         return next((reader.ref.step for reader in readers), None)
 
 
-def _packed(value: Any) -> io.BytesIO:
+def _torch_bytes(value: Any) -> io.BytesIO:
     """Return a plain value as the bytes of ``torch.save``, which a planner of DCP expects.
 
     ckpt stores the value itself without pickle.

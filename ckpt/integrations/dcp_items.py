@@ -78,7 +78,7 @@ def _list_of(path: Path) -> Path | None:
     return next((path[:i] for i, part in enumerate(path) if isinstance(part, int)), None)
 
 
-def gathered(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], frozenset[Path]]:
+def gather_lists(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], frozenset[Path]]:
     """Move the entries of each list to one rank, since the merge of the ranks' states can unite
     dicts but not lists.
 
@@ -93,19 +93,26 @@ def gathered(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], frozenset[Path]
     sharded: set[Path] = set()
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            if (at := _list_of(path_of(item, plan))) is not None:
-                ranks[at].add(rank)
+            if (list_path := _list_of(path_of(item, plan))) is not None:
+                ranks[list_path].add(rank)
                 if item.type == WriteItemType.SHARD:
-                    sharded.add(at)
-    homes = {at: min(held) for at, held in ranks.items() if len(held) > 1 and at not in sharded}
+                    sharded.add(list_path)
+    homes = {
+        list_path: min(holders)
+        for list_path, holders in ranks.items()
+        if len(holders) > 1 and list_path not in sharded
+    }
     items: list[list[WriteItem]] = [[] for _ in plans]
     for rank, plan in enumerate(plans):
         for item in plan.items:
             home = homes.get(_list_of(path_of(item, plan)) or (), rank)
-            known = item.index.fqn in (plans[home].planner_data or {})
-            items[home if known else rank].append(item)
-    moved = [dataclasses.replace(plan, items=each) for plan, each in zip(plans, items, strict=True)]
-    return (moved if homes else list(plans)), frozenset(sharded)
+            is_known = item.index.fqn in (plans[home].planner_data or {})
+            items[home if is_known else rank].append(item)
+    new_plans = [
+        dataclasses.replace(plan, items=plan_items)
+        for plan, plan_items in zip(plans, items, strict=True)
+    ]
+    return (new_plans if homes else list(plans)), frozenset(sharded)
 
 
 def state_of(plan: SavePlan, planner: SavePlanner, spread: frozenset[Path]) -> dict[str, Any]:
@@ -114,7 +121,7 @@ def state_of(plan: SavePlan, planner: SavePlanner, spread: frozenset[Path]) -> d
     Args:
         plan: The plan of this rank.
         planner: The planner, which gives the tensors and values.
-        spread: The paths of the lists that are stored as dicts (see `gathered`).
+        spread: The paths of the lists that are stored as dicts (see `gather_lists`).
 
     Raises:
         UnsupportedValue: An entry is a dict, or a container with tensors, which DCP would pickle.
@@ -158,10 +165,10 @@ def _value(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def _sharded(parts: Sequence[tuple[WriteItem, torch.Tensor]]) -> LocalShards:
-    (first, tensor), *_ = parts
-    assert first.tensor_data is not None
-    held = [(item.index.offset or (), part) for item, part in parts if part.numel()]
-    return LocalShards(first.tensor_data.size, held, dtype=tensor.dtype)
+    (head, tensor), *_ = parts
+    assert head.tensor_data is not None
+    pieces = [(item.index.offset or (), part) for item, part in parts if part.numel()]
+    return LocalShards(head.tensor_data.size, pieces, dtype=tensor.dtype)
 
 
 def _put(state: dict[str, Any], path: Path, value: Any, spread: frozenset[Path]) -> None:
@@ -169,18 +176,18 @@ def _put(state: dict[str, Any], path: Path, value: Any, spread: frozenset[Path])
     if _list_of(path) in spread:
         path = tuple(map(str, path))
     container: Any = state
-    for part, after in zip(path, (*path[1:], None), strict=True):
+    for part, next_part in zip(path, (*path[1:], None), strict=True):
         if isinstance(container, list):
             assert isinstance(part, int), path
             container += [None] * (part + 1 - len(container))
-            known = container[part]
+            child = container[part]
         else:
-            known = container.get(part)
-        if after is None:
+            child = container.get(part)
+        if next_part is None:
             container[part] = value
-        elif known is None:
-            container[part] = known = [] if isinstance(after, int) else {}
-        container = known
+        elif child is None:
+            container[part] = child = [] if isinstance(next_part, int) else {}
+        container = child
 
 
 class Entries:
@@ -194,22 +201,24 @@ class Entries:
 
     def __init__(self, manifest: Manifest) -> None:
         self._tensors = manifest.tensor_map()
-        stored: dict[int, str] = {}
-        kept: list[torch.Tensor] = []  # The list keeps the tensors alive, so their ids stay unique
+        names_by_id: dict[int, str] = {}
+        tensors: list[
+            torch.Tensor
+        ] = []  # The list keeps the tensors alive, so their ids stay unique
 
         def stand_in(name: str) -> torch.Tensor:
             tensor = self._tensors[name]
-            made = torch.empty(tensor.shape, dtype=_dtype(tensor.dtype), device="meta")
-            stored[id(made)] = name
-            kept.append(made)
-            return made
+            placeholder = torch.empty(tensor.shape, dtype=_dtype(tensor.dtype), device="meta")
+            names_by_id[id(placeholder)] = name
+            tensors.append(placeholder)
+            return placeholder
 
         state = StateTree(manifest, stand_in, (), by_name=True, safe=False).build()
-        flattened = DefaultSavePlanner(flatten_sharded_tensors=False)
-        flattened.set_up_planner(state)
-        flat, self.paths = flattened.state_dict, flattened.mappings
+        planner = DefaultSavePlanner(flatten_sharded_tensors=False)
+        planner.set_up_planner(state)
+        flat, self.paths = planner.state_dict, planner.mappings
         self.names = {
-            name: stored[id(value)] for name, value in flat.items() if id(value) in stored
+            name: names_by_id[id(value)] for name, value in flat.items() if id(value) in names_by_id
         }
         self.values = {name: value for name, value in flat.items() if name not in self.names}
 
@@ -219,15 +228,15 @@ class Entries:
         The metadata describes each tensor as a single chunk. DCP needs no more chunks, since ckpt
         itself finds the stored chunks that hold a box.
         """
-        known: dict[str, Any] = {name: BytesStorageMetadata() for name in self.values}
-        for name, stored in self.names.items():
-            tensor = self._tensors[stored]
+        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.values}
+        for name, stored_name in self.names.items():
+            tensor = self._tensors[stored_name]
             whole = ChunkStorageMetadata(
                 offsets=torch.Size([0] * len(tensor.shape)), sizes=torch.Size(tensor.shape)
             )
             properties = TensorProperties(dtype=_dtype(tensor.dtype))
-            known[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), [whole])
-        return Metadata(known, planner_data=self.paths)
+            entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), [whole])
+        return Metadata(entries, planner_data=self.paths)
 
     def leaf(self, item: ReadItem) -> Leaf:
         """Return a leaf with one box: the region of a tensor that ``item`` reads."""
@@ -257,5 +266,5 @@ class Entries:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

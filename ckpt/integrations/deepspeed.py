@@ -81,8 +81,8 @@ class _Zero:
     @property
     def base(self) -> Optimizer:
         """The inner optimizer, which steps the partitions."""
-        found: Optimizer = self.optimizer.optimizer
-        return found
+        optimizer: Optimizer = self.optimizer.optimizer
+        return optimizer
 
     def views(
         self, partition: Partition, key: object, flat: torch.Tensor
@@ -99,11 +99,11 @@ class _Zero:
             ``key``, they are the same objects.
         """
         place = (flat.data_ptr(), flat.dtype, flat.device)
-        known = self._views.get((partition, key))
-        if known is None or known[0] != place:
-            made = tuple(_view(piece, flat) for piece in partition.pieces)
-            known = self._views[(partition, key)] = (place, made)
-        return known[1]
+        entry = self._views.get((partition, key))
+        if entry is None or entry[0] != place:
+            views = tuple(_view(piece, flat) for piece in partition.pieces)
+            entry = self._views[(partition, key)] = (place, views)
+        return entry[1]
 
     def masters(self, partition: Partition) -> tuple[LocalShards, ...]:
         return self.views(partition, None, partition.flat)
@@ -112,7 +112,7 @@ class _Zero:
 def _view(piece: Piece, flat: torch.Tensor) -> LocalShards:
     span = piece.span
     return LocalShards.of_range(
-        piece.shape, span.start, flat.detach()[span.at : span.at + span.length]
+        piece.shape, span.start, flat.detach()[span.offset : span.offset + span.length]
     )
 
 
@@ -122,8 +122,8 @@ class ZeroModel(ModuleStandIn):
     def __init__(self, zero: _Zero) -> None:
         super().__init__()
         self._zero = zero
-        self._frozen: dict[int, tuple[int, Source]] = {}
-        self._known: tuple[tuple[int, ...], str, ModuleItems] | None = None
+        self._frozen_parts: dict[int, tuple[int, Source]] = {}
+        self._last_items: tuple[tuple[int, ...], str, ModuleItems] | None = None
 
     def look(self) -> None:
         """Do nothing, since each call of ``items`` takes the present tensors of the engine."""
@@ -135,32 +135,34 @@ class ZeroModel(ModuleStandIn):
             for partition in self._zero.partitions
             for piece, view in zip(partition.pieces, self._zero.masters(partition), strict=True)
         }
-        found = tuple(
-            replace(entry, value=masters.get(id(entry.value)) or self._other(entry))
+        master_entries = tuple(
+            replace(entry, value=masters.get(id(entry.value)) or self._value_without_master(entry))
             for entry in entries(path, module)
         )
-        now = tuple(id(entry.value) for entry in found)
-        if self._known is None or self._known[:2] != (now, path):
+        ids = tuple(id(entry.value) for entry in master_entries)
+        if self._last_items is None or self._last_items[:2] != (ids, path):
             ranks = self._zero.ranks
             shards = {
                 id(entry.value): (Part(f"{path}/{entry.fqn}"),)
-                for entry in reversed(found)
+                for entry in reversed(master_entries)
                 if isinstance(entry.value, LocalShards)
             }
             # DeepSpeed does not keep buffers equal on all ranks. The first rank saves its buffers,
             # as in DeepSpeed's own checkpoints.
             buffers, is_first = set(map(id, module.buffers())), dist.get_rank() == ranks[0]
-            shared = tuple(
+            rank_entries = tuple(
                 entry
                 if (is_buffer := id(entry.value) in buffers) and is_first
                 else replace(entry, replicas=ranks, left=is_buffer)
-                for entry in found
+                for entry in master_entries
             )
-            items = ModuleItems(entries=shared, parts=shards, holders=dict.fromkeys(shards, ranks))
-            self._known = (now, path, items)
-        return self._known[2]
+            items = ModuleItems(
+                entries=rank_entries, parts=shards, holders=dict.fromkeys(shards, ranks)
+            )
+            self._last_items = (ids, path, items)
+        return self._last_items[2]
 
-    def _other(self, entry: Entry) -> Any:
+    def _value_without_master(self, entry: Entry) -> Any:
         """Return the value to save of an entry that has no master weights, such as a buffer.
 
         If the entry is a parameter that ZeRO 3 has partitioned, return this rank's part of it.
@@ -169,8 +171,8 @@ class ZeroModel(ModuleStandIn):
         if not hasattr(value, "ds_tensor"):
             return value
         part = value.ds_tensor
-        known = self._frozen.get(id(value))
-        if known is None or known[0] != part.data_ptr():
+        memo = self._frozen_parts.get(id(value))
+        if memo is None or memo[0] != part.data_ptr():
             shape, span = tuple(value.ds_shape), span_of_shard(value)
             memory = part.detach().view(-1)[: span.length]
             view = (
@@ -178,8 +180,8 @@ class ZeroModel(ModuleStandIn):
                 if value.ds_numel
                 else memory.new_empty(shape)
             )
-            known = self._frozen[id(value)] = (part.data_ptr(), view)
-        return known[1]
+            memo = self._frozen_parts[id(value)] = (part.data_ptr(), view)
+        return memo[1]
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the named parameters of the engine's module."""
@@ -235,31 +237,31 @@ class ZeroOptimizer(OptimizerStandIn):
             }
             for index, group in enumerate(self._zero.base.param_groups)
         ]
-        shown = self.state
+        old_state = self.state
         self.state = {}  # type: ignore[assignment]
         for partition in self._zero.partitions:
-            self._look(partition, shown)
+            self._look(partition, old_state)
 
-    def _look(self, partition: Partition, shown: Mapping[Any, dict[str, Any]]) -> None:
-        held = dict(self._zero.base.state.get(partition.flat, {}))
-        step = held.pop(_STEP, None)
+    def _look(self, partition: Partition, old_state: Mapping[Any, dict[str, Any]]) -> None:
+        base_state = dict(self._zero.base.state.get(partition.flat, {}))
+        step = base_state.pop(_STEP, None)
         masters = self._zero.masters(partition)
-        for key, value in held.items():
+        for key, value in base_state.items():
             if not isinstance(value, torch.Tensor) or value.shape != partition.flat.shape:
                 raise ConfigError(
                     f"DeepSpeed: {key!r} in the state of {type(self._zero.base).__name__} belongs "
                     "to no parameter: "
                     "of such optimizers the model alone can be saved"
                 )
-        if not held and step is None:
+        if not base_state and step is None:
             return
-        views = {key: self._zero.views(partition, key, value) for key, value in held.items()}
+        views = {key: self._zero.views(partition, key, value) for key, value in base_state.items()}
         for index, master in enumerate(masters):
             values: dict[str, Any] = {key: view[index] for key, view in views.items()}
             if step is not None:
                 # Each parameter has a step counter of its own, as in plain PyTorch. The counter
                 # stays the same tensor, so that the plan of the last save still fits.
-                values[_STEP] = shown.get(master, {}).get(_STEP, torch.zeros(()))
+                values[_STEP] = old_state.get(master, {}).get(_STEP, torch.zeros(()))
                 if float(values[_STEP]) != float(step):
                     values[_STEP].fill_(float(step))
             self.state[master] = values  # type: ignore[index]
@@ -295,15 +297,15 @@ class ZeroOptimizer(OptimizerStandIn):
     def extra(self) -> dict[str, Any]:
         engine, scheduler = self._zero.engine, self._zero.engine.lr_scheduler
         scaler = getattr(self._zero.optimizer, "loss_scaler", None)
-        found: dict[str, Any] = {
+        extra: dict[str, Any] = {
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
             "loss_scaler": {
                 name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)
             },
         }
         if hasattr(scheduler, "state_dict"):
-            found["scheduler"] = {"kind": type(scheduler).__name__, "state": scheduler.state_dict()}
-        return found
+            extra["scheduler"] = {"kind": type(scheduler).__name__, "state": scheduler.state_dict()}
+        return extra
 
     def load_extra(self, extra: dict[str, Any]) -> None:
         engine, scheduler = self._zero.engine, self._zero.engine.lr_scheduler
@@ -314,15 +316,15 @@ class ZeroOptimizer(OptimizerStandIn):
             for name in _SCALER:
                 if name in extra["loss_scaler"] and hasattr(scaler, name):
                     setattr(scaler, name, extra["loss_scaler"][name])
-        if (saved := extra.get("scheduler")) is None or scheduler is None:
+        if (schedule := extra.get("scheduler")) is None or scheduler is None:
             return
-        if saved["kind"] == type(scheduler).__name__:
-            scheduler.load_state_dict(saved["state"])
+        if schedule["kind"] == type(scheduler).__name__:
+            scheduler.load_state_dict(schedule["state"])
         else:
             _log.warning(
                 "ckpt: the checkpoint has the state of a %s, the engine a %s: its learning rate "
                 "schedule starts again",
-                saved["kind"],
+                schedule["kind"],
                 type(scheduler).__name__,
             )
 
@@ -339,20 +341,22 @@ class ZeroOptimizer(OptimizerStandIn):
 
     def _settle(self, partition: Partition) -> None:
         base = self._zero.base
-        saved = [self.state.get(master, {}) for master in self._zero.masters(partition)]  # type: ignore[call-overload]
-        keys = sorted({key for values in saved for key in values if key != _STEP})
-        steps = [float(values[_STEP]) for values in saved if _STEP in values]
+        states = [self.state.get(master, {}) for master in self._zero.masters(partition)]  # type: ignore[call-overload]
+        keys = sorted({key for values in states for key in values if key != _STEP})
+        steps = [float(values[_STEP]) for values in states if _STEP in values]
         if not keys and not steps:
             base.state.pop(partition.flat, None)
             return
-        held = base.state.get(partition.flat, {})
+        base_state = base.state.get(partition.flat, {})
         fresh = {key: flat for (of, key), flat in self._fresh.items() if of is partition}
-        flats: dict[str, Any] = {key: fresh[key] if key in fresh else held[key] for key in keys}
-        for values, piece in zip(saved, partition.pieces, strict=True):
+        flats: dict[str, Any] = {
+            key: fresh[key] if key in fresh else base_state[key] for key in keys
+        }
+        for values, piece in zip(states, partition.pieces, strict=True):
             for key in keys:
                 # In a partition, a parameter that was never stepped has zeros as its state.
                 if key not in values:
-                    flats[key][piece.span.at : piece.span.at + piece.span.length].zero_()
+                    flats[key][piece.span.offset : piece.span.offset + piece.span.length].zero_()
         if steps:
             if min(steps) != max(steps):
                 _log.warning(
@@ -361,7 +365,7 @@ class ZeroOptimizer(OptimizerStandIn):
                     min(steps),
                     max(steps),
                 )
-            flats[_STEP] = _step_like(held.get(_STEP), base, partition, max(steps))
+            flats[_STEP] = _step_like(base_state.get(_STEP), base, partition, max(steps))
         base.state[partition.flat] = flats
 
     # -- hooks of the inner optimizer, for the fence -----------------------------------------------
@@ -373,15 +377,15 @@ class ZeroOptimizer(OptimizerStandIn):
         return self._zero.base.register_step_post_hook(hook)
 
 
-def _step_like(held: Any, base: Optimizer, partition: Partition, step: float) -> Any:
+def _step_like(counter: Any, base: Optimizer, partition: Partition, step: float) -> Any:
     """Return ``step`` in the form in which the inner optimizer ``base`` counts its steps.
 
-    Optimizers of torch count in a tensor, and optimizers of DeepSpeed in an integer. ``held`` is
+    Optimizers of torch count in a tensor, and optimizers of DeepSpeed in an integer. ``counter`` is
     the present counter; None if there is none.
     """
-    if isinstance(held, torch.Tensor):
-        return held.fill_(step)
-    if held is not None or not type(base).__module__.startswith("torch."):
+    if isinstance(counter, torch.Tensor):
+        return counter.fill_(step)
+    if counter is not None or not type(base).__module__.startswith("torch."):
         return int(step)
     group = base.param_groups[partition.group]
     on_device = group.get("capturable") or group.get("fused")
@@ -413,8 +417,8 @@ def _check(engine: Any) -> None:
         "an optimizer offloaded in part (ratio)": getattr(optimizer, "offload_optimizer", False)
         and getattr(optimizer, "partial_offload", 1.0) != 1.0,
     }
-    if found := [what for what, present in wrong.items() if present]:
+    if reasons := [reason for reason, present in wrong.items() if present]:
         raise ConfigError(
-            f"zero_state cannot save an engine with {' and '.join(found)}: use "
+            f"zero_state cannot save an engine with {' and '.join(reasons)}: use "
             "engine.save_checkpoint, or put LocalShards of its tensors into the state"
         )

@@ -45,8 +45,8 @@ from ckpt.errors import (
 from ckpt.events import Event, SaveCommitted, SaveFailed
 from ckpt.integrations.all_ranks import of_all
 from ckpt.integrations.deepspeed_tags import check_loads, check_same_files
-from ckpt.integrations.deepspeed_values import Owned, StoredTensor, packed, unpacked
-from ckpt.integrations.stored import Failed, built, opened
+from ckpt.integrations.deepspeed_values import OptimizerMemory, StoredTensor, pack, unpack
+from ckpt.integrations.stored import FailedEntry, build_and_fill, open_readers
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
@@ -54,10 +54,10 @@ from ckpt.model.values import check_structure, parse
 from ckpt.pending import PendingSave
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
-TESTED: Final = ("0.19", "0.19")
+TESTED_RELEASES: Final = ("0.19", "0.19")
 """The first and the last release of deepspeed that the tests ran with."""
 LATEST: Final = "latest"
-_ABOUT, _PARTS = "deepspeed", "parts"  # The two entries of a state
+_HEADER, _PARTS = "deepspeed", "parts"  # The two entries of a state
 _NOTE: Final = "ckpt has the contents of this file of DeepSpeed"
 _MOST_NOTE_BYTES: Final = 4096
 
@@ -104,7 +104,7 @@ class CkptEngine:
         **settings: Any,
     ) -> None:
         advice = "load a checkpoint once and compare the losses"
-        warn_of_untested("deepspeed", TESTED, advice=advice)
+        warn_of_untested("deepspeed", TESTED_RELEASES, advice=advice)
         _check(engine)
         self.pending: PendingSave | None = None
         self.has_shared_error = False
@@ -158,14 +158,16 @@ class CkptEngine:
             return
         call, self._call = self._call, None
         try:
-            _, part = self._named(path)
-            call.parts[part] = packed(state_dict, f"{_PARTS}/{part}", Owned.by(self._engine))
+            _, part = self._tag_and_part(path)
+            call.parts[part] = pack(
+                state_dict, f"{_PARTS}/{part}", OptimizerMemory.of(self._engine)
+            )
             if not _is_note(path):
                 # An fsync of each file would delay the training.
                 _write(path, _note(part), sync=False)
         except BaseException as error:
             with suppress(Exception):
-                self._begin(call, Failed(error))  # The other ranks must not wait for this one
+                self._begin(call, FailedEntry(error))  # The other ranks must not wait for this one
             raise
         self._call = call
 
@@ -222,15 +224,15 @@ class CkptEngine:
         if self._looked_at is not None and self._looked_at[0] == path:
             # DeepSpeed loads its first file twice, and uses only one entry from the first load. So
             # the second load can return the same contents.
-            found, self._looked_at = self._looked_at[1], None
-            return found
+            content, self._looked_at = self._looked_at[1], None
+            return content
         self._looked_at = None
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         contents: list[Any] = []
 
         def load() -> tuple[str, StepRef]:
-            tag, step, found = self._load(path, torch.device(device))
-            contents.append(found)
+            tag, step, content = self._load(path, torch.device(device))
+            contents.append(content)
             return tag, step
 
         if self._is_loaded_serially(path):
@@ -241,11 +243,11 @@ class CkptEngine:
             check_same_files(steps)
             _check_same(steps)
             self.has_shared_error = False
-        (found,) = contents
-        if isinstance(found, dict) and "dp_world_size" in found:
-            self._check_world(int(found["dp_world_size"]))
-            self._looked_at = (path, found)
-        return found
+        (content,) = contents
+        if isinstance(content, dict) and "dp_world_size" in content:
+            self._check_world(int(content["dp_world_size"]))
+            self._looked_at = (path, content)
+        return content
 
     def _load(self, path: str, device: torch.device) -> tuple[str, StepRef, Any]:
         """Wait for the end of the newest save. Return the tag of the file ``path``, the newest step
@@ -256,11 +258,11 @@ class CkptEngine:
                 f"{path} was written by another engine of DeepSpeed, and ckpt unpickles nothing: "
                 "call engine.load_checkpoint before you set engine.checkpoint_engine"
             )
-        tag, part = self._named(path)
+        tag, part = self._tag_and_part(path)
         self.manager.fence()  # A load must not change tensors that are being copied
         if self.pending is not None:
             self.pending.wait()
-        with self._tagged(tag) as step:
+        with self._step_with_tag(tag) as step:
             return tag, step.reader.ref, _read(step, part, device)
 
     def _is_loaded_serially(self, path: str) -> bool:
@@ -284,7 +286,7 @@ class CkptEngine:
             NoCheckpoint: No step has the tag.
         """
         paths: list[str] = []
-        with self._tagged(tag) as step:
+        with self._step_with_tag(tag) as step:
             os.makedirs(os.path.join(folder, tag), exist_ok=True)
             for part in step.parts:
                 paths.append(os.path.join(folder, tag, f"{part}.pt"))
@@ -294,17 +296,17 @@ class CkptEngine:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _begin(self, call: _Call, about: Any) -> None:
+    def _begin(self, call: _Call, header: Any) -> None:
         """Begin to save the files of ``call``.
 
-        ``about`` is the entry with the tag. If it is a `Failed`, the save fails on all ranks.
+        ``header`` is the entry with the tag. If it is a `FailedEntry`, the save fails on all ranks.
         """
         self._last = max(self._last + 1, int(self._engine.global_steps))
         if call.is_latest and self._latest is not None:
             self._latest.expect(self._last, call.tag)
-        self.pending = self.manager.save_async({_ABOUT: about, _PARTS: call.parts}, self._last)
+        self.pending = self.manager.save_async({_HEADER: header, _PARTS: call.parts}, self._last)
 
-    def _named(self, path: str) -> tuple[str, str]:
+    def _tag_and_part(self, path: str) -> tuple[str, str]:
         """Return the tag of the file ``path``, and the name of the file without ``.pt``, which is
         the name of its part of a step.
         """
@@ -318,22 +320,22 @@ class CkptEngine:
         return tag, name.removesuffix(".pt")
 
     @contextmanager
-    def _tagged(self, tag: str) -> Generator[_Step]:
+    def _step_with_tag(self, tag: str) -> Generator[_Step]:
         """Yield the newest step that was saved with ``tag``.
 
         Raises:
             NoCheckpoint: No step has the tag.
         """
-        wanted = os.path.normpath(tag)
-        with opened(self._tiers) as readers:
-            steps = (step for step in _steps(readers) if os.path.normpath(step.tag) == wanted)
-            if (found := next(steps, None)) is None:
+        path = os.path.normpath(tag)
+        with open_readers(self._tiers) as readers:
+            steps = (step for step in _steps(readers) if os.path.normpath(step.tag) == path)
+            if (step := next(steps, None)) is None:
                 raise NoCheckpoint(", ".join(urls_of(self._tiers)), f"no step has the tag {tag!r}")
-            yield found
+            yield step
 
     def _tags(self) -> list[str]:
         """Return the tags of all steps, without repetition, the newest first."""
-        with opened(self._tiers) as readers:
+        with open_readers(self._tiers) as readers:
             return list(dict.fromkeys(step.tag for step in _steps(readers)))
 
     def _newest(self) -> int:
@@ -346,9 +348,9 @@ class CkptEngine:
             ConfigError: The step has no entry with a tag, so `CkptEngine` has not saved it.
             RestoreError: No step is intact, or the entry does not fit.
         """
-        about: dict[str, Any] = {_ABOUT: {"tag": "", "latest": True}}
+        state: dict[str, Any] = {_HEADER: {"tag": "", "latest": True}}
         try:
-            report = self.manager.restore(about, only=_ABOUT)
+            report = self.manager.restore(state, only=_HEADER)
         except (ConfigError, RestoreError) as error:
             self.manager.close()
             if isinstance(error, ConfigError | EntryMissing):
@@ -368,7 +370,7 @@ class CkptEngine:
         """
         if self._latest is None:
             return
-        with opened(self._tiers) as readers:
+        with open_readers(self._tiers) as readers:
             for step in _steps(readers):
                 for part in step.parts:
                     path = os.path.join(self._folder, step.tag, f"{part}.pt")
@@ -378,20 +380,24 @@ class CkptEngine:
                 if step.is_latest:
                     self._latest.name(step.reader.ref.step, step.tag)
 
-    def _check_world(self, saved: int) -> None:
+    def _check_world(self, saved_ranks: int) -> None:
         """Check that the loaded ZeRO partitions were saved by as many ranks as this job has.
 
         Otherwise raise ``RestoreError`` under ZeRO 3. Under ZeRO 1 and 2, log a warning, since
         DeepSpeed can still load the weights.
 
         Args:
-            saved: The number of ranks that have saved the partitions.
+            saved_ranks: The number of ranks that have saved the partitions.
         """
-        now, stage = int(self._engine.seq_dp_world_size), self._engine.zero_optimization_stage()
-        if saved == now or stage == 0:
+        own_ranks, stage = (
+            int(self._engine.seq_dp_world_size),
+            self._engine.zero_optimization_stage(),
+        )
+        if saved_ranks == own_ranks or stage == 0:
             return
         text = (
-            f"the checkpoint has the ZeRO partitions of {saved} rank(s), and this job has {now}: "
+            f"the checkpoint has the ZeRO partitions of {saved_ranks} rank(s), and this job has "
+            f"{own_ranks}: "
             "resume with as many ranks, or save with ckpt.integrations.deepspeed.zero_state, which "
             "restores on any number"
         )
@@ -408,7 +414,7 @@ class _Call:
         save_dir: The argument ``save_dir`` as an absolute path.
         tag: The tag of the checkpoint.
         is_latest: Whether the file ``latest`` is to name the tag.
-        parts: Name of each file without ``.pt`` -> its contents, as `packed` returns them.
+        parts: Name of each file without ``.pt`` -> its contents, as `pack` returns them.
     """
 
     save_dir: str
@@ -493,29 +499,29 @@ def _steps(readers: Iterator[TieredReader]) -> Iterator[_Step]:
                 continue
 
 
-def _check_same(found: Sequence[tuple[str, StepRef]]) -> None:
+def _check_same(steps: Sequence[tuple[str, StepRef]]) -> None:
     """Raise ``RestoreError`` if ranks have loaded different steps.
 
     This may happen, since each rank reads the file ``latest`` by itself, and the commit of a save
     may change the file between two reads.
 
     Args:
-        found: The tag and the step that each rank has loaded, in rank order.
+        steps: The tag and the step that each rank has loaded, in rank order.
     """
-    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
-    if other is not None:
+    odd_rank = next((rank for rank, step in enumerate(steps) if step != steps[0]), None)
+    if odd_rank is not None:
         raise RestoreError(
-            f"the ranks load different steps: rank 0 has read step {found[0][1].step} with the tag "
-            f"{found[0][0]!r}, and rank {other} step {found[other][1].step} with "
-            f"{found[other][0]!r}. A save was committed during the load: let all ranks call "
+            f"the ranks load different steps: rank 0 has read step {steps[0][1].step} with the tag "
+            f"{steps[0][0]!r}, and rank {odd_rank} step {steps[odd_rank][1].step} with "
+            f"{steps[odd_rank][0]!r}. A save was committed during the load: let all ranks call "
             "engine.checkpoint_engine.pending.result() and dist.barrier() first, and load again"
         )
 
 
 def _stays_inside(tag: str, parts: Iterable[str]) -> bool:
     """Return True if the path ``tag/part`` of each part is below the folder of the engine."""
-    first = os.path.normpath(tag).split(os.sep)[0]
-    return first not in ("", os.curdir, os.pardir) and not any(os.sep in part for part in parts)
+    folder = os.path.normpath(tag).split(os.sep)[0]
+    return folder not in ("", os.curdir, os.pardir) and not any(os.sep in part for part in parts)
 
 
 def _read(step: _Step, part: str, device: torch.device) -> Any:
@@ -531,9 +537,9 @@ def _read(step: _Step, part: str, device: torch.device) -> Any:
 
         def contents(make: MakeTensor) -> Any:
             with check_structure("tree"):
-                return unpacked(tree[_PARTS][part], make)
+                return unpack(tree[_PARTS][part], make)
 
-        return built(step.reader, outline, contents, device)
+        return build_and_fill(step.reader, outline, contents, device)
 
     return step.reader.whole(build)
 
@@ -585,9 +591,9 @@ def _check(engine: Any) -> None:
         "checkpoint.load_universal": engine.load_universal_checkpoint(),
         "checkpoint.use_node_local_storage": engine.use_node_local_storage(),
     }
-    if found := [what for what, present in wrong.items() if present]:
+    if reasons := [reason for reason, present in wrong.items() if present]:
         raise ConfigError(
-            f"CkptEngine cannot save an engine with {' and '.join(found)}: leave it out, put "
+            f"CkptEngine cannot save an engine with {' and '.join(reasons)}: leave it out, put "
             "ckpt.integrations.deepspeed.zero_state(engine) into a state of your own, or keep "
             "DeepSpeed's own checkpoint engine"
         )

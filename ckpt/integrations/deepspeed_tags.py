@@ -63,17 +63,19 @@ def check_loads(engine: Any, folder: str, checkpoints: Any, tags: Tags) -> None:
     engine.load_checkpoint = load_checkpoint
 
 
-def check_same_files(found: Sequence[object]) -> None:
+def check_same_files(results: Sequence[object]) -> None:
     """Raise ``RestoreError`` if some ranks have ended their load, and others load a file.
 
     Args:
-        found: For each rank whether its load has found a checkpoint, or what it has read of a file.
+        results: For each rank whether its load has found a checkpoint, or what it has read of a
+            file.
     """
-    forms = [each if isinstance(each, bool) else None for each in found]
-    other = next((rank for rank, each in enumerate(forms) if each is not forms[0]), None)
-    if other is not None:
+    forms = [result if isinstance(result, bool) else None for result in results]
+    odd_rank = next((rank for rank, result in enumerate(forms) if result is not forms[0]), None)
+    if odd_rank is not None:
         raise RestoreError(
-            f"rank {other} loads other files than rank 0, or finds no checkpoint: give all ranks "
+            f"rank {odd_rank} loads other files than rank 0, or finds no checkpoint: give all "
+            "ranks "
             "the same folder, with the same file 'latest'"
         )
 
@@ -86,12 +88,12 @@ def _check_tag(load_dir: str, tag: str, folder: str, tags: Tags) -> None:
             return ""
         if os.path.abspath(load_dir) != folder:
             return f"no step has the tag {tag!r} there, and CkptEngine has the folder {folder}"
-        others = f"the tags are {few(found)}" if (found := tags()) else "and there is no other tag"
-        return f"no step has the tag {tag!r}, {others}"
+        text = f"the tags are {few(names)}" if (names := tags()) else "and there is no other tag"
+        return f"no step has the tag {tag!r}, {text}"
 
     missing = {
-        rank: each for rank, each in enumerate(of_all("cannot look for the tag", wrong)) if each
+        rank: fault for rank, fault in enumerate(of_all("cannot look for the tag", wrong)) if fault
     }
     if missing:
-        rank, other = min(missing.items())
-        raise NoCheckpoint(load_dir, missing.get(dist.get_rank()) or f"{other} (on rank {rank})")
+        rank, reason = min(missing.items())
+        raise NoCheckpoint(load_dir, missing.get(dist.get_rank()) or f"{reason} (on rank {rank})")

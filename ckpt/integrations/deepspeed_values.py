@@ -42,7 +42,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class OptimizerMemory:
     """The memory that only the ``step`` of one optimizer changes.
 
     A save copies this memory while training goes on, and the optimizer's ``step`` waits for the
@@ -57,7 +57,7 @@ class Owned:
     addresses: Set[int]
 
     @classmethod
-    def by(cls, engine: Any) -> Self:
+    def of(cls, engine: Any) -> Self:
         """Return the memory that the optimizer of ``engine`` owns.
 
         This memory holds the optimizer's state, the master weights, and the trained weights that
@@ -68,32 +68,32 @@ class Owned:
             if optimizer is None:
                 return cls(None, frozenset())
             optimizer = getattr(optimizer, "optimizer", None)
-        held: list[Any] = [p for p in engine.module.parameters() if p.requires_grad]
-        held += [p for group in optimizer.param_groups for p in group["params"]]
+        values: list[Any] = [p for p in engine.module.parameters() if p.requires_grad]
+        values += [p for group in optimizer.param_groups for p in group["params"]]
         for parameter, state in optimizer.state.items():
-            held += [parameter, *state.values()]
-        found = {_address(each) for each in held if isinstance(each, torch.Tensor)}
-        return cls(optimizer, found - {0})
+            values += [parameter, *state.values()]
+        addresses = {_address(value) for value in values if isinstance(value, torch.Tensor)}
+        return cls(optimizer, addresses - {0})
 
 
-def packed(value: Any, path: str, owned: Owned) -> Any:
-    """Return ``value`` in a form that a step may hold. `unpacked` does the reverse.
+def pack(value: Any, path: str, memory: OptimizerMemory) -> Any:
+    """Return ``value`` in a form that a step may hold. `unpack` does the reverse.
 
     Args:
         value: A state dict of DeepSpeed, or a part of one.
         path: The name of the value in the state, for errors.
-        owned: The memory that is copied while training goes on.
+        memory: The memory that is copied while training goes on.
 
     Raises:
         UnsupportedValue: A part of ``value`` would need pickle.
     """
-    return _Packer(owned).pack(value, path)
+    return _Packer(memory).pack(value, path)
 
 
 class _Packer:
-    def __init__(self, owned: Owned) -> None:
-        self._owned = owned
-        self._known: dict[object, LocalShards] = {}
+    def __init__(self, memory: OptimizerMemory) -> None:
+        self._memory = memory
+        self._shards: dict[object, LocalShards] = {}
 
     def pack(self, value: Any, path: str) -> Any:
         kind = type(value)
@@ -107,7 +107,9 @@ class _Packer:
             return self._mapping(value, path)
         if kind in (list, tuple):
             return kind(self.pack(item, join(path, str(i))) for i, item in enumerate(value))
-        if (name := next((name for name, each in _kinds().items() if each is kind), None)) is None:
+        if (
+            name := next((name for name, candidate in _kinds().items() if candidate is kind), None)
+        ) is None:
             raise UnsupportedValue(path, f"{kind.__module__}.{kind.__qualname__}", _WAY_OUT)
         fields = value.value if isinstance(value, Enum) else self.pack(dict(vars(value)), path)
         return {_KIND: name, _VALUE: fields}
@@ -128,18 +130,18 @@ class _Packer:
         The optimizer is the owner of the ``LocalShards``, so a snapshot copies them late. Tensors
         with the same memory and layout give the same object, which is saved once.
         """
-        if not tensor.numel() or _address(tensor) not in self._owned.addresses:
+        if not tensor.numel() or _address(tensor) not in self._memory.addresses:
             return tensor
         layout = (tuple(tensor.shape), tensor.stride())
         key = (tensor.data_ptr(), tensor.dtype, tensor.device, *layout)
-        if key not in self._known:
+        if key not in self._shards:
             whole = [((0,) * tensor.ndim, tensor)]
-            self._known[key] = LocalShards(tensor.shape, whole, owner=self._owned.optimizer)
-        return self._known[key]
+            self._shards[key] = LocalShards(tensor.shape, whole, owner=self._memory.optimizer)
+        return self._shards[key]
 
 
-def unpacked(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Return the value from which `packed` has made ``value``.
+def unpack(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Return the value from which `pack` has made ``value``.
 
     Args:
         value: The value in the step, with a `StoredTensor` for each tensor.
@@ -150,7 +152,7 @@ def unpacked(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     """
 
     def inner(item: Any) -> Any:
-        return unpacked(item, tensor)
+        return unpack(item, tensor)
 
     match value:
         case StoredTensor():
@@ -160,7 +162,7 @@ def unpacked(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         case {"ckpt.kind": "numpy"}:
             return inner(value[_VALUE]).numpy()
         case {"ckpt.kind": str(kind)}:
-            return _made(kind, inner(value[_VALUE]))
+            return _make(kind, inner(value[_VALUE]))
         case dict():
             return type(value)({key: inner(item) for key, item in value.items()})
         case list() | tuple():
@@ -171,19 +173,19 @@ def unpacked(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 def _state_dict(items: Mapping[str, Any], metadata: Any) -> Any:
     """Return the items as a state dict of a module, with ``metadata`` as its ``_metadata``."""
-    made: Any = OrderedDict(items)
-    vars(made)["_metadata"] = metadata
-    return made
+    state: Any = OrderedDict(items)
+    vars(state)["_metadata"] = metadata
+    return state
 
 
-def _made(kind: str, value: Any) -> Any:
-    if (known := _kinds().get(kind)) is None:
+def _make(kind: str, value: Any) -> Any:
+    if (cls := _kinds().get(kind)) is None:
         raise RestoreError(f"the checkpoint has a value of the type {kind!r}: install a later ckpt")
-    if issubclass(known, Enum):
-        return known(value)
-    made = known.__new__(known)
-    vars(made).update(value)
-    return made
+    if issubclass(cls, Enum):
+        return cls(value)
+    instance = cls.__new__(cls)
+    vars(instance).update(value)
+    return instance
 
 
 @functools.cache

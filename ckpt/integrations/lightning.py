@@ -55,9 +55,9 @@ from ckpt.storage.places import is_folder, local_path
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Tiers, as_tiers, open_tiers, urls_of
 
-TESTED: Final = ("2.6", "2.6")
+TESTED_RELEASES: Final = ("2.6", "2.6")
 
-_REFUSED: Final = {
+_REFUSALS: Final = {
     "filename": "a step is a folder that ckpt names; leave filename out, and read best_model_path",
     "save_weights_only": "a step holds all that a resume needs; leave save_weights_only out, and "
     "take the weights with CheckpointManager(dirpath).restore({'model': model}, only='model')",
@@ -75,24 +75,24 @@ _REFUSED: Final = {
 _log = logging.getLogger("ckpt")
 
 
-class _Nothing(dict[str, Any]):
+class _EmptyCheckpoint(dict[str, Any]):
     """A checkpoint that is false in a boolean context, so Lightning restores nothing from it."""
 
     def __bool__(self) -> bool:
         return False
 
 
-class _Carried:
-    """An object whose state is the dict ``held``. A restore replaces the dict as a whole."""
+class _DictState:
+    """An object whose state is the dict ``content``. A restore replaces the dict as a whole."""
 
-    def __init__(self, held: dict[str, Any]) -> None:
-        self.held = held
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content = content
 
     def state_dict(self) -> dict[str, Any]:
-        return self.held
+        return self.content
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.held = state
+        self.content = state
 
 
 class CkptCheckpoint(ModelCheckpoint):
@@ -143,7 +143,7 @@ class CkptCheckpoint(ModelCheckpoint):
             every_n_train_steps=every_n_train_steps,
             every_n_epochs=every_n_epochs,
         )
-        warn_of_untested("lightning", TESTED, advice="save and resume once and compare")
+        warn_of_untested("lightning", TESTED_RELEASES, advice="save and resume once and compare")
         keeps_best = monitor is not None and save_top_k > 0
         best = (monitor or "", mode, save_top_k) if keeps_best else None
         self._tiers = [
@@ -158,7 +158,7 @@ class CkptCheckpoint(ModelCheckpoint):
         self._manager: CheckpointManager | None = None
         self._best = ""
         self._scores: dict[str, Tensor] = {}  # Of the best steps, and of those that they replaced
-        self._unsettled: dict[str, PendingSave] = {}  # Of the best steps, by path
+        self._open_saves: dict[str, PendingSave] = {}  # Of the best steps, by path
         self._is_due = False  # Whether a save waits for a validation or for the epoch's end
         self._rng: dict[str, Any] | None = None  # The restored generators, until the first batch
 
@@ -180,7 +180,7 @@ class CkptCheckpoint(ModelCheckpoint):
     def _path(self, step: int | str) -> str:
         return path_of(self.root, step)
 
-    def which(self, path: str) -> int | str | StepRef | None:
+    def find_step(self, path: str) -> int | str | StepRef | None:
         """Return the step in this callback's folder that ``path`` means.
 
         Returns:
@@ -212,8 +212,10 @@ class CkptCheckpoint(ModelCheckpoint):
         # With only one callback, the tiers are not listed here, since the restore finds the step.
         if len(trainer.checkpoint_callbacks) == 1:
             return {Candidate(self._path(NEWEST), 0.0)}
-        newest = {each: found for each in _callbacks(trainer) if (found := each.newest())}
-        if self is not max(newest, key=lambda each: newest[each][0], default=None):
+        newest = {
+            callback: entry for callback in _callbacks(trainer) if (entry := callback.newest())
+        }
+        if self is not max(newest, key=lambda callback: newest[callback][0], default=None):
             return set()
         return {Candidate(self._path(NEWEST), newest[self][1])}
 
@@ -260,30 +262,32 @@ class CkptCheckpoint(ModelCheckpoint):
 
         All ranks must call this, and all remove the same steps.
         """
-        agreed, is_lost = trainer.strategy.reduce_boolean_decision, False
-        for path, pending in list(self._unsettled.items()):
+        decide, is_lost = trainer.strategy.reduce_boolean_decision, False
+        for path, pending in list(self._open_saves.items()):
             is_over = pending.done()
-            if agreed(is_over and not _is_on_a_tier(pending), all=False):
+            if decide(is_over and not _is_on_a_tier(pending), all=False):
                 is_lost = True
-                del self._scores[path], self._unsettled[path]
-            elif agreed(is_over):
-                del self._unsettled[path]
+                del self._scores[path], self._open_saves[path]
+            elif decide(is_over):
+                del self._open_saves[path]
         if is_lost:
             self._rank_again()
-        if not self._unsettled:
+        if not self._open_saves:
             self._scores = dict(self.best_k_models)
 
     def _rank_again(self) -> None:
         """Set the attributes of ``ModelCheckpoint`` about the best steps from ``_scores``."""
         newest_first = reversed(self._scores)
-        ranked = sorted(newest_first, key=self._scores.__getitem__, reverse=self.mode == "max")
-        kept = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
-        self.best_k_models = {path: self._scores[path] for path in self._scores if path in kept}
-        self.best_model_path = kept[0] if kept else ""
-        self.best_model_score = self._scores[kept[0]] if kept else None
-        if len(kept) == self.save_top_k:
-            self.kth_best_model_path = kept[-1]
-            self.kth_value = self._scores[kept[-1]]
+        order = sorted(newest_first, key=self._scores.__getitem__, reverse=self.mode == "max")
+        best_paths = order if self.save_top_k == -1 else order[: self.save_top_k]
+        self.best_k_models = {
+            path: self._scores[path] for path in self._scores if path in best_paths
+        }
+        self.best_model_path = best_paths[0] if best_paths else ""
+        self.best_model_score = self._scores[best_paths[0]] if best_paths else None
+        if len(best_paths) == self.save_top_k:
+            self.kth_best_model_path = best_paths[-1]
+            self.kth_value = self._scores[best_paths[-1]]
 
     def _save_last_checkpoint(
         self, trainer: Trainer, monitor_candidates: dict[str, Tensor]
@@ -300,13 +304,13 @@ class CkptCheckpoint(ModelCheckpoint):
         assert self._manager is not None
         strategy = trainer.strategy
         assert isinstance(strategy, CkptStrategy)
-        monitored = self.monitor or ""
-        metric = trainer.callback_metrics.get(monitored)
-        metrics = {} if metric is None else {monitored: metric}
-        state = _state(strategy, _Carried(strategy.dump(trainer)), RngState())
+        metric_name = self.monitor or ""
+        metric = trainer.callback_metrics.get(metric_name)
+        metrics = {} if metric is None else {metric_name: metric}
+        state = _state(strategy, _DictState(strategy.dump(trainer)), RngState())
         pending = self._manager.save_async(state, trainer.global_step, metrics=metrics)
         if filepath in self.best_k_models:
-            self._unsettled[filepath] = pending
+            self._open_saves[filepath] = pending
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
 
@@ -328,7 +332,7 @@ class CkptCheckpoint(ModelCheckpoint):
 
     # -- restoring ---------------------------------------------------------------------------------
 
-    def load(self, trainer: Trainer, which: int | str | StepRef) -> dict[str, Any]:
+    def load(self, trainer: Trainer, target: int | str | StepRef) -> dict[str, Any]:
         """Restore the module from a step, and in ``fit`` also the optimizers. ``begin`` sets the
         generators later.
 
@@ -337,53 +341,53 @@ class CkptCheckpoint(ModelCheckpoint):
             no step, the checkpoint is false in a boolean context.
 
         Raises:
-            ConfigError: ``which`` is "best", and no step has the metric. Or ``which`` is an
+            ConfigError: ``target`` is "best", and no step has the metric. Or ``target`` is an
                 attempt, and the restore has taken another attempt at the step.
             CkptError: See ``CheckpointManager.restore``.
         """
         assert self._manager is not None
         strategy, module = trainer.strategy, trainer.lightning_module
-        if which == BEST:
-            which = self._agreed_best_step(trainer)
-        asked: StepRef | None = None
-        if isinstance(which, StepRef):
-            asked, which = which, which.step
-        step = None if which == NEWEST else int(which)
-        carried, rng = _Carried({}), _Carried({})
+        if target == BEST:
+            target = self._agreed_best_step(trainer)
+        ref: StepRef | None = None
+        if isinstance(target, StepRef):
+            ref, target = target, target.step
+        step = None if target == NEWEST else int(target)
+        extras, rng = _DictState({}), _DictState({})
         trains = trainer.state.fn == TrainerFn.FITTING
         report = self._manager.restore(
-            _state(strategy, carried, rng) if trains else _state_of_model(strategy, carried),
+            _state(strategy, extras, rng) if trains else _state_of_model(strategy, extras),
             step,
-            only=None if trains else _EVALUATED,
+            only=None if trains else _EVALUATION_ENTRIES,
             strict=module.strict_loading,
         )
         if report is None:
             _log.warning("ckpt: there is no checkpoint in %s: nothing is restored", self.root)
-            return _Nothing({"pytorch-lightning_version": lightning.__version__})
-        if asked is not None and asked.attempt != report.attempt:
-            restored = StepRef(report.step, report.attempt)
+            return _EmptyCheckpoint({"pytorch-lightning_version": lightning.__version__})
+        if ref is not None and ref.attempt != report.attempt:
+            actual = StepRef(report.step, report.attempt)
             raise ConfigError(
-                f"ckpt_path names {asked.folder} in {self.root}, but a restore of that step takes "
-                f"{restored.folder}: remove that folder first, or give its path"
+                f"ckpt_path names {ref.folder} in {self.root}, but a restore of that step takes "
+                f"{actual.folder}: remove that folder first, or give its path"
             )
         if trains:
             # The generators stay as they are, since Lightning builds the loaders after this.
-            self._rng = rng.held or RngState().state_dict()
+            self._rng = rng.content or RngState().state_dict()
             self._last_global_step_saved = report.step
-        return {**carried.held, MODULE: module.state_dict()}
+        return {**extras.content, MODULE: module.state_dict()}
 
     def _agreed_best_step(self, trainer: Trainer) -> int:
         """Return the result of ``_best_step`` on rank 0. If it fails there, all ranks raise its
         error.
         """
         failure: CkptError | None = None
-        found: tuple[int, str] = (0, "")
+        result: tuple[int, str] = (0, "")
         if trainer.is_global_zero:
             try:
-                found = (self._best_step(), "")
+                result = (self._best_step(), "")
             except CkptError as error:
-                failure, found = error, (0, str(error))
-        step, text = trainer.strategy.broadcast(found)
+                failure, result = error, (0, str(error))
+        step, text = trainer.strategy.broadcast(result)
         if text:
             raise failure or ConfigError(text)
         return step
@@ -400,18 +404,18 @@ class CkptCheckpoint(ModelCheckpoint):
         """
         metric, tiers = self.monitor or "", open_tiers(self._tiers)
         try:
-            found = [held for tier in tiers for held in Inventory(tier.backend).look()]
+            entries = [entry for tier in tiers for entry in Inventory(tier.backend).look()]
         finally:
             for tier in tiers:
                 tier.backend.close()
-        whole = [held for held in found if held.state == "committed"]
-        by_age = sorted(whole, key=lambda held: held.created_at)
-        youngest = {held.ref.step: held.ref for held in by_age}
+        whole = [entry for entry in entries if entry.state == "committed"]
+        by_age = sorted(whole, key=lambda entry: entry.created_at)
+        youngest = {entry.ref.step: entry.ref for entry in by_age}
         values = {
-            held.ref.step: held.metrics[metric]
-            for held in whole
-            if held.ref == youngest[held.ref.step]
-            and math.isfinite(held.metrics.get(metric, math.nan))
+            entry.ref.step: entry.metrics[metric]
+            for entry in whole
+            if entry.ref == youngest[entry.ref.step]
+            and math.isfinite(entry.metrics.get(metric, math.nan))
         }
         if not values:
             raise ConfigError(
@@ -426,7 +430,7 @@ class CkptCheckpoint(ModelCheckpoint):
         save.
         """
         super().load_state_dict(state_dict)
-        self._scores, self._unsettled = {}, {}
+        self._scores, self._open_saves = {}, {}
         if state_dict["dirpath"] != self.dirpath:
             self._best = ""
 
@@ -439,7 +443,9 @@ class CkptCheckpoint(ModelCheckpoint):
             ConfigError: Another callback has the same folder, or the strategy is not supported.
         """
         del pl_module, stage
-        if any(other.root == self.root for other in _callbacks(trainer) if other is not self):
+        if any(
+            callback.root == self.root for callback in _callbacks(trainer) if callback is not self
+        ):
             raise ConfigError(
                 f"two CkptCheckpoint callbacks write to {self.root}: give each a folder of its own"
             )
@@ -461,7 +467,7 @@ class CkptCheckpoint(ModelCheckpoint):
         if self._rng is None:
             assert self._manager is not None
             self._check_history(trainer, self._manager.steps())
-            self._manager.prepare(_state(trainer.strategy, _Carried({}), RngState()))
+            self._manager.prepare(_state(trainer.strategy, _DictState({}), RngState()))
             return
         if misses_plateau(trainer):
             _log.warning(
@@ -595,7 +601,7 @@ def _refuse_unknown(save_last: object, settings: Settings) -> None:
     """Raise ``ConfigError`` for an unsupported option of ``ModelCheckpoint``, or an unknown
     setting.
     """
-    for name, way in _REFUSED.items():
+    for name, way in _REFUSALS.items():
         if name in settings:
             raise ConfigError(f"CkptCheckpoint has no option {name}: {way}")
     if save_last == "link":
@@ -606,19 +612,19 @@ def _refuse_unknown(save_last: object, settings: Settings) -> None:
     with_settings(SaveConfig(), settings)
 
 
-def _state(strategy: Strategy, carried: _Carried, rng: RngState | _Carried) -> dict[str, Any]:
+def _state(strategy: Strategy, extras: _DictState, rng: RngState | _DictState) -> dict[str, Any]:
     return {
-        **_state_of_model(strategy, carried),
+        **_state_of_model(strategy, extras),
         "optimizers": saved_as(strategy.optimizers, "optimizers"),
         "rng": PerRank(rng, on_resize="same_rank"),
     }
 
 
-def _state_of_model(strategy: Strategy, carried: _Carried) -> dict[str, Any]:
-    return {"model": strategy.model, "lightning": PerRank(carried, on_resize="first")}
+def _state_of_model(strategy: Strategy, content: _DictState) -> dict[str, Any]:
+    return {"model": strategy.model, "lightning": PerRank(content, on_resize="first")}
 
 
-_EVALUATED: Final = ("model", "lightning")  # The entries for validate, test and predict
+_EVALUATION_ENTRIES: Final = ("model", "lightning")  # The entries for validate, test and predict
 
 
 def _is_on_a_tier(pending: PendingSave) -> bool:
@@ -627,7 +633,11 @@ def _is_on_a_tier(pending: PendingSave) -> bool:
 
 
 def _callbacks(trainer: Trainer) -> list[CkptCheckpoint]:
-    return [each for each in trainer.checkpoint_callbacks if isinstance(each, CkptCheckpoint)]
+    return [
+        callback
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, CkptCheckpoint)
+    ]
 
 
 def _absolute(url: str) -> str:

@@ -76,5 +76,6 @@ def misses_plateau(trainer: Trainer) -> bool:
     scheduler's state before the step. A resumed training does not repeat the scheduler's step.
     """
     return ends_epoch(trainer) and any(
-        each.reduce_on_plateau and each.interval == "epoch" for each in trainer.lr_scheduler_configs
+        config.reduce_on_plateau and config.interval == "epoch"
+        for config in trainer.lr_scheduler_configs
     )

@@ -20,7 +20,7 @@ from ckpt.adapters.match.tree import MakeTensor, StateTree
 from ckpt.catalog.tiered_reader import Found
 from ckpt.errors import ConfigError
 from ckpt.integrations.lightning_strategy import MODULE, SCHEME
-from ckpt.integrations.stored import built, opened_step
+from ckpt.integrations.stored import build_and_fill, opened_step
 from ckpt.storage.tiers import as_tiers
 
 NEWEST, BEST = "newest", "best"
@@ -59,9 +59,9 @@ class Candidate(str):
     __slots__ = ("saved_at",)
 
     def __new__(cls, path: str, saved_at: float) -> Self:
-        made = super().__new__(cls, path)
-        made.saved_at = saved_at
-        return made
+        candidate = super().__new__(cls, path)
+        candidate.saved_at = saved_at
+        return candidate
 
     saved_at: float
 
@@ -74,8 +74,8 @@ class _Places(AbstractFileSystem):  # type: ignore[misc]
 
     protocol = SCHEME
 
-    def exists(self, path: str, **how: Any) -> bool:
-        del path, how
+    def exists(self, path: str, **options: Any) -> bool:
+        del path, options
         return True
 
     def modified(self, path: str) -> datetime:
@@ -86,33 +86,33 @@ class _Places(AbstractFileSystem):  # type: ignore[misc]
         assert isinstance(path, Candidate)
         return datetime.fromtimestamp(path.saved_at, UTC)
 
-    def _open(self, path: str, mode: str = "rb", *more: Any, **how: Any) -> Any:
+    def _open(self, path: str, mode: str = "rb", *args: Any, **options: Any) -> Any:
         """Return a file with the weights, and with the entry ``lightning`` of rank 0, such as the
         hyper-parameters. ``load_from_checkpoint`` reads the file.
 
         The file has no optimizer state, so a trainer cannot resume from it without
         ``CkptCheckpoint``.
         """
-        del more, how
+        del args, options
         root, _, step = path.partition("#")
         if mode != "rb":
             raise ConfigError(f"{SCHEME}://{path} is a step of ckpt: it can only be read")
-        if (wanted := step_of(f"{SCHEME}://{path}", step)) == BEST:
+        if (target := step_of(f"{SCHEME}://{path}", step)) == BEST:
             raise ConfigError(
                 f"{SCHEME}://{path} names no step, since this process has saved none: give "
                 "ckpt_path='best' to validate, test or predict of a trainer with the callback, or "
                 "export a step with `ckpt export`"
             )
-        state = _stored(unquote(root), wanted if isinstance(wanted, int) else None)
-        carried = state["lightning"]  # If this is a list, it has one item for each rank
-        first = carried[0] if isinstance(carried, list) else carried
+        state = _read_step(unquote(root), target if isinstance(target, int) else None)
+        content = state["lightning"]  # If this is a list, it has one item for each rank
+        head = content[0] if isinstance(content, list) else content
         file = io.BytesIO()
-        torch.save({**first, MODULE: state["model"]}, file)
+        torch.save({**head, MODULE: state["model"]}, file)
         file.seek(0)
         return file
 
 
-def _stored(root: str, step: int | None) -> dict[str, Any]:
+def _read_step(root: str, step: int | None) -> dict[str, Any]:
     """Return the entries ``model`` and ``lightning`` of a step, with the tensors on the CPU."""
     with opened_step(as_tiers(root), step) as reader:
 
@@ -120,7 +120,7 @@ def _stored(root: str, step: int | None) -> dict[str, Any]:
             def tree(make: MakeTensor) -> dict[str, Any]:
                 return StateTree(outline.manifest, make, _READ, by_name=False).build()
 
-            return built(reader, outline, tree)
+            return build_and_fill(reader, outline, tree)
 
         return reader.whole(build)
 

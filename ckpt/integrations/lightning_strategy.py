@@ -36,13 +36,13 @@ _OPTIMIZERS: Final = "optimizer_states"
 class Reader(Protocol):
     """An object that restores the checkpoints of a folder, such as ``CkptCheckpoint``."""
 
-    def which(self, path: str) -> int | str | StepRef | None:
+    def find_step(self, path: str) -> int | str | StepRef | None:
         """Return the step or attempt that ``path`` means; None if ``path`` is not the reader's
         folder, and names no step of it.
         """
         ...
 
-    def load(self, trainer: Trainer, which: int | str | StepRef) -> dict[str, Any]:
+    def load(self, trainer: Trainer, target: int | str | StepRef) -> dict[str, Any]:
         """Fill the trainer's module and optimizers, and return a checkpoint for Lightning."""
         ...
 
@@ -63,9 +63,11 @@ class CkptStrategy(Strategy):
     """
 
     readers: Sequence[Reader] = ()
-    _shown: dict[str, Any] | None = None  # The module's tensors by name, during a dump
+    _dump_tensors: dict[str, Any] | None = None  # The module's tensors by name, during a dump
     _is_filled = False  # Whether a reader did the last load, in place
-    _restored: Mapping[str, Any] | None = None  # The module's tensors, until hooks have seen them
+    _reader_tensors: Mapping[str, Any] | None = (
+        None  # The module's tensors, until hooks have seen them
+    )
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -84,15 +86,15 @@ class CkptStrategy(Strategy):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._shown is None:
+        if self._dump_tensors is None:
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
-        found = self.lightning_module.state_dict()
-        self._shown.update(found)
-        return found
+        tensors = self.lightning_module.state_dict()
+        self._dump_tensors.update(tensors)
+        return tensors
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        return super().optimizer_state(optimizer) if self._shown is None else {}
+        return super().optimizer_state(optimizer) if self._dump_tensors is None else {}
 
     def optimizer_step(
         self,
@@ -106,9 +108,9 @@ class CkptStrategy(Strategy):
         The step waits for the copy of a snapshot. Lightning would run the closure within the step,
         so the closure would also wait.
         """
-        first = [closure()]
+        results = [closure()]
         return super().optimizer_step(
-            optimizer, lambda: first.pop() if first else closure(), model, **kwargs
+            optimizer, lambda: results.pop() if results else closure(), model, **kwargs
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -117,8 +119,8 @@ class CkptStrategy(Strategy):
         If a reader has filled the module, this loads only what a hook ``on_load_checkpoint`` has
         changed.
         """
-        restored, self._restored = self._restored, None
-        if restored is None or _differ(restored, checkpoint[MODULE]):
+        tensors, self._reader_tensors = self._reader_tensors, None
+        if tensors is None or _differ(tensors, checkpoint[MODULE]):
             super().load_model_state_dict(checkpoint, strict)
 
     def load_checkpoint(
@@ -127,17 +129,17 @@ class CkptStrategy(Strategy):
         assert self.lightning_module is not None
         trainer, path = self.lightning_module.trainer, os.fspath(checkpoint_path)
         for reader in self.readers:
-            if (which := reader.which(path)) is not None:
+            if (target := reader.find_step(path)) is not None:
                 self._is_filled = True
-                found = reader.load(trainer, which)
-                self._restored = dict(found.get(MODULE, {}))
-                return found
+                checkpoint = reader.load(trainer, target)
+                self._reader_tensors = dict(checkpoint.get(MODULE, {}))
+                return checkpoint
         if path.startswith(f"{SCHEME}://") or _holds_steps(path):
             raise ConfigError(
                 f"ckpt_path={path!r} is not below the folder of a CkptCheckpoint of this trainer: "
                 f"give the callback that folder as dirpath"
             )
-        self._is_filled, self._restored = False, None
+        self._is_filled, self._reader_tensors = False, None
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def on_train_start(self) -> None:
@@ -154,19 +156,19 @@ class CkptStrategy(Strategy):
             ConfigError: A hook ``on_save_checkpoint`` has changed the module's state in the
                 checkpoint.
         """
-        shown: dict[str, Any] = {}
-        self._shown = shown
+        tensors: dict[str, Any] = {}
+        self._dump_tensors = tensors
         try:
-            found = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         finally:
-            self._shown = None
-        module, _ = found.pop(MODULE), found.pop(_OPTIMIZERS)
-        if _differ(shown, module):
+            self._dump_tensors = None
+        module, _ = checkpoint.pop(MODULE), checkpoint.pop(_OPTIMIZERS)
+        if _differ(tensors, module):
             raise ConfigError(
                 "an on_save_checkpoint hook has changed checkpoint['state_dict'], but ckpt saves "
                 "the module itself: put what the hook makes under another key of the checkpoint"
             )
-        return _without_exotic(found)
+        return _without_exotic(checkpoint)
 
 
 def mix_in(strategy: Strategy, readers: Sequence[Reader]) -> None:
@@ -181,19 +183,19 @@ def mix_in(strategy: Strategy, readers: Sequence[Reader]) -> None:
             "DDPStrategy or ModelParallelStrategy (FSDP2 and tensor parallelism)"
         )
     if not isinstance(strategy, CkptStrategy):
-        kind = _mixed(type(strategy))
+        kind = _mixin_type(type(strategy))
         strategy.__class__ = kind  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(strategy, CkptStrategy)
     strategy.readers = readers
 
 
-def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Return True unless both have the same objects under the same names."""
-    return one.keys() != other.keys() or any(one[name] is not other[name] for name in one)
+    return a.keys() != b.keys() or any(a[name] is not b[name] for name in a)
 
 
 @functools.cache
-def _mixed(kind: type[Strategy]) -> type[Strategy]:
+def _mixin_type(kind: type[Strategy]) -> type[Strategy]:
     return type(f"Ckpt{kind.__name__}", (CkptStrategy, kind), {})
 
 
@@ -211,8 +213,8 @@ def _without_exotic(checkpoint: dict[str, Any]) -> dict[str, Any]:
     for kind in (LightningModule, LightningDataModule):
         checkpoint.pop(kind.CHECKPOINT_HYPER_PARAMS_TYPE, None)
         hparams = checkpoint.pop(kind.CHECKPOINT_HYPER_PARAMS_KEY, {})
-        if kept := {name: value for name, value in hparams.items() if _is_plain(name, value)}:
-            checkpoint[kind.CHECKPOINT_HYPER_PARAMS_KEY] = kept
+        if plain := {name: value for name, value in hparams.items() if _is_plain(name, value)}:
+            checkpoint[kind.CHECKPOINT_HYPER_PARAMS_KEY] = plain
     return checkpoint
 
 

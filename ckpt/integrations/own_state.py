@@ -37,7 +37,7 @@ def saved_as(optimizers: Iterable[Any], path: str, *, is_sharded: bool = False) 
         UnsupportedValue: An optimizer has a ``state_dict()`` of its own, and its parameters are
             sharded. The parts of the ranks would not be told apart.
     """
-    return [_saved_as(each, path, is_sharded=is_sharded) for each in optimizers]
+    return [_saved_as(optimizer, path, is_sharded=is_sharded) for optimizer in optimizers]
 
 
 def _saved_as(optimizer: Any, path: str, *, is_sharded: bool) -> Any:

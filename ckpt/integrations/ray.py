@@ -42,7 +42,7 @@ from ckpt.restore.report import RestoreReport
 from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 REFERENCE: Final = "ckpt.json"
-TESTED: Final = ("2.60", "2.60")
+TESTED_RELEASES: Final = ("2.60", "2.60")
 _SCHEMES: Final = {"local": "", "s3": "s3://", "gcs": "gs://"}
 _MOST_BYTES: Final = 64 << 10  # The largest size of a reference
 _DRAIN_SECONDS: Final = 120.0  # The assumed time until a preemption without a deadline
@@ -89,7 +89,7 @@ class RayCheckpoints:
         tiers: Tiers | None = None,
         **settings: Any,
     ) -> None:
-        warn_of_untested("ray", TESTED, advice="kill a worker once and compare the losses")
+        warn_of_untested("ray", TESTED_RELEASES, advice="kill a worker once and compare the losses")
         if settings.get("on_error") == "warn":
             raise ConfigError(
                 'RayCheckpoints(on_error="warn"): Ray ends a run whose reported checkpoint fails; '
@@ -124,11 +124,11 @@ class RayCheckpoints:
         """
         if checkpoint is not None:
             return self._restore_reported(state, checkpoint, options)
-        reported = ray.train.get_checkpoint()
+        latest = ray.train.get_checkpoint()
         report = self.manager.restore(state, **options)
-        if reported is None:
+        if latest is None:
             return report
-        root, step = _read(reported)
+        root, step = _read(latest)
         if report is None:  # A step was reported, and these tiers have none
             if root != self.root:
                 raise ConfigError(
@@ -136,7 +136,7 @@ class RayCheckpoints:
                     f"{self.root}: give restore(state, checkpoint=ray.train.get_checkpoint()) to "
                     "begin with that one"
                 )
-            return self._restore_reported(state, reported, options)
+            return self._restore_reported(state, latest, options)
         if root == self.root and report.step < step:
             _log.warning(
                 "ckpt: step %d was restored, and Ray knows of step %d: that one is damaged or was "
@@ -190,8 +190,8 @@ class RayCheckpoints:
         pending = self.manager.save_async(state, step, metrics=numbers)
         context = ray.train.get_context()
         checkpoint = None
-        skipped = pending.done() and isinstance(pending.exception(), SaveSkipped)
-        if context.get_world_rank() == 0 and not skipped:
+        is_skipped = pending.done() and isinstance(pending.exception(), SaveSkipped)
+        if context.get_world_rank() == 0 and not is_skipped:
             storage = context.get_storage()
             # Ray needs a checkpoint at once. Later, Ray uses the reference from `_refer` instead.
             checkpoint = ray.train.Checkpoint(
@@ -214,10 +214,12 @@ class RayCheckpoints:
         ``ray.train.get_preemption_info()`` waits for all workers.
         """
         if self._preempted_at is None and (info := ray.train.get_preemption_info()) is not None:
-            known = info.deadline_ms and info.deadline_ms / 1e3 > time.time()
-            self._preempted_at = info.deadline_ms / 1e3 if known else time.time() + _DRAIN_SECONDS
+            has_deadline = info.deadline_ms and info.deadline_ms / 1e3 > time.time()
+            self._preempted_at = (
+                info.deadline_ms / 1e3 if has_deadline else time.time() + _DRAIN_SECONDS
+            )
             self.manager.request_stop(
-                datetime.fromtimestamp(self._preempted_at, UTC) if known else None
+                datetime.fromtimestamp(self._preempted_at, UTC) if has_deadline else None
             )
         self._stops = self._stop.requested(step)
         return self._stops
@@ -235,8 +237,8 @@ class RayCheckpoints:
         self.manager.close(timeout)
         if self._stops and self._preempted_at is not None:
             _log.info("ckpt: all is saved; waiting for Ray to move the workers")
-            left = self._preempted_at - time.time() + _LATE_SECONDS
-            threading.Event().wait(max(0.0, left))
+            seconds = self._preempted_at - time.time() + _LATE_SECONDS
+            threading.Event().wait(max(0.0, seconds))
             raise CkptError(
                 "Ray has announced a preemption and has not ended the workers: all is saved, and "
                 "FailureConfig(max_failures=...) says whether this error starts them again"
@@ -296,8 +298,8 @@ def _read(checkpoint: Any) -> tuple[str, int]:
     path = posixpath.join(checkpoint.path, REFERENCE)
     try:
         with checkpoint.filesystem.open_input_stream(path) as file:
-            found = json.loads(file.read(_MOST_BYTES))
-        return str(found["root"]), int(found["step"])
+            reference = json.loads(file.read(_MOST_BYTES))
+        return str(reference["root"]), int(reference["step"])
     except FileNotFoundError:
         raise ConfigError(
             f"{checkpoint.path} has no {REFERENCE}: it is a checkpoint that RayCheckpoints has not "

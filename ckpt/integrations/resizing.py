@@ -15,18 +15,18 @@ def same_or_first(rank: int, _world_size: int, saved_world_size: int) -> int:
     return rank if rank < saved_world_size else 0
 
 
-def refusing_resize(what: str, way: str) -> OnResize:
+def refusing_resize(name: str, way: str) -> OnResize:
     """Return a rule that always raises ``ConfigError``, for a value that no other number of ranks
     can use.
 
     Args:
-        what: The name of the value, for the error.
+        name: The name of the value, for the error.
         way: The advice in the error for users who cannot resume with as many ranks as before.
     """
 
     def refuse(_rank: int, world_size: int, saved_world_size: int) -> int:
         raise ConfigError(
-            f"{what} was saved by {saved_world_size} rank(s), and this world has {world_size}: "
+            f"{name} was saved by {saved_world_size} rank(s), and this world has {world_size}: "
             f"resume with as many ranks, or {way}"
         )
 

@@ -35,7 +35,7 @@ _THREADS: Final = 4
 _log = logging.getLogger("ckpt")
 
 
-class Failed:
+class FailedEntry:
     """An entry of a state whose ``state_dict()`` raises ``error``.
 
     If a rank cannot make its state, it saves this entry instead. The save then fails on all ranks,
@@ -53,13 +53,15 @@ class Failed:
 
 
 @contextmanager
-def opened(tiers: Sequence[Tier], step: int | None = None) -> Generator[Iterator[TieredReader]]:
+def open_readers(
+    tiers: Sequence[Tier], step: int | None = None
+) -> Generator[Iterator[TieredReader]]:
     """Open all tiers, and yield an iterator over the readers of committed attempts, newest first.
 
     With ``step``, the iterator yields only attempts at that step. A reader takes each chunk from
     the nearest tier that has it intact. The tiers are closed at the end of the ``with`` block.
     """
-    with _opened(tiers, step) as (_, readers):
+    with _open_stores(tiers, step) as (_, readers):
         yield readers
 
 
@@ -86,32 +88,32 @@ def opened_step(
         NoCheckpoint: No tier has such an attempt.
         StorageError: A tier cannot be listed, and no other tier has such an attempt.
     """
-    with _opened(tiers, step, finishes=finishes) as (stores, readers):
-        found = next((each for each in readers if ref in (None, each.ref)), None)
-        if found is None:
-            gone = f"{ref.folder!r} was removed while it was loaded" if ref else ""
-            urls = ", ".join(each.url for each in stores)
-            raise NoCheckpoint(urls, gone or _instead(stores[0], step))
-        yield found
+    with _open_stores(tiers, step, finishes=finishes) as (stores, readers):
+        reader = next((source for source in readers if ref in (None, source.ref)), None)
+        if reader is None:
+            reason = f"{ref.folder!r} was removed while it was loaded" if ref else ""
+            urls = ", ".join(source.url for source in stores)
+            raise NoCheckpoint(urls, reason or _instead(stores[0], step))
+        yield reader
 
 
 @contextmanager
-def _opened(
+def _open_stores(
     tiers: Sequence[Tier], step: int | None, *, finishes: bool = False
 ) -> Generator[tuple[list[StorageBackend], Iterator[TieredReader]]]:
-    opened = open_tiers(tiers)
-    stores = [tier.backend for tier in opened]
+    tiers_in_use = open_tiers(tiers)
+    stores = [tier.backend for tier in tiers_in_use]
 
-    def reader(found: Candidate) -> TieredReader:
-        sources = [stores[position] for position in found.answering]
-        return TieredReader(sources, found.ref, retry=RetryPolicy(), on_repair=_warn)
+    def reader(steps: Candidate) -> TieredReader:
+        sources = [stores[position] for position in steps.answering]
+        return TieredReader(sources, steps.ref, retry=RetryPolicy(), on_repair=_warn)
 
     try:
         with Workers("list", len(stores)) as listers, Workers("finish", _THREADS) as workers:
             finisher = Finisher(workers)
             finish = finisher.finish if finishes else _finish_none
-            found = candidates(stores, step, workers=listers, finish=finish)
-            yield stores, map(reader, found)
+            steps = candidates(stores, step, workers=listers, finish=finish)
+            yield stores, map(reader, steps)
     finally:
         for store in stores:
             store.close()
@@ -147,7 +149,7 @@ def fill_targets(
         put()
 
 
-def built(
+def build_and_fill(
     reader: TieredReader,
     outline: Found,
     build: Callable[[MakeTensor], T],
@@ -164,21 +166,26 @@ def built(
             with a given name. The tensors are filled only after ``build`` has returned.
         device: The device of the tensors.
     """
-    stored = outline.manifest.tensor_map()
-    made: dict[str, torch.Tensor] = {}
+    tensor_map = outline.manifest.tensor_map()
+    tensors: dict[str, torch.Tensor] = {}
 
     def tensor(name: str) -> torch.Tensor:
-        name = stored[name].name  # Tied names are one tensor
-        if name not in made:
-            shape, order = stored[name].shape, stored[name].order
-            dtype = getattr(torch, stored[name].dtype)
-            made[name] = empty_in_order(shape, order, dtype=dtype, device=device)
-        return made[name]
+        name = tensor_map[name].name  # Tied names are one tensor
+        if name not in tensors:
+            shape, order = tensor_map[name].shape, tensor_map[name].order
+            dtype = getattr(torch, tensor_map[name].dtype)
+            tensors[name] = empty_in_order(shape, order, dtype=dtype, device=device)
+        return tensors[name]
 
     result = build(tensor)
-    targets = {name: target for name, target in made.items() if target.numel()}
+    targets = {name: target for name, target in tensors.items() if target.numel()}
     leaves = [
-        Leaf(name, stored[name].dtype, stored[name].shape, (Box.whole(stored[name].shape),))
+        Leaf(
+            name,
+            tensor_map[name].dtype,
+            tensor_map[name].shape,
+            (Box.whole(tensor_map[name].shape),),
+        )
         for name in targets
     ]
     fill_targets(reader, outline, leaves, list(targets.values()))

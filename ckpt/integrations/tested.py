@@ -8,34 +8,34 @@ from importlib.metadata import version
 from typing import Final
 
 _log = logging.getLogger("ckpt")
-_warned: Final[set[str]] = set()
+_logged_lines: Final[set[str]] = set()
 
 
 def warn_once(text: str, *args: object) -> None:
     """Log ``text % args`` as a warning, unless this process has logged the same line before."""
-    if (line := text % args) not in _warned:
-        _warned.add(line)
+    if (line := text % args) not in _logged_lines:
+        _logged_lines.add(line)
         _log.warning("%s", line)
 
 
-def warn_of_untested(package: str, tested: tuple[str, str], *, advice: str) -> None:
+def warn_of_untested(package: str, releases: tuple[str, str], *, advice: str) -> None:
     """Log a warning, once in a process, if the installed release of a framework is not tested.
 
     Args:
         package: The name of the framework's distribution.
-        tested: The first and the last release that were tested, such as ``("2.6", "2.6")``.
+        releases: The first and the last release that were tested, such as ``("2.6", "2.6")``.
         advice: The text that says how to test this release before relying on it.
     """
-    installed = version(package)
-    first, last = map(_release, tested)
-    if not first <= _release(installed) <= last:
+    release = version(package)
+    oldest, last = map(_release, releases)
+    if not oldest <= _release(release) <= last:
         warn_once(
             "ckpt: %s %s is installed, and this version of ckpt was tested with %s %s only: %s "
             "before you rely on it",
             package,
-            installed,
+            release,
             package,
-            " to ".join(dict.fromkeys(tested)),
+            " to ".join(dict.fromkeys(releases)),
             advice,
         )
 

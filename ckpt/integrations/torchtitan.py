@@ -52,7 +52,7 @@ from ckpt.integrations.tested import warn_of_untested
 from ckpt.integrations.worker_seeds import give_generator
 from ckpt.model.keys import StepRef
 
-TESTED: Final = ("0.3", "0.3")
+TESTED_RELEASES: Final = ("0.3", "0.3")
 _RNG: Final = "rng"
 _NOT_FOUND: Final = "has not found the step to load"
 _DCP: Final = "dcp"
@@ -91,7 +91,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     save_future: Any  # A PendingSave, which has the result() of a future
 
     def __init__(self, config: Any, **parts: Any) -> None:
-        warn_of_untested("torchtitan", TESTED, advice="resume once and compare the losses")
+        warn_of_untested("torchtitan", TESTED_RELEASES, advice="resume once and compare the losses")
         # With these values, torchtitan starts no process group for DCP and no thread that removes
         # folders.
         super().__init__(replace(config, async_mode="disabled", keep_latest_k=0), **parts)
@@ -102,13 +102,13 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         give_generator(self.states[DATALOADER], 0)
         self.keep_latest_k = config.keep_latest_k
         base = parts.get("base_folder", "")
-        kept = [
+        tiers = [
             Tier(filesystem.join(base, url), keep_last=config.keep_latest_k or None)
             if url != MEMORY
             else Tier(MEMORY)
             for url in (*config.nearer, config.folder)
         ]
-        self.manager = manager.CheckpointManager(kept, **config.settings)
+        self.manager = manager.CheckpointManager(tiers, **config.settings)
 
     # -- what torchtitan calls ---------------------------------------------------------------------
 
@@ -129,13 +129,13 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         is_asked = step != -1
         is_here, step, has_model_only = of_first(_NOT_FOUND, lambda: self._find(step))
         if not is_here:
-            loaded: bool = super()._load(step)
+            is_loaded: bool = super()._load(step)
             if is_asked:  # The steps of ckpt after this one may be saved again
                 self.manager.continue_from(StepRef(step, _DCP))
-            return loaded
-        everything = self._state().keys() - set(self.exclude_from_loading)
-        wanted = {MODEL} if has_model_only else everything
-        self._restore(self.manager, None if step == -1 else step, wanted)
+            return is_loaded
+        all_names = self._state().keys() - set(self.exclude_from_loading)
+        names = {MODEL} if has_model_only else all_names
+        self._restore(self.manager, None if step == -1 else step, names)
         return True
 
     def _find(self, step: int) -> tuple[bool, int, bool]:
@@ -157,12 +157,14 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
             if not steps or newest > max(steps):
                 return False, newest, False
             return True, 0 if steps == [0] else -1, steps == [0]
-        theirs = self._steps_of_dcp()
-        if step not in {*steps, *theirs}:
-            there = few([str(each) for each in sorted({*steps, *theirs})], 20, quote=False)
+        dcp_steps = self._steps_of_dcp()
+        if step not in {*steps, *dcp_steps}:
+            steps_text = few(
+                [str(number) for number in sorted({*steps, *dcp_steps})], 20, quote=False
+            )
             raise FileNotFoundError(
                 f"--checkpoint.load_step={step} not found in {redact(self.folder)}: "
-                + (f"it has the steps {there}" if there else "it has no steps")
+                + (f"it has the steps {steps_text}" if steps_text else "it has no steps")
             )
         if newest > step:
             _log.warning(
@@ -177,7 +179,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     def _steps_of_dcp(self) -> set[int]:
         """Return the numbers of the steps in ``folder`` that torchtitan's own manager has saved."""
         names = filesystem.listdir(self.folder) if filesystem.isdir(self.folder) else []
-        return {int(found[1]) for name in names if (found := _STEP.fullmatch(name)) is not None}
+        return {int(match[1]) for name in names if (match := _STEP.fullmatch(name)) is not None}
 
     def _wait_for_saving(self) -> None:
         pending, self.save_future = self.save_future, None
@@ -203,9 +205,9 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         if not from_hf:
             with manager.CheckpointManager(checkpoint_id) as source:
                 if of_first(_NOT_FOUND, lambda: bool(source.steps())):
-                    everything = self._state().keys()
-                    wanted = {MODEL} if self.initial_load_model_only else everything
-                    self._restore(source, None, wanted)
+                    all_names = self._state().keys()
+                    names = {MODEL} if self.initial_load_model_only else all_names
+                    self._restore(source, None, names)
                     return
         super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
 
@@ -213,18 +215,18 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
 
     def _state(self) -> dict[str, Any]:
         """Return the state to save. ``exclude_from_loading`` has names of its entries."""
-        shared = {LR_SCHEDULER: self.states[LR_SCHEDULER]}
+        schedule = {LR_SCHEDULER: self.states[LR_SCHEDULER]}
         own = {
             name: PerRank(value, on_resize=_REFUSE_RESIZE if name == DATALOADER else same_or_first)
             for name, value in self.states.items()
             if name not in (MODEL, OPTIMIZER, LR_SCHEDULER) and value is not None
         }
         rng = PerRank(RngState(), on_resize="same_rank")
-        optimizer = _named(self.states[OPTIMIZER].optimizers)
-        return {MODEL: self._model, OPTIMIZER: optimizer, **shared, **own, _RNG: rng}
+        optimizer = _optimizer_entry(self.states[OPTIMIZER].optimizers)
+        return {MODEL: self._model, OPTIMIZER: optimizer, **schedule, **own, _RNG: rng}
 
     def _restore(
-        self, source: manager.CheckpointManager, step: int | None, wanted: Set[str]
+        self, source: manager.CheckpointManager, step: int | None, names: Set[str]
     ) -> None:
         state = self._state()
         if unknown := set(self.exclude_from_loading) - state.keys():
@@ -233,9 +235,9 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
                 f"{', '.join(state)}"
             )
         try:
-            only = None if wanted == state.keys() else sorted(wanted)
+            selection = None if names == state.keys() else sorted(names)
             # DCP converts dtypes as well
-            report = source.restore(state, step, only=only, cast=True)
+            report = source.restore(state, step, only=selection, cast=True)
         except EntryMissing as error:
             if not any(name.startswith(OPTIMIZER) for name in error.names):
                 raise
@@ -244,9 +246,9 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
                 "checkpoint.load_step to the step before it, or give its folder as "
                 "checkpoint.initial_load_path of a new run"
             ) from error
-        for name, kept in state.items():
-            if isinstance(kept, PerRank) and name in self.states:
-                self.states[name] = kept.value
+        for name, entry in state.items():
+            if isinstance(entry, PerRank) and name in self.states:
+                self.states[name] = entry.value
         if report is None:
             return
         give_generator(self.states[DATALOADER], report.step)
@@ -271,18 +273,18 @@ class _Parts(ModuleStandIn):
     def items(self, path: str) -> ModuleItems:
         """Return the parameters and persistent buffers of all parts."""
         if self._items is None:
-            found = [
+            entries = [
                 Entry(key=f"parts.{number}.{key}", fqn=canonical(part)(key), value=value)
                 for number, part in enumerate(self.parts)
                 for key, value in hookless_state(part).items()
             ]
-            trained = [entry for entry in found if isinstance(entry.value, nn.Parameter)]
+            parameters = [entry for entry in entries if isinstance(entry.value, nn.Parameter)]
             self._items = ModuleItems(
-                entries=tuple(found),
-                parts={id(entry.value): (Part(f"{path}/{entry.fqn}"),) for entry in trained},
+                entries=tuple(entries),
+                parts={id(entry.value): (Part(f"{path}/{entry.fqn}"),) for entry in parameters},
                 holders={
                     id(entry.value): holders_of(entry.value)
-                    for entry in trained
+                    for entry in parameters
                     if isinstance(entry.value, DTensor)
                 },
             )
@@ -298,17 +300,17 @@ class _Parts(ModuleStandIn):
         }
 
 
-def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+def _optimizer_entry(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     """Return the optimizer if there is only one, else a dict of all optimizers by class name.
 
     A repeated class name gets a number.
     """
     if len(optimizers) == 1:
         return optimizers[0]
-    seen: Counter[str] = Counter()
-    named: dict[str, torch.optim.Optimizer] = {}
+    counts: Counter[str] = Counter()
+    by_name: dict[str, torch.optim.Optimizer] = {}
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        named[f"{kind}_{seen[kind]}" if seen[kind] else kind] = optimizer
-        seen[kind] += 1
-    return named
+        by_name[f"{kind}_{counts[kind]}" if counts[kind] else kind] = optimizer
+        counts[kind] += 1
+    return by_name

@@ -26,7 +26,7 @@ _NAME: Final = re.compile(r"checkpoint-([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SaveLimit:
     """The rule of ``save_total_limit``: it keeps the newest steps and the best step.
 
     Attributes:
@@ -49,10 +49,10 @@ class Kept:
         ``best`` is the folder of the best step, if there is one.
         """
         if self.limit is not None:
-            steps, kept = sorted(_folders(output_dir)), best and step_named(best)
-            is_older = kept is not None and kept in steps[: -self.limit]
+            steps, best_step = sorted(_folders(output_dir)), best and step_named(best)
+            is_older = best_step is not None and best_step in steps[: -self.limit]
             newest = steps[-max(1, self.limit - is_older) :]
-            remove_folders(output_dir, keep={*newest, step, kept})
+            remove_folders(output_dir, keep={*newest, step, best_step})
 
 
 def folder_of(output_dir: str, step: int) -> str:
@@ -62,8 +62,8 @@ def folder_of(output_dir: str, step: int) -> str:
 
 def step_named(folder: str) -> int | None:
     """Return N if the name of the folder is ``checkpoint-N``, and else None."""
-    found = _NAME.fullmatch(os.path.basename(os.path.normpath(folder)))
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(os.path.basename(os.path.normpath(folder)))
+    return int(match[1]) if match else None
 
 
 def pointed_step(folder: str) -> int | None:
@@ -87,11 +87,11 @@ def pointed_step(folder: str) -> int | None:
     return step
 
 
-def check_is_checkpoint(asked: object, output_dir: str, steps: Sequence[int]) -> None:
+def check_is_checkpoint(value: object, output_dir: str, steps: Sequence[int]) -> None:
     """Raise ``ConfigError`` if a value to resume from is not the folder of a checkpoint.
 
     Args:
-        asked: The value of ``resume_from_checkpoint``.
+        value: The value of ``resume_from_checkpoint``.
         output_dir: The ``output_dir`` of the Trainer.
         steps: The steps of this run on its tiers, in ascending order.
 
@@ -99,19 +99,24 @@ def check_is_checkpoint(asked: object, output_dir: str, steps: Sequence[int]) ->
         ConfigError: The value is no folder with ``trainer_state.json``. The error suggests a value
             to resume from.
     """
-    if isinstance(asked, str | os.PathLike):
-        folder = os.fspath(cast("str | os.PathLike[str]", asked))
+    if isinstance(value, str | os.PathLike):
+        folder = os.fspath(cast("str | os.PathLike[str]", value))
         if folder and os.path.isfile(os.path.join(folder, STATE)):
             return
     if steps:
         # A fresh machine has no folders. The value True writes the folder of the newest step.
         folders = (folder_of(output_dir, step) for step in reversed(steps))
-        found = next((each for each in folders if os.path.isfile(os.path.join(each, STATE))), None)
-        way = ("give " if found is None else f"give {found!r}, or ") + "True for the newest step"
+        checkpoint = next(
+            (candidate for candidate in folders if os.path.isfile(os.path.join(candidate, STATE))),
+            None,
+        )
+        way = (
+            "give " if checkpoint is None else f"give {checkpoint!r}, or "
+        ) + "True for the newest step"
     else:
         way = f'{output_dir} has no step of ckpt: give the folder of a checkpoint, or "auto"'
     raise ConfigError(
-        f"resume_from_checkpoint={asked!r} is not the folder of a checkpoint, since it has no "
+        f"resume_from_checkpoint={value!r} is not the folder of a checkpoint, since it has no "
         f"{STATE}: {way}"
     )
 
@@ -160,21 +165,21 @@ def remove_folders(output_dir: str, *, keep: Collection[object]) -> None:
     """Remove the folders that have a pointer and whose steps are not in ``keep``."""
     for step, folder in _folders(output_dir).items():
         if step not in keep:
-            gone = os.path.join(output_dir, f".checkpoint-{step}.gone")
+            trash = os.path.join(output_dir, f".checkpoint-{step}.gone")
             # A killed process may have left files at this path, and the rename would then fail.
-            shutil.rmtree(gone, ignore_errors=True)
+            shutil.rmtree(trash, ignore_errors=True)
             with contextlib.suppress(OSError):  # Another node may have renamed the folder
-                os.rename(folder, gone)
-            shutil.rmtree(gone, ignore_errors=True)
+                os.rename(folder, trash)
+            shutil.rmtree(trash, ignore_errors=True)
 
 
 def _folders(output_dir: str) -> dict[int, str]:
     """Return the path of each folder in ``output_dir`` that has a pointer (``ckpt.json``), by the
     number of its step.
     """
-    found: dict[int, str] = {}
+    folders: dict[int, str] = {}
     for name in os.listdir(output_dir):
         step, folder = step_named(name), os.path.join(output_dir, name)
         if step is not None and os.path.isfile(os.path.join(folder, POINTER)):
-            found[step] = folder
-    return found
+            folders[step] = folder
+    return folders

@@ -42,7 +42,7 @@ from ckpt.integrations.all_ranks import of_all, of_first
 from ckpt.integrations.own_state import saved_as
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.integrations.trainer_folder import (
-    Kept,
+    SaveLimit,
     check_is_checkpoint,
     folder_of,
     pointed_step,
@@ -54,7 +54,7 @@ from ckpt.integrations.trainer_folder import (
 from ckpt.manager import CheckpointManager
 from ckpt.storage.tiers import Tiers, as_tiers
 
-TESTED: Final = ("5.23", "5.23")  # The first and the last release that every test ran with
+TESTED_RELEASES: Final = ("5.23", "5.23")  # The first and the last release that every test ran with
 BEST_STEP: Final = "trainer_best_step"
 """The name of a metric that a step gets if it is the best so far. Its value is the step's number.
 
@@ -89,18 +89,20 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         ckpt_observers: Sequence[Observer] = (),
         **options: Any,
     ) -> None:
-        warn_of_untested("transformers", TESTED, advice="resume once and compare the losses")
-        for given in (*args, *options.values()):
-            if isinstance(given, TrainingArguments):
-                _check_arguments(given)
+        warn_of_untested(
+            "transformers", TESTED_RELEASES, advice="resume once and compare the losses"
+        )
+        for value in (*args, *options.values()):
+            if isinstance(value, TrainingArguments):
+                _check_arguments(value)
         super().__init__(*args, **options)
         _check_trainer(self)
         tiers = os.path.join(self.args.output_dir, _FOLDER) if ckpt_tiers is None else ckpt_tiers
         has_best = self.args.metric_for_best_model is not None
-        self._ckpt_kept = Kept.of(self.args.save_total_limit, has_best=has_best)
+        self._ckpt_kept = SaveLimit.of(self.args.save_total_limit, has_best=has_best)
         given_tiers = as_tiers(tiers)
         _check_best(self.args, given_tiers)
-        self._ckpt_tiers = [_limited(tier, self._ckpt_kept) for tier in given_tiers]
+        self._ckpt_tiers = [_with_limit(tier, self._ckpt_kept) for tier in given_tiers]
         self._ckpt_config, self._ckpt_observers = ckpt_config, tuple(ckpt_observers)
         self._ckpt_rng = _HeldRng()
         self._ckpt_metrics: tuple[int, dict[str, float]] = (-1, {})
@@ -139,8 +141,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         with self._ckpt_manager(run) as run.manager:
             self._ckpt_run = run
             try:
-                found = self._ckpt_resume(run.manager, resume_from_checkpoint)
-                return super().train(found, trial, *args, **options)
+                checkpoint = self._ckpt_resume(run.manager, resume_from_checkpoint)
+                return super().train(checkpoint, trial, *args, **options)
             finally:
                 self._ckpt_run = None
 
@@ -148,32 +150,32 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         observers = (*own, *self._ckpt_observers)
         return CheckpointManager(self._ckpt_tiers, config=self._ckpt_config, observers=observers)
 
-    def _ckpt_resume(self, manager: CheckpointManager, asked: Any) -> Any:
+    def _ckpt_resume(self, manager: CheckpointManager, target: Any) -> Any:
         """Return the value of ``resume_from_checkpoint`` for the trainer itself.
 
         If the value is the folder of a step of ckpt, write this folder first.
 
         Args:
             manager: The manager of the run.
-            asked: The value that ``train`` got.
+            target: The value that ``train`` got.
         """
-        if asked in (True, "auto"):
-            found = self._ckpt_newest(manager) or (True if asked is True else None)
-            if isinstance(found, str) and pointed_step(found) is not None:
-                return found
-            asked = found
-        if asked is None or isinstance(asked, bool):
+        if target in (True, "auto"):
+            newest = self._ckpt_newest(manager) or (True if target is True else None)
+            if isinstance(newest, str) and pointed_step(newest) is not None:
+                return newest
+            target = newest
+        if target is None or isinstance(target, bool):
             self._ckpt_check_history(manager, None)
-            return asked
-        check_is_checkpoint(asked, self.args.output_dir, manager.steps())
-        asked = os.fspath(asked)
-        if (step := pointed_step(asked)) is None:
-            self._ckpt_check_history(manager, asked)
-            return asked
-        if folder_of(self.args.output_dir, step) != os.path.normpath(asked):
+            return target
+        check_is_checkpoint(target, self.args.output_dir, manager.steps())
+        target = os.fspath(target)
+        if (step := pointed_step(target)) is None:
+            self._ckpt_check_history(manager, target)
+            return target
+        if folder_of(self.args.output_dir, step) != os.path.normpath(target):
             raise ConfigError(
-                f"{asked} is not a checkpoint of output_dir={self.args.output_dir!r}: train with "
-                f"output_dir={os.path.dirname(os.path.normpath(asked))!r}"
+                f"{target} is not a checkpoint of output_dir={self.args.output_dir!r}: train with "
+                f"output_dir={os.path.dirname(os.path.normpath(target))!r}"
             )
         try:
             read = self._ckpt_read_text(manager, step)
@@ -181,12 +183,12 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             if not manager.steps():
                 raise steps_lost(self.args.output_dir, self._ckpt_places()) from error
             raise RestoreError(
-                f"{asked} points to step {step}, which cannot be restored: {error}. "
+                f"{target} points to step {step}, which cannot be restored: {error}. "
                 "resume_from_checkpoint=True takes the newest step that can"
             ) from error
         assert read is not None
-        self._ckpt_write_text(manager, *read, asked)
-        return asked
+        self._ckpt_write_text(manager, *read, target)
+        return target
 
     def _ckpt_newest(self, manager: CheckpointManager) -> str | None:
         """Write and return the folder of the newest step.
@@ -215,10 +217,10 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         If ``step`` is None, take the newest step. Return None if there is no step. Also remove the
         folders of steps that the tiers no longer have. All ranks must call this.
         """
-        if (found := self._ckpt_read_text(manager, step)) is None:
+        if (content := self._ckpt_read_text(manager, step)) is None:
             return None
-        self._ckpt_write_text(manager, *found)
-        return found[0]
+        self._ckpt_write_text(manager, *content)
+        return content[0]
 
     def _ckpt_read_text(
         self, manager: CheckpointManager, step: int | None
@@ -233,7 +235,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return None if report is None else (report.step, text["trainer"])
 
     def _ckpt_write_text(
-        self, manager: CheckpointManager, step: int, text: str, asked: str | None = None
+        self, manager: CheckpointManager, step: int, text: str, user_folder: str | None = None
     ) -> None:
         """Write the folder of ``step``, and remove the folders of steps that the tiers of no node
         have.
@@ -244,18 +246,18 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             manager: The manager of the run.
             step: The number of the step.
             text: The text of ``trainer_state.json``.
-            asked: The folder of ``step`` if the user has asked for it; else None.
+            user_folder: The folder of ``step`` if the user has asked for it; else None.
 
         Raises:
-            ConfigError: The tiers have a step after ``asked``. No folder was changed.
+            ConfigError: The tiers have a step after ``user_folder``. No folder was changed.
         """
         # The node of this rank may have tiers of its own, and lack even the step itself.
-        held = of_all("cannot list the steps", manager.steps)
-        keep = {step, *chain.from_iterable(held)}
+        steps_by_rank = of_all("cannot list the steps", manager.steps)
+        keep = {step, *chain.from_iterable(steps_by_rank)}
 
         def write() -> None:
-            if asked is not None:
-                self._ckpt_check_history(manager, asked)
+            if user_folder is not None:
+                self._ckpt_check_history(manager, user_folder)
             if self.is_local_process_zero():
                 write_folder(self.args.output_dir, step, text)
                 remove_folders(self.args.output_dir, keep=keep)
@@ -263,16 +265,16 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         of_all(f"could not write the folder of step {step}", write)
         self.accelerator.wait_for_everyone()  # ``of_all`` only waits with torch.distributed
 
-    def _ckpt_check_history(self, manager: CheckpointManager, asked: str | None) -> None:
-        """Raise ``ConfigError`` if the tiers have a newer step than that of the folder ``asked``.
+    def _ckpt_check_history(self, manager: CheckpointManager, folder: str | None) -> None:
+        """Raise ``ConfigError`` if the tiers have a newer step than that of ``folder``.
 
-        A restart would take the newer step instead of the steps of this run. If ``asked`` is None,
+        A restart would take the newer step instead of the steps of this run. If ``folder`` is None,
         the run begins at step 0.
         """
-        first = (step_named(asked) if asked else None) or 0
-        if newer := [step for step in manager.steps() if step > first]:
+        start = (step_named(folder) if folder else None) or 0
+        if newer := [step for step in manager.steps() if step > start]:
             way = "or give this run another output_dir"
-            if first:
+            if start:
                 folders = ", ".join(f"step-{step:09d}.*" for step in newer)
                 way = (
                     "give this run another output_dir, or first remove the newer steps "
@@ -293,14 +295,16 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
 
         Only ``resume_from_checkpoint=True`` and ``"auto"`` allow an earlier step.
         """
-        found = resume_from_checkpoint
+        checkpoint = resume_from_checkpoint
         while True:
             try:
-                return super()._inner_training_loop(*args, resume_from_checkpoint=found, **options)
-            except _StepDamaged as damaged:
-                found = self._ckpt_before(damaged)
+                return super()._inner_training_loop(
+                    *args, resume_from_checkpoint=checkpoint, **options
+                )
+            except _StepDamaged as error:
+                checkpoint = self._ckpt_before(error)
 
-    def _ckpt_before(self, damaged: _StepDamaged) -> str:
+    def _ckpt_before(self, damage: _StepDamaged) -> str:
         """Write the ``checkpoint-N`` folder of the newest step before the damaged step whose
         trainer state can be restored, and return its path. The tensors of the step are not checked.
 
@@ -309,39 +313,39 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         assert self._ckpt_run is not None
         manager = self._ckpt_run.manager
-        held = of_first("cannot list the steps", manager.steps)
-        for step in reversed([step for step in held if step < damaged.step]):
+        steps = of_first("cannot list the steps", manager.steps)
+        for step in reversed([step for step in steps if step < damage.step]):
             try:
                 self._ckpt_restore_text(manager, step)
             except NoCheckpoint:
                 continue  # This error is the same on all ranks, and was logged
-            _log.warning("ckpt: step %d is damaged, resuming from step %d", damaged.step, step)
+            _log.warning("ckpt: step %d is damaged, resuming from step %d", damage.step, step)
             return folder_of(self.args.output_dir, step)
-        raise damaged.error
+        raise damage.error
 
     # -- saving ------------------------------------------------------------------------------------
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
         self._ckpt_metrics = (self.state.global_step, numbers)
-        found: bool = super()._determine_best_metric(metrics, trial)
-        return found
+        is_best: bool = super()._determine_best_metric(metrics, trial)
+        return is_best
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         del model, trial  # train() refuses trials, and the model is self.model
         if (run := self._ckpt_run) is None:
             raise ConfigError("a checkpoint is saved within train() only: call save_model() here")
-        step, before = self.state.global_step, self.state.best_model_checkpoint
-        if run.saved == step:  # A callback has asked for this step, so it is already saved
+        step, previous_best = self.state.global_step, self.state.best_model_checkpoint
+        if run.last_step == step:  # A callback has asked for this step, so it is already saved
             if self.state.best_global_step == step:
-                run.bests.append(before)
+                run.bests.append(previous_best)
                 self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
                 run.manager.add_metrics(step, {BEST_STEP: float(step)})
             return
         self.store_flos()
         metrics = self._ckpt_metrics[1] if self._ckpt_metrics[0] == step else {}
         if self.state.best_global_step == step:
-            run.bests.append(before)
+            run.bests.append(previous_best)
             self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
             metrics = {**metrics, BEST_STEP: float(step)}
         text = self._ckpt_text()
@@ -350,14 +354,16 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             state["trainer"] = text
         run.expect(step, text, self.state.best_model_checkpoint)
         if not run.save(state, step, metrics, self._ckpt_frozen()):
-            self.state.best_model_checkpoint = before
+            self.state.best_model_checkpoint = previous_best
 
     def _ckpt_text(self) -> str:
         """Return the text of ``trainer_state.json`` for the present state of the trainer."""
-        held: list[Any] = [*self.callback_handler.callbacks, self.control]
-        able: list[Any] = [each for each in held if isinstance(each, ExportableState)]
-        kept = TrainerState(stateful_callbacks=able)
-        self.state.stateful_callbacks = kept.stateful_callbacks
+        objects: list[Any] = [*self.callback_handler.callbacks, self.control]
+        able: list[Any] = [
+            candidate for candidate in objects if isinstance(candidate, ExportableState)
+        ]
+        snapshot = TrainerState(stateful_callbacks=able)
+        self.state.stateful_callbacks = snapshot.stateful_callbacks
         return json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
 
     def _ckpt_state(self) -> dict[str, Any]:
@@ -379,8 +385,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         if getattr(self.model, "peft_config", None) is None:
             return []
-        named = self.model.named_parameters()
-        return [f"model/{name}" for name, value in named if not value.requires_grad]
+        parameters = self.model.named_parameters()
+        return [f"model/{name}" for name, value in parameters if not value.requires_grad]
 
     # -- resuming ----------------------------------------------------------------------------------
 
@@ -433,8 +439,10 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         assert self._ckpt_run is not None
         best: str | None = self.state.best_model_checkpoint
-        there = [each for each in (*self._ckpt_run.bests, best) if each and os.path.isdir(each)]
-        return there[-1] if there else best
+        folders = [
+            folder for folder in (*self._ckpt_run.bests, best) if folder and os.path.isdir(folder)
+        ]
+        return folders[-1] if folders else best
 
     def _load_best_model(self) -> None:
         step = pointed_step(self.state.best_model_checkpoint)
@@ -469,18 +477,18 @@ class _HeldRng:
     """
 
     def __init__(self) -> None:
-        self._now = RngState()
-        self._held: dict[str, Any] | None = None
+        self._rng = RngState()
+        self._state: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return self._now.state_dict()
+        return self._rng.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._held = state
+        self._state = state
 
     def set(self) -> None:
-        if self._held is not None:
-            self._now.load_state_dict(self._held)
+        if self._state is not None:
+            self._rng.load_state_dict(self._state)
 
 
 class _StepDamaged(Exception):
@@ -503,16 +511,16 @@ class _Run:
     Attributes:
         manager: The manager of the saves.
         falls_back: Whether the run may resume from an earlier step if the step is damaged.
-        saved: The number of the last step that was saved; None before the first save.
+        last_step: The number of the last step that was saved; None before the first save.
         bests: The folders of the best checkpoints before the present one, oldest first.
     """
 
     manager: CheckpointManager
     falls_back = False
-    saved: int | None = None
+    last_step: int | None = None
 
-    def __init__(self, output_dir: str, kept: Kept, *, writes: bool) -> None:
-        self._output_dir, self._kept, self._writes = output_dir, kept, writes
+    def __init__(self, output_dir: str, limit: SaveLimit, *, writes: bool) -> None:
+        self._output_dir, self._limit, self._writes = output_dir, limit, writes
         self._texts: dict[int, tuple[str, str | None]] = {}
         self._pending: list[Any] = []
         self.bests: list[str | None] = []
@@ -525,30 +533,36 @@ class _Run:
         self._texts[step] = (text, best)
 
     def save(
-        self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], left: Sequence[str]
+        self,
+        state: Mapping[str, Any],
+        step: int,
+        metrics: Mapping[str, float],
+        exclusions: Sequence[str],
     ) -> bool:
-        """Begin a save without the names in ``left``. Return True if the save has begun. Return
-        False if it was skipped or, with ``on_error="warn"``, could not begin.
+        """Begin a save without the names in ``exclusions``. Return True if the save has begun.
+        Return False if it was skipped or, with ``on_error="warn"``, could not begin.
         """
         try:
-            pending = self.manager.save_async(state, step, metrics=metrics, exclude=left or None)
+            pending = self.manager.save_async(
+                state, step, metrics=metrics, exclude=exclusions or None
+            )
         except BaseException:
             self._texts.pop(step, None)
             raise
         if pending.done() and pending.durable_seconds is None and pending.unreported is None:
             self._texts.pop(step, None)  # No slot was free, or no tier takes the step
             return False
-        self.saved = step
-        self._pending = [*(each for each in self._pending if not each.done()), pending]
+        self.last_step = step
+        self._pending = [*(save for save in self._pending if not save.done()), pending]
         return True
 
     def __call__(self, event: Event) -> None:
         if not isinstance(event, SaveCommitted) or event.tier.startswith("shm://"):
             return  # A step in memory is lost with the machine
-        if (found := self._texts.pop(event.step, None)) is not None and self._writes:
-            text, best = found
+        if (entry := self._texts.pop(event.step, None)) is not None and self._writes:
+            text, best = entry
             write_folder(self._output_dir, event.step, text)
-            self._kept.apply(self._output_dir, event.step, best)
+            self._limit.apply(self._output_dir, event.step, best)
 
     def finish(self) -> None:
         """Wait until every save has ended and every folder is written.
@@ -562,14 +576,14 @@ class _Run:
                 pending.result()
 
 
-def _limited(tier: Tier, kept: Kept) -> Tier:
-    """Return ``tier`` with the settings of ``kept`` in place of the retention settings that it
+def _with_limit(tier: Tier, limit: SaveLimit) -> Tier:
+    """Return ``tier`` with the settings of ``limit`` in place of the retention settings that it
     lacks. A tier without any limit and the tier in memory are returned unchanged.
     """
-    keep_last = tier.keep_last or kept.limit
+    keep_last = tier.keep_last or limit.limit
     if keep_last is None or tier.url == "memory":
         return tier
-    best: tuple[str, Mode] | None = (BEST_STEP, "max") if kept.has_best else None
+    best: tuple[str, Mode] | None = (BEST_STEP, "max") if limit.has_best else None
     counts = tier.best_counts or tier.keep_last is None
     keep_best = tier.keep_best or best
     return replace(tier, keep_last=keep_last, keep_best=keep_best, best_counts=counts)
@@ -591,7 +605,7 @@ def _check_best(args: Any, tiers: Sequence[Tier]) -> None:
 def _check_arguments(args: Any) -> None:
     """Raise ``ConfigError`` for unsupported arguments, before the trainer uses the arguments."""
     for name in [name for name in ("FSDP", "DeepSpeed") if getattr(args, name.lower(), None)]:
-        raise _unsupported(name)
+        raise _unsupported_error(name)
     if args.save_only_model:
         raise ConfigError(
             "save_only_model=True leaves out what resuming needs: remove it. save_model() writes "
@@ -621,13 +635,13 @@ def _check_trainer(trainer: Any) -> None:
     from other places, such as environment variables.
     """
     sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
-    refused = {
+    refusals = {
         "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "a model that transformers has sharded": sharded,
     }
-    for name in [name for name, asked in refused.items() if asked]:
-        raise _unsupported(name)
+    for name in [name for name, is_set in refusals.items() if is_set]:
+        raise _unsupported_error(name)
     if getattr(trainer, "use_adaptive_entropy", False):
         raise ConfigError(
             "use_adaptive_entropy=True changes entropy_coef at each step, and no checkpoint has "
@@ -635,7 +649,7 @@ def _check_trainer(trainer: Any) -> None:
         )
 
 
-def _unsupported(name: str) -> ConfigError:
+def _unsupported_error(name: str) -> ConfigError:
     return ConfigError(
         f"CkptTrainerMixin does not support {name}: use the trainer without it, or a loop of your "
         "own with CheckpointManager, which supports FSDP2 and DeepSpeed ZeRO"

@@ -31,7 +31,7 @@ def give_generator(loader: Any, *place: int) -> None:
 
 
 @contextmanager
-def seeded(loader: Any, *place: int) -> Generator[None]:
+def seed_loader(loader: Any, *place: int) -> Generator[None]:
     """Let ``loader`` draw from a generator of its own, in the ``with`` block only."""
     loader = _base(loader)
     generator = loader.generator
@@ -46,11 +46,11 @@ def _own_generator(loader: DataLoader[Any], place: tuple[int, ...]) -> torch.Gen
     """Return a generator whose seed depends on ``place``, and on the seed of the generator that
     ``loader`` would draw from. The latter does not change.
     """
-    drawn = loader.generator
-    seed = torch.initial_seed() if isinstance(drawn, _Own | None) else drawn.initial_seed()
-    (mixed,) = np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64).tolist()
+    source = loader.generator
+    seed = torch.initial_seed() if isinstance(source, _Own | None) else source.initial_seed()
+    (number,) = np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64).tolist()
     # The loader draws a number on the default device.
-    return _Own(torch.get_default_device()).manual_seed(mixed)
+    return _Own(torch.get_default_device()).manual_seed(number)
 
 
 def _base(loader: Any) -> Any:

@@ -24,12 +24,12 @@ class Span:
 
     Attributes:
         start: The index of the first element of the range in the flattened parameter.
-        at: The index of the same element in the partition.
+        offset: The index of the same element in the partition.
         length: The number of elements; 0 if the partition holds none.
     """
 
     start: int
-    at: int
+    offset: int
     length: int
 
 
@@ -58,25 +58,25 @@ class Partition:
     pieces: tuple[Piece, ...]
 
 
-def span_within(begin: int, numel: int, first: int, size: int) -> Span:
+def span_within(begin: int, numel: int, part_begin: int, size: int) -> Span:
     """Return the span of a parameter that a partition of a flat buffer holds.
 
     In the buffer, the parameter has ``numel`` elements from ``begin`` on, and the partition has
-    ``size`` elements from ``first`` on.
+    ``size`` elements from ``part_begin`` on.
     """
-    low, high = max(begin, first), min(begin + numel, first + size)
-    return Span(low - begin, low - first, high - low) if low < high else Span(0, 0, 0)
+    low, high = max(begin, part_begin), min(begin + numel, part_begin + size)
+    return Span(low - begin, low - part_begin, high - low) if low < high else Span(0, 0, 0)
 
 
-def span_of_rank(numel: int, rank: int, size: int, at: int) -> Span:
+def span_of_rank(numel: int, rank: int, size: int, offset: int) -> Span:
     """Return the span of a ZeRO 3 parameter that the partition of ``rank`` holds.
 
     The parameter has ``numel`` elements, and each rank has a part of ``size`` elements. The part of
-    ``rank`` begins at index ``at`` of its partition. The span does not include the padding at the
-    end of the last part.
+    ``rank`` begins at index ``offset`` of its partition. The span does not include the padding at
+    the end of the last part.
     """
     start = min(rank * size, numel)
-    return Span(start, at, min(size, numel - start))
+    return Span(start, offset, min(size, numel - start))
 
 
 def partitions_of(optimizer: Any) -> tuple[Partition, ...]:
@@ -127,7 +127,7 @@ def _cut_groups(
         process_groups: For each group of parameters the process group that shares its buffer.
     """
     for index, (group, flat, master) in enumerate(zip(groups, whole, masters, strict=True)):
-        first = dist.get_rank(process_groups[index]) * master.numel()
+        part_begin = dist.get_rank(process_groups[index]) * master.numel()
         pieces: list[Piece] = []
         for parameter in group:
             begin, remainder = divmod(parameter.data_ptr() - flat.data_ptr(), flat.element_size())
@@ -136,7 +136,7 @@ def _cut_groups(
                     "DeepSpeed has moved parameters out of its flat buffers: call "
                     "engine.reload_states() first"
                 )
-            span = span_within(begin, parameter.numel(), first, master.numel())
+            span = span_within(begin, parameter.numel(), part_begin, master.numel())
             pieces.append(Piece(parameter, tuple(parameter.shape), span))
         yield Partition(master, index, tuple(pieces))
 
@@ -147,17 +147,19 @@ def _cut_parameters(optimizer: Any) -> Iterator[Partition]:
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
         pieces: list[Piece] = []
-        at = 0
+        offset = 0
         for parameter in group:
-            pieces.append(Piece(parameter, tuple(parameter.ds_shape), span_of_shard(parameter, at)))
-            at += parameter.ds_tensor.ds_numel
+            pieces.append(
+                Piece(parameter, tuple(parameter.ds_shape), span_of_shard(parameter, offset))
+            )
+            offset += parameter.ds_tensor.ds_numel
         yield Partition(master, optimizer.sub_group_to_group_id[index], tuple(pieces))
 
 
-def span_of_shard(parameter: Any, at: int = 0) -> Span:
+def span_of_shard(parameter: Any, offset: int = 0) -> Span:
     """Return the span of a ZeRO 3 parameter that this rank's ``ds_tensor`` holds.
 
-    The span begins at index ``at`` of this rank's partition.
+    The span begins at index ``offset`` of this rank's partition.
     """
     rank = dist.get_rank(parameter.ds_process_group)
-    return span_of_rank(parameter.ds_numel, rank, parameter.ds_tensor.ds_numel, at)
+    return span_of_rank(parameter.ds_numel, rank, parameter.ds_tensor.ds_numel, offset)

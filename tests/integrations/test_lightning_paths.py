@@ -50,7 +50,7 @@ def test_a_path_with_another_word_than_a_step_is_refused(
     callback = CkptCheckpoint(tmp_path)
     path = f"ckpt://{tmp_path}#{step}"
     with pytest.raises(ConfigError, match="names no step: end it with # and the number"):
-        callback.which(path)
+        callback.find_step(path)
     with pytest.raises(ConfigError, match="names no step: end it with # and the number"):
         nets.Net.load_from_checkpoint(path)
 
@@ -58,9 +58,9 @@ def test_a_path_with_another_word_than_a_step_is_refused(
 def test_a_path_without_a_word_is_the_newest_step(tmp_path: Path) -> None:
     callback = CkptCheckpoint(tmp_path)
     for path in (f"ckpt://{tmp_path}", f"ckpt://{tmp_path}#", f"ckpt://{tmp_path}#newest"):
-        assert callback.which(path) == "newest"
-    assert callback.which(f"ckpt://{tmp_path}#12") == 12
-    assert callback.which(f"ckpt://{tmp_path}#best") == "best"
+        assert callback.find_step(path) == "newest"
+    assert callback.find_step(f"ckpt://{tmp_path}#12") == 12
+    assert callback.find_step(f"ckpt://{tmp_path}#best") == "best"
 
 
 def test_of_several_attempts_at_a_step_the_youngest_decides_whether_it_is_the_best(

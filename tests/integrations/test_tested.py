@@ -52,7 +52,7 @@ def test_one_tested_release_is_no_range(
 CALLS = {
     path.stem: found[1]
     for path in sorted(FOLDER.glob("*.py"))
-    if (found := re.search(r'warn_of_untested\(\s*"([a-z]+)", TESTED', path.read_text()))
+    if (found := re.search(r'warn_of_untested\(\s*"([a-z]+)", TESTED_RELEASES', path.read_text()))
 }
 
 
@@ -71,5 +71,5 @@ def test_the_version_that_is_installed_is_a_tested_one(
         pytest.skip(f"{CALLS[module]} is not installed")
     door = importlib.import_module(f"ckpt.integrations.{module}")
     monkeypatch.setattr(tested, "_warned", set())
-    warn_of_untested(CALLS[module], door.TESTED, advice="")
+    warn_of_untested(CALLS[module], door.TESTED_RELEASES, advice="")
     assert not caplog.records

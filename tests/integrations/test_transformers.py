@@ -683,7 +683,7 @@ def test_the_best_model_is_that_of_a_step_that_was_saved(
     """The save of the best step, 30, has failed, or was skipped by another rank."""
     folders_of = [trainer_folder.folder_of(str(tmp_path), step) for step in (10, 20, 30)]
     trainer_folder.write_folder(str(tmp_path), 20, "{}")
-    run = door._Run(str(tmp_path), trainer_folder.Kept.of(None, has_best=True), writes=True)
+    run = door._Run(str(tmp_path), trainer_folder.SaveLimit.of(None, has_best=True), writes=True)
     run.bests = [None, *folders_of[:2]]
     trained: Any = SimpleNamespace(
         _ckpt_run=run, state=SimpleNamespace(best_model_checkpoint=folders_of[2])

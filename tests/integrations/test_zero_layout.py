@@ -16,7 +16,7 @@ worlds = st.integers(1, 5)
 
 
 def view(shape: tuple[int, ...], span: Span, flat: torch.Tensor) -> LocalShards:
-    return LocalShards.of_range(shape, span.start, flat[span.at : span.at + span.length])
+    return LocalShards.of_range(shape, span.start, flat[span.offset : span.offset + span.length])
 
 
 def put_together(shape: tuple[int, ...], parts: list[LocalShards]) -> torch.Tensor:

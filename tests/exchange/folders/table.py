@@ -28,7 +28,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.catalog.tensor_reader import StepReader
 from ckpt.errors import CkptError
 from ckpt.exchange.export import ExportOptions, Format, export
-from ckpt.exchange.imports import ForeignCheckpoint, Imported, import_checkpoint
+from ckpt.exchange.imports import ForeignCheckpoint, ImportReport, import_checkpoint
 from ckpt.exchange.opened import open_checkpoint
 from tests.exchange.folders.compare import compare, is_same
 from tests.exchange.folders.net import TRUTH
@@ -233,7 +233,7 @@ def _short(text: str) -> str:
     return text if len(text) < 60 else text.partition(":")[0]
 
 
-def _names(done: Imported) -> str:
+def _names(done: ImportReport) -> str:
     how = done.names.get("optimizer", "")
     return (
         "by position"
