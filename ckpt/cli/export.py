@@ -153,7 +153,7 @@ def _show(done: ExportReport, step: int, kind: Format) -> None:
         f"step {step}: {tensors}, {output.size(done.nbytes)}, as {kind}", style="green"
     )
     output.show_facts({"place": done.place})
-    for title, notes in (("changed", done.notes.changed), ("left out", done.notes.left_out)):
+    for title, notes in (("changed", done.notes.changes), ("left out", done.notes.left_out)):
         if notes:
             output.show_line()
             output.show_line(f"{title}: {output.count(len(notes), 'name')}", style="yellow")
@@ -167,6 +167,6 @@ def _as_json(done: ExportReport) -> dict[str, object]:
         "place": done.place,
         "tensors": done.tensors,
         "bytes": done.nbytes,
-        "changed": [{"name": name, "why": why} for name, why in done.notes.changed],
+        "changed": [{"name": name, "why": why} for name, why in done.notes.changes],
         "left_out": [{"name": name, "why": why} for name, why in done.notes.left_out],
     }

@@ -122,7 +122,7 @@ def fit_state(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
             return value
         if in_list:
             # DCP writes a list with a missing item, but cannot read it.
-            notes.changed.append((path, "a dict without entries: None now"))
+            notes.changes.append((path, "a dict without entries: None now"))
             return None
         notes.left_out.append((path, "a dict without entries"))
         return value

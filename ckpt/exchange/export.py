@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 import torch
 
-from ckpt.adapters.match.tree import Notes, StateTree, chosen
+from ckpt.adapters.match.tree import Notes, StateTree, is_selected
 from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader
 from ckpt.errors import AccessDenied, ConfigError, EntryMissing, OutOfSpace, StorageError
 from ckpt.errors.base import few
@@ -104,7 +104,7 @@ def export(
             f"{out} is a URL: export to a local file or folder, and copy it from there"
         )
     out = local_path(out)
-    names = [name for name in sorted(reader.tensors) if chosen(name, globs)]
+    names = [name for name in sorted(reader.tensors) if is_selected(name, globs)]
     if not names:
         _check_values(reader, kind, globs)
     tensors = {reader.tensors[name].name: reader.tensors[name] for name in names}
@@ -218,7 +218,7 @@ def _torch(
         reader.manifest, lambda name: tensors[reader.tensors[name].name], globs, by_name=False
     )
     torch_writer.write_file(place, tree.build())
-    notes.changed += tree.notes.changed
+    notes.changes += tree.notes.changes
 
 
 def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> None:
@@ -230,7 +230,7 @@ def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> 
 
     tree = StateTree(reader.manifest, make, globs, by_name=True)
     state = dcp_writer.fit_state(tree.build(), tree.notes)
-    notes.changed += tree.notes.changed
+    notes.changes += tree.notes.changes
     notes.left_out += tree.notes.left_out
     dcp_writer.write_folder(place, state, placeholders, lambda name: TensorView(reader, name)[...])
 

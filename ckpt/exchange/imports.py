@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.adapters.match.saved import EQUAL
-from ckpt.adapters.match.wrapper_prefix import REMOVED
+from ckpt.adapters.match.wrapper_prefix import REMOVED_PREFIX
 from ckpt.catalog.index import committed
 from ckpt.config import Tier
 from ckpt.errors import CommitError, ConfigError, StepExists, StorageError, UnsupportedValue
@@ -143,7 +143,7 @@ def import_checkpoint(
         shaper = _Shaper(report, foreign.plain, foreign.parameter_names)
         live = shaper.shape(state)
         if shaper.without_prefix:
-            metadata[REMOVED] = shaper.without_prefix
+            metadata[REMOVED_PREFIX] = shaper.without_prefix
         if shaper.equal:
             metadata[EQUAL] = shaper.equal
         with CheckpointManager(keeps_all, metadata=metadata, slots=1, overlap="off") as manager:

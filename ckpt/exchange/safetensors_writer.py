@@ -139,10 +139,10 @@ def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:
     for tensor in tensors:
         dtype = DTYPES[tensor.dtype]
         if dtype.lanes > 1:
-            notes.changed.append(
+            notes.changes.append(
                 (tensor.name, f"{tensor.dtype}: {dtype.storage} with one more dimension now")
             )
         elif tensor.dtype in STORED_AS_INTEGERS:
-            notes.changed.append(
+            notes.changes.append(
                 (tensor.name, f"{tensor.dtype}: {dtype.storage} of the same bytes now")
             )

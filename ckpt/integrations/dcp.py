@@ -82,7 +82,7 @@ class _Order:
         rank: The number of the rank in the group of ranks that save.
         world_size: The number of ranks in that group.
         token: A text that no other save of the job has.
-        spread: The paths of the lists that are stored as dicts. See ``dcp_items.gathered``.
+        spread: The paths of the lists that are stored as dicts. See ``dcp_items.gather_lists``.
     """
 
     step: int
@@ -236,7 +236,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Choose the step for all ranks, and give the entries of a list to one rank (see
-        ``dcp_items.gathered``).
+        ``dcp_items.gather_lists``).
 
         Only DCP's coordinator rank calls this.
         """

@@ -26,8 +26,8 @@ import msgspec
 
 from ckpt.adapters.match.broadcast import Broadcast, can_broadcast
 from ckpt.adapters.match.load import match
-from ckpt.adapters.match.matching import Matched
-from ckpt.adapters.match.selection import ALL, Selection
+from ckpt.adapters.match.matching import StateMatch
+from ckpt.adapters.match.selection import WHOLE_STATE, Selection
 from ckpt.adapters.match.sink import TensorSink
 from ckpt.catalog.candidates import candidates
 from ckpt.catalog.finalize import Finisher
@@ -90,7 +90,7 @@ class _Fit:
     """
 
     stored_step: Found
-    state_match: Matched
+    state_match: StateMatch
     plan: RestorePlan
     cache: ReadThrough
 
@@ -122,7 +122,7 @@ class RestoreContext:
 class RestoreOptions:
     """The options that the user gives for a restore. See ``CheckpointManager.restore``."""
 
-    selection: Selection = ALL
+    selection: Selection = WHOLE_STATE
     read_through: bool = True
     broadcast: bool = False
 
@@ -191,7 +191,7 @@ class Restorer:
             _apply(state_match, report.step)
             seconds = time.perf_counter() - began
             report = replace(report, seconds=seconds, skipped=tuple(skips))
-            self._announce(report, is_empty=not state_match.wanted)
+            self._announce(report, is_empty=not state_match.leaves)
             return report
         if not skips and step is None:
             if self._coordinator.rank == LEADER:  # A first start is normal, so this is no warning
@@ -211,7 +211,7 @@ class Restorer:
         step: int | None,
         skips: list[tuple[int, str]],
         neighbours: NodeSurvey,
-    ) -> tuple[Matched, RestoreReport] | None:
+    ) -> tuple[StateMatch, RestoreReport] | None:
         """Restore the first proposed step that is intact.
 
         The steps that were tried before are appended to ``skips``. Returns the matched state,
@@ -315,7 +315,7 @@ class Restorer:
 
     def _land(
         self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: NodeSurvey
-    ) -> tuple[Matched, RestoreReport]:
+    ) -> tuple[StateMatch, RestoreReport]:
         """Match the proposed step with the state on all ranks, and then read it on all ranks.
 
         Returns:
@@ -339,7 +339,10 @@ class Restorer:
             "match",
             ref.step,
             lambda: self._fit(state, sources, origin),
-            lambda fit: (*fit.state_match.unexpected, *map(_as_pattern, fit.state_match.unused)),
+            lambda fit: (
+                *fit.state_match.surplus_names,
+                *map(_as_pattern, fit.state_match.idle_patterns),
+            ),
         )
         surplus_names = tuple(name for name in nowhere if not name.startswith(_PATTERN))
         if unused_patterns := [name for name in nowhere if name.startswith(_PATTERN)]:
@@ -364,9 +367,9 @@ class Restorer:
             missing=fit.state_match.missing,
             left_alone=fit.state_match.left_alone,
             unexpected=surplus_names,
-            renamed=fit.state_match.renamed,
-            converted=fit.state_match.converted,
-            uninitialised=fit.state_match.uninitialised,
+            renamed=fit.state_match.renames,
+            converted=fit.state_match.conversions,
+            uninitialised=fit.state_match.meta_names,
             finished=proposal.finished_commits,
         )
 
@@ -418,7 +421,7 @@ class Restorer:
         sources: Sources,
         origin: TieredReader,
         stored_step: Found,
-    ) -> tuple[Found, Matched, RestorePlan]:
+    ) -> tuple[Found, StateMatch, RestorePlan]:
         """Match the state with the manifest ``stored_step``, and plan the reads.
 
         Return the manifest with the needed fragments filled in, the matched state, and the plan.
@@ -427,8 +430,8 @@ class Restorer:
         state_match = match(
             state, stored_step.manifest, rank=rank, world_size=world, selection=self._selection
         )
-        stored_step = origin.filled(stored_step, state_match.wanted)
-        plan = plan_restore(stored_step.manifest, state_match.wanted)
+        stored_step = origin.filled(stored_step, state_match.leaves)
+        plan = plan_restore(stored_step.manifest, state_match.leaves)
         # With ``broadcast``, all ranks must choose copies alike, so distance is ignored.
         near = dict.fromkeys(sources.distance, 0) if self._is_broadcast else sources.distance
         if near and any(near.get(read.rank) != 0 for read in plan.reads):
@@ -436,7 +439,7 @@ class Restorer:
             # name such copies.
             stored_step = origin.filled(stored_step, None)
             plan = nearest_copies(
-                plan_restore(stored_step.manifest, state_match.wanted), stored_step.manifest, near
+                plan_restore(stored_step.manifest, state_match.leaves), stored_step.manifest, near
             )
         return stored_step, state_match, plan
 
@@ -459,7 +462,7 @@ class _Reader:
         ``cached`` takes it first, in work that all ranks do together, so that they all learn of an
         error.
         """
-        return TensorSink(self._fit.state_match.wanted, self._fit.state_match.targets)
+        return TensorSink(self._fit.state_match.leaves, self._fit.state_match.targets)
 
     def cached(self, plan: RestorePlan) -> RestorePlan:
         """Fill the caches. Return ``plan`` without the chunks that were copied to the state while
@@ -530,7 +533,7 @@ def _pause_gc() -> Generator[None]:
             gc.enable()
 
 
-def _apply(state_match: Matched, step: int) -> None:
+def _apply(state_match: StateMatch, step: int) -> None:
     """Set the plain values of the state, and load its objects."""
     try:
         state_match.apply()

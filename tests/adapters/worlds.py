@@ -71,8 +71,8 @@ def restore(
     matched = match(
         state, manifest, rank=rank, world_size=world_size, selection=Selection(strict=strict)
     )
-    plan = plan_restore(manifest, matched.wanted)
-    sink = TensorSink(matched.wanted, matched.targets)
+    plan = plan_restore(manifest, matched.leaves)
+    sink = TensorSink(matched.leaves, matched.targets)
     places = [(read.rank, read.offset) for read in plan.reads]
     assert places == sorted(set(places)), "a chunk is read twice"
     for run in coalesce(plan.reads, most_bytes=1 << 20, gap_bytes=8):

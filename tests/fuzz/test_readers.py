@@ -96,7 +96,7 @@ def test_a_tree_changed_anywhere_is_restored_or_refused(
         )
         try:
             matched = match(state, manifest, rank=0, world_size=1)
-            plan_restore(manifest, matched.wanted)
+            plan_restore(manifest, matched.leaves)
         except CkptError as refused:
             reported(refused)
 

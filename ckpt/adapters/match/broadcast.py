@@ -82,7 +82,7 @@ class Broadcast:
         self._rank = dist.get_rank()
         self._groups: list[Any] = []  # Torch's stubs also allow an int as a group
         self._loads: list[tuple[Group, Any]] = []
-        self._alone: frozenset[int] = frozenset()
+        self._own_keys: frozenset[int] = frozenset()
         self._rounds = 0
         self._full: dict[Parcel, _Load] = {}
         self._free: list[memoryview] = []
@@ -113,15 +113,15 @@ class Broadcast:
         """
         world = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._groups.append(world)
-        wanted = _gather(np.array(list(self._reads), dtype=np.int64), world)
+        keys_by_rank = _gather(np.array(list(self._reads), dtype=np.int64), world)
         sizes = {key: read.nbytes for key, read in self._reads.items()}
-        shares = share(sizes, wanted, worth_bytes=WORTH_BYTES, parcel_bytes=PARCEL_BYTES)
-        most = torch.tensor([max(shares.rounds, 1)], device="cpu")
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world)
+        shares = share(sizes, keys_by_rank, worth_bytes=WORTH_BYTES, parcel_bytes=PARCEL_BYTES)
+        round_count = torch.tensor([max(shares.rounds, 1)], device="cpu")
+        dist.all_reduce(round_count, op=dist.ReduceOp.MAX, group=world)
         for group in shares.groups:
             everybody = len(group.ranks) == dist.get_world_size()
             self._loads.append((group, world if everybody else self._group(group.ranks)))
-        self._alone, self._rounds = shares.own_keys, int(most.item())
+        self._own_keys, self._rounds = shares.own_keys, int(round_count.item())
 
     def _group(self, ranks: Sequence[int]) -> Any:
         group = dist.new_group(
@@ -134,11 +134,11 @@ class Broadcast:
         """Read this rank's parcels of round ``number``, and meanwhile exchange the parcels of the
         round before.
         """
-        reading = reader.submit(self._fill, number) if number < self._rounds else None
+        future = reader.submit(self._fill, number) if number < self._rounds else None
         if number:
             self._collective(partial(self._exchange_round, number - 1))
-        if reading is not None:
-            reading.result()
+        if future is not None:
+            future.result()
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -146,24 +146,26 @@ class Broadcast:
         """Read this rank's parcels of round ``number``. In the first round, also read the chunks
         that this rank does not share with others.
         """
-        if not number and self._alone:
-            self._take([self._reads[key] for key in self._reads if key in self._alone], self._sink)
-        mine = [
+        if not number and self._own_keys:
+            self._take(
+                [self._reads[key] for key in self._reads if key in self._own_keys], self._sink
+            )
+        own_loads = [
             self._load(parcel)
             for group, _ in self._loads
             if number < len(group.rounds)
             for parcel in group.rounds[number]
             if parcel.reader == self._rank
         ]
-        if mine:
-            places = {mark: place for load in mine for mark, place in load.places.items()}
-            self._take([read for load in mine for read in load.reads], _LoadSink(places))
-        self._full.update({load.parcel: load for load in mine})
+        if own_loads:
+            places = {mark: place for load in own_loads for mark, place in load.places.items()}
+            self._take([read for load in own_loads for read in load.reads], _LoadSink(places))
+        self._full.update({load.parcel: load for load in own_loads})
 
     def _take(self, reads: Sequence[ChunkRead], sink: Sink) -> None:
         """Read ``reads``, a part of the plan, into ``sink``."""
-        ordered = sorted(reads, key=lambda read: read.chunk_id)
-        part = replace(self._plan, reads=tuple(ordered))
+        sorted_reads = sorted(reads, key=lambda read: read.chunk_id)
+        part = replace(self._plan, reads=tuple(sorted_reads))
         self._read(part, sink)
         self.read_bytes += part.read_bytes
 
@@ -234,10 +236,10 @@ class Broadcast:
         """
         reads = [self._reads[key] for key in parcel.keys]
         target = self._sink.direct(reads[0]) if len(reads) == 1 else None
-        memory = self._lent(sum(read.nbytes for read in reads)) if target is None else target
+        memory = self._borrow(sum(read.nbytes for read in reads)) if target is None else target
         return _Load(parcel, reads, memory, in_place=target is not None)
 
-    def _lent(self, nbytes: int) -> memoryview:
+    def _borrow(self, nbytes: int) -> memoryview:
         """Return a free buffer of at least ``nbytes``, or a new one."""
         with self._lock:
             for index, memory in enumerate(self._free):
@@ -260,8 +262,8 @@ class Broadcast:
             self._part()
             if not isinstance(error, RuntimeError):
                 raise
-            first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            raise Parted(f"it could not share with others what it read: {first}") from error
+            line = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise Parted(f"it could not share with others what it read: {line}") from error
 
     def _part(self) -> None:
         """Forget all parcels, and destroy the process groups."""
@@ -328,9 +330,11 @@ def _gather(keys: Keys, group: Any) -> list[Keys]:
     count = torch.tensor([len(keys)], device="cpu")
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count, group=group)
-    most = max(int(each.item()) for each in counts)
-    mine = torch.zeros(most, dtype=torch.int64, device="cpu")
-    mine[: len(keys)] = torch.from_numpy(keys)
-    tables = [torch.empty_like(mine) for _ in counts]
-    dist.all_gather(tables, mine, group=group)
-    return [table[: int(each.item())].numpy() for table, each in zip(tables, counts, strict=True)]
+    size = max(int(length.item()) for length in counts)
+    own_table = torch.zeros(size, dtype=torch.int64, device="cpu")
+    own_table[: len(keys)] = torch.from_numpy(keys)
+    tables = [torch.empty_like(own_table) for _ in counts]
+    dist.all_gather(tables, own_table, group=group)
+    return [
+        table[: int(length.item())].numpy() for table, length in zip(tables, counts, strict=True)
+    ]

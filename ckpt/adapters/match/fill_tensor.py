@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 import torch
 
-from ckpt.adapters.match.matching import Matching
+from ckpt.adapters.match.matching import Matcher
 from ckpt.adapters.match.saved import kind, tag
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.wrapped import Layer, apart, is_wrapper
@@ -19,7 +19,7 @@ _LONG: Final = 200
 _encoder: Final = msgspec.json.Encoder(order="sorted")
 
 
-def fill_tensor(match: Matching, name: str, source: str, target: Source, node: Node) -> None:
+def fill_tensor(match: Matcher, name: str, source: str, target: Source, node: Node) -> None:
     """Request that the restore reads the bytes of ``node`` into ``target``. For a wrapper tensor
     (see ``tensors.wrapped``), request it for each tensor inside.
 
@@ -33,9 +33,9 @@ def fill_tensor(match: Matching, name: str, source: str, target: Source, node: N
     Raises:
         KindMismatch: ``node`` is not the node of a tensor, only one of ``target`` and ``node`` is a
             wrapper tensor, or they differ in their class, their metadata or the tensors inside.
-        DtypeMismatch: See ``Matching.want``. A tensor inside of a wrapper must have the dtype that
+        DtypeMismatch: See ``Matcher.want``. A tensor inside of a wrapper must have the dtype that
             was saved, since it is never converted.
-        ShapeMismatch, RestoreError: See ``Matching.want``.
+        ShapeMismatch, RestoreError: See ``Matcher.want``.
         ManifestCorrupt: The node of a wrapper tensor names a tensor that the checkpoint lacks.
         UnsupportedValue: ``target`` cannot be filled.
     """
@@ -43,24 +43,24 @@ def fill_tensor(match: Matching, name: str, source: str, target: Source, node: N
         match.expect(node, name, "tensor", "array")
         match.want(name, source, target, node["n"])
         return
-    taken = apart(name, target)
-    sources = taken.sources()
-    for path, stored in _stored(name, "", taken.layer, node):
-        held = sources[path].source
-        saved = match.saved.tensors.get(stored)
-        if saved is None:
+    parts = apart(name, target)
+    sources = parts.sources()
+    for path, stored_name in _stored_names(name, "", parts.layer, node):
+        tensor = sources[path].source
+        record = match.checkpoint.tensors.get(stored_name)
+        if record is None:
             raise ManifestCorrupt(
-                "tree", f"it names the tensor {stored[:80]!r}, which is not there"
+                "tree", f"it names the tensor {stored_name[:80]!r}, which is not there"
             )
         # The integers in a quantised tensor have no meaning in another dtype.
-        if f"torch.{saved.dtype}" != str(held.dtype):
-            here = str(held.dtype).removeprefix("torch.")
+        if f"torch.{record.dtype}" != str(tensor.dtype):
+            own_dtype = str(tensor.dtype).removeprefix("torch.")
             way = "build the target with the class and the settings that were saved"
-            raise DtypeMismatch(f"{name}/{path}", saved.dtype, here, stored, way)
-        match.want(f"{name}/{path}", f"{source}/{path}", held, stored)
+            raise DtypeMismatch(f"{name}/{path}", record.dtype, own_dtype, stored_name, way)
+        match.want(f"{name}/{path}", f"{source}/{path}", tensor, stored_name)
 
 
-def _stored(name: str, path: str, layer: Layer, node: Node) -> Iterator[tuple[str, str]]:
+def _stored_names(name: str, path: str, layer: Layer, node: Node) -> Iterator[tuple[str, str]]:
     """Yield, for each innermost tensor of the wrapper tensor ``name``, its path in the wrapper and
     the name under which its bytes are stored.
 
@@ -73,17 +73,23 @@ def _stored(name: str, path: str, layer: Layer, node: Node) -> Iterator[tuple[st
         raise KindMismatch(name, kind(node), layer.kind)
     if node["inner"].keys() != layer.inner.keys():
         raise KindMismatch(
-            name, *(f"{layer.kind} of {', '.join(each)}" for each in (node["inner"], layer.inner))
+            name, *(f"{layer.kind} of {', '.join(value)}" for value in (node["inner"], layer.inner))
         )
-    saved, here = (_encoder.encode(each).decode() for each in (node["v"], layer.values))
-    if saved != here:
-        raise KindMismatch(name, *(f"{layer.kind} with {each[:_LONG]}" for each in (saved, here)))
+    saved_values, own_values = (
+        _encoder.encode(value).decode() for value in (node["v"], layer.values)
+    )
+    if saved_values != own_values:
+        raise KindMismatch(
+            name, *(f"{layer.kind} with {value[:_LONG]}" for value in (saved_values, own_values))
+        )
     for attribute, part in layer.inner.items():
-        inside = join(path, attribute)
+        inner_path = join(path, attribute)
         if isinstance(part, Layer):
-            yield from _stored(join(name, attribute), inside, part, node["inner"][attribute])
+            yield from _stored_names(
+                join(name, attribute), inner_path, part, node["inner"][attribute]
+            )
         else:
-            found = node["inner"][attribute]
-            if tag(found) != "tensor":
-                raise KindMismatch(join(name, attribute), kind(found), "tensor")
-            yield inside, found["n"]
+            inner_node = node["inner"][attribute]
+            if tag(inner_node) != "tensor":
+                raise KindMismatch(join(name, attribute), kind(inner_node), "tensor")
+            yield inner_path, inner_node["n"]

@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 from ckpt.adapters.match.fill_tensor import fill_tensor
 from ckpt.adapters.match.load_module import match_module
 from ckpt.adapters.match.load_optimizer import match_optimizer
-from ckpt.adapters.match.matching import Matched, Matching
-from ckpt.adapters.match.renaming import Renaming
-from ckpt.adapters.match.saved import ABSENT, Saved, holds_tensors, is_mapping, kind, tag
-from ckpt.adapters.match.selection import ALL, Selection
+from ckpt.adapters.match.matching import Matcher, StateMatch
+from ckpt.adapters.match.renaming import RenameRules
+from ckpt.adapters.match.saved import ABSENT, SavedState, holds_tensors, is_mapping, kind, tag
+from ckpt.adapters.match.selection import WHOLE_STATE, Selection
 from ckpt.adapters.match.slots import Holders, fill_slots, tensors_of
 from ckpt.adapters.match.targets import has_live, has_sharded, holds_names
 from ckpt.adapters.match.wrapper_prefix import removed_from, with_prefix
@@ -64,8 +64,8 @@ def match(
     *,
     rank: int,
     world_size: int,
-    selection: Selection = ALL,
-) -> Matched:
+    selection: Selection = WHOLE_STATE,
+) -> StateMatch:
     """Match ``manifest`` with the part of ``state`` that ``selection`` chooses, and return the work
     that the restore must do. The values of the state do not change.
 
@@ -111,50 +111,54 @@ class _Match:
         for _, value in self._objects:
             if isinstance(value, nn.Module):
                 release(value)
-        self._saved = Saved(manifest)
-        selection = replace(selection, renaming=self._renaming(selection.renaming))
-        self._all = Matching(self._saved, selection, find_parameters(state, self._objects))
-        self._actions = self._all.actions
+        self._checkpoint = SavedState(manifest)
+        selection = replace(selection, rename_rules=self._rename_rules(selection.rename_rules))
+        self._matcher = Matcher(self._checkpoint, selection, find_parameters(state, self._objects))
+        self._actions = self._matcher.actions
         self._in_object = False
-        self._restored: list[nn.Module | Optimizer] = []
+        self._targets: list[nn.Module | Optimizer] = []
 
-    def _renaming(self, renaming: Renaming) -> Renaming:
-        if not removed_from(self._saved):
-            return renaming
+    def _rename_rules(self, rules: RenameRules) -> RenameRules:
+        if not removed_from(self._checkpoint):
+            return rules
         entries = {
             path: [entry.fqn for entry in items_of(path, value).entries]
             for path, value in self._objects
             if isinstance(value, nn.Module)
         }
-        return with_prefix(renaming, self._saved, entries)
+        return with_prefix(rules, self._checkpoint, entries)
 
-    def run(self) -> Matched:
+    def run(self) -> StateMatch:
         modules = [(path, value) for path, value in self._objects if isinstance(value, nn.Module)]
-        self._actions.append(self._all.real.change_places)
+        self._actions.append(self._matcher.real.change_places)
         self._mapping(self._state, "", "")
         self._fill_slots([module for _, module in modules])
-        matched = self._all.done()
-        matched.actions += [value.settle for value in self._restored if isinstance(value, StandIn)]
-        matched.actions += self._all.last_actions
-        matched.actions.append(forget_copies)
-        matched.uninitialised = tuple(
+        state_match = self._matcher.finish()
+        state_match.actions += [
+            value.settle for value in self._targets if isinstance(value, StandIn)
+        ]
+        state_match.actions += self._matcher.last_actions
+        state_match.actions.append(forget_copies)
+        state_match.meta_names = tuple(
             name
             for path, module in modules
-            for name in self._all.real.left_out(path, _keyed_by(module))
+            for name in self._matcher.real.left_out(path, _keyed_by(module))
         )
-        return matched
+        return state_match
 
     def _fill_slots(self, modules: Sequence[nn.Module]) -> None:
-        if not self._all.slots:
+        if not self._matcher.slots:
             return
         optimizers = [
             (path, unwrapped(value))
             for path, value in self._objects
             if isinstance(value, Optimizer) and not declares_state(value)
         ]
-        others = (tensor for _, tensor in walk_tensors(self._state))
-        holders = Holders(optimizers, chain(tensors_of(modules), others))
-        fill_slots(self._all.slots, holders, dict(self._all.filled), self._all.values.buffers)
+        other_tensors = (tensor for _, tensor in walk_tensors(self._state))
+        holders = Holders(optimizers, chain(tensors_of(modules), other_tensors))
+        fill_slots(
+            self._matcher.slots, holders, dict(self._matcher.fills), self._matcher.values.buffers
+        )
 
     # -- containers --------------------------------------------------------------------------------
 
@@ -163,22 +167,24 @@ class _Match:
 
         ``put`` replaces the value in its container.
         """
-        source = self._all.source(name)
-        node = self._saved.node(source)
-        inside = holds_names(value)
-        if not self._all.takes(name) and not (inside and self._all.selection.reaches(name)):
-            self._all.claim(name, source, silent=True)
+        source = self._matcher.source(name)
+        node = self._checkpoint.node(source)
+        is_container = holds_names(value)
+        if not self._matcher.takes(name) and not (
+            is_container and self._matcher.selection.reaches(name)
+        ):
+            self._matcher.claim(name, source, silent=True)
         elif node is not ABSENT:
             self._item(value, node, name, source, put)
-        elif inside and self._all.selection.renaming:
+        elif is_container and self._matcher.selection.rename_rules:
             # With a renaming, the checkpoint may have the values inside of this one elsewhere.
-            with self._all.one(name, source):
+            with self._matcher.as_one(name, source):
                 self._item(value, node, name, source, put)
         else:
-            self._all.lack(name, source)
+            self._matcher.lack(name, source)
 
     def _mapping(self, target: MutableMapping[Any, Any], path: str, source: str) -> None:
-        self._all.open(path, source)
+        self._matcher.open(path, source)
         for key, value in target.items():
             self._child(value, join(path, key), partial(target.__setitem__, key))
 
@@ -188,7 +194,7 @@ class _Match:
         items = node["v"] if tag(node) == "tuple" else node
         if node is not ABSENT and not (isinstance(items, list) and len(items) == len(target)):
             raise KindMismatch(path, kind(node), f"{type(target).__name__} of {len(target)}")
-        self._all.open(path, source)
+        self._matcher.open(path, source)
         fresh = list(target)
         for index, value in enumerate(target):
             self._child(value, join(path, str(index)), partial(fresh.__setitem__, index))
@@ -212,11 +218,11 @@ class _Match:
             target = adapted(target)
         match target:
             case nn.Module():
-                match_module(self._all, target, node, path, source)
-                self._restored.append(target)
+                match_module(self._matcher, target, node, path, source)
+                self._targets.append(target)
             case Optimizer() if not declares_state(target):
-                match_optimizer(self._all, unwrapped(target), node, path, source)
-                self._restored.append(target)
+                match_optimizer(self._matcher, unwrapped(target), node, path, source)
+                self._targets.append(target)
             case MutableMapping() if not is_stateful(target) and has_live(target):
                 if (
                     node is not ABSENT
@@ -230,7 +236,7 @@ class _Match:
             case _ if (live := self._live_state(target, node, path)) is not None:
                 self._object(target, live, path, source)
             case _:
-                self._all.claim(path, source)
+                self._matcher.claim(path, source)
                 self._leaf(target, node, path, source, put)
 
     def _live_state(self, target: Any, node: Node, path: str) -> MutableMapping[str, Any] | None:
@@ -247,12 +253,12 @@ class _Match:
             and holds_tensors(node)
         ):
             return None
-        declared = declares_state(target)
-        if not declared and not (dist.is_available() and dist.is_initialized()):
+        is_declared = declares_state(target)
+        if not is_declared and not (dist.is_available() and dist.is_initialized()):
             return None
         with asked(path, target):
             live = target.targets() if isinstance(target, Refilled) else target.state_dict()
-        if not isinstance(live, MutableMapping) or not (declared or has_sharded(live)):
+        if not isinstance(live, MutableMapping) or not (is_declared or has_sharded(live)):
             return None
         return live
 
@@ -263,9 +269,9 @@ class _Match:
         """
         # The tensors of a ``Refilled`` object keep their shapes. In any other object, the restore
         # replaces a tensor that was saved with another shape (see ``_leaf``).
-        before, self._in_object = self._in_object, not isinstance(target, Refilled)
+        was_in_object, self._in_object = self._in_object, not isinstance(target, Refilled)
         self._mapping(live, path, source)
-        self._in_object = before
+        self._in_object = was_in_object
         self._actions.append(lambda: target.load_state_dict(live))
 
     def _leaf(
@@ -277,23 +283,25 @@ class _Match:
             target = None
         match target:
             case torch.Tensor() | LocalShards():
-                held = as_source(target) if isinstance(target, torch.Tensor) else target
-                fill_tensor(self._all, path, source, held, node)
+                tensor = as_source(target) if isinstance(target, torch.Tensor) else target
+                fill_tensor(self._matcher, path, source, tensor, node)
             case np.ndarray():
                 self._array(target, node, path, source, put)
             case PerRank():
-                if not (isinstance(node, list) and self._saved.imported):
-                    self._all.expect(node, path, "per_rank")
+                if not (isinstance(node, list) and self._checkpoint.is_imported):
+                    self._matcher.expect(node, path, "per_rank")
                 self._per_rank(target, node, path, source)
             case _ if is_stateful(target):
                 # An imported checkpoint has a plain mapping for such an object.
                 if not is_mapping(node):
-                    self._all.expect(node, path, "object")
-                made = self._all.values.order(node["v"] if tag(node) == "object" else node, path)
+                    self._matcher.expect(node, path, "object")
+                make_value = self._matcher.values.order(
+                    node["v"] if tag(node) == "object" else node, path
+                )
                 load = target.load_state_dict
                 if isinstance(target, Checked):
-                    target.check_saved(made())
-                self._actions.append(lambda: load(made()))
+                    target.check_saved(make_value())
+                self._actions.append(lambda: load(make_value()))
             case _:
                 self._plain(target, node, path, put)
 
@@ -304,14 +312,14 @@ class _Match:
             or tag(node) not in ("tensor", "array")
         ):
             return False
-        saved = self._saved.tensors.get(node["n"])
-        return saved is not None and saved.shape != tuple(target.shape)
+        record = self._checkpoint.tensors.get(node["n"])
+        return record is not None and record.shape != tuple(target.shape)
 
     def _plain(self, target: Any, node: Node, path: str, put: Callable[[Any], None]) -> None:
         if tag(node) in _LIVE or (tag(node) in ("tensor", "array") and target is not None):
             raise KindMismatch(path, kind(node), type(target).__name__)
-        made = self._all.values.order(node, path)
-        self._actions.append(lambda: put(made()))
+        make_value = self._matcher.values.order(node, path)
+        self._actions.append(lambda: put(make_value()))
 
     def _array(
         self,
@@ -321,30 +329,41 @@ class _Match:
         source: str,
         put: Callable[[Any], None],
     ) -> None:
-        self._all.expect(node, path, "array", "tensor")
-        held = target
+        self._matcher.expect(node, path, "array", "tensor")
+        array = target
         if not is_fillable(target):
-            held = np.empty_like(target, subok=False)
-            if node["n"] in self._saved.tensors:
-                self._actions.append(lambda: put(held))
-        self._all.want(path, source, torch.from_numpy(held), node["n"])
+            array = np.empty_like(target, subok=False)
+            if node["n"] in self._checkpoint.tensors:
+                self._actions.append(lambda: put(array))
+        self._matcher.want(path, source, torch.from_numpy(array), node["n"])
 
-    def _per_rank(self, target: PerRank, node: Node, path: str, at: str) -> None:
-        """Match a ``PerRank`` value with the value at the path ``at`` of the checkpoint. In an
-        imported checkpoint, ``node`` is a list of the values of all ranks, as an export writes it.
+    def _per_rank(self, target: PerRank, node: Node, path: str, saved_path: str) -> None:
+        """Match a ``PerRank`` value with the value at the path ``saved_path`` of the checkpoint. In
+        an imported checkpoint, ``node`` is a list of the values of all ranks, as an export writes
+        it.
         """
-        saved_world = len(node) if isinstance(node, list) else self._saved.manifest.world_size
+        saved_world = len(node) if isinstance(node, list) else self._checkpoint.manifest.world_size
         source: int | None = self._rank
         if saved_world != self._world:
             source = self._source(target, path, saved_world)
         if source is None:
             return
-        values = {at: node[source]} if isinstance(node, list) else self._saved.per_rank(source)
-        if at not in values:
-            self._all.lack(f"{path} of rank {source}", f"{at} of rank {source}")
+        values = (
+            {saved_path: node[source]}
+            if isinstance(node, list)
+            else self._checkpoint.per_rank(source)
+        )
+        if saved_path not in values:
+            self._matcher.lack(f"{path} of rank {source}", f"{saved_path} of rank {source}")
             return
-        self._saved.adopt(at, values[at])
-        self._item(target.value, values[at], path, at, lambda new: setattr(target, "value", new))
+        self._checkpoint.adopt(saved_path, values[saved_path])
+        self._item(
+            target.value,
+            values[saved_path],
+            path,
+            saved_path,
+            lambda new: setattr(target, "value", new),
+        )
 
     def _source(self, target: PerRank, path: str, saved_world: int) -> int | None:
         """Return the rank whose saved value this rank takes, or None to keep the present value."""

@@ -49,10 +49,10 @@ def load_code(module: nn.Module, *, without_hooks: bool = False) -> LoadCode:
     ``without_hooks`` is True if the entries of the state dict are those that it has without the
     hooks of ``state_dict()``. A module with hooks for both ways then needs neither.
     """
-    named = list(module.named_modules(remove_duplicate=False))
+    modules = list(module.named_modules(remove_duplicate=False))
     readers = {
         f"{name}." if name else ""
-        for name, child in named
+        for name, child in modules
         if _reads(child) and not (without_hooks and is_converted(child))
     }
     if loads_alone(module):

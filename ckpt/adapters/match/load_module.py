@@ -23,7 +23,7 @@ from ckpt.adapters.match.fill_tensor import fill_tensor
 from ckpt.adapters.match.load_code import has_setter, is_converted, load_code
 from ckpt.adapters.match.load_trial import Size, check_sizes
 from ckpt.adapters.match.loading import of_own_code
-from ckpt.adapters.match.matching import Matching
+from ckpt.adapters.match.matching import Matcher
 from ckpt.adapters.match.materialise import is_meta
 from ckpt.adapters.match.remake import torch_value
 from ckpt.adapters.match.saved import ABSENT, is_mapping, tag
@@ -41,7 +41,7 @@ _EXTRA: Final = "_extra_state"  # The last part of the key under which torch sav
 _Versions = Mapping[str, Mapping[str, Any]]
 
 
-def match_module(match: Matching, module: nn.Module, node: Node, path: str, source: str) -> None:
+def match_module(match: Matcher, module: nn.Module, node: Node, path: str, source: str) -> None:
     """Match a module with a saved module or a plain dict of tensors, by canonical names.
 
     ``node`` is ``ABSENT`` if the checkpoint has no value called ``source``, and the renaming may
@@ -60,15 +60,15 @@ def match_module(match: Matching, module: nn.Module, node: Node, path: str, sour
         match.claim(f"{path}/{fqn}", match.source(f"{path}/{fqn}"), silent=True)
     for entry in loader.items.entries:
         name = f"{path}/{entry.fqn}"
-        there = match.source(name)
-        found = match.saved.node(there)
+        entry_source = match.source(name)
+        entry_node = match.checkpoint.node(entry_source)
         if not match.takes(name):
-            match.claim(name, there, silent=True)
-        elif found is ABSENT:
-            match.lack_tensor(name, there, entry.value)
+            match.claim(name, entry_source, silent=True)
+        elif entry_node is ABSENT:
+            match.lack_tensor(name, entry_source, entry.value)
         else:
-            match.claim(name, there)
-            loader.take(entry, name, there, found)
+            match.claim(name, entry_source)
+            loader.take(entry, name, entry_source, entry_node)
     loader.end(node)
 
 
@@ -79,23 +79,23 @@ class _Loader:
         items: The items of the module.
     """
 
-    def __init__(self, match: Matching, module: nn.Module, path: str) -> None:
+    def __init__(self, match: Matcher, module: nn.Module, path: str) -> None:
         self._match, self._path = match, path
         self.items = items_of(path, module)
         self._module = module.keyed_by() if isinstance(module, ModuleStandIn) else module
-        self._tensors = {id(each) for each in (*module.parameters(), *module.buffers())}
+        self._tensors = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._is_hookless = is_fsdp1(self._module) or (
             isinstance(module, ModuleStandIn) and not module.fills_module
         )
         self._code = load_code(self._module, without_hooks=self._is_hookless)
         self._modules = dict(self._module.named_modules(remove_duplicate=False))
         self._values: dict[str, Callable[[], Any]] = {}
-        self._taken: set[str] = set()
+        self._restored_keys: set[str] = set()
         self._sizes: dict[str, Size] = {}
 
     def take(self, entry: Entry, name: str, source: str, node: Node) -> None:
         """Match ``entry``, which is ``name`` in the state, with its node in the checkpoint."""
-        self._taken.add(entry.key)
+        self._restored_keys.add(entry.key)
         value = entry.value
         if id(value) not in self._tensors and not isinstance(value, LocalShards):
             # This is extra state, which may be any value.
@@ -138,9 +138,9 @@ class _Loader:
         original = None if self._code.reader(key) is not None else self._original(key)
         if original is None or is_lazy(original) or tag(node) not in ("tensor", "array"):
             return
-        saved = self._match.saved.tensors.get(node["n"])
-        if saved is not None and saved.shape != tuple(original.shape):
-            raise ShapeMismatch(name, saved.shape, tuple(original.shape), source)
+        record = self._match.checkpoint.tensors.get(node["n"])
+        if record is not None and record.shape != tuple(original.shape):
+            raise ShapeMismatch(name, record.shape, tuple(original.shape), source)
 
     def _is_apart(self, entry: Entry, node: Node) -> bool:
         """Return True if the saved tensor is read into memory of its own."""
@@ -150,21 +150,21 @@ class _Loader:
             and entry.piece is None
             and not is_meta(entry.value)
             and tag(node) in ("tensor", "array")
-            and node["n"] in self._match.saved.tensors
+            and node["n"] in self._match.checkpoint.tensors
         )
 
     def _read_apart(self, entry: Entry, name: str, source: str, node: Node) -> None:
-        target, saved = entry.value, self._match.saved.tensors[node["n"]]
-        if is_lazy(target) or tuple(target.shape) != saved.shape:
+        target, record = entry.value, self._match.checkpoint.tensors[node["n"]]
+        if is_lazy(target) or tuple(target.shape) != record.shape:
             present = () if is_lazy(target) else tuple(target.shape)
-            self._sizes[entry.key] = Size(name, source, saved.shape, present)
-        made = torch.empty(saved.shape, dtype=target.dtype, device=target.device)
-        self._match.want(name, source, made, node["n"], of=None if is_lazy(target) else target)
-        self._values[entry.key] = lambda: made
+            self._sizes[entry.key] = Size(name, source, record.shape, present)
+        tensor = torch.empty(record.shape, dtype=target.dtype, device=target.device)
+        self._match.want(name, source, tensor, node["n"], of=None if is_lazy(target) else target)
+        self._values[entry.key] = lambda: tensor
 
     def end(self, node: Node) -> None:
         """Request the call of the module's code, if it has any."""
-        if not self._taken or not (self._code or self._values):
+        if not self._restored_keys or not (self._code or self._values):
             return
         versions = self._versions(node)
         if self._sizes:
@@ -181,7 +181,7 @@ class _Loader:
 
     def _outermost(self) -> tuple[str, ...]:
         """Return the readers that are inside of no other reader."""
-        return tuple(each for each in self._code.readers if self._code.reader(each) == each)
+        return tuple(reader for reader in self._code.readers if self._code.reader(reader) == reader)
 
     def _check_free(self, prefix: str) -> None:
         """Raise ``UnsupportedValue`` if the module at ``prefix`` cannot load its part of the state
@@ -192,7 +192,7 @@ class _Loader:
         if (
             not prefix
             or any(
-                each.piece is not None or isinstance(each.value, LocalShards) for each in entries
+                entry.piece is not None or isinstance(entry.value, LocalShards) for entry in entries
             )
             or any(map(is_converted, owner.modules()))
         ):
@@ -219,8 +219,8 @@ class _Loader:
             for entry in items.entries
             if entry.key.startswith(prefix)
         )
-        inside = {key: of for key, of in versions.items() if f"{key}.".startswith(prefix)}
-        setattr(whole, VERSIONS, {key[len(prefix) :]: of for key, of in inside.items()})
+        inner_versions = {key: of for key, of in versions.items() if f"{key}.".startswith(prefix)}
+        setattr(whole, VERSIONS, {key[len(prefix) :]: of for key, of in inner_versions.items()})
         return whole  # type: ignore[no-any-return]
 
     def _load(self, versions: _Versions, prefix: str) -> None:
@@ -250,39 +250,50 @@ class _Loader:
         Raises:
             RestoreError: A part of the entries of a module is restored, and the versions differ.
         """
-        saved, default = self._saved_versions(node)
+        saved_versions, default = self._saved_versions(node)
         present, shares = self.items.versions or {}, self._shares()
         canonical_of = canonical(self._module)
         versions: dict[str, Mapping[str, Any]] = {}
         for key, child in self._modules.items():
             prefix = f"{key}." if key else ""
             fqn = canonical_of(prefix).rstrip(".")
-            now = present.get(fqn, {"version": version_of(child)})
-            then = now if saved is None else saved.get(fqn, saved.get(key, default))
+            present_version = present.get(fqn, {"version": version_of(child)})
+            saved_version = (
+                present_version
+                if saved_versions is None
+                else saved_versions.get(fqn, saved_versions.get(key, default))
+            )
             share = shares.get(key, 0.0)
-            if 0 < share < 1 and then and then != now and self._code.reader(prefix) is not None:
+            if (
+                0 < share < 1
+                and saved_version
+                and saved_version != present_version
+                and self._code.reader(prefix) is not None
+            ):
                 raise RestoreError(
-                    f"{self._path}/{fqn} was saved by {dict(then)} of {type(child).__qualname__}, "
-                    f"which is {dict(now)} now: restore all of its entries, or none (only=)"
+                    f"{self._path}/{fqn} was saved by {dict(saved_version)} of "
+                    f"{type(child).__qualname__}, "
+                    f"which is {dict(present_version)} now: restore all of its entries, or none "
+                    "(only=)"
                 )
-            versions[key] = dict(then if share == 1 else now)
+            versions[key] = dict(saved_version if share == 1 else present_version)
         return versions
 
     def _shares(self) -> dict[str, float]:
         """Return the share of the entries of each module that the restore takes, by the module's
         key. For a module that has none, the entries of the modules inside count.
         """
-        own, below = Counter[str](), Counter[str]()
-        own_taken, below_taken = Counter[str](), Counter[str]()
+        own, inner = Counter[str](), Counter[str]()
+        own_taken, inner_taken = Counter[str](), Counter[str]()
         for key in (entry.key for entry in self.items.entries):
-            owner, is_taken = key.rpartition(".")[0], key in self._taken
+            owner, is_taken = key.rpartition(".")[0], key in self._restored_keys
             own[owner] += 1
             own_taken[owner] += is_taken
             while owner:
                 owner = owner.rpartition(".")[0]
-                below[owner] += 1
-                below_taken[owner] += is_taken
-        shares = {key: below_taken[key] / total for key, total in below.items()}
+                inner[owner] += 1
+                inner_taken[owner] += is_taken
+        shares = {key: inner_taken[key] / total for key, total in inner.items()}
         return shares | {key: own_taken[key] / total for key, total in own.items()}
 
     def _saved_versions(self, node: Node) -> tuple[_Versions | None, Mapping[str, Any]]:
@@ -296,8 +307,8 @@ class _Loader:
             return None, {}
         if tag(node) == "module":
             return decode(node["versions"], torch_value), FIRST_VERSION
-        saved = decode(node["m"], torch_value) if "m" in node else {}
-        return (saved if isinstance(saved, Mapping) else {}), {}
+        versions = decode(node["m"], torch_value) if "m" in node else {}
+        return (versions if isinstance(versions, Mapping) else {}), {}
 
     def _set_extra(self, prefixes: tuple[str, ...]) -> None:
         """Give each module outside of ``prefixes`` its extra state directly.
@@ -329,4 +340,7 @@ def _own(entry: Entry) -> Any:
 
 def _takes_strict(module: nn.Module) -> bool:
     parameters = inspect.signature(module.load_state_dict).parameters.values()
-    return any(each.name == "strict" or each.kind is each.VAR_KEYWORD for each in parameters)
+    return any(
+        parameter.name == "strict" or parameter.kind is parameter.VAR_KEYWORD
+        for parameter in parameters
+    )

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.adapters.match.fill_tensor import fill_tensor
-from ckpt.adapters.match.loading import Loading, placed
-from ckpt.adapters.match.matching import Matching
+from ckpt.adapters.match.loading import Completion, place
+from ckpt.adapters.match.matching import Matcher
 from ckpt.adapters.match.materialise import is_meta
 from ckpt.adapters.match.own_step import state_of_step
-from ckpt.adapters.match.remake import named
+from ckpt.adapters.match.remake import tensor_named
 from ckpt.adapters.match.saved import ABSENT, SavedParameter, is_mapping, tag
 from ckpt.adapters.match.slots import Slot, can_fill, in_group, in_state
 from ckpt.adapters.tensors.layout import empty_in_order, is_plain
@@ -53,7 +53,7 @@ from ckpt.model.key_order import in_order
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, names_below, unescape
 
-_HOW: Final = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize"))
+_VARIANTS: Final = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize"))
 """Settings of a parameter group that choose an implementation of the step. They do not show the
 kind of the optimizer.
 """
@@ -68,7 +68,7 @@ _OF_SCHEDULERS: Final = frozenset(
 
 
 def match_optimizer(
-    match: Matching, optimizer: Optimizer, node: Node, path: str, source: str
+    match: Matcher, optimizer: Optimizer, node: Node, path: str, source: str
 ) -> None:
     """Match an optimizer with ``node``, a saved optimizer.
 
@@ -102,14 +102,14 @@ def match_optimizer(
         if is_mapping(node):
             groups = part_groups(optimizer, match.parameters)
             names = [match.source(part.path) for group in groups for own in group for part in own]
-            match.saved.adopt_dict(source, names)
-            node = match.saved.node(source)
+            match.checkpoint.adopt_dict(source, names)
+            node = match.checkpoint.node(source)
         match.expect(node, path, "optimizer")
     check_kind(path, optimizer)
     loader = _Loader(match, optimizer, path, source)
-    if loader.found and (strangers := loader.strangers()) is not None:
+    if loader.targets and (mismatch := loader.kind_mismatch()) is not None:
         if match.selection.strict:
-            raise OptimizerMismatch(path, *strangers)
+            raise OptimizerMismatch(path, *mismatch)
         # The optimizer keeps its present state and settings. Since nothing is claimed here, the
         # report lists the saved optimizer as unexpected.
         return
@@ -126,7 +126,7 @@ def match_optimizer(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Found:
+class _Target:
     """A parameter of the optimizer, or a part of one.
 
     Attributes:
@@ -138,7 +138,7 @@ class _Found:
             ``optimizer/model/weight``.
         source: The prefix of the names of these values in the checkpoint.
         weight: The name of the parameter itself in the checkpoint.
-        saved: The saved settings and values; None if the checkpoint has none.
+        record: The saved settings and values; None if the checkpoint has none.
     """
 
     group: dict[str, Any]
@@ -148,30 +148,34 @@ class _Found:
     name: str
     source: str
     weight: str
-    saved: SavedParameter | None
+    record: SavedParameter | None
 
 
 class _Loader:
     """Matches one optimizer.
 
     Attributes:
-        found: The parameters that the checkpoint has, and that have state or settings to restore.
+        targets: The parameters that the checkpoint has, and that have state or settings to restore.
     """
 
-    def __init__(self, match: Matching, optimizer: Optimizer, path: str, source: str) -> None:
+    def __init__(self, match: Matcher, optimizer: Optimizer, path: str, source: str) -> None:
         self._match, self._optimizer, self._path = match, optimizer, path
         self._keeper = keeper_of(path, optimizer)
         check_owners(path, optimizer)
         check_state(path, optimizer, self._keeper.state)
-        self._loading = Loading(path, optimizer, self._keeper)
+        self._completion = Completion(path, optimizer, self._keeper)
         self._present: dict[int, dict[Any, Any]] = {}
         self._fresh: dict[int, dict[Any, Any]] = defaultdict(dict)
-        self._stepped: dict[int, Mapping[Any, Any]] = {}
-        self._all = list(self._look(source))
+        self._trial_states: dict[int, Mapping[Any, Any]] = {}
+        self._all_targets = list(self._look(source))
         settings = match.takes(f"{path}/param_groups")
-        self.found = [each for each in self._all if each.saved and (self._takes(each) or settings)]
+        self.targets = [
+            target
+            for target in self._all_targets
+            if target.record and (self._takes(target) or settings)
+        ]
 
-    def _look(self, source: str) -> Iterator[_Found]:
+    def _look(self, source: str) -> Iterator[_Target]:
         """Yield the parts of all parameters of the optimizer, which is ``source`` in the
         checkpoint.
         """
@@ -192,18 +196,18 @@ class _Loader:
                     )
                 name = f"{self._path}/{short}"
                 weight = self._match.source(short)
-                there = self._match.source(name)
+                origin = self._match.source(name)
                 # If no rule of the renaming names this state, it is renamed like its parameter.
-                if there in (name, f"{source}/{short}"):
-                    there = f"{source}/{weight}"
-                saved = self._match.saved.parameter(there)
-                if saved is None and part.piece is None and self._may_have_place(parameter):
+                if origin in (name, f"{source}/{short}"):
+                    origin = f"{source}/{weight}"
+                record = self._match.checkpoint.parameter(origin)
+                if record is None and part.piece is None and self._may_have_place(parameter):
                     # If the saved state did not have the parameter, the name in the checkpoint has
                     # the parameter's position in the optimizer in place of the parameter's path.
                     older = f"{source}/{placeless(g, p)}"
-                    saved = self._match.saved.parameter(older)
-                    there = older if saved else there
-                yield _Found(group, parameter, part, is_here, name, there, weight, saved)
+                    record = self._match.checkpoint.parameter(older)
+                    origin = older if record else origin
+                yield _Target(group, parameter, part, is_here, name, origin, weight, record)
 
     def _may_have_place(self, parameter: torch.Tensor) -> bool:
         """Return True if the checkpoint may have the state of ``parameter`` by its position.
@@ -211,9 +215,9 @@ class _Loader:
         An imported state dict often has no names. Its state then goes to the parameters by their
         positions, as ``Optimizer.load_state_dict`` takes it.
         """
-        return self._match.saved.imported or not self._match.parameters.in_module(parameter)
+        return self._match.checkpoint.is_imported or not self._match.parameters.in_module(parameter)
 
-    def strangers(self) -> tuple[str, Sequence[str], Sequence[str]] | None:
+    def kind_mismatch(self) -> tuple[str, Sequence[str], Sequence[str]] | None:
         """Return None if the saved optimizer may be of the same kind as this one.
 
         Otherwise, return the evidence: "state" or "settings", then the names of such values that
@@ -221,58 +225,62 @@ class _Loader:
         only if each optimizer has names that the other one lacks. If only one of them has further
         names, they prove nothing, since options and versions of torch add names.
         """
-        saved: set[str] = set()
+        saved_keys: set[str] = set()
         settings: set[str] = set()
-        for each in self.found:
-            saved |= self._keys(each)
-            settings |= set(each.saved.settings) if each.saved else set()
-        held = {part_of(key) for state in self._keeper.state.values() for key in state}
-        if held and saved and held - saved and saved - held:
-            return "state", sorted(saved - held), sorted(held - saved)
-        there = settings - _HOW - _OF_SCHEDULERS - {_NAMES}
-        here = {key for key in self._optimizer.defaults if isinstance(key, str)} - _HOW
-        known = {key for group in self._optimizer.param_groups for key in group}
+        for target in self.targets:
+            saved_keys |= self._keys(target)
+            settings |= set(target.record.settings) if target.record else set()
+        own_keys = {part_of(key) for state in self._keeper.state.values() for key in state}
+        if own_keys and saved_keys and own_keys - saved_keys and saved_keys - own_keys:
+            return "state", sorted(saved_keys - own_keys), sorted(own_keys - saved_keys)
+        saved_settings = settings - _VARIANTS - _OF_SCHEDULERS - {_NAMES}
+        own_settings = {key for key in self._optimizer.defaults if isinstance(key, str)} - _VARIANTS
+        group_keys = {key for group in self._optimizer.param_groups for key in group}
         # Each optimizer must have two settings that the other one lacks. A single setting may be a
         # new default of a later torch, or a key that a user has added.
-        if len(here - there) > 1 and len(there - known) > 1:
-            return "settings", sorted(there - known), sorted(here - there)
+        if len(own_settings - saved_settings) > 1 and len(saved_settings - group_keys) > 1:
+            return (
+                "settings",
+                sorted(saved_settings - group_keys),
+                sorted(own_settings - saved_settings),
+            )
         return None
 
     def load(self, node: Node) -> None:
         """Match the state and the settings with those of ``node``, the saved optimizer."""
         match = self._match
-        match.actions.append(self._loading.begin)
+        match.actions.append(self._completion.begin)
         self._load()
         settings = match.takes(f"{self._path}/param_groups")
         if not isinstance(self._optimizer, OptimizerStandIn) and (
-            settings or any(map(self._takes, self._all))
+            settings or any(map(self._takes, self._all_targets))
         ):
             match.actions.append(self._arrange)
             values = node.get("values", {}) if node is not ABSENT and settings else {}
-            match.actions.append(partial(self._loading.end, match.values.order(values)))
+            match.actions.append(partial(self._completion.end, match.values.order(values)))
 
-    def _takes(self, part: _Found) -> bool:
-        return self._match.takes(part.name, part.name.removeprefix(f"{self._path}/"))
+    def _takes(self, target: _Target) -> bool:
+        return self._match.takes(target.name, target.name.removeprefix(f"{self._path}/"))
 
     def _load(self) -> None:
         match = self._match
-        for each in self._all:
-            if not self._takes(each):
-                match.claim(each.name, each.source, silent=True)
-            elif each.saved is None:
-                match.lack(each.name, each.source, each.weight)
+        for target in self._all_targets:
+            if not self._takes(target):
+                match.claim(target.name, target.source, silent=True)
+            elif target.record is None:
+                match.lack(target.name, target.source, target.weight)
             else:
-                match.claim(each.name, each.source)
-                if each.is_here:
-                    self._state(each, each.saved)
+                match.claim(target.name, target.source)
+                if target.is_here:
+                    self._state(target, target.record)
         if match.takes(f"{self._path}/param_groups"):
             for group in self._optimizer.param_groups:
                 self._group(
                     group,
                     [
-                        _without_names(each.saved.settings)
-                        for each in self._all
-                        if each.group is group and each.saved
+                        _without_names(target.record.settings)
+                        for target in self._all_targets
+                        if target.group is group and target.record
                     ],
                 )
 
@@ -281,16 +289,16 @@ class _Loader:
         the checkpoint does not have come last.
         """
         places = {
-            id(each.parameter): each.saved.place
-            for each in self._all
-            if each.saved and self._takes(each)
+            id(target.parameter): target.record.place
+            for target in self._all_targets
+            if target.record and self._takes(target)
         }
         state = self._keeper.state
-        ordered = sorted(state, key=lambda parameter: places.get(id(parameter), len(places)))
-        if any(map(is_not, ordered, state)):
-            held = {parameter: state[parameter] for parameter in ordered}
+        order = sorted(state, key=lambda parameter: places.get(id(parameter), len(places)))
+        if any(map(is_not, order, state)):
+            new_state = {parameter: state[parameter] for parameter in order}
             state.clear()
-            state.update(held)
+            state.update(new_state)
 
     def _group(self, group: dict[str, Any], values: list[Node]) -> None:
         """Match the settings of a parameter group. ``values`` are the saved settings of each of its
@@ -298,24 +306,26 @@ class _Loader:
         """
         if not values:
             return
-        if any(other != values[0] for other in values[1:]):
+        if any(value != values[0] for value in values[1:]):
             raise RestoreError(
                 f"{self._path}/param_groups: parameters with different settings in the checkpoint "
                 "share a group here: group them as they were saved"
             )
-        node, chosen = values[0], dict[str, Source]()
+        node, tensor_settings = values[0], dict[str, Source]()
         tensors = {} if tag(node) else {k: v for k, v in node.items() if tag(v) == "tensor"}
         for key, item in tensors.items():
-            self._match.slots.append(self._setting(group, key, item["n"], chosen))
-        made = self._match.values.order({k: v for k, v in node.items() if k not in tensors})
+            self._match.slots.append(self._setting(group, key, item["n"], tensor_settings))
+        make_settings = self._match.values.order(
+            {k: v for k, v in node.items() if k not in tensors}
+        )
         members = self._members(group, node)
 
         def apply() -> None:
-            settings = {**made(), **chosen, **members}
+            settings = {**make_settings(), **tensor_settings, **members}
             if tensors:
                 settings = {key: settings[key] for key in node}
             if not isinstance(self._optimizer, OptimizerStandIn):
-                self._loading.drop(group, settings)
+                self._completion.drop(group, settings)
             group.update(settings)
 
         self._match.actions.append(apply)
@@ -340,91 +350,101 @@ class _Loader:
         return members
 
     def _setting(
-        self, group: dict[str, Any], key: str, stored: str, chosen: dict[str, Source]
+        self, group: dict[str, Any], key: str, stored_name: str, settings: dict[str, Source]
     ) -> Slot:
-        """Return the slot for the setting ``key`` of a parameter group. ``stored`` is the name of
-        the saved tensor. The slot puts its tensor into ``chosen``.
+        """Return the slot for the setting ``key`` of a parameter group. ``stored_name`` is the name
+        of the saved tensor. The slot puts its tensor into ``settings``.
         """
         match = self._match
-        saved, present = named(match.saved.tensors, stored), group.get(key)
-        view = match.saved.manifest.views.get(saved.name)
+        record, present = tensor_named(match.checkpoint.tensors, stored_name), group.get(key)
+        view = match.checkpoint.manifest.views.get(record.name)
         device = present.device if isinstance(present, torch.Tensor) else torch.device("cpu")
         # A captured graph reads the learning rate at its address, so the tensor is filled in place.
         fills = (
-            not self._loading.is_apart and fits(present, saved, None) and can_fill(present, view)
+            not self._completion.is_apart
+            and fits(present, record, None)
+            and can_fill(present, view)
         )
-        dtype = getattr(torch, saved.dtype)
+        dtype = getattr(torch, record.dtype)
 
         def put(tensor: Source) -> None:
-            chosen[key] = tensor
-            match.want(stored, stored, tensor)
+            settings[key] = tensor
+            match.want(stored_name, stored_name, tensor)
 
         return Slot(
             place=in_group(group, key),
-            saved=saved,
+            record=record,
             view=view,
             device=device,
-            held=present if fills else None,
-            make=lambda: empty_in_order(saved.shape, saved.order, dtype=dtype, device=device),
+            present=present if fills else None,
+            make=lambda: empty_in_order(record.shape, record.order, dtype=dtype, device=device),
             put=put,
         )
 
-    def _keys(self, each: _Found) -> set[str]:
+    def _keys(self, target: _Target) -> set[str]:
         """Return the keys of the saved state of a part, in the form that ``part_of`` returns."""
         names = [
-            *names_below(self._match.saved.names, each.source),
-            *(each.saved.values if each.saved else ()),
+            *names_below(self._match.checkpoint.names, target.source),
+            *(target.record.values if target.record else ()),
         ]
-        return {name[len(each.source) + 1 :].partition("/")[0] for name in names}
+        return {name[len(target.source) + 1 :].partition("/")[0] for name in names}
 
-    def _state(self, each: _Found, saved: SavedParameter) -> None:
+    def _state(self, target: _Target, record: SavedParameter) -> None:
         """Match the state of one parameter, or of one part of it, with the saved values."""
-        match, start = self._match, len(each.source) + 1
-        fresh = self._fresh[id(each.parameter)]
+        match, start = self._match, len(target.source) + 1
+        fresh = self._fresh[id(target.parameter)]
         makers: dict[Any, Callable[[], Any]] = {}
-        current = self._current(each.parameter)
+        current = self._current(target.parameter)
         keys = {part_of(key): key for key in current}
-        for source in names_below(match.saved.names, each.source):
+        for source in names_below(match.checkpoint.names, target.source):
             part = source[start:]
             if "/" in part:
                 continue  # The tensor is inside of a container, whose node is in ``saved.values``
-            key = _key(f"{each.name}/{part}", part, keys)
-            if (known := fresh.get(key)) is not None and each.part.of(each.name, known) is known:
+            key = _key(f"{target.name}/{part}", part, keys)
+            if (fresh_value := fresh.get(key)) is not None and target.part.of(
+                target.name, fresh_value
+            ) is fresh_value:
                 continue  # The value, a step counter for instance, belongs to all parts
             if is_wrapper(current.get(key)):
                 # The saved value is a plain tensor, so this call raises ``KindMismatch``.
                 fill_tensor(
-                    match, f"{each.name}/{part}", source, current[key], match.saved.node(source)
+                    match,
+                    f"{target.name}/{part}",
+                    source,
+                    current[key],
+                    match.checkpoint.node(source),
                 )
-            if each.part.piece is None and isinstance(each.parameter, torch.Tensor):
-                match.slots.append(self._slot(each, key, current.get(key), source))
+            if target.part.piece is None and isinstance(target.parameter, torch.Tensor):
+                match.slots.append(self._slot(target, key, current.get(key), source))
                 continue
-            saved_tensor = match.saved.tensors[source]
-            held = self._held(each, key, fresh.get(key, current.get(key)), saved_tensor)
-            fresh[key] = held
-            match.want(f"{each.name}/{part}", source, each.part.of(each.name, held))
-        for source, node in saved.values.items():
+            saved_tensor = match.checkpoint.tensors[source]
+            tensor = self._target_tensor(
+                target, key, fresh.get(key, current.get(key)), saved_tensor
+            )
+            fresh[key] = tensor
+            match.want(f"{target.name}/{part}", source, target.part.of(target.name, tensor))
+        for source, node in record.values.items():
             part = source[start:]
-            key = _key(f"{each.name}/{part}", part, keys)
+            key = _key(f"{target.name}/{part}", part, keys)
             if tag(node) == "subclass":
-                fresh[key] = self._wrapper(each, key, fresh.get(key, current.get(key)))
-                fill_tensor(match, f"{each.name}/{part}", source, fresh[key], node)
+                fresh[key] = self._wrapper(target, key, fresh.get(key, current.get(key)))
+                fill_tensor(match, f"{target.name}/{part}", source, fresh[key], node)
             else:
                 makers[key] = match.values.order(node)
 
-        group = self._restored_group(each)
+        group = self._restored_group(target)
 
         def apply() -> None:
             # A parameter on the meta device is real by now, if the restore fills it.
-            made = {key: make() for key, make in makers.items()}
-            if isinstance(each.parameter, torch.Tensor) and not is_meta(each.parameter):
-                made = placed(made, group, each.parameter)
-            fresh.update(made)
+            values = {key: make() for key, make in makers.items()}
+            if isinstance(target.parameter, torch.Tensor) and not is_meta(target.parameter):
+                values = place(values, group, target.parameter)
+            fresh.update(values)
             if fresh:
-                ordered = in_order(fresh, saved.keys, part_of)
-                self._keeper.state[each.parameter] = {key: fresh[key] for key in ordered}
+                keys_in_order = in_order(fresh, record.keys, part_of)
+                self._keeper.state[target.parameter] = {key: fresh[key] for key in keys_in_order}
             else:
-                self._keeper.state.pop(each.parameter, None)
+                self._keeper.state.pop(target.parameter, None)
 
         match.actions.append(apply)
 
@@ -434,7 +454,7 @@ class _Loader:
         If code of the optimizer may look at the present state, it is a copy.
         """
         current = self._keeper.state.get(parameter, {})
-        if not self._loading.is_apart:
+        if not self._completion.is_apart:
             return current
         if id(parameter) not in self._present:
             self._present[id(parameter)] = {
@@ -443,133 +463,138 @@ class _Loader:
             }
         return self._present[id(parameter)]
 
-    def _slot(self, each: _Found, key: object, held: Any, source: str) -> Slot:
+    def _slot(self, target: _Target, key: object, present: Any, source: str) -> Slot:
         """Return the slot for the value ``key`` of the state of a parameter, which is ``source`` in
-        the checkpoint. ``held`` is the present value.
+        the checkpoint. ``present`` is the present value.
         """
         match = self._match
-        stored = match.saved.tensors[source]
-        saved = self._as_wanted(each, held, stored)
-        parameter = match.real.like(each.name, each.parameter)
-        placed_alike = is_plain(parameter) and saved.dtype == stored.dtype
-        view = match.saved.manifest.views.get(stored.name) if placed_alike else None
-        fresh = self._fresh[id(each.parameter)]
-        name = f"{each.name}/{source[len(each.source) + 1 :]}"
+        stored_tensor = match.checkpoint.tensors[source]
+        record = self._as_wanted(target, present, stored_tensor)
+        parameter = match.real.like(target.name, target.parameter)
+        placed_alike = is_plain(parameter) and record.dtype == stored_tensor.dtype
+        view = match.checkpoint.manifest.views.get(stored_tensor.name) if placed_alike else None
+        fresh = self._fresh[id(target.parameter)]
+        name = f"{target.name}/{source[len(target.source) + 1 :]}"
 
         def put(tensor: Source) -> None:
             fresh[key] = tensor
             match.want(name, source, tensor)
 
-        fills = self._is_filled(each, key, held, saved) and can_fill(held, view)
-        on_device = is_on_device(key, self._restored_group(each))
+        fills = self._is_filled(target, key, present, record) and can_fill(present, view)
+        on_device = is_on_device(key, self._restored_group(target))
         device = parameter.device if on_device else torch.device("cpu")
         return Slot(
-            place=in_state(self._optimizer, each.parameter, key),
-            saved=saved,
+            place=in_state(self._optimizer, target.parameter, key),
+            record=record,
             view=view,
-            device=held.device if fills else device,
-            held=held if fills else None,
-            make=lambda: self._new(each, key, saved),
+            device=present.device if fills else device,
+            present=present if fills else None,
+            make=lambda: self._new(target, key, record),
             put=put,
         )
 
-    def _held(self, each: _Found, key: object, held: Any, saved: Tensor) -> Source:
-        """Return the tensor that is filled with the saved value ``saved``: the present value
-        ``held`` if it has the right dtype and shape, else a new tensor.
+    def _target_tensor(self, target: _Target, key: object, present: Any, record: Tensor) -> Source:
+        """Return the tensor that is filled with the saved value ``record``: the present value
+        ``present`` if it has the right dtype and shape, else a new tensor.
         """
-        saved = self._as_wanted(each, held, saved)
-        if self._is_filled(each, key, held, saved):
-            kept: Source = held
-            return kept
-        return self._new(each, key, saved)
+        record = self._as_wanted(target, present, record)
+        if self._is_filled(target, key, present, record):
+            tensor: Source = present
+            return tensor
+        return self._new(target, key, record)
 
-    def _as_wanted(self, each: _Found, held: Any, saved: Tensor) -> Tensor:
-        """Return ``saved``, a value of the state, with the dtype and the order that it gets."""
-        weight = self._match.saved.tensors.get(each.weight)
-        wanted = in_present_order(saved, weight, each.parameter)
+    def _as_wanted(self, target: _Target, present: Any, record: Tensor) -> Tensor:
+        """Return ``record``, a value of the state, with the dtype and the order that it gets."""
+        weight = self._match.checkpoint.tensors.get(target.weight)
+        target_record = in_present_order(record, weight, target.parameter)
         if self._match.selection.cast:
-            wanted = msgspec.structs.replace(wanted, dtype=self._dtype(each, held, wanted))
-        return wanted
+            target_record = msgspec.structs.replace(
+                target_record, dtype=self._dtype(target, present, target_record)
+            )
+        return target_record
 
-    def _is_filled(self, each: _Found, key: object, held: Any, saved: Tensor) -> bool:
-        """Return True if the present value ``held`` can be filled with ``saved``.
+    def _is_filled(self, target: _Target, key: object, present: Any, record: Tensor) -> bool:
+        """Return True if the present value ``present`` can be filled with ``record``.
 
         A present ``step`` is not filled if the saved settings, which replace those of the group,
         place it on another device.
         """
-        group = self._restored_group(each)
-        moves = key == "step" and is_on_device(key, group) != is_on_device(key, each.group)
-        return fits(held, saved, each.part.piece) and not is_meta(held) and not moves
+        group = self._restored_group(target)
+        moves = key == "step" and is_on_device(key, group) != is_on_device(key, target.group)
+        return fits(present, record, target.part.piece) and not is_meta(present) and not moves
 
-    def _new(self, each: _Found, key: object, saved: Tensor) -> Source:
-        parameter = self._match.real.like(each.name, each.parameter)
+    def _new(self, target: _Target, key: object, record: Tensor) -> Source:
+        parameter = self._match.real.like(target.name, target.parameter)
         if isinstance(self._optimizer, OptimizerStandIn):
             return self._optimizer.new_state(
-                parameter, key, getattr(torch, saved.dtype), saved.shape
+                parameter, key, getattr(torch, record.dtype), record.shape
             )
-        is_plain_key = each.saved is not None and part_of(key) in each.saved.plain
-        if isinstance(parameter, DTensor) and not is_plain_key and saved.shape:
-            made = None if saved.shape == parameter.shape else self._trial(each, key)
-            if isinstance(made, torch.Tensor) and fits(made, saved, each.part.piece):
-                return made
-        group = self._restored_group(each)
-        return new_state(parameter, group, key, saved, each.part.piece, is_plain=is_plain_key)
+        is_plain_key = target.record is not None and part_of(key) in target.record.plain
+        if isinstance(parameter, DTensor) and not is_plain_key and record.shape:
+            value = None if record.shape == parameter.shape else self._trial(target, key)
+            if isinstance(value, torch.Tensor) and fits(value, record, target.part.piece):
+                return value
+        group = self._restored_group(target)
+        return new_state(parameter, group, key, record, target.part.piece, is_plain=is_plain_key)
 
-    def _restored_group(self, each: _Found) -> Mapping[str, Any]:
+    def _restored_group(self, target: _Target) -> Mapping[str, Any]:
         """Return the parameter group of a part, with those settings after the restore that place
         ``step``.
         """
-        if each.saved is None or not self._match.takes(f"{self._path}/param_groups"):
-            return each.group
-        settings = each.saved.settings
-        return {**each.group, **{key: settings.get(key) for key in PLACING}}
+        if target.record is None or not self._match.takes(f"{self._path}/param_groups"):
+            return target.group
+        settings = target.record.settings
+        return {**target.group, **{key: settings.get(key) for key in PLACING}}
 
-    def _wrapper(self, each: _Found, key: object, held: Any) -> Source:
+    def _wrapper(self, target: _Target, key: object, present: Any) -> Source:
         """Return the tensor that is filled with a saved wrapper tensor (see ``tensors.wrapped``).
 
-        This is the present value ``held``. If ``held`` is no tensor, it is the tensor that a trial
-        step makes (see ``own_step``), since ckpt cannot make a wrapper tensor by itself.
+        This is the present value ``present``. If ``present`` is no tensor, it is the tensor that a
+        trial step makes (see ``own_step``), since ckpt cannot make a wrapper tensor by itself.
 
         Raises:
             RestoreError: The trial step fails, or does not make a tensor for ``key``.
         """
-        if isinstance(held, torch.Tensor):
-            return held
-        if not isinstance(made := self._trial(each, key), torch.Tensor):
-            name = state_name(self._path, each.part.path, key)
+        if isinstance(present, torch.Tensor):
+            return present
+        if not isinstance(tensor := self._trial(target, key), torch.Tensor):
+            name = state_name(self._path, target.part.path, key)
             raise RestoreError(
                 f"{name!r} is in the checkpoint, and a first step of "
                 f"{type(self._optimizer).__qualname__} does not make it: take one optimizer step "
                 "before restoring"
             )
-        return made
+        return tensor
 
-    def _trial(self, each: _Found, key: object) -> object:
+    def _trial(self, target: _Target, key: object) -> object:
         """Return the value that a trial step (see ``own_step``) makes for ``key`` in the state of a
         parameter; None if it makes none.
 
         Raises:
             RestoreError: The trial step fails.
         """
-        if (made := self._stepped.get(id(each.parameter))) is None:
-            name = state_name(self._path, each.part.path, key)
-            parameter = self._match.real.like(each.name, each.parameter)
-            made = state_of_step(name, self._optimizer, each.group, parameter)
-            self._stepped[id(each.parameter)] = made
-        return made.get(key)
+        if (state := self._trial_states.get(id(target.parameter))) is None:
+            name = state_name(self._path, target.part.path, key)
+            parameter = self._match.real.like(target.name, target.parameter)
+            state = state_of_step(name, self._optimizer, target.group, parameter)
+            self._trial_states[id(target.parameter)] = state
+        return state.get(key)
 
-    def _dtype(self, each: _Found, held: Any, saved: Tensor) -> str:
+    def _dtype(self, target: _Target, present: Any, record: Tensor) -> str:
         """Return the dtype that a value gets if the restore may convert it.
 
-        This is the dtype of the present value ``held``. If there is no present value, and value and
-        parameter were saved with the same dtype and shape, this is the dtype of the parameter.
+        This is the dtype of the present value ``present``. If there is no present value, and value
+        and parameter were saved with the same dtype and shape, this is the dtype of the parameter.
         Otherwise, this is the saved dtype.
         """
-        if isinstance(held, Source):
-            return str(held.dtype).removeprefix("torch.")
-        weight = self._match.saved.tensors.get(each.weight)
-        alike = weight is not None and (weight.dtype, weight.shape) == (saved.dtype, saved.shape)
-        return str(each.parameter.dtype).removeprefix("torch.") if alike else saved.dtype
+        if isinstance(present, Source):
+            return str(present.dtype).removeprefix("torch.")
+        weight = self._match.checkpoint.tensors.get(target.weight)
+        is_same = weight is not None and (weight.dtype, weight.shape) == (
+            record.dtype,
+            record.shape,
+        )
+        return str(target.parameter.dtype).removeprefix("torch.") if is_same else record.dtype
 
 
 def _without_names(settings: Node) -> Node:

@@ -34,14 +34,14 @@ class Size:
     Attributes:
         name: Its name in the state.
         source: Its name in the checkpoint.
-        saved: Its shape in the checkpoint.
-        present: Its shape in the state.
+        saved_shape: Its shape in the checkpoint.
+        present_shape: Its shape in the state.
     """
 
     name: str
     source: str
-    saved: tuple[int, ...]
-    present: tuple[int, ...]
+    saved_shape: tuple[int, ...]
+    present_shape: tuple[int, ...]
 
 
 def check_sizes(
@@ -59,13 +59,13 @@ def check_sizes(
         state_dict: The state dict to load. Its values need not be read yet.
     """
     for prefix in {code.reader(key) for key in sizes} - {None}:
-        inside = {key: size for key, size in sizes.items() if code.reader(key) == prefix}
-        if (key := _refused(module, str(prefix), inside, state_dict)) is not None:
-            size = inside[key]
-            raise ShapeMismatch(size.name, size.saved, size.present, size.source)
+        inner_sizes = {key: size for key, size in sizes.items() if code.reader(key) == prefix}
+        if (key := _find_refusal(module, str(prefix), inner_sizes, state_dict)) is not None:
+            size = inner_sizes[key]
+            raise ShapeMismatch(size.name, size.saved_shape, size.present_shape, size.source)
 
 
-def _refused(
+def _find_refusal(
     module: nn.Module, prefix: str, sizes: Mapping[str, Size], state_dict: Mapping[str, Any]
 ) -> str | None:
     """Return the key of a size that the module at ``prefix`` refuses; None if it takes all of them,
@@ -75,15 +75,15 @@ def _refused(
     of the error does not count: it differs between modules, and may change with torch.
     """
     owner = module.get_submodule(prefix[:-1])
-    tensors = {id(each): each for each in chain(owner.parameters(), owner.buffers())}
+    tensors = {id(tensor): tensor for tensor in chain(owner.parameters(), owner.buffers())}
     is_plain = PLAIN.issuperset(map(type, tensors.values()))
     if not is_plain or any(map(_refers_to_module, owner.modules())):
         return None
-    named = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
-    others = {id(named[name]) for key in sizes if (name := key[len(prefix) :]) in named}
+    by_name = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
+    small_ids = {id(by_name[name]) for key in sizes if (name := key[len(prefix) :]) in by_name}
     memo = {
-        key: _without_memory(each, small=0 if key in others else _SMALL)
-        for key, each in tensors.items()
+        key: _without_memory(tensor, small=0 if key in small_ids else _SMALL)
+        for key, tensor in tensors.items()
     }
 
     def takes(keys: Iterable[str]) -> bool:
@@ -100,16 +100,16 @@ def _refused(
 def _part(
     prefix: str,
     values: Mapping[str, Any],
-    others: Collection[str],
+    small_keys: Collection[str],
     versions: Mapping[str, Mapping[str, Any]],
 ) -> Any:
     """Return the part of the state dict ``values`` for the module at ``prefix``.
 
-    ``others`` are the keys whose tensors have no memory, however small they are: torch copies no
-    tensor without memory into one that has some.
+    ``small_keys`` are the keys whose tensors have no memory, however small they are: torch copies
+    no tensor without memory into one that has some.
     """
     part: Any = OrderedDict(
-        (key[len(prefix) :], _without_memory(value, small=0 if key in others else _SMALL))
+        (key[len(prefix) :], _without_memory(value, small=0 if key in small_keys else _SMALL))
         for key, value in values.items()
         if key.startswith(prefix)
     )
@@ -125,7 +125,7 @@ def _in_present_size(
     sizes: Mapping[str, Size], state_dict: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
     return {
-        key: torch.empty(size.present, dtype=state_dict[key].dtype, device="meta")
+        key: torch.empty(size.present_shape, dtype=state_dict[key].dtype, device="meta")
         for key, size in sizes.items()
     }
 
@@ -167,4 +167,4 @@ def _refers_to_module(module: nn.Module) -> bool:
         for hook in module_hooks(module, "load_state_dict_pre")
         for cell in getattr(getattr(hook, "hook", hook), "__closure__", None) or ()
     ]
-    return any(isinstance(each, nn.Module) for each in cells)
+    return any(isinstance(cell, nn.Module) for cell in cells)

@@ -49,7 +49,7 @@ def of_own_code(path: str, kind: str, method: str) -> Generator[None]:
         ) from error
 
 
-class Loading:
+class Completion:
     """Ends the restore of one optimizer.
 
     Call ``begin`` before, and ``end`` after the restore has set the state and the settings of the
@@ -73,23 +73,25 @@ class Loading:
         self.is_apart = self._loads_alone or bool(self._pre_hooks)
         self._groups: list[dict[str, Any]] = []
         self._state: dict[Any, Any] = {}
-        self._dropped: list[tuple[int, dict[str, Any]]] = []
+        self._drops: list[tuple[int, dict[str, Any]]] = []
 
     def begin(self) -> None:
         """Remember the present state and settings."""
         self._groups = [dict(group) for group in self._optimizer.param_groups]
         self._state = dict(self._keeper.state)
 
-    def drop(self, group: dict[str, Any], saved: Collection[str]) -> None:
-        """Remove the settings of ``group`` that are not in ``saved``, the names of those that the
-        checkpoint has, as ``load_state_dict`` does.
+    def drop(self, group: dict[str, Any], saved_names: Collection[str]) -> None:
+        """Remove the settings of ``group`` that are not in ``saved_names``, the names of those that
+        the checkpoint has, as ``load_state_dict`` does.
 
         ``__setstate__`` then gives them the values that they had when they did not exist. If it
         does not, ``end`` puts the present values back.
         """
-        index = next(i for i, each in enumerate(self._optimizer.param_groups) if each is group)
-        names = group.keys() - {*saved, _PARAMETERS, _NAMES}
-        self._dropped.append((index, {name: group.pop(name) for name in names}))
+        index = next(
+            i for i, candidate in enumerate(self._optimizer.param_groups) if candidate is group
+        )
+        names = group.keys() - {*saved_names, _PARAMETERS, _NAMES}
+        self._drops.append((index, {name: group.pop(name) for name in names}))
 
     def end(self, values: Callable[[], Mapping[str, Any]]) -> None:
         """Run the optimizer's own code over the restored state and settings.
@@ -101,7 +103,7 @@ class Loading:
         """
         with of_own_code(self._path, type(self._optimizer).__qualname__, "load_state_dict()"):
             self._load(values)
-        for index, settings in self._dropped:
+        for index, settings in self._drops:
             for name, value in settings.items():
                 self._optimizer.param_groups[index].setdefault(name, value)
 
@@ -123,8 +125,8 @@ class Loading:
 
     def _reset(self) -> None:
         """Give the optimizer the state and the settings that it had at the call of ``begin``."""
-        for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
-            _replace(group, before)
+        for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
+            _replace(group, settings)
         _replace(self._keeper.state, self._state)
 
     def _take(self, state_dict: Mapping[str, Any]) -> None:
@@ -146,7 +148,7 @@ class Loading:
         for number, values in state_dict["state"].items():
             if number in owners:
                 parameter, group = owners[number]
-                state[parameter] = placed(values, group, parameter)
+                state[parameter] = place(values, group, parameter)
             else:
                 state[number] = values
         _replace(self._keeper.state, state)
@@ -162,8 +164,8 @@ class Loading:
             return
         inner: Optimizer = optimizer.optim  # type: ignore[attr-defined]
         for source, target in ((optimizer, inner), (inner, optimizer)):
-            for group, other in zip(source.param_groups, target.param_groups, strict=True):
-                other.update({k: value for k, value in group.items() if k != _PARAMETERS})
+            for group, target_group in zip(source.param_groups, target.param_groups, strict=True):
+                target_group.update({k: value for k, value in group.items() if k != _PARAMETERS})
             _set_state(target)
 
     def _undo_casts(self, state_dict: Mapping[str, Any]) -> None:
@@ -195,12 +197,12 @@ def _set_state(optimizer: Optimizer) -> None:
     optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
-def _is_cast(value: object, other: object, parameter: torch.Tensor) -> bool:
+def _is_cast(value: object, reference: object, parameter: torch.Tensor) -> bool:
     return (
         isinstance(value, torch.Tensor)
-        and isinstance(other, torch.Tensor)
-        and value.dtype != other.dtype == parameter.dtype
-        and value.shape == other.shape
+        and isinstance(reference, torch.Tensor)
+        and value.dtype != reference.dtype == parameter.dtype
+        and value.shape == reference.shape
     )
 
 
@@ -209,7 +211,7 @@ def _replace(mapping: MutableMapping[Any, Any], items: Mapping[Any, Any]) -> Non
     mapping.update(items)
 
 
-def placed(value: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
+def place(value: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
     """Return a value of an optimizer's state with all tensors inside of it on the device of
     ``parameter``, as torch's own ``load_state_dict`` does. Tensors of the shape of a sharded
     ``parameter`` are sharded as it is.
@@ -221,9 +223,9 @@ def placed(value: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> Any
         return _sharded(value.to(parameter.device), parameter)
     if isinstance(value, dict):
         for key in [key for key in value if is_on_device(key, group)]:
-            value[key] = placed(value[key], group, parameter)
+            value[key] = place(value[key], group, parameter)
     if type(value) in (list, tuple):
-        return type(value)(placed(item, group, parameter) for item in value)
+        return type(value)(place(item, group, parameter) for item in value)
     return value
 
 

@@ -14,7 +14,7 @@ import torch
 from ckpt.adapters.match.materialise import RealTensors
 from ckpt.adapters.match.overlaps import read_apart
 from ckpt.adapters.match.remake import Remaker
-from ckpt.adapters.match.saved import Saved, kind, tag
+from ckpt.adapters.match.saved import SavedState, kind, tag
 from ckpt.adapters.match.selection import Selection
 from ckpt.adapters.match.slots import Slot
 from ckpt.adapters.match.targets import memory_of
@@ -30,38 +30,38 @@ _ASK: Final = "convert it on the way with restore(cast=True)"
 
 
 @dataclass(slots=True)
-class Matched:
+class StateMatch:
     """The work of a restore. The restore reads ``wanted[i]`` into ``targets[i]``, and then calls
     ``apply``, which sets all other values.
 
     Attributes:
-        wanted: The leaves to read, with the names and dtypes that they have in the checkpoint.
+        leaves: The leaves to read, with the names and dtypes that they have in the checkpoint.
         targets: The tensors to fill.
         actions: The calls that ``apply`` makes, in order.
         left_alone: The names of the state that the checkpoint lacks because its save left them out
             on purpose.
         missing: All other names of the state that the checkpoint lacks.
-        unexpected: The names in the checkpoint that have no counterpart in this rank's state. They
-            may have one on another rank, such as another pipeline stage, so this is an error only
-            if they have none on any rank.
-        unused: The patterns of the selection and the renaming that match no name of this rank's
-            state. They may match a name on another rank. A pattern of the selection that matches a
-            name in ``unexpected`` is not among them.
-        renamed: Pairs (name in the state, name in the checkpoint).
-        converted: Triples (name in the state, dtype in the checkpoint, dtype in the state).
-        uninitialised: The names of those tensors of modules that stay on the meta device.
+        surplus_names: The names in the checkpoint that have no counterpart in this rank's state.
+            They may have one on another rank, such as another pipeline stage, so this is an error
+            only if they have none on any rank.
+        idle_patterns: The patterns of the selection and the renaming that match no name of this
+            rank's state. They may match a name on another rank. A pattern of the selection that
+            matches a name in ``surplus_names`` is not among them.
+        renames: Pairs (name in the state, name in the checkpoint).
+        conversions: Triples (name in the state, dtype in the checkpoint, dtype in the state).
+        meta_names: The names of those tensors of modules that stay on the meta device.
     """
 
-    wanted: list[Leaf] = field(default_factory=list[Leaf])
+    leaves: list[Leaf] = field(default_factory=list[Leaf])
     targets: list[Source] = field(default_factory=list[Source])
     actions: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     missing: tuple[str, ...] = ()
     left_alone: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()
-    converted: tuple[tuple[str, str, str], ...] = ()
-    uninitialised: tuple[str, ...] = ()
+    surplus_names: tuple[str, ...] = ()
+    idle_patterns: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+    conversions: tuple[tuple[str, str, str], ...] = ()
+    meta_names: tuple[str, ...] = ()
 
     def apply(self) -> None:
         """Make the calls in ``actions``. Call this after all targets were filled.
@@ -77,8 +77,8 @@ class Matched:
             action()
 
 
-class Matching:
-    """Collects the results of a matching. ``done`` returns them.
+class Matcher:
+    """Collects the results of a matching. ``finish`` returns them.
 
     In all methods, ``name`` is a name in the state, and ``source`` is the name of the same value in
     the checkpoint.
@@ -87,38 +87,44 @@ class Matching:
         Only one thread may use it.
 
     Args:
-        saved: The checkpoint.
+        checkpoint: The checkpoint.
         selection: The settings of the restore.
         parameters: The parameters of the state.
     """
 
-    def __init__(self, saved: Saved, selection: Selection, parameters: Parameters) -> None:
-        self.saved, self.selection, self.parameters = saved, selection, parameters
-        self.values = Remaker(saved.tensors, saved.manifest.views, self._want)
+    def __init__(
+        self, checkpoint: SavedState, selection: Selection, parameters: Parameters
+    ) -> None:
+        self.checkpoint, self.selection, self.parameters = checkpoint, selection, parameters
+        self.values = Remaker(checkpoint.tensors, checkpoint.manifest.views, self._want)
         self.slots: list[Slot] = []
         self.real = RealTensors()
         self.actions: list[Callable[[], None]] = []
         self.last_actions: list[Callable[[], None]] = []
-        self._opened: dict[str, list[str]] = {}
-        self._taken: set[str] = set()
+        self._containers: dict[str, list[str]] = {}
+        self._claims: set[str] = set()
         self._missing: dict[str, str] = {}
-        self._left: dict[str, None] = {}
-        self._unused = {*(selection.only or ()), *selection.exclude, *selection.renaming.patterns}
-        self.filled: dict[Hashable, tuple[str, Source | None]] = {}
-        self._lacking: dict[str, torch.Tensor] = {}
+        self._left_alone: dict[str, None] = {}
+        self._idle_patterns = {
+            *(selection.only or ()),
+            *selection.exclude,
+            *selection.rename_rules.patterns,
+        }
+        self.fills: dict[Hashable, tuple[str, Source | None]] = {}
+        self._missing_tensors: dict[str, torch.Tensor] = {}
         self._names: list[str] = []
-        self._wanted: list[Leaf] = []
+        self._leaves: list[Leaf] = []
         self._targets: list[Source] = []
-        self._renamed: dict[str, str] = {}
-        self._converted: list[tuple[str, str, str]] = []
+        self._renames: dict[str, str] = {}
+        self._conversions: list[tuple[str, str, str]] = []
 
     def source(self, name: str) -> str:
         """Return the name in the checkpoint for a name of the state, by the rules of the renaming.
         Record that the rule for ``name``, if there is one, was used.
         """
-        source, pattern = self.selection.renaming.source(name)
+        source, pattern = self.selection.rename_rules.source(name)
         if pattern is not None:
-            self._unused.discard(pattern)
+            self._idle_patterns.discard(pattern)
         return source
 
     def takes(self, name: str, parameter: str = "") -> bool:
@@ -128,22 +134,22 @@ class Matching:
         If ``name`` is the state that an optimizer has of a parameter, ``parameter`` is the name of
         the parameter. If the parameter is excluded, its state keeps its values too.
         """
-        self._unused.difference_update(self.selection.matches(name))
+        self._idle_patterns.difference_update(self.selection.matches(name))
         return self.selection.takes(name) and not self.selection.excludes(parameter)
 
     def open(self, name: str, source: str) -> None:
         """Record that the container ``source`` of the checkpoint is matched with the container
         ``name`` of the state, value by value.
         """
-        self._opened.setdefault(source, []).append(name)
+        self._containers.setdefault(source, []).append(name)
 
     def claim(self, name: str, source: str, *, silent: bool = False) -> None:
         """Record that ``source`` has a counterpart in the state. If the two names differ, the
         report lists them as a renaming, unless ``silent`` is True.
         """
-        self._taken.add(source)
+        self._claims.add(source)
         if source != name and not silent:
-            self._renamed[name] = source
+            self._renames[name] = source
 
     def lack(self, name: str, source: str, parameter: str = "") -> None:
         """Record that the checkpoint has no value for ``name``, if the restore fills ``name``.
@@ -158,8 +164,8 @@ class Matching:
         """
         if not self.takes(name):
             return
-        if self.saved.left_out(source, parameter):
-            self._left[name] = None
+        if self.checkpoint.left_out(source, parameter):
+            self._left_alone[name] = None
         else:
             self._missing[name] = source
 
@@ -170,17 +176,17 @@ class Matching:
         """
         self.lack(name, source)
         if isinstance(target, torch.Tensor):
-            self._lacking[name] = target
+            self._missing_tensors[name] = target
 
     @contextmanager
-    def one(self, name: str, source: str) -> Generator[None]:
+    def as_one(self, name: str, source: str) -> Generator[None]:
         """Return a context manager for a block that matches the values inside of ``name``. If the
         checkpoint has none of them, only ``name`` itself is recorded as missing.
         """
-        known, taken = dict(self._missing), len(self._taken)
+        missing, claim_count = dict(self._missing), len(self._claims)
         yield
-        if len(self._missing) > len(known) and len(self._taken) == taken:
-            self._missing = known
+        if len(self._missing) > len(missing) and len(self._claims) == claim_count:
+            self._missing = missing
             self.lack(name, source)
 
     def expect(self, node: Node, path: str, *tags: str) -> None:
@@ -212,20 +218,21 @@ class Matching:
                 the target is on the meta device and cannot be replaced (see ``RealTensors.like``).
             UnsupportedValue: The target cannot be filled (see ``leaf_of``).
         """
-        bytes_of = stored_as or self.saved.stored_as(source)
-        if (tensor := self.saved.tensors.get(bytes_of)) is None:
+        bytes_of = stored_as or self.checkpoint.stored_as(source)
+        if (tensor := self.checkpoint.tensors.get(bytes_of)) is None:
             self.lack(name, source)
             return
         if isinstance(target, torch.Tensor):
             target = self.real.to_fill(name, target)
         leaf = leaf_of(name, target, ())
-        stored = self.saved.bytes_of(bytes_of)
+        stored_name = self.checkpoint.bytes_of(bytes_of)
         memory = memory_of(target if of is None else of)
         # A module that loads a value itself may change it, so that nothing else can have it.
-        known, _ = self.filled.setdefault(memory, (stored, target if of is None else None))
-        if known != stored:
+        first_name, _ = self.fills.setdefault(memory, (stored_name, target if of is None else None))
+        if first_name != stored_name:
             raise RestoreError(
-                f"{name!r} ({stored!r} in the checkpoint) and what {known!r} is for share their "
+                f"{name!r} ({stored_name!r} in the checkpoint) and what {first_name!r} is for "
+                "share their "
                 "memory in the target, but were saved apart: untie them first"
             )
         if leaf.shape != tensor.shape:
@@ -238,10 +245,10 @@ class Matching:
                     else "one cannot become the other without loss"
                 )
                 raise DtypeMismatch(name, tensor.dtype, leaf.dtype, source, way)
-            self._converted.append((name, tensor.dtype, leaf.dtype))
+            self._conversions.append((name, tensor.dtype, leaf.dtype))
             leaf = replace(leaf, dtype=tensor.dtype)
         self._names.append(name)
-        self._wanted.append(leaf if name == bytes_of else replace(leaf, name=bytes_of))
+        self._leaves.append(leaf if name == bytes_of else replace(leaf, name=bytes_of))
         self._targets.append(target)
 
     def _want(self, name: str, target: torch.Tensor) -> None:
@@ -250,7 +257,7 @@ class Matching:
         """
         self.want(name, name, target)
 
-    def done(self) -> Matched:
+    def finish(self) -> StateMatch:
         """End the matching, and return its results.
 
         Raises:
@@ -261,23 +268,23 @@ class Matching:
         if self._missing and self.selection.strict:
             raise EntryMissing(
                 list(self._missing),
-                self.saved.manifest.step,
+                self.checkpoint.manifest.step,
                 self._missing,
-                present=self.saved.names,
+                present=self.checkpoint.names,
             )
-        unexpected = self.saved.unexpected(self._taken, self._opened)
+        surplus_names = self.checkpoint.surplus_names(self._claims, self._containers)
         if fill := read_apart(self._names, self._targets):
             self.actions.insert(0, fill)
-        return Matched(
-            wanted=self._wanted,
+        return StateMatch(
+            leaves=self._leaves,
             targets=self._targets,
             actions=self.actions,
             missing=tuple(self._missing),
-            left_alone=tuple(self._left),
-            unexpected=tuple(filter(self._is_about, unexpected)),
-            unused=tuple(sorted(self._unused)),
-            renamed=tuple(self._renamed.items()),
-            converted=tuple(self._converted),
+            left_alone=tuple(self._left_alone),
+            surplus_names=tuple(filter(self._is_about, surplus_names)),
+            idle_patterns=tuple(sorted(self._idle_patterns)),
+            renames=tuple(self._renames.items()),
+            conversions=tuple(self._conversions),
         )
 
     def _find_tied(self) -> None:
@@ -285,10 +292,10 @@ class Matching:
 
         A model may tie a weight to one that the checkpoint has: files of GPT-2 have no ``lm_head``.
         """
-        for name, target in self._lacking.items():
-            if name in self._missing and (filled := self.filled.get(memory_of(target))):
+        for name, target in self._missing_tensors.items():
+            if name in self._missing and (fill := self.fills.get(memory_of(target))):
                 del self._missing[name]
-                self._renamed[name] = filled[0]
+                self._renames[name] = fill[0]
 
     def _is_about(self, source: str) -> bool:
         """Return True if the selection includes ``source``, which has no counterpart in the state.
@@ -297,8 +304,8 @@ class Matching:
         from the innermost matched container around ``source``. The patterns that match the name are
         recorded as used (see ``takes``).
         """
-        inside = source
-        while inside and inside not in self._opened:
-            inside = inside.rpartition("/")[0]
-        rest = source[len(inside) :]
-        return any(self.takes(f"{name}{rest}") for name in self._opened.get(inside, [""]))
+        container = source
+        while container and container not in self._containers:
+            container = container.rpartition("/")[0]
+        rest = source[len(container) :]
+        return any(self.takes(f"{name}{rest}") for name in self._containers.get(container, [""]))

@@ -38,11 +38,11 @@ class RealTensors:
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._filled: set[int] = set()
+        self._replacements: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._requests: set[int] = set()
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._filled
+        return id(tensor) in self._requests
 
     def to_fill(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor that the restore fills for ``tensor``: its replacement if it is on the
@@ -52,7 +52,7 @@ class RealTensors:
             RestoreError: See ``like``.
         """
         if (real := self.like(name, tensor)) is not tensor:
-            self._filled.add(id(tensor))
+            self._requests.add(id(tensor))
         return real
 
     def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -65,9 +65,9 @@ class RealTensors:
         """
         if not is_meta(tensor):
             return tensor
-        if id(tensor) not in self._made:
-            self._made[id(tensor)] = (tensor, _real(name, tensor))
-        return self._made[id(tensor)][1]
+        if id(tensor) not in self._replacements:
+            self._replacements[id(tensor)] = (tensor, _real(name, tensor))
+        return self._replacements[id(tensor)][1]
 
     def change_places(self) -> None:
         """Swap each tensor for which ``to_fill`` was called with its replacement.
@@ -75,7 +75,7 @@ class RealTensors:
         Modules of ``fully_shard`` need no update, since they read their shards again before their
         first forward pass. With parameters on the meta device, no forward pass has run yet.
         """
-        for tensor, real in (self._made[each] for each in self._filled):
+        for tensor, real in (self._replacements[key] for key in self._requests):
             torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
 
     def left_out(self, path: str, module: nn.Module) -> list[str]:
@@ -83,10 +83,10 @@ class RealTensors:
         since ``to_fill`` was not called for them.
         """
         names = canonical(module)
-        named = (*module.named_parameters(), *module.named_buffers())
+        tensors = (*module.named_parameters(), *module.named_buffers())
         return [
             f"{path}/{names(key)}"
-            for key, tensor in named
+            for key, tensor in tensors
             if is_meta(tensor) and tensor not in self
         ]
 
@@ -114,17 +114,17 @@ def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
             "outside of torch.device('meta')"
         )
     with torch.no_grad():
-        made = torch.empty_like(tensor.detach(), device=device)
+        real = torch.empty_like(tensor.detach(), device=device)
     if isinstance(tensor, nn.Parameter):
         plain = type(tensor) in (nn.Parameter, DTensor)
-        kept = tensor.requires_grad
-        made = (
-            nn.Parameter(made, kept)
+        requires_grad = tensor.requires_grad
+        real = (
+            nn.Parameter(real, requires_grad)
             if plain
-            else made.as_subclass(type(tensor)).requires_grad_(kept)
+            else real.as_subclass(type(tensor)).requires_grad_(requires_grad)
         )
-    vars(made).update(vars(tensor))
-    return made
+    vars(real).update(vars(tensor))
+    return real
 
 
 def _is_held(tensor: torch.Tensor) -> bool:

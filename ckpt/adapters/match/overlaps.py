@@ -21,13 +21,14 @@ from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.errors import RestoreError
 from ckpt.staging.image import copyable
 
-_OTHERS: Final = "shares a part of its memory with another tensor of the target"
+_SHARED_MEMORY: Final = "shares a part of its memory with another tensor of the target"
 _ELEMENTS: Final = "has elements in the target that share their memory"
 _WAY: Final = "give each of them memory of its own"
 
 
 def read_apart(names: Sequence[str], targets: list[Source]) -> Callable[[], None] | None:
-    """Replace each target in ``targets`` that ``overlapping`` finds by a new tensor in host memory.
+    """Replace each target in ``targets`` that ``find_overlaps`` finds by a new tensor in host
+    memory.
 
     Return a function to call after the new tensors were read, which copies their values into the
     original targets. It raises ``RestoreError`` if the targets cannot all have their saved values.
@@ -36,42 +37,42 @@ def read_apart(names: Sequence[str], targets: list[Source]) -> Callable[[], None
     Raises:
         RestoreError: Elements of a part of ``LocalShards`` share their memory.
     """
-    shared: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    copies: list[tuple[str, torch.Tensor, torch.Tensor]] = []
     for name, target in zip(names, targets, strict=True):
         if isinstance(target, LocalShards) and any(map(_meets_itself, target.tensors)):
             raise RestoreError(f"{name!r} {_ELEMENTS}: {_WAY}")
-    for index, target in overlapping(targets):
+    for index, target in find_overlaps(targets):
         targets[index] = read = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-        shared.append((names[index], target, read))
-    return partial(_put, shared) if shared else None
+        copies.append((names[index], target, read))
+    return partial(_put, copies) if copies else None
 
 
-def overlapping(targets: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
+def find_overlaps(targets: Sequence[Source]) -> list[tuple[int, torch.Tensor]]:
     """Return the index and the local tensor of each target whose memory overlaps with that of
     another target, or whose own elements may share memory.
 
     Two targets with exactly the same memory and layout do not count as overlapping. ``LocalShards``
     are left out.
     """
-    same: dict[Hashable, list[tuple[int, torch.Tensor]]] = {}
+    by_memory: dict[Hashable, list[tuple[int, torch.Tensor]]] = {}
     for index, target in enumerate(targets):
         if isinstance(target, torch.Tensor):
             memory = local(target)
             if memory.numel() and memory.data_ptr():  # Tensors without memory have the address 0
-                same.setdefault(memory_of(target), []).append((index, memory))
-    alike = list(same.values())
-    first_ones = [memory for (_, memory), *_ in alike]
+                by_memory.setdefault(memory_of(target), []).append((index, memory))
+    groups = list(by_memory.values())
+    first_ones = [memory for (_, memory), *_ in groups]
     ranges = sorted(
-        (str(memory.device), *_range(memory), known) for known, memory in enumerate(first_ones)
+        (str(memory.device), *_range(memory), number) for number, memory in enumerate(first_ones)
     )
-    found = {known for known, memory in enumerate(first_ones) if _meets_itself(memory)}
+    numbers = {number for number, memory in enumerate(first_ones) if _meets_itself(memory)}
     place, end, last = "", 0, -1
-    for device, first, beyond, known in ranges:
-        if device == place and first < end:
-            found |= {known, last}
-        if device != place or beyond > end:
-            place, end, last = device, beyond, known
-    return sorted((pair for known in found for pair in alike[known]), key=itemgetter(0))
+    for device, start, stop, number in ranges:
+        if device == place and start < end:
+            numbers |= {number, last}
+        if device != place or stop > end:
+            place, end, last = device, stop, number
+    return sorted((pair for number in numbers for pair in groups[number]), key=itemgetter(0))
 
 
 def _meets_itself(memory: torch.Tensor) -> bool:
@@ -94,29 +95,30 @@ def _meets_itself(memory: torch.Tensor) -> bool:
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of the first byte of ``tensor``, and the address behind its last byte."""
     reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.data_ptr()
-    return first, first + (reach + 1) * tensor.itemsize
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.itemsize
 
 
-def _put(shared: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+def _put(copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
     """Copy the values that were read into the targets, and check after all copies that each target
     has its values.
 
-    ``shared`` has the name of each target, the target, and the tensor with the values for it.
+    ``copies`` has the name of each target, the target, and the tensor with the values for it.
     """
-    for _, target, read in shared:
+    for _, target, read in copies:
         dtype = str(target.dtype).removeprefix("torch.")
-        once = _once(copyable(target.detach(), dtype))
-        once.copy_(copyable(read, dtype)[tuple(map(slice, once.shape))])
-    for name, target, read in shared:
+        view = _without_repeats(copyable(target.detach(), dtype))
+        view.copy_(copyable(read, dtype)[tuple(map(slice, view.shape))])
+    for name, target, read in copies:
         if not torch.equal(_bytes(target), _bytes(read)):
             raise RestoreError(
-                f"{name!r} {_ELEMENTS if _meets_itself(target) else _OTHERS}, and the saved values "
+                f"{name!r} {_ELEMENTS if _meets_itself(target) else _SHARED_MEMORY}, and the saved "
+                "values "
                 f"differ: {_WAY}. Do not train on with this state"
             )
 
 
-def _once(target: torch.Tensor) -> torch.Tensor:
+def _without_repeats(target: torch.Tensor) -> torch.Tensor:
     """Return a view of ``target`` that has each element of an expanded dimension only once, since
     torch refuses to write to an expanded tensor.
     """

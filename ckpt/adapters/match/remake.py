@@ -35,7 +35,7 @@ class Remaker:
         want: Callable[[str, torch.Tensor], object],
     ) -> None:
         self._tensors, self._views, self._want = tensors, views, want
-        self._made: dict[str, torch.Tensor] = {}
+        self._new_tensors: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}
 
     def order(self, node: Node, path: str = "") -> Callable[[], Any]:
@@ -56,10 +56,10 @@ class Remaker:
         """
         if tag in ("module", "optimizer", "per_rank", "subclass"):
             raise KindMismatch(path, f"container with a {tag}", "plain value")
-        if tag in ("tensor", "array") and node["n"] not in self._made:
+        if tag in ("tensor", "array") and node["n"] not in self._new_tensors:
             name = node["n"]
-            self._made[name] = self._empty(named(self._tensors, name))
-            self._want(name, self._made[name])
+            self._new_tensors[name] = self._empty(tensor_named(self._tensors, name))
+            self._want(name, self._new_tensors[name])
         elif tag == "object":
             decode(node["v"], partial(self._order, path))
         elif tag not in ("tensor", "array"):
@@ -87,16 +87,16 @@ class Remaker:
         """Return the value of a node with a tag, with the tensors that were read."""
         match tag:
             case "tensor":
-                return self._made[node["n"]]
+                return self._new_tensors[node["n"]]
             case "array":
-                return self._made[node["n"]].numpy()
+                return self._new_tensors[node["n"]].numpy()
             case "object":
                 return decode(node["v"], self.make)
             case _:
                 return torch_value(tag, node)
 
 
-def named(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+def tensor_named(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     """Return the tensor that a node names. Raises ``ManifestCorrupt`` if there is none."""
     if (tensor := tensors.get(name)) is None:
         raise ManifestCorrupt("tree", f"it names the tensor {str(name)[:80]!r}, which is not there")
@@ -116,8 +116,8 @@ def torch_value(tag: str, node: Mapping[str, Node]) -> object:
             return torch.Size(node["v"])
         case "device":
             return torch.device(node["v"])
-        case "dtype" if isinstance(found := vars(torch).get(node["v"]), torch.dtype):
-            return found
+        case "dtype" if isinstance(dtype := vars(torch).get(node["v"]), torch.dtype):
+            return dtype
         case "dtype":
             raise FormatUnsupported(
                 "tree",

@@ -11,7 +11,8 @@ from ckpt.errors import ConfigError
 
 Rename = Mapping[str, str] | Callable[[str], str]
 """A renaming as the user gives it: a dict of names or patterns in the state -> names in the
-checkpoint (see `Renaming`), or a function from a name in the state to the name in the checkpoint.
+checkpoint (see `RenameRules`), or a function from a name in the state to the name in the
+checkpoint.
 """
 
 
@@ -32,17 +33,17 @@ class _Rule:
 
     def apply(self, name: str) -> str | None:
         """Return the name in the checkpoint, or None if the rule does not match ``name``."""
-        if (found := self.expression.fullmatch(name)) is None:
+        if (match := self.expression.fullmatch(name)) is None:
             return None
-        *stars, rest = found.groups(default="")
+        *stars, rest = match.groups(default="")
         if len(self.parts) == 1:  # The name in the checkpoint has no star
             return self.parts[0] + rest
-        taken = zip(self.parts, [*stars, rest], strict=True)
-        return "".join(part + text for part, text in taken)
+        pairs = zip(self.parts, [*stars, rest], strict=True)
+        return "".join(part + text for part, text in pairs)
 
 
 @dataclass(frozen=True, slots=True)
-class Renaming:
+class RenameRules:
     """The rules by which names in the state become names in the checkpoint.
 
     The first rule that matches a name counts. A name that no rule matches does not change. A rule
@@ -62,7 +63,7 @@ class Renaming:
     function: Callable[[str], str] | None = None
 
     @classmethod
-    def of(cls, rename: Rename | None) -> Renaming:
+    def of(cls, rename: Rename | None) -> RenameRules:
         """Return the renaming that the user gave as ``rename``; None means no renaming.
 
         Raises:
@@ -76,7 +77,7 @@ class Renaming:
                     'rename={}: give {"name in the state": "name in the checkpoint"}, or leave it '
                     "out"
                 )
-            return cls(tuple(_rule(here, there) for here, there in rename.items()))
+            return cls(tuple(_rule(name, source) for name, source in rename.items()))
         if callable(rename):
             return cls(function=rename)
         raise ConfigError(
@@ -100,39 +101,39 @@ class Renaming:
             ConfigError: The user's function raises, or does not return a name.
         """
         for rule in self.rules:
-            if (renamed := rule.apply(name)) is not None:
-                return renamed, rule.pattern
-        return (name if self.function is None else _called(self.function, name)), None
+            if (source := rule.apply(name)) is not None:
+                return source, rule.pattern
+        return (name if self.function is None else _call(self.function, name)), None
 
 
-SAME: Final = Renaming()
+NO_RENAME: Final = RenameRules()
 
 
-def _rule(here: Any, there: Any) -> _Rule:
+def _rule(name: Any, source: Any) -> _Rule:
     if not (
-        isinstance(here, str) and isinstance(there, str) and here.strip("/") and there.strip("/")
+        isinstance(name, str) and isinstance(source, str) and name.strip("/") and source.strip("/")
     ):
         raise ConfigError(
-            f"rename={{{here!r}: {there!r}}}: both must be names, such as 'model/encoder.*'"
+            f"rename={{{name!r}: {source!r}}}: both must be names, such as 'model/encoder.*'"
         )
-    stars, others = here.count("*"), there.count("*")
-    if others not in (0, stars):
+    stars, source_stars = name.count("*"), source.count("*")
+    if source_stars not in (0, stars):
         raise ConfigError(
-            f"rename={{{here!r}: {there!r}}}: each * stands for the same text on both sides, so "
+            f"rename={{{name!r}: {source!r}}}: each * stands for the same text on both sides, so "
             "both need as many (or the second none)"
         )
-    text = "(.*?)".join(map(re.escape, here.rstrip("/").split("*")))
-    return _Rule(here, re.compile(f"{text}(/.*)?", re.DOTALL), tuple(there.rstrip("/").split("*")))
+    text = "(.*?)".join(map(re.escape, name.rstrip("/").split("*")))
+    return _Rule(name, re.compile(f"{text}(/.*)?", re.DOTALL), tuple(source.rstrip("/").split("*")))
 
 
-def _called(function: Callable[[str], str], name: str) -> str:
+def _call(function: Callable[[str], str], name: str) -> str:
     try:
-        renamed = function(name)
+        source = function(name)
     except Exception as error:
         raise ConfigError(f"rename({name!r}) failed: {error!r}") from error
-    if not isinstance(renamed, str) or not renamed:
+    if not isinstance(source, str) or not source:
         raise ConfigError(
-            f"rename({name!r}) gave {renamed!r}: give the name in the checkpoint, the same if "
+            f"rename({name!r}) gave {source!r}: give the name in the checkpoint, the same if "
             "nothing changes"
         )
-    return renamed
+    return source

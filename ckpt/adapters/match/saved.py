@@ -48,7 +48,7 @@ class SavedParameter:
     place: int = 0
 
 
-class Saved:
+class SavedState:
     """The tree and the tensors of a manifest.
 
     Attributes:
@@ -75,21 +75,23 @@ class Saved:
         self._nodes: dict[str, Node] = {"": self._tree}
         self._children: dict[str, Mapping[str, Node]] = {}
         self._own: dict[str, Node] = {}
-        self._stored: dict[str, str] = {}  # The tensors of dicts that ``adopt_dict`` has replaced
+        self._stored_names: dict[
+            str, str
+        ] = {}  # The tensors of dicts that ``adopt_dict`` has replaced
         self._parameters: dict[str, Mapping[str, SavedParameter]] = {}
         equal = self.metadata.get(EQUAL)
         self._equal: Mapping[str, Node] = equal if isinstance(equal, dict) else {}
 
-    def bytes_of(self, stored: str) -> str:
-        """Return the name that stands for all names with the bytes of the stored tensor ``stored``:
-        those that are tied to it, and those that an import has found equal to it.
+    def bytes_of(self, stored_name: str) -> str:
+        """Return the name that stands for all names with the bytes of the stored tensor
+        ``stored_name``: those that are tied to it, and those that an import has found equal to it.
         """
-        first = self.manifest.tied.get(stored, stored)
-        equal = self._equal.get(first, first)
-        return equal if isinstance(equal, str) else first
+        name = self.manifest.tied.get(stored_name, stored_name)
+        equal = self._equal.get(name, name)
+        return equal if isinstance(equal, str) else name
 
     @property
-    def imported(self) -> bool:
+    def is_imported(self) -> bool:
         """True if ``ckpt import`` made the checkpoint from a checkpoint of another program."""
         return "imported_as" in self.metadata
 
@@ -105,12 +107,12 @@ class Saved:
         The tensors of modules and optimizers have no nodes in the tree. For such a tensor, a new
         node with the tag ``tensor`` is returned.
         """
-        if (found := self._nodes.get(path, ABSENT)) is ABSENT:
-            found = self._find(path)
-            if found is ABSENT and path in self.tensors:
-                found = {"$": "tensor", "n": path}
-            self._nodes[path] = found
-        return found
+        if (node := self._nodes.get(path, ABSENT)) is ABSENT:
+            node = self._find(path)
+            if node is ABSENT and path in self.tensors:
+                node = {"$": "tensor", "n": path}
+            self._nodes[path] = node
+        return node
 
     def _find(self, path: str) -> Node:
         """Return the node of the tree at ``path``, or ``ABSENT`` if there is none.
@@ -121,8 +123,8 @@ class Saved:
         end = len(path)
         while end > 0:
             end = max(path.rfind("/", 0, end), 0)
-            if (found := self._of(path[:end]).get(path, ABSENT)) is not ABSENT:
-                return found
+            if (node := self._of(path[:end]).get(path, ABSENT)) is not ABSENT:
+                return node
         return ABSENT
 
     def adopt(self, path: str, node: Node) -> None:
@@ -131,23 +133,25 @@ class Saved:
         """
         self._own[path] = node
         self._children.pop(path, None)
-        self._nodes = {known: each for known, each in self._nodes.items() if each is not ABSENT}
+        self._nodes = {name: child for name, child in self._nodes.items() if child is not ABSENT}
 
     def adopt_dict(self, path: str, parameters: Sequence[str]) -> None:
         """If the value at ``path`` is a dict with the state of an optimizer, replace it with the
         optimizer. ``parameters`` are the full names of the parameters that it may have.
         """
-        if (found := read_dict(self.node(path), path, parameters)) is None:
+        if (optimizer := read_dict(self.node(path), path, parameters)) is None:
             return
-        self._nodes[path] = found.node
-        self._stored |= found.tensors
-        moved = {name: self.tensors[stored] for name, stored in found.tensors.items()}
-        self.tensors = {**self.tensors, **moved}
+        self._nodes[path] = optimizer.node
+        self._stored_names |= optimizer.tensors
+        tensors = {
+            name: self.tensors[stored_name] for name, stored_name in optimizer.tensors.items()
+        }
+        self.tensors = {**self.tensors, **tensors}
         self.names = sorted(self.tensors)
 
     def stored_as(self, name: str) -> str:
         """Return the name under which the bytes of the tensor ``name`` are stored."""
-        return self._stored.get(name, name)
+        return self._stored_names.get(name, name)
 
     def per_rank(self, source: int) -> Mapping[str, Node]:
         """Return the ``PerRank`` values that rank ``source`` has saved, as path -> node."""
@@ -161,14 +165,14 @@ class Saved:
         ``name`` consists of the paths of the optimizer and of the parameter:
         ``optimizer/model/layer.weight``.
         """
-        path, node = self._around(name, "optimizer")
-        return self._held(path, node).get(name) if path else None
+        path, node = self._container_with_tag(name, "optimizer")
+        return self._saved_parameters(path, node).get(name) if path else None
 
     def parameters(self, path: str) -> Collection[str]:
         """Return the names of the parameters of the optimizer at ``path``, as the method
         ``parameter`` expects them.
         """
-        return self._held(path, self.node(path)).keys()
+        return self._saved_parameters(path, self.node(path)).keys()
 
     def left_out(self, name: str, parameter: str = "") -> bool:
         """Return True if the save left ``name`` out on purpose.
@@ -181,17 +185,17 @@ class Saved:
 
     def _in_left(self, name: str) -> bool:
         """Return True if the saved module around ``name`` lists ``name`` as left out."""
-        path, node = self._around(name, "module")
+        path, node = self._container_with_tag(name, "module")
         return bool(path) and name[len(path) + 1 :] in node.get("left", ())
 
-    def _around(self, name: str, wanted: str) -> tuple[str, Node]:
-        """Find the outermost container of ``name`` that has the tag ``wanted``, and return its path
+    def _container_with_tag(self, name: str, kind: str) -> tuple[str, Node]:
+        """Find the outermost container of ``name`` that has the tag ``kind``, and return its path
         and its node. If there is none, return an empty path and ``ABSENT``.
         """
         end = name.find("/")
         while end >= 0:
             node = self.node(name[:end])
-            if tag(node) == wanted:
+            if tag(node) == kind:
                 return name[:end], node
             end = name.find("/", end + 1)
         return "", ABSENT
@@ -207,37 +211,37 @@ class Saved:
             if tag(node) == "module"
             else list(self._of(path))
         )
-        inside = {each for name in values for each in names_below(self.names, name)}
-        tensors = [name for name in names_below(self.names, path) if name not in inside]
+        inner_names = {inner for name in values for inner in names_below(self.names, name)}
+        tensors = [name for name in names_below(self.names, path) if name not in inner_names]
         return sorted({*values, *tensors})
 
-    def unexpected(self, taken: Collection[str], opened: Collection[str]) -> list[str]:
+    def surplus_names(self, claims: Collection[str], containers: Collection[str]) -> list[str]:
         """Return the names of the checkpoint that have no counterpart in the state.
 
-        If a container is in ``opened``, or has names in ``taken`` below it, its values are examined
-        one by one. Any other container gives only its own name.
+        If a container is in ``containers``, or has names in ``claims`` below it, its values are
+        examined one by one. Any other container gives only its own name.
 
         Args:
-            taken: The names that have a counterpart in the state. A name also stands for all names
+            claims: The names that have a counterpart in the state. A name also stands for all names
                 below it.
-            opened: The containers whose values were matched one by one.
+            containers: The containers whose values were matched one by one.
         """
-        names = sorted(taken)
+        names = sorted(claims)
 
         def look(path: str) -> Iterator[str]:
-            if path in taken:
+            if path in claims:
                 return
-            if path and path not in opened and not _some_below(names, path):
+            if path and path not in containers and not _some_below(names, path):
                 yield path
                 return
-            for child in self._inside(path):
+            for child in self._child_names(path):
                 yield from look(child)
 
         return list(look(""))
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _inside(self, path: str) -> Collection[str]:
+    def _child_names(self, path: str) -> Collection[str]:
         """Return the full names of the children of the node at ``path``."""
         node = self.node(path)
         match tag(node):
@@ -252,35 +256,36 @@ class Saved:
 
     def _of(self, path: str) -> Mapping[str, Node]:
         """Return the nodes of the children of the container at ``path``, by their full names."""
-        known = self._children.get(path)
-        if known is None:
-            known = self._children[path] = dict(
+        children = self._children.get(path)
+        if children is None:
+            children = self._children[path] = dict(
                 _children(path, self._own.get(path, self.node(path)))
             )
-        return known
+        return children
 
-    def _held(self, path: str, node: Node) -> Mapping[str, SavedParameter]:
+    def _saved_parameters(self, path: str, node: Node) -> Mapping[str, SavedParameter]:
         """Return the parameters of the saved optimizer ``node`` at ``path``, by their names."""
-        known = self._parameters.get(path)
-        if known is None:
+        parameters = self._parameters.get(path)
+        if parameters is None:
             values, names = node["state"], sorted(node["state"])
             order, plain = KeyOrder.from_node(node), node.get("plain", ())
-            members = [each for group in node["groups"] for each in group["params"]]
+            members = [member for group in node["groups"] for member in group["params"]]
             places = {
-                each: place for place, each in enumerate(in_order(members, order.parameters, str))
+                member: place
+                for place, member in enumerate(in_order(members, order.parameters, str))
             }
-            known = self._parameters[path] = {
+            parameters = self._parameters[path] = {
                 name: SavedParameter(
                     group["values"],
-                    {each: values[each] for each in names_below(names, name)},
+                    {member: values[member] for member in names_below(names, name)},
                     order.of_parameter(short),
                     plain,
                     places[short],
                 )
                 for group in node["groups"]
-                for short, name in ((each, f"{path}/{each}") for each in group["params"])
+                for short, name in ((member, f"{path}/{member}") for member in group["params"])
             }
-        return known
+        return parameters
 
 
 def tag(node: Node) -> Any:
@@ -325,5 +330,5 @@ def _children(path: str, node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def _some_below(names: list[str], path: str) -> bool:
-    at = bisect_left(names, f"{path}/")
-    return at < len(names) and names[at].startswith(f"{path}/")
+    index = bisect_left(names, f"{path}/")
+    return index < len(names) and names[index].startswith(f"{path}/")

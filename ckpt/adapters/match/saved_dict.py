@@ -48,23 +48,23 @@ def read_dict(node: Node, path: str, parameters: Sequence[str]) -> OptimizerDict
     """
     items = dict(_items(node))
     if items.keys() == {_STATE, _GROUPS} and isinstance(items[_GROUPS], list):
-        state = {name: dict(_items(held)) for name, held in _items(items[_STATE])}
+        state = {name: dict(_items(entry)) for name, entry in _items(items[_STATE])}
         groups = [dict(_items(group)) for group in items[_GROUPS]]
     elif items and all(key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in items):
-        state, groups = _unflattened(items, parameters)
+        state, groups = _unflatten(items, parameters)
     else:
         return None
     full = _full_names(parameters)
     tensors: dict[str, str] = {}
     values: dict[str, Node] = {}
-    for name, held in state.items():
-        for key, value in held.items():
+    for name, entry in state.items():
+        for key, value in entry.items():
             place = join(f"{path}/{full.get(name, name)}", key)
             if isinstance(value, dict) and value.get("$") == "tensor":
                 tensors[place] = value["n"]
             else:
                 values[place] = value
-    made = [
+    group_nodes = [
         {
             "params": [full.get(name, name) for name in group["params"]],
             "values": {key: value for key, value in group.items() if key not in _OWN},
@@ -72,10 +72,12 @@ def read_dict(node: Node, path: str, parameters: Sequence[str]) -> OptimizerDict
         for group in groups
     ]
     keys = {
-        full.get(name, name): tuple(join("", key) for key in held) for name, held in state.items()
+        full.get(name, name): tuple(join("", key) for key in entry) for name, entry in state.items()
     }
     order = KeyOrder.of(keys).node()
-    return OptimizerDict({"$": "optimizer", "groups": made, "state": values, **order}, tensors)
+    return OptimizerDict(
+        {"$": "optimizer", "groups": group_nodes, "state": values, **order}, tensors
+    )
 
 
 def _items(node: Node) -> Iterator[tuple[str, Node]]:
@@ -90,7 +92,7 @@ def _items(node: Node) -> Iterator[tuple[str, Node]]:
                 yield name, value
 
 
-def _unflattened(
+def _unflatten(
     items: Mapping[str, Node], parameters: Iterable[str]
 ) -> tuple[dict[str, dict[str, Node]], list[dict[str, Node]]]:
     """Return the state and the groups of a flat dict. Each parameter has a group of its own.
@@ -98,20 +100,20 @@ def _unflattened(
     The name of a parameter has dots, and so may a key. The longest name of a known parameter
     counts. In any other case, a key has no dots.
     """
-    known = _full_names(parameters)
+    full_names = _full_names(parameters)
     parts: dict[str, dict[str, dict[str, Node]]] = {
         _STATE: defaultdict(dict),
         _GROUPS: defaultdict(dict),
     }
     for key, value in items.items():
         kind, _, rest = key.partition(".")
-        at = rest.rfind(".")
-        end = at
-        while end > 0 and rest[:end] not in known:
+        dot = rest.rfind(".")
+        end = dot
+        while end > 0 and rest[:end] not in full_names:
             end = rest.rfind(".", 0, end)
-        end = end if end > 0 else at
+        end = end if end > 0 else dot
         parts[kind][rest[:end]][rest[end + 1 :]] = value
-    groups = [{"params": [name], **held} for name, held in parts[_GROUPS].items()]
+    groups = [{"params": [name], **settings} for name, settings in parts[_GROUPS].items()]
     return parts[_STATE], groups
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckpt.adapters.match.renaming import SAME, Rename, Renaming
+from ckpt.adapters.match.renaming import NO_RENAME, Rename, RenameRules
 from ckpt.errors import ConfigError
 from ckpt.model.patterns import Names, Patterns, patterns_for
 
@@ -19,12 +19,12 @@ class Selection(Patterns):
         strict: True if the restore fails when the state or the checkpoint has a name that the other
             one lacks. A name that the save left out on purpose is no error. If False, a target that
             the checkpoint lacks stays as it is, and a value that the state lacks is not read.
-        renaming: The rules by which names in the state become names in the checkpoint.
+        rename_rules: The rules by which names in the state become names in the checkpoint.
         cast: True if the restore may convert a saved dtype to that of the target.
     """
 
     strict: bool = True
-    renaming: Renaming = SAME
+    rename_rules: RenameRules = NO_RENAME
     cast: bool = False
 
     @classmethod
@@ -45,9 +45,11 @@ class Selection(Patterns):
         for setting, value in (("strict", strict), ("cast", cast)):
             if not isinstance(value, bool):
                 raise ConfigError(f"{setting}={value!r}: give True or False")
-        renaming = Renaming.of(rename)
+        rename_rules = RenameRules.of(rename)
         patterns = patterns_for(only, exclude)
-        return cls(patterns.only, patterns.exclude, strict=strict, renaming=renaming, cast=cast)
+        return cls(
+            patterns.only, patterns.exclude, strict=strict, rename_rules=rename_rules, cast=cast
+        )
 
     @property
     def is_part(self) -> bool:
@@ -55,4 +57,4 @@ class Selection(Patterns):
         return self.only is not None or bool(self.exclude)
 
 
-ALL = Selection()
+WHOLE_STATE = Selection()

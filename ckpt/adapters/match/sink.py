@@ -42,21 +42,21 @@ class TensorSink:
 
     def __init__(self, leaves: Sequence[Leaf], targets: Sequence[Source]) -> None:
         self._leaves = leaves
-        self._converted = [
+        self._conversions = [
             str(target.dtype) != f"torch.{leaf.dtype}"
             for leaf, target in zip(leaves, targets, strict=True)
         ]
         self._locals = [
             [
-                memory.detach() if converted else copyable(memory.detach(), leaf.dtype)
+                memory.detach() if is_converted else copyable(memory.detach(), leaf.dtype)
                 for memory in memories(target, leaf.boxes)
             ]
-            for leaf, target, converted in zip(leaves, targets, self._converted, strict=True)
+            for leaf, target, is_converted in zip(leaves, targets, self._conversions, strict=True)
         ]
         # The result of ``_memory`` for each (leaf, piece) for which it was called
         self._memories: dict[tuple[int, int], memoryview | None] = {}
-        held = {memory.device for memories in self._locals for memory in memories}
-        devices = [device for device in held if device.type != "cpu"]
+        all_devices = {memory.device for memories in self._locals for memory in memories}
+        devices = [device for device in all_devices if device.type != "cpu"]
         refuse_capture(devices, "restore")
         drain(devices)
         self._streams = {
@@ -79,8 +79,8 @@ class TensorSink:
         start = flat_start(read.box, self._leaves[target.leaf].boxes[target.piece])
         if memory is None or start is None or read.box.numel * itemsize != read.nbytes:
             return None
-        found = memory[start * itemsize : start * itemsize + read.nbytes]
-        return found if found.nbytes == read.nbytes else None
+        view = memory[start * itemsize : start * itemsize + read.nbytes]
+        return view if view.nbytes == read.nbytes else None
 
     def _memory(self, leaf: int, piece: int) -> memoryview | None:
         """Return the memory of box number ``piece`` of target number ``leaf`` as bytes.
@@ -89,13 +89,13 @@ class TensorSink:
         contiguous host memory, if the target has another dtype than the saved data, or if the
         target is a lazily conjugated or negated view.
         """
-        held = self._locals[leaf][piece]
-        if self._converted[leaf] or not held.is_cpu or not held.is_contiguous():
+        tensor = self._locals[leaf][piece]
+        if self._conversions[leaf] or not tensor.is_cpu or not tensor.is_contiguous():
             return None
-        if held.is_conj() or held.is_neg():
+        if tensor.is_conj() or tensor.is_neg():
             return None
         # A tensor of one element is contiguous whatever its stride is.
-        flat = held.as_strided((held.numel(),), (1,))
+        flat = tensor.as_strided((tensor.numel(),), (1,))
         # Python 3.11 has no ``collections.abc.Buffer``.
         return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
@@ -115,9 +115,9 @@ class TensorSink:
         for index, target in enumerate(read.targets):
             # A conversion needs the values in their own dtype. For some dtypes, ``plain`` has an
             # integer dtype, which is enough for copies.
-            converted = self._converted[target.leaf]
+            is_converted = self._conversions[target.leaf]
             chunk = (
-                raw.view(getattr(torch, read.dtype)).view(read.box.shape) if converted else plain
+                raw.view(getattr(torch, read.dtype)).view(read.box.shape) if is_converted else plain
             )
             part = chunk[target.part.relative_to(read.box).slices()]
             region = self._region(read, index)
@@ -127,6 +127,6 @@ class TensorSink:
     def _region(self, read: ChunkRead, index: int) -> torch.Tensor:
         """Return a view of the memory that target number ``index`` of ``read`` describes."""
         target = read.targets[index]
-        held = self._locals[target.leaf][target.piece]
+        tensor = self._locals[target.leaf][target.piece]
         box = self._leaves[target.leaf].boxes[target.piece]
-        return held if target.part == box else held[target.part.relative_to(box).slices()]
+        return tensor if target.part == box else tensor[target.part.relative_to(box).slices()]

@@ -42,36 +42,37 @@ class Slot:
 
     Attributes:
         place: The identity of the slot (see ``in_group`` and ``in_state``).
-        saved: The saved tensor, with the dtype and the order that it gets here, under the name that
-            its bytes are stored under.
+        record: The saved tensor, with the dtype and the order that it gets here, under the name
+            that its bytes are stored under.
         view: The place of the saved tensor in a buffer; None if it was in none.
         device: The device of the slot.
-        held: The present tensor, if it has the dtype, the shape and the order of ``saved``.
+        present: The present tensor, if it has the dtype, the shape and the order of ``record``.
         make: Returns a new tensor for the slot.
         put: Puts a tensor into the slot, and requests that the restore fills it.
     """
 
     place: Hashable
-    saved: Tensor
+    record: Tensor
     view: View | None
     device: torch.device
-    held: torch.Tensor | None
+    present: torch.Tensor | None
     make: Callable[[], Source]
     put: Callable[[Source], None]
 
-    def shares_as_saved(self, other: Slot) -> bool:
+    def shares_as_saved(self, slot: Slot) -> bool:
         """Return True if the present tensors of two slots, which have the same storage, share it as
         the saved tensors did.
         """
-        if self.held is None or other.held is None:
+        if self.present is None or slot.present is None:
             return False
-        if self.view is None or other.view is None:
-            return self.saved.name == other.saved.name and memory_of(self.held) == memory_of(
-                other.held
+        if self.view is None or slot.view is None:
+            return self.record.name == slot.record.name and memory_of(self.present) == memory_of(
+                slot.present
             )
         return (
-            self.view.buffer == other.view.buffer
-            and self.held.data_ptr() - self.view.offset == other.held.data_ptr() - other.view.offset
+            self.view.buffer == slot.view.buffer
+            and self.present.data_ptr() - self.view.offset
+            == slot.present.data_ptr() - slot.view.offset
         )
 
 
@@ -85,19 +86,19 @@ def in_state(optimizer: Optimizer, parameter: Source, key: object) -> Hashable:
     return id(optimizer), id(parameter), key
 
 
-def can_fill(held: object, view: View | None) -> bool:
-    """Return True if bytes can be written to ``held``, which has the dtype, the shape and the order
-    of a saved tensor with the place ``view`` in a buffer.
+def can_fill(tensor: object, view: View | None) -> bool:
+    """Return True if bytes can be written to ``tensor``, which has the dtype, the shape and the
+    order of a saved tensor with the place ``view`` in a buffer.
 
     They cannot be written to an inference tensor, or to elements that share memory. A view of a
     buffer must be plain, and have the saved strides.
     """
-    if not isinstance(held, torch.Tensor):
+    if not isinstance(tensor, torch.Tensor):
         return False
-    memory = local(held)
+    memory = local(tensor)
     if memory.is_meta or memory.is_inference() or is_expanded(memory):
         return False
-    return view is None or (is_plain(held) and held.stride() == view.strides)
+    return view is None or (is_plain(tensor) and tensor.stride() == view.strides)
 
 
 class Holders:
@@ -132,7 +133,7 @@ class Holders:
     def _look(self, value: Any, place: Hashable) -> None:
         if isinstance(value, torch.Tensor):
             self._add(value, place)
-        for tensor in _inside(value):
+        for tensor in _tensors_in(value):
             self._add(tensor, None)
 
     def _add(self, tensor: torch.Tensor, place: Hashable) -> None:
@@ -162,78 +163,80 @@ def fill_slots(
         buffers: The buffers on the CPU that were already made for views in lists and dicts, as
             bytes, by their names.
     """
-    wanted = {slot.place: slot for slot in slots}
+    slot_at = {slot.place: slot for slot in slots}
 
     def is_free(slot: Slot) -> bool:
-        if slot.held is None:
+        if slot.present is None:
             return False
-        filled, _ = targets.get(memory_of(slot.held), (None, None))
+        stored_name, _ = targets.get(memory_of(slot.present), (None, None))
         return all(
-            (place is None and filled == slot.saved.name)
-            or (place in wanted and slot.shares_as_saved(wanted[place]))
-            for place in holders.of(slot.held)
+            (place is None and stored_name == slot.record.name)
+            or (place in slot_at and slot.shares_as_saved(slot_at[place]))
+            for place in holders.of(slot.present)
         )
 
-    together: dict[tuple[bool, str, torch.device], list[Slot]] = defaultdict(list)
+    groups: dict[tuple[bool, str, torch.device], list[Slot]] = defaultdict(list)
     for slot in slots:
-        name = slot.view.buffer if slot.view is not None else slot.saved.name
-        together[slot.view is None, name, slot.device].append(slot)
-    others = dict(targets.values())
-    for (_, name, device), alike in together.items():
-        first = next(filter(is_free, alike), None)
-        if alike[0].view is None:
-            _fill_alike(alike, first, others.get(name))
+        name = slot.view.buffer if slot.view is not None else slot.record.name
+        groups[slot.view is None, name, slot.device].append(slot)
+    target_of = dict(targets.values())
+    for (_, name, device), group in groups.items():
+        holder = next(filter(is_free, group), None)
+        if group[0].view is None:
+            _fill_alike(group, holder, target_of.get(name))
         else:
             raw = buffers.get(name) if device.type == "cpu" else None
-            _fill_views(alike, first, raw)
+            _fill_views(group, holder, raw)
 
 
-def _fill_alike(alike: Sequence[Slot], first: Slot | None, target: Source | None) -> None:
-    """Put one tensor into all slots ``alike``, which have the same saved tensor: one with the
-    memory of ``target``, which the restore fills anyway, or that of ``first``. A slot that needs
+def _fill_alike(group: Sequence[Slot], holder: Slot | None, target: Source | None) -> None:
+    """Put one tensor into all slots ``group``, which have the same saved tensor: one with the
+    memory of ``target``, which the restore fills anyway, or that of ``holder``. A slot that needs
     another kind of tensor gets one of its own.
     """
-    held = None if first is None else first.held
-    chosen: list[Source] = [] if held is None else [held]
-    if isinstance(target, torch.Tensor) and (held is None or memory_of(held) != memory_of(target)):
-        chosen.insert(0, target.detach())
-    for slot in alike:
-        like = held if slot is first and held is not None else slot.make()
-        tensor = next((each for each in chosen if _kind(each) == _kind(like)), None)
+    present = None if holder is None else holder.present
+    tensors: list[Source] = [] if present is None else [present]
+    if isinstance(target, torch.Tensor) and (
+        present is None or memory_of(present) != memory_of(target)
+    ):
+        tensors.insert(0, target.detach())
+    for slot in group:
+        like = present if slot is holder and present is not None else slot.make()
+        tensor = next((candidate for candidate in tensors if _kind(candidate) == _kind(like)), None)
         if tensor is None:
             tensor = like
-            chosen.append(tensor)
+            tensors.append(tensor)
         slot.put(tensor)
 
 
-def _fill_views(alike: Sequence[Slot], first: Slot | None, raw: torch.Tensor | None) -> None:
-    """Put views of one buffer into the slots ``alike``: of ``raw``, which other views have, of that
-    which ``first`` has, or of a new one.
+def _fill_views(group: Sequence[Slot], holder: Slot | None, raw: torch.Tensor | None) -> None:
+    """Put views of one buffer into the slots ``group``: of ``raw``, which other views have, of that
+    which ``holder`` has, or of a new one.
     """
-    views = {slot.saved.name: slot.view for slot in alike if slot.view is not None}
-    kinds = {slot.saved.name: (slot.saved.dtype, slot.saved.shape) for slot in alike}
-    made: dict[str, torch.Tensor] = {}
-    if first is not None and raw is None:
-        for slot in alike:
-            if slot.held is not None and first.shares_as_saved(slot):
-                made.setdefault(slot.saved.name, slot.held)
-    if len(made) < len(views):
+    views = {slot.record.name: slot.view for slot in group if slot.view is not None}
+    kinds = {slot.record.name: (slot.record.dtype, slot.record.shape) for slot in group}
+    tensors: dict[str, torch.Tensor] = {}
+    if holder is not None and raw is None:
+        for slot in group:
+            if slot.present is not None and holder.shares_as_saved(slot):
+                tensors.setdefault(slot.record.name, slot.present)
+    if len(tensors) < len(views):
         if raw is None:
             (size,) = sizes(views, kinds).values()
-            raw = torch.empty(size, dtype=torch.uint8, device=alike[0].device)
-        made = {name: view_in(raw, view, *kinds[name]) for name, view in views.items()}
-    for slot in alike:
-        slot.put(made[slot.saved.name])
+            raw = torch.empty(size, dtype=torch.uint8, device=group[0].device)
+        tensors = {name: view_in(raw, view, *kinds[name]) for name, view in views.items()}
+    for slot in group:
+        slot.put(tensors[slot.record.name])
 
 
-def _inside(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in the dicts, lists and tuples of ``value``."""
     items = value.values() if isinstance(value, Mapping) else value
     for item in items if isinstance(value, Mapping | list | tuple) else ():
         if isinstance(item, torch.Tensor):
             yield item
         else:
-            yield from _inside(item)
+            yield from _tensors_in(item)
 
 
 def _storage(tensor: torch.Tensor) -> int:

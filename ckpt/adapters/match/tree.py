@@ -36,7 +36,7 @@ from ckpt.model.values import (
 MakeTensor = Callable[[str], Any]
 """A function that returns the object to represent the tensor with the given name."""
 
-_LEFT: Final = object()
+_ABSENT: Final = object()
 _MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 
 
@@ -45,15 +45,15 @@ class Notes:
     """The differences between the checkpoint and its conversion, as pairs of a name and a reason.
 
     Attributes:
-        changed: The names whose values are in another form in the conversion.
+        changes: The names whose values are in another form in the conversion.
         left_out: The names that the conversion lacks.
     """
 
-    changed: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    changes: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     left_out: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
 
-def chosen(name: str, globs: Sequence[str]) -> bool:
+def is_selected(name: str, globs: Sequence[str]) -> bool:
     """Return True if one of ``globs`` matches ``name``, or if ``globs`` is empty."""
     return not globs or any(fnmatchcase(name, glob) for glob in globs)
 
@@ -101,17 +101,17 @@ class StateTree:
             raise ManifestCorrupt("tree", "it is not an object")
         with check_structure("tree"):
             self._modules = sorted(_modules(tree, ""), key=len, reverse=True)
-            built = self._node(tree, "")
-        return {} if built is _LEFT else built
+            state = self._node(tree, "")
+        return {} if state is _ABSENT else state
 
     def _node(self, node: Node, path: str) -> Any:
         match node:
             case list():
-                return self._some(
+                return self._present_items(
                     [self._node(item, join(path, str(i))) for i, item in enumerate(node)], path
                 )
             case {"$": str(tag)}:
-                return self._tagged(tag, node, path)
+                return self._value_of_tag(tag, node, path)
             case dict():
                 return self._mapping(
                     {key: self._node(item, join(path, key)) for key, item in node.items()}, path
@@ -119,7 +119,7 @@ class StateTree:
             case _:
                 return self._plain(node, path)
 
-    def _tagged(self, tag: str, node: Mapping[str, Node], path: str) -> Any:
+    def _value_of_tag(self, tag: str, node: Mapping[str, Node], path: str) -> Any:
         match tag:
             case "tensor":
                 return self._tensor(node["n"])
@@ -140,56 +140,58 @@ class StateTree:
                     key: self._node(item, join(path, key))
                     for key, item in ((decode(key, torch_value), item) for key, item in node["v"])
                 }
-                found = self._mapping(pairs, path, _MAPPINGS[tag])
-                if "m" in node and isinstance(found, OrderedDict):
+                mapping = self._mapping(pairs, path, _MAPPINGS[tag])
+                if "m" in node and isinstance(mapping, OrderedDict):
                     versions = self._node(node["m"], join(path, VERSIONS))
-                    vars(found).update({} if versions is _LEFT else {VERSIONS: versions})
-                return found
+                    vars(mapping).update({} if versions is _ABSENT else {VERSIONS: versions})
+                return mapping
             case "tuple":
-                items = self._some(
+                items = self._present_items(
                     [self._node(item, join(path, str(i))) for i, item in enumerate(node["v"])], path
                 )
-                return items if items is _LEFT else tuple(items)
+                return items if items is _ABSENT else tuple(items)
             case _:
                 return self._plain(decode(node, torch_value), path)
 
     # -- leaves ------------------------------------------------------------------------------------
 
     def _tensor(self, name: str, was: str = "") -> Any:
-        if not chosen(name, self._globs):
-            return _LEFT
+        if not is_selected(name, self._globs):
+            return _ABSENT
         if was:
-            self.notes.changed.append((name, f"{was}: a tensor now"))
+            self.notes.changes.append((name, f"{was}: a tensor now"))
         return self._make(name)
 
     def _subclass(self, node: Mapping[str, Node], path: str) -> Any:
         inner = {key: self._node(item, join(path, key)) for key, item in node["inner"].items()}
-        found = self._mapping(inner, path)
-        if found is not _LEFT:
+        tensors = self._mapping(inner, path)
+        if tensors is not _ABSENT:
             was = f"a {node['class']}: a dict of the tensors inside of it now"
-            self.notes.changed.append((path, was))
-        return found
+            self.notes.changes.append((path, was))
+        return tensors
 
     def _plain(self, value: Any, path: str) -> Any:
-        if not chosen(path, self._globs):
-            return _LEFT
+        if not is_selected(path, self._globs):
+            return _ABSENT
         if self._safe and isinstance(value, np.generic):
-            self.notes.changed.append(
+            self.notes.changes.append(
                 (path, f"a NumPy {value.dtype}: a Python {type(value.item()).__name__} now")
             )
             return value.item()
         if self._safe and isinstance(value, frozenset):
-            self.notes.changed.append((path, "a frozenset: a set now"))
+            self.notes.changes.append((path, "a frozenset: a set now"))
             return set(value)
         return value
 
-    def _some(self, items: list[Any], path: str) -> Any:
-        kept = [item for item in items if item is not _LEFT]
-        return kept if kept or (not items and chosen(path, self._globs)) else _LEFT
+    def _present_items(self, items: list[Any], path: str) -> Any:
+        present = [item for item in items if item is not _ABSENT]
+        return present if present or (not items and is_selected(path, self._globs)) else _ABSENT
 
     def _mapping(self, items: Mapping[Any, Any], path: str, kind: type = dict) -> Any:
-        kept = {key: item for key, item in items.items() if item is not _LEFT}
-        return kind(kept) if kept or (not items and chosen(path, self._globs)) else _LEFT
+        present = {key: item for key, item in items.items() if item is not _ABSENT}
+        return (
+            kind(present) if present or (not items and is_selected(path, self._globs)) else _ABSENT
+        )
 
     def _per_rank(self, path: str) -> Any:
         """Return the ``PerRank`` value at ``path`` as a list of the values of all ranks."""
@@ -197,33 +199,33 @@ class StateTree:
         for rank in range(self._manifest.world_size):
             tree = parse(self._manifest.per_rank[str(rank)], "per_rank")
             values.append(self._node(tree[path], path))
-        kept = self._some(values, path)
-        if kept is not _LEFT:
+        items = self._present_items(values, path)
+        if items is not _ABSENT:
             ranks = "each rank" if len(values) == 1 else f"each of {len(values)} ranks"
-            self.notes.changed.append((path, f"a value of {ranks}: a list now"))
-        return kept
+            self.notes.changes.append((path, f"a value of {ranks}: a list now"))
+        return items
 
     # -- modules and optimizers --------------------------------------------------------------------
 
     def _module(self, node: Mapping[str, Node], path: str) -> Any:
         values: Mapping[str, Node] = node["values"]
-        inside = {  # The tensors inside of an extra state, which are no entries of the module
-            each for fqn in values for each in names_below(self._names, f"{path}/{fqn}")
+        inner_names = {  # The tensors inside of an extra state, which are no entries of the module
+            inner for fqn in values for inner in names_below(self._names, f"{path}/{fqn}")
         }
-        found = {
+        entries = {
             name[len(path) + 1 :]: self._tensor(name)
             for name in names_below(self._names, path)
-            if name not in inside
+            if name not in inner_names
         }
-        found |= {fqn: self._node(item, f"{path}/{fqn}") for fqn, item in values.items()}
-        return self._mapping(found, path)
+        entries |= {fqn: self._node(item, f"{path}/{fqn}") for fqn, item in values.items()}
+        return self._mapping(entries, path)
 
     def _optimizer(self, node: Mapping[str, Node], path: str) -> Any:
-        others: Mapping[str, Node] = node["state"]
+        value_nodes: Mapping[str, Node] = node["state"]
         state: dict[Any, Any] = {}
         groups: list[Any] = []
         paths: dict[str, Any] = {}
-        numbers, plain = count(), sorted(others)
+        numbers, plain = count(), sorted(value_nodes)
         order = KeyOrder.from_node(node)
         for index, group in enumerate(node["groups"]):
             ids: list[Any] = []
@@ -231,30 +233,30 @@ class StateTree:
             for parameter, name, number in zip(group["params"], names, numbers, strict=False):
                 ids.append(name if self._by_name else number)
                 prefix = f"{path}/{parameter}"
-                held: dict[str | int, Any] = {
+                entries: dict[str | int, Any] = {
                     unescape(full[len(prefix) + 1 :]): self._tensor(full)
                     for full in names_below(self._names, prefix)
                     if "/" not in full[len(prefix) + 1 :]
                 }
-                held |= {
-                    unescape(full[len(prefix) + 1 :]): self._node(others[full], full)
+                entries |= {
+                    unescape(full[len(prefix) + 1 :]): self._node(value_nodes[full], full)
                     for full in names_below(plain, prefix)
                 }
-                ordered = in_order(held, order.of_parameter(parameter), partial(join, ""))
-                kept = self._mapping({key: held[key] for key in ordered}, path)
-                if kept is not _LEFT and kept:
-                    state[ids[-1]] = kept
+                keys = in_order(entries, order.of_parameter(parameter), partial(join, ""))
+                entry = self._mapping({key: entries[key] for key in keys}, path)
+                if entry is not _ABSENT and entry:
+                    state[ids[-1]] = entry
                     paths[parameter] = ids[-1]
             values = self._node(group["values"], f"{path}/param_groups/{index}")
-            named = {} if self._by_name else {"param_names": names}
-            if values is not _LEFT:
-                groups.append({**values, "params": ids, **named})
+            name_list = {} if self._by_name else {"param_names": names}
+            if values is not _ABSENT:
+                groups.append({**values, "params": ids, **name_list})
         state = {paths[p]: state[paths[p]] for p in in_order(paths, order.parameters, str)}
         if not state and not groups:
-            return _LEFT
-        found = {"state": state, "param_groups": groups} if groups else {"state": state}
-        added = self._node(node.get("values", {}), f"{path}/values")
-        return found if added is _LEFT else {**found, **added}
+            return _ABSENT
+        optimizer = {"state": state, "param_groups": groups} if groups else {"state": state}
+        settings = self._node(node.get("values", {}), f"{path}/values")
+        return optimizer if settings is _ABSENT else {**optimizer, **settings}
 
     def _parameter(self, path: str) -> str:
         """Return the name of a parameter within its module if the state has only one module, else
@@ -273,11 +275,15 @@ def _modules(node: Node, path: str) -> list[str]:
             return []
         case dict():
             return [
-                found for key, item in node.items() for found in _modules(item, join(path, key))
+                module_path
+                for key, item in node.items()
+                for module_path in _modules(item, join(path, key))
             ]
         case list():
             return [
-                found for i, item in enumerate(node) for found in _modules(item, join(path, str(i)))
+                module_path
+                for i, item in enumerate(node)
+                for module_path in _modules(item, join(path, str(i)))
             ]
         case _:
             return []

@@ -10,36 +10,40 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from ckpt.adapters.match.renaming import Renaming
-from ckpt.adapters.match.saved import Saved
+from ckpt.adapters.match.renaming import RenameRules
+from ckpt.adapters.match.saved import SavedState
 
 PREFIX: Final = "module."
-REMOVED: Final = "imported_without_prefix"
+REMOVED_PREFIX: Final = "imported_without_prefix"
 """The key of the list of modules from whose names an import has removed the prefix, in the metadata
 of the checkpoint.
 """
 
 
-def removed_from(saved: Saved) -> list[str]:
+def removed_from(checkpoint: SavedState) -> list[str]:
     """Return the paths of the modules from whose names an import has removed the prefix."""
-    paths: Any = saved.metadata.get(REMOVED, ())
+    paths: Any = checkpoint.metadata.get(REMOVED_PREFIX, ())
     return [path for path in paths if isinstance(path, str)]
 
 
-def with_prefix(renaming: Renaming, saved: Saved, entries: Mapping[str, Iterable[str]]) -> Renaming:
-    """Return ``renaming`` with a rule for each module that has the prefix in all of its names, if
-    an import has removed this prefix from the names of the checkpoint.
+def with_prefix(
+    rename_rules: RenameRules, checkpoint: SavedState, entries: Mapping[str, Iterable[str]]
+) -> RenameRules:
+    """Return ``rename_rules`` with a rule for each module that has the prefix in all of its names,
+    if an import has removed this prefix from the names of the checkpoint.
 
     Args:
-        renaming: The renaming that the user gave.
-        saved: The checkpoint.
+        rename_rules: The renaming that the user gave.
+        checkpoint: The checkpoint.
         entries: The names of the entries of each module of the state, by its path.
     """
-    if renaming.function is not None:  # The user has named every entry
-        return renaming
+    if rename_rules.function is not None:  # The user has named every entry
+        return rename_rules
     rules = {
         f"{path}/{PREFIX}*": f"{path}/*"
-        for path in removed_from(saved)
+        for path in removed_from(checkpoint)
         if path in entries and all(name.startswith(PREFIX) for name in entries[path])
     }
-    return Renaming((*renaming.rules, *Renaming.of(rules).rules)) if rules else renaming
+    return (
+        RenameRules((*rename_rules.rules, *RenameRules.of(rules).rules)) if rules else rename_rules
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ckpt.adapters.match import load_optimizer
-from ckpt.adapters.match.loading import placed
+from ckpt.adapters.match.loading import place
 from ckpt.adapters.walk.modules import new_state
 from ckpt.errors import RestoreError, UnsupportedValue
 from tests.adapters.saving import assert_same, restored, saved
@@ -72,11 +72,11 @@ def test_tensors_inside_of_lists_go_to_the_device_of_the_parameter() -> None:
     value = {"dirs": [torch.ones(2), (torch.ones(1), None, 3)], "in": {"step": torch.ones(())}}
     parameter = torch.empty(3, device="meta")
     meta = parameter.device
-    moved = placed(value, {}, parameter)
+    moved = place(value, {}, parameter)
     assert moved["dirs"][0].device == moved["dirs"][1][0].device == meta
     assert moved["dirs"][1][1:] == (None, 3)
     assert moved["in"]["step"].device.type == "cpu"
-    assert placed(value, {"fused": True}, parameter)["in"]["step"].device == meta
+    assert place(value, {"fused": True}, parameter)["in"]["step"].device == meta
 
 
 @pytest.mark.distributed

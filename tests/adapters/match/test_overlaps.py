@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager
-from ckpt.adapters.match.overlaps import overlapping
+from ckpt.adapters.match.overlaps import find_overlaps
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.errors import RestoreError
 from tests.adapters.saving import assert_same, new_root, restored, round_trip, saved
@@ -87,8 +87,8 @@ def test_numbers_that_are_none_are_compared_by_their_bits() -> None:
 
 def test_neighbours_and_the_same_memory_are_read_in_place() -> None:
     base = torch.zeros(8)
-    assert overlapping([base[:4], base[4:], base[:4], torch.zeros(0), torch.zeros(8)]) == []
-    found = overlapping([base[6:], base[2:5], base, torch.zeros(8)])
+    assert find_overlaps([base[:4], base[4:], base[:4], torch.zeros(0), torch.zeros(8)]) == []
+    found = find_overlaps([base[6:], base[2:5], base, torch.zeros(8)])
     assert [index for index, _ in found] == [0, 1, 2]
 
 
