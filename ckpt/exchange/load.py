@@ -13,7 +13,7 @@ from ckpt.catalog.tensor_reader import LIST_NAMES, StepReader, Wanted
 from ckpt.config import Tier
 from ckpt.errors import ConfigError, EntryMissing
 from ckpt.errors.frames import frameless
-from ckpt.exchange.opened import Opened
+from ckpt.exchange.opened import OpenCheckpoint
 from ckpt.exchange.torch_writer import in_saved_order
 from ckpt.model.box import Box
 from ckpt.model.manifest import Tensor
@@ -61,7 +61,7 @@ def load(
         raise ConfigError(f"dtype={dtype}: give a floating-point dtype, such as torch.bfloat16")
     if name == "":
         raise ConfigError('name="": give the name of a part, or None for the whole state')
-    with Opened(root, step) as checkpoint:
+    with OpenCheckpoint(root, step) as checkpoint:
         return _Load(checkpoint.reader, torch.device(device), dtype).load(name)
 
 
