@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from ckpt.errors import ManifestCorrupt, UnsupportedValue
-from ckpt.model.levels import CONTAINERS, by_type, contents, node_of
+from ckpt.model.levels import CONTAINERS, by_type, contents, is_bounded, node_of, size_of, value_of
 
 # Python has no static type for all values that msgspec's JSON encoder accepts.
 Node = Any
@@ -60,6 +60,15 @@ _BYTES: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
 _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _TAGS: Final = tuple(_MAPPINGS.values())
 
+_DAMAGE: Final = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+)
+"""The errors of code that follows a tree which is none that ckpt writes."""
 
 VERSIONS: Final = "_metadata"
 """The attribute of a ``Module.state_dict()`` in which torch keeps the versions of the modules."""
@@ -175,14 +184,7 @@ def check_structure(name: str) -> Generator[None]:
     """
     try:
         yield
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-    ) as error:
+    except _DAMAGE as error:
         raise ManifestCorrupt(name, f"it is none that ckpt writes ({str(error)[:200]!r})") from None
 
 
@@ -246,8 +248,12 @@ def _most_name_chars(tree: Node) -> float:
         keys = set(chain.from_iterable(dicts))
         if "$" in keys and any(map(_TAGS.__contains__, map(dict.get, dicts, repeat("$")))):
             return math.inf
-        level = contents(containers)
-        total += longest * len(level)
+        total += longest * size_of(containers)
+        if keys == {"$", "v"}:  # Tuples, whose tags are no containers
+            items = chain.from_iterable(containers.get(list, ()))
+            level = list(chain(items, map(dict.get, dicts, repeat("v"))))
+        else:
+            level = contents(containers)
         longest += max(_INDEX_CHARS, 1 + max(map(len, keys), default=0))
     return math.inf
 
@@ -296,6 +302,8 @@ def encode(value: object, path: str, hook: OtherEncoder, *, depth: int = 0) -> N
     if kind in CONTAINERS and (depth == 0 or len(value) >= LARGE):  # type: ignore[arg-type]
         with suppress(UnsupportedValue):  # It is raised again below, with its name
             return node_of(value, depth, _MAX_DEPTH, _encode_leaf)
+    if depth == 0:
+        check_bounded(value, path)
     if kind is list:
         return _encode_items(value, path, hook, depth)  # type: ignore[arg-type]
     if kind is tuple:
@@ -319,6 +327,18 @@ def encode(value: object, path: str, hook: OtherEncoder, *, depth: int = 0) -> N
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return {"$": "numpy", "d": value.dtype.str, "v": base64.b64encode(value.tobytes()).decode()}
     return hook(value, path)
+
+
+def check_bounded(value: object, path: str) -> None:
+    """Raise ``UnsupportedValue`` if containers inside of ``value`` hold each other so often that a
+    walk over all values would take exponential time.
+    """
+    if not is_bounded(value, _MAX_DEPTH):
+        raise UnsupportedValue(
+            path,
+            "container that holds others, or itself, again and again",
+            "save the shared value once, and make the containers after the restore",
+        )
 
 
 def _encode_leaf(value: object, depth: int) -> Node:
@@ -385,30 +405,31 @@ def decode(node: Node, hook: OtherDecoder) -> Any:
     Args:
         node: The node.
         hook: The hook for nodes whose tag this module does not have. ``hook(tag, node)`` returns
-            the value of the node.
+            the value of the node. It may be called twice for a node.
 
     Raises:
         ManifestCorrupt: A node does not represent a value.
     """
     if not isinstance(node, list | dict):
         return node
+    with suppress(*_DAMAGE):  # It is raised again below, with the tag of its node
+        return value_of(node, lambda tagged: _decode_tagged(tagged["$"], tagged, hook))
+    return _decode(node, hook)
+
+
+def _decode(node: Node, hook: OtherDecoder) -> Any:
+    if not isinstance(node, list | dict):
+        return node
     tag = node.get("$") if isinstance(node, dict) else None
     try:
         if isinstance(node, list):
-            return [decode(item, hook) for item in node]
+            return [_decode(item, hook) for item in node]
         if tag is None:
-            return {key: decode(item, hook) for key, item in node.items()}
+            return {key: _decode(item, hook) for key, item in node.items()}
         return _decode_tagged(tag, node, hook)
     except RecursionError:
         raise ManifestCorrupt("tree", "nested too deeply") from None
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        RuntimeError,
-    ) as error:
+    except _DAMAGE as error:
         raise ManifestCorrupt(
             "tree", f"node with tag {str(tag)[:40]!r}: {str(error)[:200]}"
         ) from None

@@ -4,11 +4,12 @@
 ``.build/census``, without what they require, since torch must stay the one that is tested. It takes
 about an hour on two processors. With names of packages, only these are measured, and with words
 such as ``timm:lion`` only these optimizers. The other rows are those of the last run. Each row is
-in ``.build/census`` as soon as it is measured.
+in ``.build/census`` as soon as it is measured. ``--seconds`` is for slow optimizers.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -33,6 +34,10 @@ PINS: Final = Path(__file__).with_name("packages.txt")
 PAGE: Final = ROOT / "docs" / "safety.md"
 BEGIN, END = "<!-- census: python -m tests.census.page -->", "<!-- end of the census -->"
 WORKERS: Final = 2
+SECONDS: Final = 60.0
+"""How long one part of a measurement, such as the first 12 steps, may take."""
+MOST_SECONDS: Final = 7200.0
+"""How long a package may take."""
 WAYS: Final = ("torch", "torch rollback", "ckpt", "ckpt rollback")
 PLACES: Final = {1: "one process", 2: "FSDP2"}
 
@@ -46,18 +51,20 @@ def install() -> None:
 
 
 def measure(
-    package: str, folder: Path, names: Sequence[str] = (), *, seconds: float = 7200.0
+    package: str, folder: Path, names: Sequence[str] = (), *, seconds: float = SECONDS
 ) -> None:
     """Measure the optimizers of one package, half of them in each of two processes.
 
-    The rows go into ``folder``. With ``names``, only these are measured.
+    The rows go into ``folder``. With ``names``, only these are measured. A part of a measurement
+    may take ``seconds``.
     """
     path = folder / f"{package}.jsonl"
     if not names:
         path.unlink(missing_ok=True)
 
     def part(first: int) -> str:
-        words = [sys.executable, "-m", "tests.census.rows", package, work, f"{first}", f"{WORKERS}"]
+        numbers = [str(number) for number in (first, WORKERS, seconds)]
+        words = [sys.executable, "-m", "tests.census.rows", package, work, *numbers]
         with path.open("ab") as file:
             done = subprocess.run(
                 [*words, *names],
@@ -66,7 +73,7 @@ def measure(
                 stdout=file,
                 stderr=subprocess.PIPE,
                 check=False,
-                timeout=seconds,
+                timeout=MOST_SECONDS,
             )
         return done.stderr.decode()[-2000:] if done.returncode else ""
 
@@ -214,17 +221,21 @@ def write(folder: Path) -> list[Row]:
     return rows
 
 
-def main(words: Sequence[str]) -> None:
-    """Measure the packages or optimizers that the words name, and write the page."""
+def main() -> None:
+    """Measure the packages or optimizers of the command line, and write the page."""
+    parser = argparse.ArgumentParser(description="Measure optimizers, and write docs/safety.md.")
+    parser.add_argument("words", nargs="*", default=PACKAGES, metavar="PACKAGE[:OPTIMIZER]")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="the limit of each part")
+    arguments = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
     install()
     names: defaultdict[str, list[str]] = defaultdict(list)
-    for package, colon, name in (word.partition(":") for word in words):
+    for package, colon, name in (word.partition(":") for word in arguments.words):
         names[package] += [name] if colon else []
     errors = []
     for package, chosen in names.items():
         try:
-            measure(package, BUILD, chosen)
+            measure(package, BUILD, chosen, seconds=arguments.seconds)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             errors.append(str(error))
     errors += [json.dumps(msgspec.to_builtins(row)) for row in shortfalls(write(BUILD))]
@@ -233,4 +244,4 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or PACKAGES)
+    main()

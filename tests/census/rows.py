@@ -1,8 +1,10 @@
-"""PACKAGE FOLDER FIRST STEP [NAME ...]: measure each STEP-th optimizer, from number FIRST on.
+"""PACKAGE FOLDER FIRST STEP SECONDS [NAME ...]: measure each STEP-th optimizer, from number FIRST
+on.
 
-The optimizers are those of the package, or those of them that the names name. This prints a line
-of JSON for each. Each part of a measurement is a process of its own, forked from this one, since
-the import of torch takes longer than all parts together.
+The optimizers are those of the package, or those of them that the names name. A part of a
+measurement may take SECONDS. This prints a line of JSON for each. Each part of a measurement is a
+process of its own, forked from this one, since the import of torch takes longer than all parts
+together.
 """
 
 from __future__ import annotations
@@ -34,19 +36,17 @@ from tests.census.training import END, SAVED, SHARDED_STEPS, STYLES, Style, Trai
 
 RANKS: Final = 2
 TIMED_OUT: Final = "timed out"
+IMPORT_SECONDS: Final = 300.0
 TRIED: Final = 12  # Some optimizers collect ten gradients before their first step
-SECONDS: Final = 60.0
-"""How long one part may take."""
-
 Outcome = tuple[list[str], dict[str, str]]
 """The losses after the save, and the digests at the end."""
 
 
-def style_of(entry: Entry) -> Style | Failure:
+def style_of(entry: Entry, seconds: float) -> Style | Failure:
     """Return how the optimizer trains on a CPU, or the error of the most usual way."""
     failures: list[Failure] = []
     for style in STYLES:
-        (tried,) = _in_processes([partial(_tried, entry, style)])
+        (tried,) = _in_processes([partial(_tried, entry, style)], seconds)
         if not isinstance(tried, Failure):
             return style
         failures.append(tried)
@@ -55,11 +55,11 @@ def style_of(entry: Entry) -> Style | Failure:
     return failures[0]
 
 
-def measure(entry: Entry, style: Style | Failure, folder: Path, ranks: int) -> Row:
+def measure(entry: Entry, style: Style | Failure, folder: Path, ranks: int, seconds: float) -> Row:
     """Measure one optimizer on this many ranks, in processes of its own."""
     if isinstance(style, Failure):
         return Row(entry.package, entry.name, "", ranks, {NONE: style.words()})
-    cells = dict(_cells(entry, style, folder, ranks))
+    cells = dict(_cells(entry, style, folder, ranks, seconds))
     return Row(entry.package, entry.name, " ".join(style), ranks, cells)
 
 
@@ -74,7 +74,9 @@ def _tried(entry: Entry, style: Style) -> bool:
     return True
 
 
-def _cells(entry: Entry, style: Style, folder: Path, ranks: int) -> Iterator[tuple[str, str]]:
+def _cells(
+    entry: Entry, style: Style, folder: Path, ranks: int, seconds: float
+) -> Iterator[tuple[str, str]]:
     root = folder / f"{entry.name}-{ranks}"
     root.mkdir(parents=True)
     how: dict[str, Any] = {"entry": entry, "style": style, "root": root, "ranks": ranks}
@@ -82,7 +84,7 @@ def _cells(entry: Entry, style: Style, folder: Path, ranks: int) -> Iterator[tup
     def run(part: Callable[..., Any], **more: Any) -> list[Any]:
         store = root / f"store-{time.monotonic_ns()}"
         return _in_processes(
-            [partial(_as_rank, rank, store, part, **how, **more) for rank in range(ranks)]
+            [partial(_as_rank, rank, store, part, **how, **more) for rank in range(ranks)], seconds
         )
 
     saved = run(_save_own)
@@ -189,13 +191,13 @@ def _described(error: BaseException) -> Failure:
     return Failure.of(error, is_ours=isinstance(error, CkptError))
 
 
-def _in_processes(parts: list[Callable[[], Any]]) -> list[Any]:
+def _in_processes(parts: list[Callable[[], Any]], seconds: float) -> list[Any]:
     """Return what each part returns in a process of its own, or how it failed."""
     begun = [_fork(part) for part in parts]
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + seconds
     found = []
     for pid, reader in begun:
-        found.append(_result(pid, reader, end))
+        found.append(_result(pid, reader, end - time.monotonic()))
         if isinstance(found[-1], Failure):
             end = min(end, time.monotonic() + 5.0)  # The other rank waits for this one
     return found
@@ -222,9 +224,9 @@ def _fork(part: Callable[[], Any]) -> tuple[int, Any]:
         os._exit(0)
 
 
-def _result(pid: int, reader: Any, end: float) -> Any:
+def _result(pid: int, reader: Any, seconds: float) -> Any:
     signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
-    signal.setitimer(signal.ITIMER_REAL, max(end - time.monotonic(), 0.01))
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
     try:
         content = reader.read()
     finally:
@@ -235,7 +237,7 @@ def _result(pid: int, reader: Any, end: float) -> Any:
         return pickle.loads(content)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) != signal.SIGKILL:
         return Failure("died", signal.Signals(os.WTERMSIG(status)).name, is_ours=False)
-    return Failure(TIMED_OUT, f"{SECONDS:.0f} s", is_ours=False)
+    return Failure(TIMED_OUT, f"{seconds:.0f} s", is_ours=False)
 
 
 def _modules(entry: Entry, folder: Path) -> list[str]:
@@ -254,14 +256,18 @@ def _modules(entry: Entry, folder: Path) -> list[str]:
 def _warm(folder: Path) -> None:
     """Import here what each part would import, which takes longer than the part itself."""
     folder.mkdir(parents=True)
-    (names,) = _in_processes([partial(_modules, Entry("", "", torch.optim.AdamW), folder)])
+    (names,) = _in_processes(
+        [partial(_modules, Entry("", "", torch.optim.AdamW), folder)], IMPORT_SECONDS
+    )
     assert not isinstance(names, Failure), names.words()
     for name in names:
         with suppress(Exception):  # Some are not imported by their names
             import_module(name)
 
 
-def main(package: str, folder: Path, first: int, step: int, names: Collection[str]) -> None:
+def main(
+    package: str, folder: Path, first: int, step: int, seconds: float, names: Collection[str]
+) -> None:
     """Print a row for each of these optimizers."""
     warnings.filterwarnings("ignore")
     logging.disable()
@@ -272,11 +278,12 @@ def main(package: str, folder: Path, first: int, step: int, names: Collection[st
     for ranks in (1, RANKS):
         for entry in chosen[first::step]:
             if entry.name not in styles:
-                styles[entry.name] = style_of(entry)
+                styles[entry.name] = style_of(entry, seconds)
             style = styles[entry.name]
-            row = measure(entry, style, folder / package, ranks)
+            row = measure(entry, style, folder / package, ranks, seconds)
             print(msgspec.json.encode(row).decode(), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+    _, package, folder, first, step, seconds, *names = sys.argv
+    main(package, Path(folder), int(first), int(step), float(seconds), names)

@@ -7,16 +7,21 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from ckpt import CheckpointManager
+from ckpt.adapters.walk.collect import collect
 from ckpt.adapters.walk.objects import walk_objects, walk_tensors
-from ckpt.errors import UnsupportedValue
+from ckpt.errors import ManifestCorrupt, UnsupportedValue
 from ckpt.model import values
 from ckpt.model.levels import is_plain
-from ckpt.model.values import dumps, encode
+from ckpt.model.values import decode, dumps, encode, to_json
 
 
 def refuse(value: object, path: str) -> Any:
@@ -73,8 +78,59 @@ def test_wide_containers_in_themselves_end_the_walk() -> None:
     inner: list[Any] = []
     inner += [inner] * 1000
     assert not is_plain(inner, frozenset({int}), 100)
-    with pytest.raises(UnsupportedValue, match="nested too deeply, or in itself"):
+    with pytest.raises(UnsupportedValue, match=r"'v'.*others, or itself, again and again"):
         encode(inner, "v", refuse)
+
+
+class Colour(Enum):
+    RED = 1
+
+
+INMOST = pytest.mark.parametrize(
+    "inmost", [0.5, torch.ones(1), Colour.RED], ids=["float", "tensor", "enum"]
+)
+
+
+def held_twice(kind: type, inmost: object) -> Any:
+    """Return ``inmost`` in containers that hold another one twice, forty times."""
+    shared = inmost
+    for _ in range(40):
+        pair = {"a": shared, "b": shared}
+        shared = kind(pair if issubclass(kind, dict) else pair.values())
+    return shared
+
+
+@INMOST
+@pytest.mark.parametrize("kind", [list, tuple, dict, OrderedDict])
+def test_containers_that_hold_others_twice_many_times_are_refused_by_name(
+    kind: type, inmost: object
+) -> None:
+    shared = held_twice(kind, inmost)
+    with pytest.raises(UnsupportedValue, match=r"x.*again and again"):
+        collect({"x": shared}, rank=0)
+    with pytest.raises(UnsupportedValue, match=r"x.*again and again"):
+        to_json("x", shared)
+
+
+@INMOST
+def test_a_restore_into_containers_that_hold_others_twice_many_times_ends(
+    inmost: object, tmp_path: Path
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"x": 1}, 1)
+        state = {"x": held_twice(list, inmost)}
+        if inmost == 0.5:  # It is replaced as a whole
+            manager.restore(state)
+            assert state == {"x": 1}
+        else:
+            with pytest.raises(UnsupportedValue, match=r"x.*again and again"):
+                manager.restore(state)
+
+
+def test_a_value_that_is_shared_many_times_is_encoded_as_often() -> None:
+    default = {"lr": 0.1, "betas": (0.9, 0.99)}
+    node = encode([default] * 100_000, "v", refuse)
+    assert node == [{"lr": 0.1, "betas": {"$": "tuple", "v": [0.9, 0.99]}}] * 100_000
 
 
 @pytest.mark.parametrize(
@@ -127,3 +183,53 @@ def test_the_garbage_collector_is_as_it_was(runs: bool) -> None:
         assert gc.isenabled() == runs
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def each_alone(value: Any) -> Any:
+    """Return the value of a node by a call for each container."""
+    return values._decode(value, refuse_tag)
+
+
+def refuse_tag(tag: str, node: object) -> Any:
+    raise ValueError(tag)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [history(3), MIXED, tuple(MIXED), {"a": MIXED}, [{1: 2}, (3,)], [{"$": 1}], (), [(), {}], {}],
+    ids=lambda _: "",
+)
+def test_a_node_has_the_value_that_one_call_for_each_container_makes(value: Any) -> None:
+    node = encode(value, "v", refuse)
+    assert repr(decode(node, refuse_tag)) == repr(each_alone(node)) == repr(value)
+
+
+def test_a_value_shares_no_list_with_its_node() -> None:
+    node = [[1, [2]], {"a": [3]}]
+    value = decode(node, refuse_tag)
+    value[0][1].append(4)
+    value[1]["a"].append(5)
+    assert node == [[1, [2]], {"a": [3]}]
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        [{"$": "tuple"}],
+        [{"$": "tuple", "v": 3}],
+        [{"$": "what"}],
+        [{"$": ["tuple"], "v": []}],
+        [{"$": "bytes", "v": "?"}],
+        {"$": "tuple", "v": [[{"$": "int", "v": "z"}]]},
+    ],
+)
+def test_a_node_that_is_no_value_is_named_by_its_tag(node: Any) -> None:
+    with pytest.raises(ManifestCorrupt) as refused:
+        decode(node, refuse_tag)
+    with pytest.raises(ManifestCorrupt) as alone:
+        each_alone(node)
+    assert str(refused.value) == str(alone.value)
+
+
+def test_a_tag_of_null_is_a_key() -> None:
+    assert decode([{"$": None}, {"$": "tuple", "v": [1]}], refuse_tag) == [{"$": None}, (1,)]

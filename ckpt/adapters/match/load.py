@@ -42,6 +42,7 @@ from ckpt.adapters.walk.adapted import adapted
 from ckpt.adapters.walk.collect import find_parameters
 from ckpt.adapters.walk.modules import asked, items_of, unwrapped
 from ckpt.adapters.walk.objects import (
+    check_all_bounded,
     check_mode,
     declares_state,
     is_stateful,
@@ -105,6 +106,7 @@ class _Match:
         selection: Selection,
     ) -> None:
         self._state, self._rank, self._world = state, rank, world_size
+        check_all_bounded(state)
         self._objects = list(walk_objects(state))
         check_mode(state, self._objects)
         look_again(self._objects)

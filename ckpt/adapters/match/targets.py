@@ -16,7 +16,7 @@ from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
 from ckpt.adapters.walk.adapted import adapted
-from ckpt.adapters.walk.objects import declares_state, is_stateful
+from ckpt.adapters.walk.objects import declares_state, has_only_values, is_stateful
 
 
 def memory_of(target: Source) -> Hashable:
@@ -39,6 +39,8 @@ def has_live(value: Any, depth: int = 0) -> bool:
     Any other object with ``state_dict`` and ``load_state_dict`` counts only if it is inside of a
     container.
     """
+    if has_only_values(value):
+        return False
     if isinstance(
         value, torch.Tensor | LocalShards | np.ndarray | nn.Module | Optimizer | PerRank
     ) or (depth and is_stateful(adapted(value))):
@@ -52,6 +54,8 @@ def has_sharded(value: Any) -> bool:
     """Return True if ``value`` is a DTensor, a ``ShardedTensor`` or ``LocalShards``, or a container
     with such a value inside.
     """
+    if has_only_values(value):
+        return False
     if isinstance(value, torch.Tensor | LocalShards):
         return isinstance(value, DTensor | LocalShards) or isinstance(as_source(value), LocalShards)
     if isinstance(value, Mapping):

@@ -56,6 +56,7 @@ from ckpt.adapters.walk.objects import (
     look_again,
     walk_objects,
     walk_tensors,
+    without_plain,
 )
 from ckpt.adapters.walk.packing import after_state_dict, before_state_dict
 from ckpt.adapters.walk.registry import Registry
@@ -161,7 +162,8 @@ def collect(
             "a state is a dict: {'model': model, 'optimizer': optimizer, ...}",
         )
     last_walk = last_walk or LastWalk()
-    objects = list(walk_objects(state))
+    live = without_plain(state)
+    objects = list(walk_objects(live))
     check_mode(state, objects)
     look_again(objects)
     optimizers = _Optimizers(
@@ -173,7 +175,7 @@ def collect(
         if isinstance(value, nn.Module)
     ]
     parameters = Parameters(modules)
-    parameters.look_for(optimizers.all, walk_tensors(state))
+    parameters.look_for(optimizers.all, walk_tensors(live))
     choice = last_walk.choice(patterns)
     walk = _Walk(parameters, optimizers, choice, rank, last_walk, lasting=lasting)
     walk.out.tree = {

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from ckpt.adapters.tensors.layout import PLAIN
 from ckpt.adapters.walk.stand_in import StandIn
 from ckpt.errors import UnsupportedValue
-from ckpt.model.levels import is_plain
-from ckpt.model.values import join
+from ckpt.model.levels import is_bounded, is_plain
+from ckpt.model.values import check_bounded, join
 
 _MAX_DEPTH: Final = 100
 _VALUES: Final[frozenset[type]] = frozenset(
@@ -47,6 +47,14 @@ def declares_state(value: object) -> bool:
     return (
         api is not None and api.Stateful in type(value).__mro__ and not isinstance(value, nn.Module)
     )
+
+
+def has_only_values(value: object) -> bool:
+    """Return True if ``value`` is a value without tensors and objects, such as a number, or if all
+    values in its lists, tuples and dicts are. These are looked at level by level, at the speed of
+    C.
+    """
+    return is_plain(value, _VALUES, _MAX_DEPTH)
 
 
 def look_again(objects: Sequence[tuple[str, Any]]) -> None:
@@ -82,11 +90,22 @@ def check_mode(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> 
 
 def without_plain(state: object) -> object:
     """Return the entries of ``state`` in which a walk may find something. Two walks over these are
-    faster than two over the state, which may have a large value without any tensor.
+    faster than two over the state, which may have a large value without any tensor. Entries for
+    which a walk would take exponential time, and which ``encode`` refuses, are left out too.
     """
     if not isinstance(state, Mapping):
         return state
-    return {key: item for key, item in state.items() if not is_plain(item, _VALUES, _MAX_DEPTH)}
+    entries = {key: item for key, item in state.items() if not has_only_values(item)}
+    return {key: item for key, item in entries.items() if is_bounded(item, _MAX_DEPTH)}
+
+
+def check_all_bounded(state: Mapping[str, Any]) -> None:
+    """Raise ``UnsupportedValue`` if a walk over a value of ``state`` would take exponential
+    time.
+    """
+    for key, item in state.items():
+        if not has_only_values(item):
+            check_bounded(item, join("", key))
 
 
 def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -114,9 +133,9 @@ def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
         yield path, value
     elif isinstance(value, Mapping) and depth < _MAX_DEPTH:
         for key, item in value.items():
-            if not is_plain(item, _VALUES, _MAX_DEPTH):
+            if not has_only_values(item):
                 yield from walk_tensors(item, join(path, key), depth + 1)
     elif isinstance(value, list | tuple) and depth < _MAX_DEPTH:
         for index, item in enumerate(value):
-            if not is_plain(item, _VALUES, _MAX_DEPTH):
+            if not has_only_values(item):
                 yield from walk_tensors(item, join(path, index), depth + 1)
