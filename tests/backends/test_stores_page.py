@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.stores.measure import Measured, Place, measure
@@ -12,6 +13,18 @@ from tests.stores.places import FILE_SYSTEMS, UML
 def test_the_tables_are_those_of_the_results() -> None:
     text = PAGE.read_text()
     assert page(text, results()) == text, "run: python -m tests.stores.page --write"
+
+
+def test_a_cell_states_each_fact_once() -> None:
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    cells = [cell for line in lines for cell in line.strip("| ").split(" | ")]
+    repeats = {cell for cell in cells if len(words := facts(cell)) != len(set(words))}
+    assert repeats == set()
+
+
+def facts(cell: str) -> list[str]:
+    """Return the dates of a cell, and its names with their versions."""
+    return re.findall(r"\d{4}-\d\d-\d\d|[\w-]+ \d[\w.:+~-]*", cell)
 
 
 def test_the_table_of_the_product_says_what_was_measured() -> None:

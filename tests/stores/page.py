@@ -112,40 +112,39 @@ def contradictions(rows: Mapping[str, Row]) -> Iterator[str]:
 
 
 def _schemes(rows: Mapping[str, Row]) -> str:
-    lines = [
-        _line(["URL", "tier", "atomic create", "full disk", "extra", "what was run"]),
-        _line(["---"] * 6),
-    ]
+    heads = ["URL", "tier", "atomic create", "full disk", "extra", "notes", "what was run", "date"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
     for store in STORES:
         mark = "::" if store.schemes[0] in _CHAINED else "://"
         urls = ", ".join(f"`{scheme}{mark}`" for scheme in store.schemes)
         tier = store.role + (f": {store.reason}" if store.reason else "")
         extra = f"`{store.extra}`" if store.extra else "-"
         create = "yes" if store.atomic_create else "no"
-        text = "; ".join(dict.fromkeys(_runs(store, rows))) or _NOT_RUN.get(store.schemes[0], "-")
-        lines.append(_line([urls, tier, create, _code(store.full_disk), extra, text]))
+        found = [result for result in rows.values() if result.scheme in store.schemes]
+        notes = (f"{each.versions.split()[0]}: {each.note}" for each in found if each.note)
+        versions = (version for each in found for version in each.versions.split(", "))
+        runs = _once(versions, ", ") or _NOT_RUN.get(store.schemes[0], "-")
+        dates = _once((each.date for each in found), ", ") or "-"
+        full, note = _code(store.full_disk), _once(notes, "; ") or "-"
+        lines.append(_line([urls, tier, create, full, extra, note, runs, dates]))
     return "\n".join(lines) + "\n"
 
 
-def _runs(store: Store, rows: Mapping[str, Row]) -> Iterator[str]:
-    for result in rows.values():
-        if result.scheme in store.schemes:
-            note = f": {result.note}" if result.note else ""
-            yield f"{result.versions} ({result.date}){note}"
+def _once(texts: Iterable[str], between: str) -> str:
+    """Join the texts, each of them once."""
+    return between.join(dict.fromkeys(texts))
 
 
 def _systems(rows: Mapping[str, Row]) -> str:
-    lines = [
-        _line(["file system", "tier", "atomic create", "full disk", "notes", "what was run"]),
-        _line(["---"] * 6),
-    ]
+    heads = ["file system", "tier", "atomic create", "full disk", "notes", "what was run", "date"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
     for name in [*(setup.name for setup in FILE_SYSTEMS), *UML]:
         if (result := rows.get(name)) is not None:
             found = result.measured
             create = "yes" if found.winners == 1 else "no"
             notes = "; ".join(filter(None, [result.note, found.after])) or "-"
-            text = f"{result.versions} ({result.date})"
-            lines.append(_line([name, _tier(found), create, _code(found.full), notes, text]))
+            full, run_with = _code(found.full), result.versions
+            lines.append(_line([name, _tier(found), create, full, notes, run_with, result.date]))
     return "\n".join(lines) + "\n"
 
 
