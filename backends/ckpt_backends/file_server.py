@@ -412,8 +412,8 @@ def _remove_abandoned(connection: Connection, folder: str) -> None:
 
 
 def _is_full(connection: Connection, unfinished: str) -> bool:
-    """Return True if the server answers, but does not take a small file either, after it did not
-    take all bytes of ``unfinished``.
+    """Return True if the server answers and takes an empty file, but does not take a small file
+    either, after it did not take all bytes of ``unfinished``.
 
     Some servers and protocols have no code for a full disk: they say "failure", or only close the
     connection of the transfer.
@@ -422,6 +422,8 @@ def _is_full(connection: Connection, unfinished: str) -> bool:
     try:
         with suppress(ObjectNotFound), foreign(unfinished):
             connection.stat(unfinished)
+        with foreign(probe):
+            connection.write(probe, [])  # Fails too if the disk fails for another reason
     except StorageError:
         return False
     try:

@@ -373,16 +373,19 @@ class _StreamUpload:
 
     def _complete_anyway(self) -> bool:
         """Return True if the object is complete although the last request failed, because only its
-        reply was lost.
-
-        This is assumed if the object exists and has the size of the upload. An older object of the
-        same size would look the same. But each attempt has keys of its own, and every restore
-        compares the bytes with the checksums in the manifest.
+        reply was lost. The bytes are compared, since an older object may have the same size.
         """
+        offset = 0
         with suppress(StorageError):
-            given = sum(part.nbytes for part in self._parts.values())
-            return given == self._size and self._backend.head(self._key).size == self._size
-        return False
+            if self._backend.head(self._key).size != self._size:
+                return False
+            while (part := self._parts.get(offset)) is not None and part.nbytes:
+                stored = bytearray(part.nbytes)
+                self._backend.read_into(self._key, offset, memoryview(stored))
+                if stored != part:
+                    return False
+                offset += part.nbytes
+        return offset == self._size
 
 
 def _throw_away(file: Any) -> None:

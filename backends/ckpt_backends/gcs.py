@@ -188,7 +188,7 @@ class GCSBackend(StorageBackendOnFsspec):
                 )
         except (ObjectExists, TransientStorageError):
             # If the object has the token of this call, the put succeeded, but its reply was lost.
-            if not if_absent or self._token_of(key) != token:
+            if not if_absent or self.token_of(key) != token:
                 raise
         except ObjectNotFound:
             self._check_bucket(key)
@@ -200,15 +200,22 @@ class GCSBackend(StorageBackendOnFsspec):
         if size < 2 * self.capabilities.part_bytes:
             return PutUpload(self, key, size)
         self._check_bucket(key)
-        name = self.path_of(key).removeprefix(f"{self._bucket}/")
+        name, token = self.path_of(key).removeprefix(f"{self._bucket}/"), entropy.token_hex(16)
         with self.errors(key):
             from fsspec.asyn import sync
             from gcsfs.core import initiate_upload
 
-            location: object = sync(self._fs.loop, initiate_upload, self._fs, self._bucket, name)
+            location: object = sync(
+                self._fs.loop,
+                initiate_upload,
+                self._fs,
+                self._bucket,
+                name,
+                metadata={_TOKEN: token},
+            )
         # For a bucket of a single zone, gcsfs begins an upload of another kind, without a URL.
         return (
-            ResumableUpload(self, key, size, location)
+            ResumableUpload(self, key, size, location, token)
             if isinstance(location, str)
             else PutUpload(self, key, size)
         )
@@ -284,9 +291,9 @@ class GCSBackend(StorageBackendOnFsspec):
                 key, f"there is no bucket {self._bucket!r}: create it, or correct the URL"
             ) from None
 
-    def _token_of(self, key: str) -> str:
-        """Return the token that ``put`` stored in the metadata of the object, or '' if it cannot be
-        read.
+    def token_of(self, key: str) -> str:
+        """Return the token that a put or an upload stored in the metadata of the object, or '' if
+        it cannot be read.
         """
         with suppress(StorageError), self.errors(key):
             self._fs.invalidate_cache()

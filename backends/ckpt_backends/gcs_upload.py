@@ -32,6 +32,10 @@ class Server(Protocol):
 
     def head(self, key: str) -> ObjectInfo: ...
 
+    def token_of(self, key: str) -> str:
+        """Return the token in the metadata of the object, or '' if it cannot be read."""
+        ...
+
     def request(
         self,
         key: str,
@@ -55,10 +59,12 @@ class ResumableUpload:
         key: The key of the object.
         size: The most bytes of the object.
         location: The URL of the upload session.
+        token: The token that the session stores in the metadata of the object.
     """
 
-    def __init__(self, backend: Server, key: str, size: int, location: str) -> None:
+    def __init__(self, backend: Server, key: str, size: int, location: str, token: str) -> None:
         self._backend, self._key, self._size, self._location = backend, key, size, location
+        self._token = token
         self._early: dict[int, memoryview] = {}
         self._sent = 0
         self._lost = self._over = False
@@ -95,10 +101,11 @@ class ResumableUpload:
         try:
             self._ask(span, rest)
         except TransientStorageError:
-            if not self._lost:
-                raise  # The caller may call ``finish`` again
+            # If only the reply was lost, the server has ended the session, and the object has the
+            # token of this upload. Otherwise the caller may call ``finish`` again.
+            if not self._lost or self._backend.token_of(self._key) != self._token:
+                raise
         with suppress(ObjectNotFound):
-            # If only the reply was lost, the server has ended the session, but the object exists.
             if self._backend.head(self._key).size == size:
                 return ObjectInfo(key=self._key, size=size)
         raise TransientStorageError(self._key, "is not what was sent: it must be sent again")

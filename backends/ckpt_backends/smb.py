@@ -68,11 +68,17 @@ class SmbConnection:
         try:
             smbclient.replace(self._unc(source), self._unc(target), **self._at)
         except SMBOSError as error:
-            if error.ntstatus != _ACCESS_DENIED:
+            if error.ntstatus != _ACCESS_DENIED or not self._has(target):
                 raise
-            self.stat(target)
             # The server gives the same answer if somebody reads the target
             raise TransientStorageError(target, "it cannot be replaced now") from None
+
+    def _has(self, path: str) -> bool:
+        try:
+            self.stat(path)
+        except (SMBOSError, ObjectNotFound):
+            return False
+        return True
 
     def read(self, path: str, offset: int, out: memoryview) -> int:
         done = 0

@@ -88,6 +88,9 @@ def notes_about(path: str, state: Mapping[str, Any]) -> list[str]:
     ]
 
 
+_COPIED_BYTES: Final = 1 << 20
+
+
 class _Parameters:
     """The folder ``zero``, with a folder for each parameter.
 
@@ -123,6 +126,8 @@ class _Parameters:
         is_flat = tensor.ndim == 1 and tensor.numel() == math.prod(shape)
         if not is_flat and tensor.ndim and tensor.shape != shape:
             raise ValueError(f"{path} has the shape {list(tensor.shape)}, not {list(shape)}")
+        # A tensor of a file keeps the file mapped, and a process may have only 65,530 maps.
+        tensor = tensor.clone() if tensor.nbytes <= _COPIED_BYTES else tensor
         return tensor.reshape(shape) if is_flat else tensor
 
 

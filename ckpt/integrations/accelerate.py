@@ -83,6 +83,7 @@ class AcceleratorCheckpoints:
             ``tiers`` is left out and has no default, a tier is a folder that
             ``accelerator.save_state`` has written, or a setting or URL is wrong. Nothing was
             written.
+        UnsupportedValue: An optimizer with a ``state_dict()`` of its own has sharded parameters.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class AcceleratorCheckpoints:
         **settings: Any,
     ) -> None:
         _check(accelerator)
+        _optimizers(accelerator)  # One that no save takes is refused before the training
         project = accelerator.project_configuration
         if tiers is None:
             if not (project.automatic_checkpoint_naming and accelerator.project_dir):
@@ -310,14 +312,18 @@ class _Position:
 
 def _objects_of(accelerator: Any) -> dict[str, list[Any]]:
     """Return the objects that ``accelerator.save_state`` saves: kind -> list of objects."""
-    is_sharded = accelerator.distributed_type.value == "FSDP"
     return {
         "model": accelerator._models,
-        "optimizer": saved_as(accelerator._optimizers, "optimizer", is_sharded=is_sharded),
+        "optimizer": _optimizers(accelerator),
         "scheduler": accelerator._schedulers,
         "loader": [dict(_of_loader(loader)) for loader in accelerator._dataloaders],
         "registered": [_entry_of(value) for value in accelerator._custom_objects],
     }
+
+
+def _optimizers(accelerator: Any) -> list[Any]:
+    is_sharded = accelerator.distributed_type.value == "FSDP"
+    return saved_as(accelerator._optimizers, "optimizer", is_sharded=is_sharded)
 
 
 def _of_loader(loader: Any) -> Iterator[tuple[str, PerRank]]:

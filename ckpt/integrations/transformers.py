@@ -367,16 +367,19 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         return json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
 
     def _ckpt_state(self) -> dict[str, Any]:
-        (optimizer,) = saved_as([self.optimizer], "optimizer")
         state = {
             "model": self.model_wrapped,
-            "optimizer": optimizer,
+            "optimizer": self._ckpt_optimizer(),
             "scheduler": self.lr_scheduler,
             "rng": PerRank(self._ckpt_rng, on_resize="same_rank"),
         }
         if (scaler := getattr(self.accelerator, "scaler", None)) is not None:
             state["scaler"] = scaler
         return state
+
+    def _ckpt_optimizer(self) -> Any:
+        (optimizer,) = saved_as([self.optimizer], "optimizer")
+        return optimizer
 
     def _ckpt_frozen(self) -> list[str]:
         """Return the names of the frozen parameters of a PEFT model, which are not saved.
@@ -401,6 +404,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         # Otherwise ``_load_optimizer_and_scheduler`` restores the model too.
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self._ckpt_optimizer()  # One that no save takes is refused before the training
         if checkpoint is None or (step := pointed_step(checkpoint)) is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return

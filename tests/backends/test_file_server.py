@@ -232,6 +232,25 @@ def test_a_full_disk_is_out_of_space_and_leaves_nothing(small_share):
     backend.close()
 
 
+def test_a_rename_that_samba_denies_is_told_as_denied(tmp_path, monkeypatch):
+    (tmp_path / "served").mkdir()
+    need_module("smbclient")
+    import smbclient
+    from smbprotocol.exceptions import SMBOSError
+
+    def deny(source, target, **how):
+        raise SMBOSError(0xC0000022, target)
+
+    for share in served("samba", tmp_path / "server", tmp_path / "served"):
+        backend = open_backend(f"{share.url}/root", share.options)
+        with monkeypatch.context() as patch:
+            patch.setattr(smbclient, "replace", deny)
+            with pytest.raises(AccessDenied):
+                backend.put("step/file", [b"x"])
+        assert list(backend.list("")) == []
+        backend.close()
+
+
 def test_a_root_under_two_paths_of_a_server_has_one_owner(tmp_path):
     (tmp_path / "served/runs").mkdir(parents=True)
     (tmp_path / "served/link").symlink_to("runs")
@@ -253,8 +272,9 @@ def test_bytes_that_a_disk_does_not_keep_are_no_object(tmp_path):
         backend = open_backend(f"{share.url}/root", share.options)
         backend.put("step/first", [b"1"])
         broken.touch()
-        with pytest.raises(StorageError, match="cannot flush"):
+        with pytest.raises(StorageError, match="cannot flush") as failed:
             backend.put("step/manifest.json", [b"2"])
+        assert not isinstance(failed.value, OutOfSpace)
         assert [info.key for info in backend.list("")] == ["step/first"]
         broken.unlink()
         backend.put("step/manifest.json", [b"3"])

@@ -408,6 +408,20 @@ def test_a_lost_reply_at_the_end_is_no_failure(fake, data):
     assert upload.finish().size == len(data)
 
 
+def test_an_older_object_of_the_same_size_is_no_upload_whose_reply_was_lost(fake, data):
+    backend = StorageBackendOnFsspec(fake, "bucket/x", "abfs://bucket/x")
+    fake.objects["bucket/x/key"] = bytes(len(data))
+    upload = backend.upload("key", len(data))
+    send(upload, memoryview(data))
+    fake.files[-1].close = fails
+    with pytest.raises(StorageError):
+        upload.finish()
+
+
+def fails():
+    raise TimeoutError
+
+
 def test_an_incomplete_stream_is_never_published(fake, data):
     backend = StorageBackendOnFsspec(fake, "bucket/x", "abfs://bucket/x")
     upload = backend.upload("key", len(data))

@@ -231,6 +231,22 @@ def test_a_last_reply_that_was_lost_is_found_out(backend):
     assert fetch(backend, "key") == data
 
 
+def test_an_object_of_the_same_size_is_no_upload_whose_last_reply_was_lost(backend):
+    """Such an object is from an earlier try of the same upload, or from another job."""
+    size = 20 << 20
+    backend.put("key", [payload(size)])
+    upload = backend.upload("key", size)
+    send(upload, memoryview(bytes(size)))
+    real = backend.request
+
+    def forgotten(key, method, url, **how):
+        return real(key, method, url + "gone", **how)
+
+    backend.request = forgotten
+    with pytest.raises(TransientStorageError, match="forgotten"):
+        upload.finish()
+
+
 def test_a_reply_lost_in_the_middle_never_passes_for_whole(backend):
     """Google ignores what it has. The emulator appends it once more, which must be detected."""
     data = payload(24 << 20)

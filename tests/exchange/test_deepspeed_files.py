@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager
+from ckpt.exchange.deepspeed_files import read_universal
 from tests.cli.conftest import Cli
 from tests.exchange.folders.compare import is_same
 from tests.exchange.folders.net import build, moments, trained
@@ -89,6 +90,15 @@ def test_a_universal_checkpoint_restores_as_a_whole(cli: Cli, stage: int) -> Non
     assert another.param_groups[0]["lr"] == 0.01
     assert state["scheduler"] == {"last_batch_iteration": 1}
     assert state["deepspeed"]["global_steps"] == 2  # type: ignore[index]
+
+
+def test_a_small_file_is_not_mapped_after_it_was_read(tmp_path: Path) -> None:
+    """A process may have 65,530 maps, and a parameter has up to four files."""
+    universal(str(tmp_path / "uni"), 1)
+    folder = read_universal(str(tmp_path / "uni"))
+    assert folder is not None
+    assert f"{tmp_path}/uni/zero" not in Path("/proc/self/maps").read_text()
+    assert folder.state["model"]
 
 
 def test_a_group_without_its_names_leaves_the_optimizer_out_with_a_note(cli: Cli) -> None:

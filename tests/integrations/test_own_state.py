@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,18 @@ def main() -> None:
     assert saved_as([plain], "optimizers") == [plain]
     (own,) = saved_as([Own(nn.Linear(2, 2).parameters())], "optimizers")
     assert isinstance(own, OwnState)
+    if importlib.util.find_spec("accelerate"):
+        refused_at_the_start(Own(net.parameters()))
     exit_rank()
+
+
+def refused_at_the_start(optimizer: Own) -> None:
+    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
+    accelerator.prepare(optimizer)
+    checkpoints = importlib.import_module("ckpt.integrations.accelerate").AcceleratorCheckpoints
+    with pytest.raises(UnsupportedValue, match="Own, an optimizer with a state_dict"):
+        checkpoints(accelerator, "never-made")
+    assert not Path("never-made").exists()
 
 
 if __name__ == "__main__":
