@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from ckpt_backends.store_table import STORES, Store, store_of
+from ckpt_backends.store_table import STORES, store_of
 from tests.kit.filesystems import Unavailable
 from tests.stores.measure import MARK, Measured
 from tests.stores.places import FILE_SYSTEMS, UML, Setup

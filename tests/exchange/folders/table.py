@@ -144,6 +144,7 @@ _OF_LIBRARIES: Final = (
             ("ZeRO 1", ("1", "universal"), "run/global_step2"),
             ("universal of ZeRO 1", ("1", "universal"), "universal"),
             ("ZeRO 3", ("3",), "run/global_step2"),
+            ("universal of ZeRO 3", ("3", "universal"), "universal"),
             ("zero_to_fp32.py of ZeRO 3", ("3",), "fp32"),
         )
     ),
