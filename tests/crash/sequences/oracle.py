@@ -138,6 +138,8 @@ class Oracle:
         ever = {*there, *facts.before[far.place], *wanted}
         missed = facts.missed.get(far.place, set())
         wanted = [ref for ref in wanted if self._surely_kept(ref, far, ever) and ref not in missed]
+        if job.agent:  # It counts the steps of the job and of earlier ones together
+            return frozenset(wanted[: job.backlog]) - there
         own = [ref for ref in wanted if ref.job == facts.attempt][: job.backlog]
         earlier = [ref for ref in wanted if ref.job != facts.attempt][: job.backlog]
         return frozenset({*own, *earlier} - there)
@@ -170,7 +172,9 @@ class Oracle:
         should have brought to a farther tier.
         """
         near, *farther = job.tiers
-        durable = any(facts.committed.get(tier.place) for tier in job.tiers)
+        # An agent learns from the job's steps on nearer tiers which earlier steps led to them.
+        evidence = [near] if job.agent else job.tiers
+        durable = any(facts.committed.get(tier.place) for tier in evidence)
         if not durable or near.capacity is not None:
             return []
         return [
