@@ -49,9 +49,9 @@ from ckpt.retention.claim import Claim, attempts_of
 from ckpt.retention.policy import FixedGuard, PruneContext, Retention, history
 from ckpt.retention.pruner import prune
 from ckpt.retention.removal import discard, remove
-from ckpt.retention.step_copier import StepCopier
 from ckpt.staging.slot_files import remove_orphans
 from ckpt.storage.tiers import OpenTier
+from ckpt.upkeep.step_copier import StepCopier
 
 _log = logging.getLogger("ckpt")
 
@@ -63,11 +63,13 @@ class _Root:
     Attributes:
         owner: The owner of the root when the agent began; None if the root had none.
         claim: The claim of the job on the root.
+        inventory: Remembers the checkpoints that it has read, since several tasks look at the tier.
     """
 
     tier: OpenTier
     owner: Owner | None
     claim: Claim
+    inventory: Inventory
 
 
 class Finish:
@@ -225,7 +227,7 @@ class Finish:
             return None
         claim = Claim(tier.backend, self._me)
         claim.act_for_ended(owner)
-        return _Root(tier, owner, claim)
+        return _Root(tier, owner, claim, Inventory(tier.backend))
 
     def _may_finish_for(self, owner: Owner) -> bool:
         """Return True if ``owner`` is the job itself, or an earlier job that is not known to live.
@@ -312,7 +314,7 @@ class Finish:
 
     def _own(self, root: _Root, inventory: Inventory | None = None) -> list[StoredStep]:
         """Return the committed steps of the job on a tier, newest first."""
-        found = (inventory or Inventory(root.tier.backend)).look()
+        found = (inventory or root.inventory).look()
         return [
             held for held in found if held.state == "committed" and held.ref.job == self._me.attempt
         ]
@@ -351,7 +353,7 @@ class Finish:
         """Return the committed steps of the job on ``roots``, and those of earlier jobs that led to
         them, newest step first.
         """
-        looks = [Inventory(root.tier.backend).look() for root in roots[::-1]]
+        looks = [root.inventory.look() for root in roots[::-1]]
         steps = {held.ref: held for look in looks for held in look if held.state == "committed"}
         own = [ref for ref in steps if ref.job == self._me.attempt]
         return history(steps.values(), max(own)) if own else []

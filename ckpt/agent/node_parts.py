@@ -57,8 +57,8 @@ from ckpt.model.manifest import Manifest
 from ckpt.model.readable import rank_list
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import attempts_of
-from ckpt.retention.step_copier import StepCopier
 from ckpt.storage.api import StorageBackend
+from ckpt.upkeep.step_copier import StepCopier
 
 _log = logging.getLogger("ckpt")
 _PATIENCE_SECONDS: Final = 10.0

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt.catalog.index import committed, instead_of
+from ckpt.catalog.index import instead_of
 from ckpt.catalog.inventory import Inventory, State, StoredStep
 from ckpt.cli import output
 from ckpt.cli.options import (
@@ -34,12 +34,12 @@ from ckpt.retention.policy import (
     PruneContext,
     Retention,
     judge,
-    reasons,
     unknown_metric,
 )
 from ckpt.retention.pruner import Pruned, carry_out
-from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import resolve_tier
+from ckpt.upkeep.look import checkpoints
+from ckpt.upkeep.plan import lacking
 
 
 def prune(
@@ -211,45 +211,23 @@ def _late(tiers: Sequence[Tier], found: Sequence[StoredStep], timeout: float) ->
     listed, all steps that it takes count as lacking, and a warning is printed.
     """
     late: set[StepRef] = set()
+    committed = [step for step in found if step.state == "committed"]
     for farther in tiers:
-        taken = {
-            held.ref: held.metrics
-            for held in found
-            if held.state == "committed" and held.ref.step % farther.every == 0
-        }
+        present: Metrics = {}
         try:
             store = open_watched(farther.url, farther.options, timeout)
-            late |= store.ask(partial(_lacking, store, farther, taken))
+            present = store.ask(partial(checkpoints, store, farther, committed))
+            # Each step is judged beside the steps that the tier has, and not beside the others that
+            # it lacks, since a running job copies all of these. ``best_counts`` would keep fewer.
+            settings = replace(farther, best_counts=False)
         except CkptError as error:
             output.warn(
                 f"the steps that {farther.url} lacks are not known, so all that it takes "
                 f"stay: {error}"
             )
-            late |= taken.keys()
+            settings = Tier(farther.url, every=farther.every)
+        late |= {step.ref for step in committed if lacking(settings, present, [step])}
     return frozenset(late)
-
-
-def _lacking(store: StorageBackend, tier: Tier, taken: Metrics) -> set[StepRef]:
-    """Return the steps of ``taken`` that ``tier`` lacks and would keep.
-
-    Each step is judged beside the steps that the tier has, and not beside the others that it lacks,
-    since a running job copies all of these. The result therefore has at least the steps that the
-    backfill and the agent copy.
-
-    Args:
-        store: The store of the tier.
-        tier: The tier.
-        taken: The steps to choose from, with their metrics.
-    """
-    there = frozenset(committed(store))
-    lacking = set(taken) - there
-    rule = replace(Retention.of(tier), best_counts=False)  # Which would keep fewer of the newest
-    if rule.keeps_all or not lacking:
-        return lacking
-    metrics = {held.ref: held.metrics for held in Inventory(store).look() if held.ref in there}
-    return {
-        ref for ref in lacking if reasons({*there, ref}, rule, {**metrics, ref: taken[ref]})[ref]
-    }
 
 
 def _warn_of_names(rule: Retention, found: Sequence[StoredStep]) -> None:

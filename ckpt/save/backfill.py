@@ -32,9 +32,9 @@ from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.policy import FixedGuard, history
-from ckpt.retention.step_copier import StepCopier
 from ckpt.save.job_steps import EarlierSteps, JobSteps
 from ckpt.save.tier_writer import TierWriter
+from ckpt.upkeep.step_copier import StepCopier
 
 _log = logging.getLogger("ckpt")
 

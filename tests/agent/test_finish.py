@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
@@ -26,9 +27,10 @@ from ckpt.agent.finish import Finish, _Root
 from ckpt.agent.folder import AgentFolder, Lock
 from ckpt.agent.messages import Job
 from ckpt.catalog.index import committed
+from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AgentError, ConfigError, LeftToAgent, RootInUse, RootLost
-from ckpt.model.keys import OWNER
+from ckpt.model.keys import OWNER, StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.processes import Process, machine
 from ckpt.retention.claim import Claim
@@ -197,6 +199,36 @@ def test_a_step_that_an_earlier_job_could_not_copy_is_copied_and_stays_near_unti
     assert (whole(near), whole(far)) == ([120], [100])
 
 
+def test_the_agent_reads_a_manifest_once_to_plan_and_once_to_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far, farther = (tmp_path / name for name in ("near", "far", "farther"))
+    far.mkdir()
+    farther.mkdir()
+    with CheckpointManager(near) as manager:
+        for step in (1, 2, 3):
+            manager.save({"x": torch.full((3,), step)}, step)
+    backend = open_backend(str(near))
+    me = Owner(committed(backend)[0].job, "here", machine(), pid=1 << 30, started=1)
+    backend.put(OWNER, [msgspec.json.encode(me)])
+    tiers = ({"url": str(near), "keep_last": 1}, {"url": str(far)}, {"url": str(farther)})
+    job = Job(me, (Process(me.pid, 1),), ranks=1, tiers=tiers, backlog=4, environment={})
+    reads = Counter[tuple[str, int]]()
+    outline = Inventory._outline
+
+    def counted(inventory: Inventory, ref: StepRef) -> object:
+        reads[Path(inventory._backend.url).name, ref.step] += 1
+        return outline(inventory, ref)
+
+    monkeypatch.setattr(Inventory, "_outline", counted)
+    with Workers("test", 2) as workers, Finish(job, workers, lambda _: None) as finishing:
+        assert finishing.run().error == ""
+    assert (whole(near), whole(far), whole(farther)) == ([3], [1, 2, 3], [1, 2, 3])
+    assert {count for (name, _), count in reads.items() if name == "near"} == {2}
+    assert {count for (name, _), count in reads.items() if name == "far"} <= {1, 2}
+    assert not any(name == "farther" for name, _ in reads)
+
+
 UNMOUNTED = """
 import os, sys, torch
 from ckpt import CheckpointManager, Tier
@@ -263,7 +295,7 @@ def test_a_root_that_is_lost_during_the_work_is_no_root_of_another_job(tmp_path:
     backend = PosixBackend(str(tmp_path / "root"), shared=False)
     backend.mark()
     tier = OpenTier(0, Tier(backend.url), backend)
-    root = _Root(tier, None, Claim(backend, Owner.here("abcabcabcabc")))
+    root = _Root(tier, None, Claim(backend, Owner.here("abcabcabcabc")), Inventory(backend))
     finishing = finish_of(Owner.here("abcabcabcabc"), _memory=[], _on_node=[], _durable=[])
     finishing._confirm(root)
     (tmp_path / "root").rmdir()

@@ -17,10 +17,10 @@ from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest
 from ckpt.errors import AccessDenied, TransientStorageError
 from ckpt.retention.pruner import Pruner
-from ckpt.retention.step_copier import StepCopier
 from ckpt.save.backfill import Backfill
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
+from ckpt.upkeep.step_copier import StepCopier
 from tests.coordination.world import World, WorldCoordinator
 from tests.kit.states import IMAGE, state
 from tests.kit.stores import Gated, faulty, whole, wrap_stores

@@ -19,8 +19,8 @@ from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.policy import FixedGuard
-from ckpt.retention.step_copier import StepCopier
 from ckpt.storage.tiers import open_tiers
+from ckpt.upkeep.step_copier import StepCopier
 
 STATE = {"x": torch.zeros(50_000)}
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ckpt.catalog.index import attempts, is_committed, own_objects
-from ckpt.catalog.inventory import Inventory, StoredStep
+from ckpt.catalog.index import attempts, own_objects
+from ckpt.catalog.inventory import StoredStep
 from ckpt.catalog.transfer import FetchReport, fetch_step
 from ckpt.catalog.verify import OnProgress, StepFolder
 from ckpt.codec.registry import encoder_of
@@ -20,9 +20,11 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
-from ckpt.retention.policy import Retention, StepGuard, reasons
+from ckpt.retention.policy import StepGuard
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
+from ckpt.upkeep.look import checkpoints
+from ckpt.upkeep.plan import lacking
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,31 +71,14 @@ class StepCopier:
     confirm: Callable[[], object] = lambda: None
 
     def lacking(self, line: Sequence[StoredStep], most: int) -> list[StoredStep]:
-        """Return the steps of ``line`` that the tier lacks and would keep, newest first.
+        """Return the steps of ``line`` that the tier lacks and would keep (``plan.lacking``), at
+        most ``most`` of them.
 
-        The tier would keep a step if it takes the step (``Tier.every``) and its retention policy
-        keeps the step.
-
-        Args:
-            line: The steps to choose from, which are checkpoints on a nearer tier.
-            most: The most steps to return.
+        Raises:
+            StorageError: The tier does not answer.
         """
-        rule, far = Retention.of(self.tier.tier), self.tier.backend
-        lacking = [
-            held
-            for held in line
-            if self.tier.takes(held.ref.step) and not is_committed(far, held.ref)
-        ]
-        if not rule.keeps_all and lacking:
-            metrics = {
-                held.ref: held.metrics
-                for held in Inventory(far).look()
-                if held.state == "committed"
-            }
-            metrics |= {held.ref: held.metrics for held in lacking}
-            why = reasons(metrics, rule, metrics)
-            lacking = [held for held in lacking if why[held.ref]]
-        return sorted(lacking, key=lambda held: held.ref, reverse=True)[:most]
+        present = checkpoints(self.tier.backend, self.tier.tier, line)
+        return lacking(self.tier.tier, present, line, most)
 
     def copy(
         self, held: StoredStep, workers: Workers, *, on_progress: OnProgress | None = None

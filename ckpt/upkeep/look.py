@@ -1,0 +1,32 @@
+"""Read from a tier what `ckpt.upkeep.plan` decides with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ckpt.catalog.index import committed_among
+from ckpt.catalog.inventory import Inventory, StoredStep
+from ckpt.config import Tier
+from ckpt.model.keys import StepRef
+from ckpt.retention.policy import Metrics, Retention
+from ckpt.storage.api import StorageBackend
+
+
+def checkpoints(backend: StorageBackend, tier: Tier, line: Sequence[StoredStep]) -> Metrics:
+    """Return the checkpoints on a tier that decide which steps of ``line`` the tier lacks and would
+    keep, with their metrics.
+
+    The manifests of the tier are read only if its retention policy removes steps and it lacks a
+    step that it takes.
+
+    Raises:
+        StorageError: The store has failed.
+    """
+    taken = [step.ref for step in line if step.ref.step % tier.every == 0]
+    present: dict[StepRef, Mapping[str, float]] = {
+        ref: {} for ref in committed_among(backend, taken)
+    }
+    if Retention.of(tier).keeps_all or len(present) == len(taken):
+        return present
+    listed = Inventory(backend).look()
+    return present | {step.ref: step.metrics for step in listed if step.state == "committed"}
